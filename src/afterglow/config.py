@@ -1,0 +1,107 @@
+"""Settings: frozen, validated once, never patched later. Derived sizes live where they are derived."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from afterglow.errors import ConfigError
+
+BLOCK_ROWS = 64  # rows of a chunk and of a block (SPEC §III; CachedAttention leaves it open)
+MAX_EXTENT_ROWS = 1024
+
+PolicyName = Literal["lru", "fifo"]
+WritePolicy = Literal["write_back", "write_through"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from `'8G'`, `'512M'`, `'1.5Gi'` or a plain number. All units are powers of 1024."""
+    if isinstance(text, int):
+        value = text
+    else:
+        found = _SIZE.match(text)
+        if not found:
+            raise ConfigError(f"{text!r} is not a size; write a number with K, M, G or T, such as 8G")
+        value = int(float(found[1]) * 1024 ** "kmgt".index(found[2].lower()) * 1024) if found[2] else int(float(found[1]))
+    if value < 0:
+        raise ConfigError(f"a size cannot be negative, got {text!r}")
+    return value
+
+
+def format_size(num_bytes: float) -> str:
+    """`1536` -> `'1.5 KiB'`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field whose help text becomes the command-line flag's."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The tiers and their budgets."""
+
+    device_cache: int = option(2 * 1024**3, "Bytes of ready-to-attend KV (running requests and finished contexts).")
+    host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.")
+    disk_cache: int = option(20 * 1024**3, "Bytes of the disk tier, over restarts; 0 switches it off.")
+    cache_dir: Path | None = option(None, "Folder of the disk tier; default: the user's cache directory.")
+    policy: PolicyName = option("lru", "Eviction policy.")
+    write_policy: WritePolicy = option(
+        "write_back", "write_back: to disk on eviction and at shutdown. write_through: as soon as computed."
+    )
+    reuse: bool = option(True, "Reuse KV at all; off for comparisons.")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name in ("device_cache", "host_cache", "disk_cache"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} cannot be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine needs to know besides the model directory."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    dtype: DtypeName = option("auto", "Compute dtype; auto is float32 on CPU and the checkpoint's on CUDA.")
+    kv_dtype: DtypeName = option("auto", "Dtype of stored keys and values; auto is the compute dtype (exact).")
+    device: str = option("auto", "cpu, cuda, or auto.")
+    max_model_len: int | None = option(None, "Longest context in tokens; default: what the model was made for.")
+    max_batch: int = option(24, "Requests that run at the same time (the papers' 24).")
+    prefill_chunk: int = option(
+        512, "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers."
+    )
+    max_queue: int = option(1024, "Waiting requests before new ones are refused with status 429.")
+    threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name, least in (("max_batch", 1), ("prefill_chunk", 0), ("max_queue", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
+                )
+        for name in ("max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def _check_choices(config: object) -> None:
+    choices = {"policy": PolicyName, "write_policy": WritePolicy, "dtype": DtypeName, "kv_dtype": DtypeName}
+    for f in fields(config):  # type: ignore[arg-type]
+        if f.name in choices and getattr(config, f.name) not in get_args(choices[f.name]):
+            raise ConfigError(
+                f"--{f.name.replace('_', '-')} must be one of {', '.join(get_args(choices[f.name]))}, "
+                f"got {getattr(config, f.name)!r}"
+            )

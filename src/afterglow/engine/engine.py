@@ -1,0 +1,388 @@
+"""The engine: the only room that joins plan, store and model.
+
+One thread owns the plan. It sleeps on one inbox, which callers (submit, cancel) and the mover (completions) fill.
+Knows token ids only: text, HTTP and chat templates are outside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from afterglow.config import EngineConfig
+from afterglow.engine.runner import Runner, RunOutput
+from afterglow.engine.setup import Parts, build
+from afterglow.engine.stats import EngineStats, Totals, collect
+from afterglow.errors import RequestError
+from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Step
+from afterglow.request import (
+    CachedTokens,
+    FinishReason,
+    Output,
+    Request,
+    TokenLogprob,
+)
+from afterglow.store.kvstore import KVStore
+
+log = logging.getLogger("afterglow.engine")
+
+Sink = Callable[[Output], None]
+Progress = Callable[[str, int, int], None]
+
+DRAIN_SECONDS = 60.0  # how long closing waits for the disk
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request between submit and its last output."""
+
+    job: int
+    request: Request
+    sink: Sink
+    admitted: bool = False
+    cached: CachedTokens = CachedTokens()
+    generated: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole reply, as `Engine.generate` returns it. `ttft_s`: seconds from submit to the first token."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    cached: CachedTokens
+    ttft_s: float
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
+
+
+class Engine:
+    """Submit requests, receive outputs. `Engine.load` builds one; `start` begins, `close` ends it."""
+
+    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+        self.config = config
+        self.model_dir = parts.model_dir
+        self.model_name = parts.model_name
+        self.max_model_len = parts.max_model_len
+        self.vocab_size = parts.vocab_size
+        self.eos_token_ids = parts.eos_token_ids
+        self._eos = frozenset(parts.eos_token_ids)
+        self._scheduler: Scheduler = parts.scheduler
+        self._store: KVStore = parts.store
+        self._runner: Runner = parts.runner
+        self._parts = parts
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        parts.notify.target = self._wake
+        self._woken = threading.Event()
+        self._live: dict[int, _Live] = {}
+        self._jobs: dict[str, int] = {}
+        self._next_job = 0
+        self._waiting = 0  # submitted and not yet admitted, as callers see it
+        self._lock = threading.Lock()
+        self._totals = Totals()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._flush_at_end = True
+        self._wake_at: float | None = None
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def load(
+        cls, model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None
+    ) -> Engine:
+        """Read a Hugging Face model directory (or a preset's name, `bench-100m`) and open its cache.
+
+        Errors: ModelError, ConfigError.
+        """
+        config = config or EngineConfig()
+        return cls(build(model, config, progress), config)
+
+    # ------------------------------------------------------------------------------- for callers, any thread
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine thread has died or was never started."""
+        return self._thread is not None and self._thread.is_alive() and self._failure is None
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread = threading.Thread(target=self._main, name="afterglow-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; `sink` gets its outputs, from the engine's thread, until one has a `finish_reason`.
+
+        Errors: RequestError (too long, a token outside the vocabulary, queue full, engine stopped).
+        """
+        self._validate(request)
+        with self._lock:
+            if self._closing or self._failure is not None:
+                raise RequestError("the server is shutting down", status=503, code="unavailable")
+            if self._waiting >= self.config.max_queue:
+                raise RequestError(
+                    f"{self._waiting} requests are waiting already (--max-queue); try again later",
+                    status=429,
+                    code="queue_full",
+                )
+            if request.id in self._jobs:
+                raise RequestError(f"request id {request.id!r} is in use", param="request_id")
+            job = self._next_job
+            self._next_job += 1
+            self._jobs[request.id] = job
+            self._waiting += 1
+        live = _Live(job, request, sink)
+        if request.sampling.prompt_logprobs is not None:
+            live.prompt_logprobs.append(None)
+        self._send(lambda: self._accept(live))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; it gets a last output with reason `cancelled`. Unknown ids are ignored."""
+        with self._lock:
+            job = self._jobs.get(request_id)
+        if job is not None:
+            self._send(lambda: self._scheduler.cancel(job, time.monotonic()))
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests to the end and return their replies, in order. The engine must have been started."""
+        inbox: queue.SimpleQueue[tuple[float, Output]] = queue.SimpleQueue()
+        began = time.perf_counter()
+        for request in requests:
+            self.submit(request, lambda output: inbox.put((time.perf_counter(), output)))
+        gathered: dict[str, list[Output]] = {r.id: [] for r in requests}
+        first: dict[str, float] = {}
+        left = len(gathered)
+        while left:
+            at, output = inbox.get()
+            first.setdefault(output.request_id, at - began)
+            gathered[output.request_id].append(output)
+            left -= output.finish_reason is not None
+        return [_completion(gathered[r.id], first[r.id]) for r in requests]
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters and levels; never waits for the engine's thread."""
+        return collect(self._parts, self._totals)
+
+    def reset_cache(self) -> None:
+        """Forget every cached row that no running request needs, in all tiers."""
+        self._send(lambda: self._scheduler.reset(time.monotonic()))
+
+    def close(self, flush: bool = True) -> None:
+        """Cancel what runs, bring dirty KV to disk (`flush`), stop the thread, release the cache directory."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        if self._thread is not None and self._thread.is_alive():
+            self._send(lambda: self._cancel_all(flush))
+            self._inbox.put(None)
+            self._thread.join(DRAIN_SECONDS + 10)
+        self._store.close()
+
+    # --------------------------------------------------------------------------------- the engine's own thread
+
+    def _validate(self, request: Request) -> None:
+        if not request.prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(
+                f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", param="prompt"
+            )
+        n = len(request.prompt)
+        if n + min(1, request.sampling.max_tokens) > self.max_model_len:
+            raise RequestError(
+                f"this model's context is {self.max_model_len} tokens, and the prompt alone has {n}; "
+                "shorten it or start the server with a larger --max-model-len",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _send(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+
+    def _wake(self) -> None:
+        """From the mover's threads: a completion is waiting. Coalesced, so that the inbox cannot grow."""
+        if not self._woken.is_set():
+            self._woken.set()
+            self._inbox.put(self._woken.clear)
+
+    def _accept(self, live: _Live) -> None:
+        request, sampling = live.request, live.request.sampling
+        stop = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop |= self._eos
+        self._live[live.job] = live
+        self._runner.register(live.job, request)
+        spec = JobSpec(
+            job=live.job,
+            prompt=_token_bytes(request.prompt),
+            max_tokens=sampling.max_tokens,
+            stop_tokens=stop,
+            salt=_salt_id(request.salt),
+            read=request.reuse and self.config.cache.reuse and sampling.prompt_logprobs is None,
+            write=request.reuse and self.config.cache.reuse,
+            priority=request.priority,
+            session=request.session_id,
+        )
+        try:
+            self._scheduler.submit(spec, time.monotonic())
+        except RequestError as error:
+            self._finish(live, Output(request.id, (), "error", error=str(error)))
+
+    def _main(self) -> None:
+        try:
+            running = True
+            while running:
+                busy = self._iterate()
+                running = self._take_inbox(block=not busy)
+            self._drain()
+        except BaseException as error:
+            log.exception("the engine has stopped because of an error")
+            self._failure = error
+            for live in list(self._live.values()):
+                self._finish(live, Output(live.request.id, (), "error", error="internal error"))
+
+    def _take_inbox(self, block: bool, timeout: float | None = None) -> bool:
+        """Do what callers asked for; with `block`, wait for something first. False once closing was asked for."""
+        while True:
+            try:
+                action = self._inbox.get(block, timeout if timeout is not None else self._timeout(block))
+            except queue.Empty:
+                return True
+            if action is None:
+                return False
+            action()
+            block = False
+
+    def _timeout(self, block: bool) -> float | None:
+        if not block or self._wake_at is None:
+            return None
+        return max(0.0, self._wake_at - time.monotonic())
+
+    def _iterate(self) -> bool:
+        """One step; False when there is nothing to do until something arrives."""
+        done = self._store.finished()
+        if done:
+            self._dispatch(self._scheduler.complete(done, time.monotonic()), None)
+        step = self._scheduler.schedule(time.monotonic())
+        self._wake_at = step.wake_at
+        if step.idle:
+            return False
+        self._execute(step)
+        return True
+
+    def _execute(self, step: Step) -> None:
+        began = time.perf_counter()
+        self._runner.release(step)
+        self._store.start(step.moves)
+        ran = time.perf_counter()
+        out = self._runner.run(step)
+        ended = time.perf_counter()
+        events = self._scheduler.commit(step, out.result, self._store.finished(), time.monotonic())
+        self._dispatch(events, out)
+        self._totals.step(step, ran - began + time.perf_counter() - ended, ended - ran)
+
+    def _dispatch(self, events: Sequence[Event], out: RunOutput | None) -> None:
+        for job, found in (out.prompt_logprobs if out else {}).items():
+            self._live[job].prompt_logprobs.extend(found)
+        for event in events:
+            live = self._live.get(event.job)
+            if live is None:
+                continue
+            if isinstance(event, Admitted):
+                live.cached = CachedTokens(event.device, event.host, event.disk)
+                self._leave_queue(live)
+                self._totals.admitted(len(live.request.prompt), live.cached)
+            else:
+                self._emit(live, event, out)
+
+    def _emit(self, live: _Live, event: Emitted, out: RunOutput | None) -> None:
+        tokens = () if event.token is None else (event.token,)
+        logprob = out.logprobs.get(live.job) if out and tokens else None
+        first = live.generated == 0
+        live.generated += len(tokens)
+        self._totals.generation_tokens += len(tokens)
+        output = Output(
+            live.request.id,
+            tokens,
+            event.finish,
+            live.cached,
+            (logprob,) if logprob else (),
+            tuple(live.prompt_logprobs) if first else (),
+        )
+        if event.finish is None:
+            live.sink(output)
+        else:
+            self._finish(live, output)
+
+    def _finish(self, live: _Live, output: Output) -> None:
+        self._live.pop(live.job, None)
+        self._runner.forget(live.job)
+        self._leave_queue(live)
+        with self._lock:
+            self._jobs.pop(live.request.id, None)
+        self._totals.finished(output.finish_reason or "error")
+        live.sink(output)
+
+    def _leave_queue(self, live: _Live) -> None:
+        if not live.admitted:
+            live.admitted = True
+            with self._lock:
+                self._waiting -= 1
+
+    def _cancel_all(self, flush: bool) -> None:
+        now = time.monotonic()
+        for job in list(self._live):
+            self._scheduler.cancel(job, now)
+        self._flush_at_end = flush
+
+    def _drain(self) -> None:
+        """After the last request: finish saves, then bring what only memory holds to disk."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        self._settle(deadline)
+        if self._flush_at_end:
+            self._scheduler.flush(time.monotonic())
+            self._settle(deadline)
+
+    def _settle(self, deadline: float) -> None:
+        """Iterate until the plan and the store are both at rest."""
+        while time.monotonic() < deadline:
+            if self._iterate():
+                continue
+            if self._store.drain(0.0) and not self._store.has_finished():
+                return
+            self._take_inbox(block=True, timeout=0.1)
+
+
+def _completion(outputs: Sequence[Output], ttft_s: float) -> Completion:
+    last = outputs[-1]
+    if last.finish_reason == "error":
+        raise RequestError(last.error or "the request failed", status=500)
+    assert last.finish_reason is not None
+    return Completion(
+        tokens=tuple(t for output in outputs for t in output.tokens),
+        finish_reason=last.finish_reason,
+        cached=last.cached,
+        ttft_s=ttft_s,
+        logprobs=tuple(lp for output in outputs for lp in output.logprobs),
+        prompt_logprobs=outputs[0].prompt_logprobs,
+    )
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def _salt_id(salt: str) -> str:
+    """The salt as the plan and the disk know it: a digest, so that no tenant's secret is written anywhere."""
+    return hashlib.sha256(salt.encode()).hexdigest()[:32] if salt else ""

@@ -1,0 +1,195 @@
+"""Carries out a step's forward pass: batch tensors, device contexts, the decoder, sampling.
+
+Knows nothing of queues, policies or tiers' budgets; all of that is decided in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from afterglow.engine.attend import CachedAttend, HostRows, Part
+from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.sampling import Sampler, logprobs_of, sample
+from afterglow.engine.tee import Tee
+from afterglow.model.decoder import Decoder
+from afterglow.plan.step import Run, Save, Step, StepResult
+from afterglow.request import Request, TokenLogprob
+from afterglow.store.kvstore import KVStore
+
+LOGIT_ROWS = 256  # prompt log-probabilities: rows of logits at a time, so that a long prompt needs little memory
+
+
+@dataclass(slots=True)
+class RunOutput:
+    """A step's result for the plan, and what only the callers need."""
+
+    result: StepResult
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """What carries out forward passes: the engine's seam to the hardware."""
+
+    def register(self, job: int, request: Request) -> None:
+        """A job's request, before its first run."""
+
+    def forget(self, job: int) -> None:
+        """The job has ended."""
+
+    def release(self, step: Step) -> None:
+        """Carry out the step's releases and frees."""
+
+    def run(self, step: Step) -> RunOutput:
+        """Carry out the step's runs."""
+
+
+@dataclass(slots=True)
+class _Job:
+    request: Request
+    sampler: Sampler
+    context: DeviceContext | None = None
+
+
+class TorchRunner:
+    """The decoder on one device."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        arena: Tensor,
+        *,
+        kv_dtype: torch.dtype,
+        max_batch: int,
+        read_timeout: float,
+    ) -> None:
+        spec = decoder.spec
+        self.decoder = decoder
+        self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
+        self._host = HostRows(arena, store, read_timeout, decoder.device)
+        self._tee = Tee(store, self.shape, kv_dtype, max_batch)
+        self._jobs: dict[int, _Job] = {}
+        self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
+
+    def register(self, job: int, request: Request) -> None:
+        self._jobs[job] = _Job(request, Sampler.of(request.sampling, self.decoder.device))
+
+    def forget(self, job: int) -> None:
+        self._jobs.pop(job, None)
+
+    def release(self, step: Step) -> None:
+        for release in step.releases:
+            self._tee.release(release.job)
+            job = self._jobs.get(release.job)
+            context = job.context if job else None
+            if job is not None:
+                job.context = None
+            if release.context is not None and context is not None:
+                context.rows = release.rows
+                self._contexts[release.context] = context
+        for number in step.frees:
+            self._contexts.pop(number, None)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> RunOutput:
+        if not step.runs:
+            return RunOutput(StepResult({}, {}))
+        device = self.decoder.device
+        parts: list[Part] = []
+        ids: list[int] = []
+        positions: list[Tensor] = []
+        at = 0
+        for run in step.runs:
+            n = len(run.tokens)
+            parts.append(self._part(run, slice(at, at + n)))
+            ids += run.tokens
+            positions.append(torch.arange(run.start, run.start + n))
+            at += n
+        self._tee.begin(*_saves(step.runs, parts))
+        places = torch.cat(positions).to(device)
+        rope = self.decoder.rope
+        attend = CachedAttend(parts, rope.cos_sin(places) if rope else None, rope, self._host, self._tee)
+        hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend)
+        self._tee.end()
+        self._host.waited.clear()
+        failed = {part.job: part.failed for part in parts if part.failed is not None}
+        for part in parts:
+            part.context.rows = part.start if part.job in failed else part.stop
+        return self._outputs(step.runs, parts, hidden, failed)
+
+    def _part(self, run: Run, where: slice) -> Part:
+        """The run's device segment, with what the plan wants in it before the forward."""
+        job = self._jobs[run.job]
+        admit = run.admit
+        part_gathers, gather_from = (), run.start
+        if admit is not None:
+            if admit.context is not None and admit.take:
+                job.context = self._contexts.pop(admit.context)
+                job.context.rows = admit.device_rows
+                job.context.reserve(run.capacity)
+            else:
+                job.context = DeviceContext(self.shape, run.capacity)
+                if admit.context is not None:
+                    job.context.copy_rows(self._contexts[admit.context], admit.device_rows)
+            part_gathers, gather_from = admit.gathers, admit.device_rows
+        assert job.context is not None, f"job {run.job} runs without ever having been admitted"
+        job.context.reserve(run.capacity)
+        stop = run.start + len(run.tokens)
+        return Part(run.job, where, run.start, stop, job.context, part_gathers, gather_from)
+
+    def _outputs(
+        self, runs: Sequence[Run], parts: Sequence[Part], hidden: Tensor, failed: dict[int, str]
+    ) -> RunOutput:
+        drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed]
+        out = RunOutput(StepResult({}, failed))
+        if drawing:
+            rows = torch.tensor([parts[i].where.stop - 1 for i in drawing], device=hidden.device)
+            logits = self.decoder.logits(hidden[rows])
+            jobs = [self._jobs[runs[i].job] for i in drawing]
+            tokens = sample(logits, [job.sampler for job in jobs])
+            out.result.tokens.update({runs[i].job: t for i, t in zip(drawing, tokens, strict=True)})
+            wanted = [n for n, job in enumerate(jobs) if job.request.sampling.logprobs is not None]
+            if wanted:
+                found = logprobs_of(
+                    logits[wanted],
+                    [tokens[n] for n in wanted],
+                    [jobs[n].request.sampling.logprobs or 0 for n in wanted],
+                )
+                out.logprobs = {runs[drawing[n]].job: lp for n, lp in zip(wanted, found, strict=True)}
+        for run, part in zip(runs, parts, strict=True):
+            job = self._jobs[run.job]
+            top = job.request.sampling.prompt_logprobs
+            if top is not None and run.start < len(job.request.prompt) and run.job not in failed:
+                out.prompt_logprobs[run.job] = self._prompt_logprobs(job.request, part, hidden, top)
+        return out
+
+    def _prompt_logprobs(self, request: Request, part: Part, hidden: Tensor, top: int) -> list[TokenLogprob]:
+        """Log-probabilities of prompt tokens [start + 1, stop + 1), as far as the prompt goes."""
+        targets = list(request.prompt[part.start + 1 : part.stop + 1])
+        rows = hidden[part.where]
+        found: list[TokenLogprob] = []
+        for i in range(0, len(targets), LOGIT_ROWS):
+            piece = targets[i : i + LOGIT_ROWS]
+            found += logprobs_of(self.decoder.logits(rows[i : i + len(piece)]), piece, [top] * len(piece))
+        return found
+
+
+def _saves(
+    runs: Sequence[Run], parts: Sequence[Part]
+) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
+    """The step's saves as the tee wants them: single decoded rows apart from runs of prefilled rows."""
+    prefills, decodes = [], []
+    for run, part in zip(runs, parts, strict=True):
+        for save in run.saves:
+            first = part.where.start + save.job_row - run.start
+            if len(run.tokens) == 1 and run.admit is None and run.sample:
+                decodes.append((run.job, first, save))
+            else:
+                prefills.append((slice(first, first + save.rows), save))
+    return prefills, decodes

@@ -1,0 +1,121 @@
+"""The save path: every new row's un-rotated keys and its values on their way from the decoder to host slots.
+
+Prefilled rows go out layer by layer, as soon as a layer has produced them (CachedAttention §3.2.2). Decoded rows
+are single rows of many layers, too small to move one by one: they gather in a lane of a tail buffer and leave in
+blocks of `FLUSH_ROWS`, and at the end of a reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from afterglow.engine.context import KVShape
+from afterglow.plan.step import Save
+from afterglow.store.kvstore import KVStore
+
+FLUSH_ROWS = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_bytes(rows: Tensor) -> Bytes:
+    """[n, kv_heads, head_dim] of any dtype -> the same memory as uint8 [n, row_bytes] (copied only off a GPU)."""
+    if rows.device.type != "cpu":
+        rows = rows.cpu()
+    n = rows.shape[0]
+    return rows.view(torch.uint8).reshape(n, -1).numpy()
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Rows of one draft that wait in the tail buffer: `count` rows from draft row `first` on."""
+
+    index: int
+    draft: int = -1
+    slots: tuple[int, ...] = ()
+    first: int = 0
+    count: int = 0
+
+
+class Tee:
+    """Hands new rows to the store; owned by the runner, one call to `begin` and `end` around each forward."""
+
+    def __init__(self, store: KVStore, shape: KVShape, kv_dtype: torch.dtype, max_batch: int) -> None:
+        self._store = store
+        self._dtype = kv_dtype
+        self._tail = torch.empty(
+            (shape.layers, 2, max_batch, FLUSH_ROWS, shape.kv_heads, shape.head_dim),
+            dtype=kv_dtype,
+            device=shape.device,
+        )
+        self._free = list(range(max_batch - 1, -1, -1))
+        self._lanes: dict[int, _Lane] = {}
+        self._prefills: list[tuple[slice, Save]] = []
+        self._tail_index: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
+        """`prefills`: (rows of the flattened batch, save). `decodes`: (job, row of the flattened batch, save)."""
+        self._prefills = prefills
+        rows, lanes, places = [], [], []
+        for job, row, save in decodes:
+            lane = self._lanes.get(job)
+            if lane is None:
+                lane = self._lanes[job] = _Lane(self._free.pop())
+            if lane.count and (lane.draft != save.draft or lane.first + lane.count != save.draft_row):
+                self._flush(lane)
+            if lane.count == 0:
+                lane.draft, lane.first = save.draft, save.draft_row
+            lane.slots = save.slots
+            rows.append(row)
+            lanes.append(lane.index)
+            places.append(lane.count)
+            lane.count += 1
+        self._tail_index = None
+        if rows:
+            device = self._tail.device
+            self._tail_index = (
+                torch.tensor(rows, device=device),
+                torch.tensor(lanes, device=device),
+                torch.tensor(places, device=device),
+            )
+
+    def layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """keys, values [tokens, kv_heads, head_dim] of the step's flattened batch, keys un-rotated.
+
+        The store copies in its own time, so neither tensor may be written to afterwards.
+        """
+        if self._tail_index is not None:
+            rows, lanes, places = self._tail_index
+            self._tail[layer, 0].index_put_((lanes, places), keys[rows].to(self._dtype))
+            self._tail[layer, 1].index_put_((lanes, places), values[rows].to(self._dtype))
+        for where, save in self._prefills:
+            k, v = keys[where].to(self._dtype), values[where].to(self._dtype)
+            self._store.save(save.draft, layer, save.slots, save.draft_row, as_bytes(k), as_bytes(v))
+
+    def end(self) -> None:
+        """After the forward: full lanes go out."""
+        self._prefills = []
+        for lane in self._lanes.values():
+            if lane.count == FLUSH_ROWS:
+                self._flush(lane)
+
+    def release(self, job: int) -> None:
+        """The job has left the device: what waits in its lane goes out now."""
+        lane = self._lanes.pop(job, None)
+        if lane is not None:
+            self._flush(lane)
+            self._free.append(lane.index)
+
+    def _flush(self, lane: _Lane) -> None:
+        if lane.count == 0:
+            return
+        rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is used again before the copy is done
+        layers, _, n = rows.shape[:3]
+        block = rows.cpu().view(torch.uint8).reshape(layers, 2, n, -1).numpy()
+        self._store.save_block(lane.draft, lane.slots, lane.first, block)
+        lane.count = 0

@@ -1,0 +1,51 @@
+"""Every error that Afterglow raises on purpose.
+
+    AfterglowError
+    ├── UserError                 somebody asked for something that cannot be: one clear line, no traceback
+    │   ├── ModelError            a model directory that is missing, damaged or not supported
+    │   ├── ConfigError           an option with an impossible value, a port in use, a locked cache directory
+    │   └── RequestError          a request that cannot be served; carries the HTTP status and the parameter
+    └── StoreError                a tier failed; the store turns it into a miss and a counter
+        └── DamageError           stored bytes are not what was written (checksum, header, length)
+"""
+
+from __future__ import annotations
+
+
+class AfterglowError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class UserError(AfterglowError):
+    """A mistake that the user can mend; the message names the value and the remedy."""
+
+
+class ModelError(UserError):
+    """A model directory that is missing, damaged, or asks for something that is not honoured."""
+
+
+class ConfigError(UserError):
+    """An option whose value is impossible, or a resource that somebody else holds."""
+
+
+class RequestError(UserError):
+    """A request that cannot be served.
+
+    `status` is the HTTP status (400 by default), `param` the field at fault, `code` OpenAI's error code.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class StoreError(AfterglowError):
+    """A tier could not do what was asked (I/O error, no space, time-out)."""
+
+
+class DamageError(StoreError):
+    """Stored bytes are not what was written."""

@@ -1,0 +1,129 @@
+"""Exact attention over one segment, and the merge of several: out and log-sum-exp.
+
+Every LSE here is float32, natural logarithm, of the scaled scores (RelayAttention's algorithm 1; libraries that
+return base 2 give wrong merges without a warning). An empty segment has out 0 and LSE -inf, and weighs nothing.
+
+Segments are best stored heads first, as contiguous [kv_heads, rows, head_dim], and passed as the view
+[rows, kv_heads, head_dim]. Measured on one core, 12 query and 4 KV heads of 64, one query: 0.15 ms to 0.19 ms at
+1024 rows and 0.60 ms to 0.80 ms at 4096 rows, against rows first; from 64 queries on the layout makes no
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of `q` [n, heads, head_dim] over `keys` and `values` [rows, kv_heads, head_dim] (any strides).
+
+    `heads` is a multiple of `kv_heads`; query head h reads KV head h // (heads / kv_heads), nothing is repeated.
+    `causal`: the queries are the segment's last n rows, query i sees rows [0, rows - n + i + 1).
+    Returns out [n, heads, head_dim] in q's dtype, and LSE [n, heads], float32, natural log.
+    """
+    n, rows = q.shape[0], keys.shape[0]
+    if causal and rows < n:  # the first queries see nothing
+        out, lse = attend(q[n - rows :], keys, values, scale=scale, causal=True)
+        no_out, no_lse = _nothing(q[: n - rows])
+        return torch.cat((no_out, out)), torch.cat((no_lse, lse))
+    if n == 0 or rows == 0:
+        return _nothing(q)  # NOTE: the flash op would answer LSE 0.0, which weighs like a real row
+    if not causal or n == 1:
+        return _full(q, keys, values, scale)
+    past = rows - n
+    if past == 0:
+        return _square(q, keys, values, scale)
+    # The flash ops align their causal mask top left; only a square one means the same as ours.
+    return merge(
+        (
+            _full(q, keys[:past], values[:past], scale),
+            _square(q, keys[past:], values[past:], scale),
+        )
+    )
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint segments from `(out, lse)` of each; in any order and grouping.
+
+    All outs are [n, heads, head_dim] of one dtype, all LSEs [n, heads] float32. Computed in float32, rounded once.
+    Where every part is empty: out 0, LSE -inf.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([lse for _, lse in parts])
+    top = lses.amax(0)
+    # Where all are -inf, subtracting would be -inf - -inf = nan.
+    weights = (lses - torch.where(top == -torch.inf, 0.0, top)).exp_()
+    total = weights.sum(0)
+    lse = total.log() + torch.where(top == -torch.inf, 0.0, top)
+    weights /= torch.where(total == 0, 1.0, total)
+    out = parts[0][0].float() * weights[0, ..., None]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        out.addcmul_(part.float(), weight[..., None])
+    return out.to(parts[0][0].dtype), lse
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+
+
+def _full(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every row: the query heads of one KV head become further queries of it.
+
+    Faster than handing the op fewer KV heads than query heads (4096 rows, one query: 0.60 to 0.65 ms; rows
+    first, 0.80 to 1.09 ms), and the CUDA ops know no grouped heads at all.
+    """
+    n, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    folded = q.reshape(n, kv_heads, group, head_dim).transpose(0, 1).reshape(1, kv_heads, n * group, head_dim)
+    out, lse = _attention(folded, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale, False)
+    out = out[0].reshape(kv_heads, n, group, head_dim).transpose(0, 1).reshape(n, heads, head_dim)
+    return out, lse[0].reshape(kv_heads, n, group).transpose(0, 1).reshape(n, heads)
+
+
+def _square(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of as many queries as rows. KV heads are the batch; their group shares a stride-0 view."""
+    n, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    shape = (kv_heads, group, n, head_dim)
+    out, lse = _attention(
+        q.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3),
+        keys.transpose(0, 1)[:, None].expand(shape),
+        values.transpose(0, 1)[:, None].expand(shape),
+        scale,
+        True,
+    )
+    return out.permute(2, 0, 1, 3).reshape(n, heads, head_dim), lse.permute(2, 0, 1).reshape(n, heads)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """[batch, heads, rows, head_dim] of equal head counts to out and LSE [batch, heads, queries]."""
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    head_dim = q.shape[-1]
+    if q.device.type == "cuda":
+        if q.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
+            found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+            return found[0], found[1]
+        if head_dim % 8 == 0:
+            found = torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, causal, scale=scale
+            )
+            return found[0], found[1][..., : q.shape[2]]  # its LSE is padded to a multiple of 32 queries
+    return _explicit(q, k, v, scale, causal)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """The formula itself, scores in float32: for devices and head sizes without a fused operator."""
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(ahead, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp_() @ v.float()).to(q.dtype), lse

@@ -1,0 +1,86 @@
+"""Rotary position embedding: tables and the rotation itself.
+
+Half layout (Llama, GPT-NeoX): dimension i of the first half turns together with dimension i of the second half.
+No supported family needs the interleaved layout. Partial rotary (Phi): only the first `dim` of the head's
+dimensions turn, the rest pass through.
+
+Tables and positions are float32 always and a narrower result is rounded once, at the end: bfloat16 positions
+alias (769 distinct values below 4096) and bfloat16 tables cost as much again as storing the keys in bfloat16.
+Knows nothing of models: the (scaled) inverse frequencies are an argument.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Rotation: TypeAlias = tuple[Tensor, Tensor]
+"""`(cos, sin)` of some rows, each float32 [rows, dim]; `sin` carries the sign of its half: `[-sin | sin]`."""
+
+
+class RopeTable:
+    """The rotation of every position, computed on demand.
+
+    Not precomputed for all positions: 131,072 of them would take 64 MiB, and the angles of one step cost
+    microseconds.
+    """
+
+    def __init__(self, inv_freq: Tensor, *, attention_factor: float = 1.0) -> None:
+        """`inv_freq`: float32 [dim / 2], radians per position, any scaling already applied.
+
+        `attention_factor` multiplies cos and sin (YaRN, LongRoPE), so that scores grow by its square.
+        """
+        if inv_freq.dtype != torch.float32 or inv_freq.ndim != 1:
+            raise ValueError(
+                f"inv_freq must be one float32 vector, got {inv_freq.dtype} of shape {tuple(inv_freq.shape)}"
+            )
+        self.inv_freq = inv_freq
+        self.attention_factor = attention_factor
+
+    @property
+    def dim(self) -> int:
+        """How many of a head's first dimensions turn."""
+        return 2 * int(self.inv_freq.shape[0])
+
+    def cos_sin(self, positions: Tensor) -> Rotation:
+        """The rotation of `positions` (int64 [rows]); the tables lie on the positions' device."""
+        inv_freq = self.inv_freq.to(positions.device)
+        # float32 holds every position below 2**24 exactly.
+        angles = positions.to(torch.float32)[:, None] * inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos *= self.attention_factor
+            sin *= self.attention_factor
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """`x` [rows, heads, head_dim] turned by `rotation`; a new tensor of the same shape and dtype."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rotate_into(x, rotation, out)
+    return out
+
+
+def rotate_into(x: Tensor, rotation: Rotation, out: Tensor) -> None:
+    """Write `x` [rows, heads, head_dim], turned by `rotation`, into `out` of the same shape.
+
+    Both may have any strides and dtypes, but must not overlap: gathering stored keys into a segment
+    ([heads, rows, head_dim] storage seen as [rows, heads, head_dim]) and turning them is one pass.
+    """
+    cos, sin = rotation
+    dim = cos.shape[-1]
+    whole = dim == x.shape[-1]
+    source = x if whole else x[..., :dim]
+    target = out if whole else out[..., :dim]
+    # Rolling by half swaps the halves. Measured against four half-width products written into the destination:
+    # 1.6 times as fast (2048 rows x 4 heads x 64 x 12 layers: 9.7 ms to 15.8 ms on one core), because every inner
+    # loop of the others is only half a head long.
+    swapped = source.roll(dim // 2, -1)
+    if out.dtype == torch.float32:
+        torch.mul(source, cos[:, None], out=target).addcmul_(swapped, sin[:, None])
+    else:
+        target.copy_((source * cos[:, None]).addcmul_(swapped, sin[:, None]))
+    if not whole:
+        out[..., dim:].copy_(x[..., dim:])

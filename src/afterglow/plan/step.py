@@ -1,0 +1,251 @@
+"""The values that pass between the plan and those who carry it out. Nothing here does anything.
+
+One iteration of the engine (and, on the same code, of a simulator):
+
+    step   = scheduler.schedule(now)                    what to move and what to compute
+    store.start(step.moves)                             threads begin
+    result = runner.run(step)                           one sampled token per job that asked for one
+    events = scheduler.commit(step, result, done, now)  what the callers are told
+
+Rows and blocks: row i of a job is its i-th token; a block is 64 rows of one extent, all layers, keys and values;
+a slot is a block's place in the host arena. Block b of an extent holds its rows [64 b, 64 b + 64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ExtentId = str  # hex; see `plan.index.extent_id`
+Kind = Literal["exact", "session", "approx"]
+Tier = Literal["device", "host", "disk"]
+
+DEMAND, PREFETCH, SAVE, BACKGROUND = range(4)  # priorities of moves: the lower goes first
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentRecord:
+    """What has to be known of a stored extent, all of it durable in the catalog.
+
+    The extent's rows follow the first `parent_rows` rows of `parent` (None: the start of a conversation).
+    `tokens` is its own rows' token ids, 4 bytes each, little-endian. `file_bytes` is its size on disk.
+    """
+
+    id: ExtentId
+    parent: ExtentId | None
+    parent_rows: int
+    salt: str
+    kind: Kind
+    tokens: bytes
+    file_bytes: int
+    last_used: float
+    hits: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens) // 4
+
+
+# ---------------------------------------------------------------------------------------------- moves
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one."""
+
+    move: int
+    extent: ExtentId
+    rows: int
+    slots: tuple[int, ...]
+    priority: int = DEMAND
+    why: str = "demand"
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Host -> disk. The slots stay readable and are not reused before the completion."""
+
+    move: int
+    record: ExtentRecord
+    slots: tuple[int, ...]
+    priority: int = SAVE
+    why: str = "evict"
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove an extent from disk: catalog row first, then the file."""
+
+    move: int
+    extent: ExtentId
+    why: str = "evict"
+    priority: int = BACKGROUND
+
+
+Move = Load | Store | Drop
+
+
+@dataclass(frozen=True, slots=True)
+class MoveDone:
+    """A move has ended. `slots_busy`: a timed-out read may still write into the slots; a second `MoveDone` with
+    `slots_busy=False` follows when it no longer can. `bytes` and `seconds` feed the measured rates."""
+
+    move: int
+    ok: bool
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    slots_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDone:
+    """All layers of rows [first_row, first_row + rows) of a draft are in its host slots (or could not be: `ok`)."""
+
+    draft: int
+    first_row: int
+    rows: int
+    ok: bool = True
+
+
+Completion = MoveDone | SaveDone
+
+
+# ----------------------------------------------------------------------------------------------- step
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows [start, stop) of an extent that lie, or are about to lie, in host slots (of the *whole* extent)."""
+
+    extent: ExtentId
+    start: int
+    stop: int
+    slots: tuple[int, ...]
+    move: int | None  # the Load that fills the slots; None: they are full
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """How a job's context comes to the device before its first forward pass.
+
+    Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone
+    afterwards, its rows beyond `device_rows` forgotten) or copied. Rows from `device_rows` on are gathered from
+    the host, in order, and end at the first row to be computed.
+    """
+
+    context: int | None
+    take: bool
+    device_rows: int
+    gathers: tuple[Gather, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """New rows of a job to be teed, un-rotated, into host slots.
+
+    Rows [job_row, job_row + rows) of the job become rows [draft_row, draft_row + rows) of draft `draft`.
+    `slots` are all slots of the draft so far. A draft becomes an extent when it is sealed (plan's business).
+    """
+
+    draft: int
+    slots: tuple[int, ...]
+    draft_row: int
+    job_row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One job's share of a step: compute `tokens` at rows [start, start + len(tokens)).
+
+    `sample`: draw the next token from the last row. `capacity`: rows that the job's device segment may hold from
+    now on (already counted against the budget; never shrinks).
+    """
+
+    job: int
+    start: int
+    tokens: tuple[int, ...]
+    sample: bool
+    capacity: int
+    admit: Admit | None = None
+    saves: tuple[Save, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A job has left the device: flush what was teed for it, then keep its first `rows` rows as retained context
+    `context`, or free them (`context` is None)."""
+
+    job: int
+    context: int | None
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Carried out in this order: releases, frees (retained contexts), moves, runs.
+
+    `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
+    """
+
+    number: int
+    releases: tuple[Release, ...] = ()
+    frees: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
+    runs: tuple[Run, ...] = ()
+    wake_at: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not (self.releases or self.frees or self.moves or self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`tokens[job]` for each run with `sample`; `failed[job]`: the extent whose layers did not arrive (the job's
+    rows of this step are void)."""
+
+    tokens: dict[int, int]
+    failed: dict[int, ExtentId]
+
+
+# ------------------------------------------------------------------------------------ jobs in and events out
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job as the plan sees it. `stop_tokens` end it (they count as generated). `read`/`write`: may it use, and
+    leave, cached rows. `salt` is already an identifier (a digest), never the tenant's secret."""
+
+    job: int
+    prompt: bytes  # uint32 little-endian token ids
+    max_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    salt: str = ""
+    read: bool = True
+    write: bool = True
+    priority: int = 0
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A job was matched and will join a step: cached prompt tokens by tier, as they were at that moment."""
+
+    job: int
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A job drew a token; `finish` is set with its last one."""
+
+    job: int
+    token: int | None
+    finish: Literal["stop", "length", "cancelled"] | None
+
+
+Event = Admitted | Emitted

@@ -1,0 +1,104 @@
+"""What a caller asks the engine for, and what comes back. Knows nothing of tokenizers, HTTP or caches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from afterglow.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature == 0` is greedy.
+
+    `stop_token_ids` end the reply and are not part of its text; stop *strings* are the caller's business (text
+    is outside of the engine) and reach it as `Engine.stop(job_id, ...)`.
+    `logprobs`: number of alternatives per generated token, None for no log-probabilities at all.
+    `prompt_logprobs`: the same for prompt tokens (needs every prompt row computed; switches reuse off).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, wanted: str) -> None:
+            if not ok:
+                raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}", param=name)
+
+        check(self.max_tokens >= 0, "max_tokens", "0 or more")
+        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
+        check(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
+        check(self.top_k >= -1, "top_k", "-1 or 0 (off) or a positive number")
+        check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One turn, as token ids. `salt` separates tenants: KV is only ever shared under equal salts."""
+
+    id: str
+    prompt: tuple[int, ...] | list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    salt: str = ""
+    session_id: str | None = None
+    priority: int = 0
+    reuse: bool = True  # False: neither read nor write any cache (benchmarks, A/B demos)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of one token, its rank (1 is the most likely), and the best alternatives."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens that were not prefilled, by the tier they were in when the job was scheduled."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one engine step brought for one request.
+
+    `tokens` are the new tokens of this step (stop tokens included), `finish_reason` is set on the last output.
+    `cached` is known from the first output on; `top2_gap` is the logit gap between the best two candidates of
+    the last token (for honest comparisons of greedy runs), only when log-probabilities were asked for.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    cached: CachedTokens = CachedTokens()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    error: str | None = None

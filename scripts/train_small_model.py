@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# ruff: noqa: SIM905
 """Train the small chat model that ships with the package.
 
 The model is a Llama of a few million parameters whose one skill is recall: it
@@ -319,7 +320,8 @@ def filler_sentences() -> tuple[list[str], list[str]]:
                         and not re.search(r">>>|\.\.\.|[<>{}|\\=@#*~^\[\]_/]|\d{3}| {2}", sentence)
                     ):
                         seen.add(sentence)
-    train, held = [], []
+    train: list[str] = []
+    held: list[str] = []
     for sentence in sorted(seen):
         bucket = hashlib.sha256(sentence.encode()).digest()[0] % 12
         (held if bucket == 0 else train).append(sentence)
@@ -343,7 +345,7 @@ def train_tokenizer(sentences: Sequence[str], vocab_size: int) -> Tokenizer:
     for q, r in CHAT:
         templates += [q, r]
     templates += ACKS + READ_REQUESTS + [READ_REPLY] + SYSTEM_PROMPTS
-    templates += ["My %s is the %s %s." % (r.replace("_", " "), c, o)
+    templates += [f"My {r.replace('_', ' ')} is the {c} {o}."
                   for r in RELATIVES for c, o in zip(OBJECT_COLORS, OBJECTS, strict=True)]
     plain = [re.sub(r"\{[VK]\}", "", t) for t in templates]
     corpus += plain * 20 + list(sentences)
@@ -787,7 +789,8 @@ def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         xx = x @ x.mT
         x = a * x + (b * xx + c * (xx @ xx)) @ x
-    return x.mT if tall else x
+    out: Tensor = x.mT if tall else x
+    return out
 
 
 class Muon(torch.optim.Optimizer):
@@ -808,11 +811,12 @@ class Muon(torch.optim.Optimizer):
             for shape, params in shapes.items():
                 updates = []
                 for p in params:
-                    state = self.state[p]
+                    grad, state = p.grad, self.state[p]
+                    assert grad is not None
                     if "m" not in state:
                         state["m"] = torch.zeros_like(p)
-                    state["m"].lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(p.grad.lerp(state["m"], group["momentum"]))
+                    state["m"].lerp_(grad, 1 - group["momentum"])
+                    updates.append(grad.lerp(state["m"], group["momentum"]))
                 scale = math.sqrt(max(1.0, shape[0] / shape[1]))
                 for p, u in zip(params, orthogonalize(torch.stack(updates)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -1059,13 +1063,14 @@ def train(args: argparse.Namespace) -> None:
     muon = Muon(matrices, lr=args.lr)
     adam = torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
     tokens, seconds, stage, step = 0, 0.0, 0, 0
+    recall: dict[int, float] = {}
     if resume:
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         muon.load_state_dict(saved["muon"])
         adam.load_state_dict(saved["adam"])
         tokens, seconds = saved["tokens"], saved["seconds"]
-        stage, step = saved["stage"], saved["step"]
+        stage, step, recall = saved["stage"], saved["step"], saved.get("recall", {})
     if args.stage is not None:
         stage = args.stage
     writer = Writer(tokenizer, sentences, args.seed + 1 + step)
@@ -1077,11 +1082,10 @@ def train(args: argparse.Namespace) -> None:
         temporary = checkpoint.with_suffix(".tmp")
         torch.save({"model": model.state_dict(), "muon": muon.state_dict(),
                     "adam": adam.state_dict(), "tokens": tokens, "seconds": seconds,
-                    "stage": stage, "step": step}, temporary)
+                    "stage": stage, "step": step, "recall": recall}, temporary)
         os.replace(temporary, checkpoint)
         export(model, tokenizer, out)
 
-    recall: dict[int, float] = {}
     started, before = time.monotonic(), seconds
     report = saved_at = time.monotonic()
     shown, loss_sum, loss_n = tokens, 0.0, 0
@@ -1104,7 +1108,7 @@ def train(args: argparse.Namespace) -> None:
             group["lr"] = args.adam_lr * scale
         loss, right = model.loss(x, y, w)
         loss = loss / w.sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         muon.step()
         adam.step()
@@ -1151,10 +1155,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--ffn", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=4096, help="tokens in a step")
+    parser.add_argument("--batch", type=int, default=3072, help="tokens in a step")
     parser.add_argument("--lr", type=float, default=0.02, help="of Muon")
     parser.add_argument("--adam-lr", type=float, default=0.003)
-    parser.add_argument("--decay", type=float, default=0.25, help="final share of linear decay")
+    parser.add_argument("--decay", type=float, default=0.8, help="share of the time in which the rates decay")
     parser.add_argument("--stage", type=int, default=None, help="start at this stage")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--report", type=float, default=15.0, help="seconds between reports")

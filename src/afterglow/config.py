@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import platformdirs
+
 from afterglow.errors import ConfigError
 
 BLOCK_ROWS = 64  # rows of a chunk and of a block (SPEC §III; CachedAttention leaves it open)
@@ -40,6 +42,11 @@ def format_size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+def default_cache_dir() -> Path:
+    """Where the disk tier lives unless told otherwise: the user's cache directory (XDG on Linux)."""
+    return Path(platformdirs.user_cache_dir("afterglow"))
 
 
 def option(default: Any, help: str) -> Any:

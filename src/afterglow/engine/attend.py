@@ -15,12 +15,12 @@ from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.tee import Tee
 from afterglow.kernels.attention import attend
-from afterglow.kernels.rope import RopeTable, rotate_into
+from afterglow.kernels.rope import RopeTable, Rotation, rotate_into
 from afterglow.model.decoder import Attention
 from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
 
-CosSin = tuple[Tensor, Tensor]
+
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Part:
     context: DeviceContext
     gathers: tuple[Gather, ...] = ()
     gather_from: int = 0  # first row of the context that the gathers fill
-    gather_angles: CosSin | None = None
+    gather_angles: Rotation | None = None
     failed: ExtentId | None = None
 
 
@@ -74,7 +74,7 @@ class CachedAttend:
     """`Attend` for one step: exact attention of each part over its whole context."""
 
     def __init__(
-        self, parts: list[Part], angles: CosSin | None, rope: RopeTable | None, host: HostRows, tee: Tee
+        self, parts: list[Part], angles: Rotation | None, rope: RopeTable | None, host: HostRows, tee: Tee
     ) -> None:
         self.parts = parts
         self._angles = angles
@@ -120,6 +120,6 @@ class CachedAttend:
             else:
                 cos, sin = part.gather_angles
                 begin = at - part.gather_from
-                rotate_into(k, cos[begin : begin + n], sin[begin : begin + n], keys[at : at + n])
+                rotate_into(k, (cos[begin : begin + n], sin[begin : begin + n]), keys[at : at + n])
             values[at : at + n] = self._host.rows(gather, layer, 1).to(values.device, non_blocking=True)
             at += n

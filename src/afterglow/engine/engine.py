@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from afterglow.config import EngineConfig
 from afterglow.engine.runner import Runner, RunOutput
@@ -37,6 +38,7 @@ log = logging.getLogger("afterglow.engine")
 Sink = Callable[[Output], None]
 Progress = Callable[[str, int, int], None]
 
+TOUCH_SECONDS = 5.0
 DRAIN_SECONDS = 60.0  # how long closing waits for the disk
 
 
@@ -80,7 +82,9 @@ class Engine:
         self._store: KVStore = parts.store
         self._runner: Runner = parts.runner
         self._parts = parts
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._epoch = time.time() - time.monotonic()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._touched_at = 0.0
         parts.notify.target = self._wake
         self._woken = threading.Event()
         self._live: dict[int, _Live] = {}
@@ -91,6 +95,7 @@ class Engine:
         self._totals = Totals()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._stopping = False
         self._flush_at_end = True
         self._wake_at: float | None = None
         self._failure: BaseException | None = None
@@ -149,7 +154,7 @@ class Engine:
         with self._lock:
             job = self._jobs.get(request_id)
         if job is not None:
-            self._send(lambda: self._scheduler.cancel(job, time.monotonic()))
+            self._send(lambda: self._cancel(job))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests to the end and return their replies, in order. The engine must have been started."""
@@ -169,11 +174,55 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and levels; never waits for the engine's thread."""
-        return collect(self._parts, self._totals)
+        parts = self._parts
+        return collect(
+            self._totals,
+            self._scheduler.stats(),
+            self._store.stats(),
+            parts.capacity,
+            parts.device_row_bytes,
+            parts.host_block_bytes,
+        )
 
     def reset_cache(self) -> None:
         """Forget every cached row that no running request needs, in all tiers."""
-        self._send(lambda: self._scheduler.reset(time.monotonic()))
+        self._send(lambda: self._scheduler.reset(self._now()))
+
+    def _now(self) -> float:
+        """Seconds since 1970 that never go backwards: the catalog compares them over restarts."""
+        return self._epoch + time.monotonic()
+
+    def settle(self) -> None:
+        """Wait until nothing runs and every save and move has ended (benchmarks, tests)."""
+        self._on_thread(self._settle)
+
+    def demote(self, tier: Literal["host", "disk"]) -> None:
+        """Push all idle KV down to `tier`, so that it is in no faster one (benchmarks, tests)."""
+
+        def action() -> None:
+            self._scheduler.drop_contexts()
+            if tier == "disk":
+                self._scheduler.flush(self._now())
+                self._settle()
+                self._scheduler.drop_clean_host()
+            self._settle()
+
+        self._on_thread(action)
+
+    def _on_thread(self, action: Callable[[], None]) -> None:
+        """Run `action` on the engine's thread and wait for it."""
+        ended = threading.Event()
+
+        def wrapped() -> None:
+            try:
+                action()
+            finally:
+                ended.set()
+
+        self._send(wrapped)
+        while not ended.wait(0.1):
+            if not self.healthy:
+                raise RequestError("the engine has stopped", status=503, code="unavailable")
 
     def close(self, flush: bool = True) -> None:
         """Cancel what runs, bring dirty KV to disk (`flush`), stop the thread, release the cache directory."""
@@ -182,8 +231,7 @@ class Engine:
                 return
             self._closing = True
         if self._thread is not None and self._thread.is_alive():
-            self._send(lambda: self._cancel_all(flush))
-            self._inbox.put(None)
+            self._send(lambda: self._stop(flush))
             self._thread.join(DRAIN_SECONDS + 10)
         self._store.close()
 
@@ -235,51 +283,58 @@ class Engine:
             session=request.session_id,
         )
         try:
-            self._scheduler.submit(spec, time.monotonic())
+            self._scheduler.submit(spec, self._now())
         except RequestError as error:
             self._finish(live, Output(request.id, (), "error", error=str(error)))
 
     def _main(self) -> None:
         try:
-            running = True
-            while running:
+            while not self._stopping:
                 busy = self._iterate()
-                running = self._take_inbox(block=not busy)
-            self._drain()
+                self._take_inbox(block=not busy)
+            self._settle()
+            if self._flush_at_end:
+                self._scheduler.flush(self._now())
+                self._settle()
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
             self._failure = error
             for live in list(self._live.values()):
                 self._finish(live, Output(live.request.id, (), "error", error="internal error"))
 
-    def _take_inbox(self, block: bool, timeout: float | None = None) -> bool:
-        """Do what callers asked for; with `block`, wait for something first. False once closing was asked for."""
+    def _take_inbox(self, block: bool, timeout: float | None = None) -> None:
+        """Do what callers asked for; with `block`, wait for something first."""
+        if block and timeout is None and self._wake_at is not None:
+            timeout = max(0.0, self._wake_at - self._now())
         while True:
             try:
-                action = self._inbox.get(block, timeout if timeout is not None else self._timeout(block))
+                action = self._inbox.get(block, timeout)
             except queue.Empty:
-                return True
-            if action is None:
-                return False
+                return
             action()
             block = False
-
-    def _timeout(self, block: bool) -> float | None:
-        if not block or self._wake_at is None:
-            return None
-        return max(0.0, self._wake_at - time.monotonic())
 
     def _iterate(self) -> bool:
         """One step; False when there is nothing to do until something arrives."""
         done = self._store.finished()
         if done:
-            self._dispatch(self._scheduler.complete(done, time.monotonic()), None)
-        step = self._scheduler.schedule(time.monotonic())
+            self._dispatch(self._scheduler.complete(done, self._now()), None)
+        self._remember_use()
+        step = self._scheduler.schedule(self._now())
         self._wake_at = step.wake_at
         if step.idle:
             return False
         self._execute(step)
         return True
+
+    def _remember_use(self) -> None:
+        """Now and then tell the catalog which extents were used, so that eviction knows after a restart."""
+        now = self._now()
+        if now - self._touched_at >= TOUCH_SECONDS:
+            self._touched_at = now
+            touched = self._scheduler.take_touched()
+            if touched:
+                self._store.touch([extent for extent, _, _ in touched], now)
 
     def _execute(self, step: Step) -> None:
         began = time.perf_counter()
@@ -288,7 +343,7 @@ class Engine:
         ran = time.perf_counter()
         out = self._runner.run(step)
         ended = time.perf_counter()
-        events = self._scheduler.commit(step, out.result, self._store.finished(), time.monotonic())
+        events = self._scheduler.commit(step, out.result, self._store.finished(), self._now())
         self._dispatch(events, out)
         self._totals.step(step, ran - began + time.perf_counter() - ended, ended - ran)
 
@@ -334,34 +389,31 @@ class Engine:
         self._totals.finished(output.finish_reason or "error")
         live.sink(output)
 
+    def _cancel(self, job: int) -> None:
+        self._dispatch(self._scheduler.cancel(job, self._now()), None)
+
     def _leave_queue(self, live: _Live) -> None:
         if not live.admitted:
             live.admitted = True
             with self._lock:
                 self._waiting -= 1
 
-    def _cancel_all(self, flush: bool) -> None:
-        now = time.monotonic()
+    def _stop(self, flush: bool) -> None:
         for job in list(self._live):
-            self._scheduler.cancel(job, now)
+            self._cancel(job)
         self._flush_at_end = flush
+        self._stopping = True
 
-    def _drain(self) -> None:
-        """After the last request: finish saves, then bring what only memory holds to disk."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        self._settle(deadline)
-        if self._flush_at_end:
-            self._scheduler.flush(time.monotonic())
-            self._settle(deadline)
-
-    def _settle(self, deadline: float) -> None:
+    def _settle(self) -> None:
         """Iterate until the plan and the store are both at rest."""
-        while time.monotonic() < deadline:
+        deadline = self._now() + DRAIN_SECONDS
+        while self._now() < deadline:
             if self._iterate():
                 continue
-            if self._store.drain(0.0) and not self._store.has_finished():
+            if not self._live and self._store.at_rest():
                 return
             self._take_inbox(block=True, timeout=0.1)
+        log.warning("the store was still busy after %.0f s", DRAIN_SECONDS)
 
 
 def _completion(outputs: Sequence[Output], ttft_s: float) -> Completion:

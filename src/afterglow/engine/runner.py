@@ -40,7 +40,7 @@ class Runner(Protocol):
         """A job's request, before its first run."""
 
     def forget(self, job: int) -> None:
-        """The job has ended."""
+        """The job has ended; what it has on the device stays until the plan releases it."""
 
     def release(self, step: Step) -> None:
         """Carry out the step's releases and frees."""
@@ -54,6 +54,7 @@ class _Job:
     request: Request
     sampler: Sampler
     context: DeviceContext | None = None
+    ended: bool = False
 
 
 class TorchRunner:
@@ -81,16 +82,21 @@ class TorchRunner:
         self._jobs[job] = _Job(request, Sampler.of(request.sampling, self.decoder.device))
 
     def forget(self, job: int) -> None:
-        self._jobs.pop(job, None)
+        found = self._jobs.get(job)
+        if found is not None:
+            found.ended = True
+            if found.context is None:
+                del self._jobs[job]
 
     def release(self, step: Step) -> None:
         for release in step.releases:
             self._tee.release(release.job)
-            job = self._jobs.get(release.job)
-            context = job.context if job else None
-            if job is not None:
-                job.context = None
-            if release.context is not None and context is not None:
+            job = self._jobs[release.job]
+            context, job.context = job.context, None
+            if job.ended:
+                del self._jobs[release.job]
+            if release.context is not None:
+                assert context is not None, f"job {release.job} has nothing on the device to retain"
                 context.rows = release.rows
                 self._contexts[release.context] = context
         for number in step.frees:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from afterglow.plan.extent import Capacity
+from afterglow.plan.stats import Stats
 from afterglow.plan.step import Step
 from afterglow.request import CachedTokens
+from afterglow.store.kvstore import StoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +78,47 @@ class Totals:
         self.plan_seconds += plan_seconds
         self.forward_seconds += forward_seconds
         self.prefilled_tokens += sum(len(run.tokens) for run in step.runs if len(run.tokens) > 1)
+
+
+def collect(
+    totals: Totals, plan: Stats, store: StoreStats, capacity: Capacity, device_row_bytes: int, host_block_bytes: int
+) -> EngineStats:
+    """One snapshot from what the engine, the plan and the store each count."""
+    counters = plan.counters
+    finishes = totals.finishes
+    return EngineStats(
+        running=plan.running,
+        waiting=plan.waiting + plan.loading,
+        device_used_bytes=plan.device_rows * device_row_bytes,
+        device_capacity_bytes=capacity.device_rows * device_row_bytes,
+        host_used_bytes=plan.host_slots * host_block_bytes,
+        host_capacity_bytes=capacity.host_slots * host_block_bytes,
+        disk_used_bytes=plan.disk_bytes,
+        disk_capacity_bytes=capacity.disk_bytes,
+        extents=plan.extents,
+        prompt_tokens=totals.prompt_tokens,
+        generation_tokens=totals.generation_tokens,
+        cached_tokens_device=totals.cached["device"],
+        cached_tokens_host=totals.cached["host"],
+        cached_tokens_disk=totals.cached["disk"],
+        prefilled_tokens=totals.prefilled_tokens,
+        requests_stop=finishes.get("stop", 0),
+        requests_length=finishes.get("length", 0),
+        requests_cancelled=finishes.get("cancelled", 0),
+        requests_error=finishes.get("error", 0),
+        steps=totals.steps,
+        plan_seconds=totals.plan_seconds,
+        forward_seconds=totals.forward_seconds,
+        load_bytes=store.disk_read_bytes,
+        load_seconds=store.disk_read_seconds,
+        store_bytes=store.disk_write_bytes,
+        store_seconds=store.disk_write_seconds,
+        host_evictions=counters.evicted_host,
+        disk_evictions=counters.evicted_disk,
+        device_evictions=counters.evicted_device,
+        damaged_extents=counters.damaged,
+        load_failures=counters.failed_loads,
+        store_failures=counters.store_failures,
+        unsaved_rows=counters.rows_unsaved,
+        preemptions=counters.preemptions,
+    )

@@ -100,7 +100,11 @@ class MoveDone:
 
 @dataclass(frozen=True, slots=True)
 class SaveDone:
-    """All layers of rows [first_row, first_row + rows) of a draft are in its host slots (or could not be: `ok`)."""
+    """All layers of rows [first_row, first_row + rows) of a draft are in its host slots (or could not be: `ok`).
+
+    Every row of every `Save` that was handed out is answered exactly once, in any grouping; those of a failed job, of
+    a cancelled one and of a step that was never run too (with `ok=False`). Until then nobody else gets the slots.
+    """
 
     draft: int
     first_row: int
@@ -160,7 +164,8 @@ class Run:
     """One job's share of a step: compute `tokens` at rows [start, start + len(tokens)).
 
     `sample`: draw the next token from the last row. `capacity`: rows that the job's device segment may hold from
-    now on (already counted against the budget; never shrinks).
+    now on (already counted against the budget; never shrinks, and a retained context counts with the capacity of
+    the job that it was: taken over, it goes on with at least that).
     """
 
     job: int
@@ -175,7 +180,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Release:
     """A job has left the device: flush what was teed for it, then keep its first `rows` rows as retained context
-    `context`, or free them (`context` is None)."""
+    `context`, or free them (`context` is None). The same job may be admitted anew, even in the same step."""
 
     job: int
     context: int | None
@@ -231,7 +236,8 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A job was matched and will join a step: cached prompt tokens by tier, as they were at that moment."""
+    """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job,
+    and only after the loads have come, so that it is true."""
 
     job: int
     device: int

@@ -1,0 +1,41 @@
+# Every target makes .venv and installs what it needs; a second run starts at once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: demo serve test check bench clean
+.DEFAULT_GOAL := demo
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)  ## a conversation over turns and a restart, with and without reuse
+	$(BIN)/python scripts/demo.py
+
+serve: $(READY)  ## the server on the bundled model, http://127.0.0.1:8000/v1
+	$(BIN)/afterglow serve
+
+test: $(READY)
+	$(BIN)/python -m pytest -m 'not long'
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/afterglow bench multiturn --json benchmarks/results/multiturn.json
+	$(BIN)/afterglow bench engine --json benchmarks/results/engine.json
+	$(BIN)/afterglow bench overhead --json benchmarks/results/overhead.json
+
+clean:
+	rm -rf $(VENV) build

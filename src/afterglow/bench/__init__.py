@@ -1,0 +1,26 @@
+"""Benchmarks that users rerun: `afterglow bench NAME`. Each prints a table and can write JSON.
+
+Timings are ratios between variants that take turns in one run, medians of several; each run also prints its own
+repeat spread (the same variant against itself), below which no difference means anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from afterglow.errors import ConfigError
+
+NAMES = {
+    "multiturn": "TTFT of a next turn: recomputed, and with its history on device, in host memory, on disk.",
+    "engine": "Prefill and decode speed against transformers, same weights, same threads.",
+    "overhead": "What HTTP adds to TTFT, and what the engine's own bookkeeping costs.",
+}
+
+
+def run(name: str, args: Sequence[str]) -> int:
+    """Run one benchmark with its own arguments (`--quick`, `--json FILE`, ...); returns the exit code."""
+    if name not in NAMES:
+        raise ConfigError(f"no benchmark {name!r}; there are {', '.join(NAMES)}")
+    module = importlib.import_module(f"afterglow.bench.{name}")
+    return int(module.main(list(args)))

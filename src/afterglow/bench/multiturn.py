@@ -1,0 +1,110 @@
+"""TTFT of a next turn whose history was recomputed, or lay on device, in host memory, on disk."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Engine
+from afterglow.request import Request, SamplingParams
+
+VARIANTS = ("recompute", "device", "host", "disk")
+_ids = count()
+
+
+def main(args: Sequence[str]) -> int:
+    """`afterglow bench multiturn`."""
+    parser = arguments("multiturn", __doc__ or "")
+    parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
+    parser.add_argument("--histories", type=int, nargs="+", default=[256, 1024, 2048], metavar="TOKENS")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of the turn (default 64)")
+    parser.add_argument("--cache-dir", type=Path, help="folder of the disk tier (default: a temporary one)")
+    options = parser.parse_args(args)
+    repeats = 3 if options.quick else 9
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-", dir=options.cache_dir) as folder:
+        cache = CacheConfig(cache_dir=Path(folder))
+        config = EngineConfig(cache=cache, max_model_len=4096, threads=options.threads)
+        engine = Engine.load(options.model, config)
+        engine.start()
+        try:
+            rng = random.Random(options.seed)
+            rows = [_history(engine, rng, h, options.new, repeats) for h in options.histories]
+        finally:
+            engine.close(flush=False)
+    show(
+        f"TTFT of a turn of {options.new} new tokens, {options.model}, ms (median of {repeats})",
+        ("history", *VARIANTS, "host / recompute", "disk / recompute", "host / device", "spread"),
+        [
+            (
+                r["history"],
+                *(r["ttft_ms"][v] for v in VARIANTS),
+                *(f"1/{r['ttft_ms']['recompute'] / r['ttft_ms'][v]:.1f}" for v in ("host", "disk")),
+                r["ttft_ms"]["host"] / r["ttft_ms"]["device"],
+                f"{100 * max(r['spread'].values()):.0f} %",
+            )
+            for r in rows
+        ],
+    )
+    finish(options.json, options.seed, rows, _goals(rows), model=options.model)
+    return 0
+
+
+def _goals(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    row = rows[-1]
+    ttft, noise = row["ttft_ms"], row["spread"]
+    assert isinstance(ttft, dict)
+    assert isinstance(noise, dict)
+    at = f"at {row['history']} tokens"
+    return [
+        goal(f"host / recompute {at}", ttft["host"] / ttft["recompute"], 1 / 10, least=False),
+        goal(f"disk / recompute {at}", ttft["disk"] / ttft["recompute"], 1 / 8, least=False),
+        goal(
+            f"host / device {at}",
+            ttft["host"] / ttft["device"],
+            1.3,
+            least=False,
+            tolerance=max(noise["host"], noise["device"]),
+        ),
+    ]
+
+
+def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats: int) -> dict[str, object]:
+    """All variants of one history length, taking turns; each turn brings new tokens of its own."""
+    past = [rng.randrange(engine.vocab_size) for _ in range(history + 1)]
+
+    def ask(prompt: list[int], reuse: bool = True) -> tuple[float, dict[str, int]]:
+        request = Request(f"bench-{next(_ids)}", prompt, SamplingParams(max_tokens=1, temperature=0), reuse=reuse)
+        (done,) = engine.generate([request])
+        cached = done.cached
+        return done.ttft_s * 1e3, {"device": cached.device, "host": cached.host, "disk": cached.disk}
+
+    def turn() -> list[int]:
+        return past + [rng.randrange(engine.vocab_size) for _ in range(new - 1)]
+
+    def measured(variant: str) -> float:
+        if variant == "recompute":
+            return ask(turn(), reuse=False)[0]
+        ask(past)
+        engine.settle()
+        if variant != "device":
+            engine.demote(variant)
+        ms, cached = ask(turn())
+        if cached[variant] < history:
+            raise RuntimeError(f"{history} tokens of history should have been in {variant}, but were: {cached}")
+        engine.settle()
+        return ms
+
+    found = interleaved({v: (lambda v=v: measured(v)) for v in VARIANTS}, repeats + 1)
+    kept = {v: samples[1:] for v, samples in found.items()}  # the first round warms memory and caches
+    return {
+        "history": history,
+        "new": new,
+        "ttft_ms": {v: round(statistics.median(s), 3) for v, s in kept.items()},
+        "spread": {v: round(spread(s), 4) for v, s in kept.items()},
+    }

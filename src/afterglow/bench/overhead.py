@@ -1,0 +1,198 @@
+"""What HTTP adds to TTFT, and what the engine's own bookkeeping costs beside a decode step."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Engine
+from afterglow.plan.extent import Extent
+from afterglow.plan.index import Index, extent_id
+from afterglow.request import Request, SamplingParams
+
+_ids = count()
+
+
+def main(args: Sequence[str]) -> int:
+    """`afterglow bench overhead`."""
+    options = arguments("overhead", __doc__ or "").parse_args(args)
+    rng = random.Random(options.seed)
+    rows = [
+        http_overhead(rng, 10 if options.quick else 40, options.threads),
+        bookkeeping(rng, 64 if options.quick else 256, options.threads),
+        index_match(rng, 10_000 if options.quick else 100_000),
+    ]
+    show("overheads", ("", "median", "unit"), [(r["name"], r["value"], r["unit"]) for r in rows])
+    wanted = [
+        goal("TTFT over HTTP minus library, ms", rows[0]["value"], 10, least=False),
+        goal("bookkeeping / decode step at batch 8", rows[1]["value"], 0.02, least=False),
+        goal(f"match of 32K tokens in {rows[2]['extents']:,} extents, ms", rows[2]["value"], 2, least=False),
+    ]
+    finish(options.json, options.seed, rows, wanted)
+    return 0
+
+
+def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> dict[str, Any]:
+    """The bundled model in this process and behind a server in another, the same prompts in turn."""
+    model = str(files("afterglow") / "assets" / "model")
+    config = EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads)
+    engine = Engine.load(model, config)
+    engine.start()
+    prompts = iter(lambda: [rng.randrange(300, engine.vocab_size) for _ in range(256)], None)
+    extra = ["--threads", str(threads)] if threads else []
+    try:
+        with _server([model, "--disk-cache", "0", *extra]) as url, httpx.Client(timeout=60) as client:
+            found = interleaved(
+                {
+                    "library": lambda: _library_ttft(engine, next(prompts)),
+                    "http": lambda: _http_ttft(client, url, next(prompts)),
+                },
+                repeats + 2,
+            )
+    finally:
+        engine.close(flush=False)
+    library, http = found["library"][2:], found["http"][2:]
+    return {
+        "name": "TTFT over HTTP minus TTFT of the library",
+        "value": round(statistics.median(http) - statistics.median(library), 3),
+        "unit": "ms",
+        "library_ms": round(statistics.median(library), 3),
+        "http_ms": round(statistics.median(http), 3),
+        "spread": round(max(spread(library), spread(http)), 4),
+    }
+
+
+def _library_ttft(engine: Engine, prompt: list[int]) -> float:
+    (done,) = engine.generate([Request(f"bench-{next(_ids)}", prompt, SamplingParams(max_tokens=1, temperature=0))])
+    return done.ttft_s * 1e3
+
+
+def _http_ttft(client: httpx.Client, url: str, prompt: list[int]) -> float:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True}
+    began = time.perf_counter()
+    with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                return (time.perf_counter() - began) * 1e3
+    raise RuntimeError("the server sent no token")
+
+
+@contextmanager
+def _server(args: list[str]) -> Iterator[str]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "afterglow.cli", "serve", *args, "--port", str(port), "--served-model-name", "m"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(1200):
+                try:
+                    if httpx.get(f"{url}/health", timeout=1).status_code == 200:
+                        break
+                except httpx.HTTPError:
+                    time.sleep(0.1)
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise RuntimeError(f"the server ended: {log.read().decode()[-2000:]}")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def bookkeeping(rng: random.Random, tokens: int, threads: int | None) -> dict[str, Any]:
+    """Share of a decode step at batch 8 that schedule, commit and index take (`bench-100m`)."""
+    engine = Engine.load("bench-100m", EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads))
+    engine.start()
+    try:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        requests = [
+            Request(f"bench-{next(_ids)}", [rng.randrange(engine.vocab_size) for _ in range(64)], sampling)
+            for _ in range(8)
+        ]
+        engine.generate([Request("warm", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0))])
+        before = engine.stats()
+        engine.generate(requests)
+        after = engine.stats()
+    finally:
+        engine.close(flush=False)
+    steps = after.steps - before.steps
+    plan, forward = after.plan_seconds - before.plan_seconds, after.forward_seconds - before.forward_seconds
+    return {
+        "name": "schedule + commit + index, share of a decode step at batch 8",
+        "value": round(plan / (plan + forward), 5),
+        "unit": "",
+        "plan_ms_per_step": round(plan / steps * 1e3, 4),
+        "forward_ms_per_step": round(forward / steps * 1e3, 3),
+    }
+
+
+def index_match(rng: random.Random, extents: int) -> dict[str, Any]:
+    """A 32K-token prompt, wholly cached in extents of 1,024 rows, among many others that branch from it."""
+    index, prompt = _index(rng, extents)
+    samples = []
+    for _ in range(50):
+        began = time.perf_counter()
+        match = index.match("", prompt)
+        samples.append((time.perf_counter() - began) * 1e3)
+        assert match.rows == len(prompt) // 4
+    return {
+        "name": f"match of a 32,768-token prompt among {extents:,} extents",
+        "value": round(statistics.median(samples), 4),
+        "unit": "ms",
+        "extents": extents,
+        "spread": round(spread(samples), 4),
+    }
+
+
+def _tokens(rng: random.Random, n: int) -> bytes:
+    return array("I", [rng.randrange(32_000) for _ in range(n)]).tobytes()
+
+
+def _index(rng: random.Random, extents: int) -> tuple[Index, bytes]:
+    index = Index()
+    prompt = b""
+    for _ in range(32):
+        own = _tokens(rng, 1024)
+        _add(index, prompt, own)
+        prompt += own
+    for _ in range(extents - 32):  # branches anywhere, splits included
+        cut = rng.randrange(1, 32_768) * 4
+        _add(index, prompt[:cut], _tokens(rng, 64))
+    return index, prompt
+
+
+def _add(index: Index, prefix: bytes, own: bytes) -> None:
+    extent = Extent(
+        id=extent_id("bench", "", prefix, own),
+        salt="",
+        kind="exact",
+        tokens=own,
+        first_row=len(prefix) // 4,
+        file_bytes=0,
+        born=0.0,
+        serial=len(index.extents),
+    )
+    index.insert(extent, prefix)

@@ -1,0 +1,115 @@
+"""What all benchmarks share: arguments, repeats, tables, the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def arguments(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark takes."""
+    parser = argparse.ArgumentParser(prog=f"afterglow bench {name}", description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats: about a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
+    parser.add_argument("--threads", type=int, default=None, help="compute threads (default: all cores)")
+    return parser
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as results depend on it."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as f:
+            name = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    facts = {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def commit() -> str | None:
+    """The revision of the checkout that runs, None outside of one."""
+    try:
+        here = Path(__file__).parent
+        out = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return out.stdout.strip()
+
+
+def interleaved(variants: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Call the variants in turn, `repeats` rounds; each returns its own measurement."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, variant in variants.items():
+            found[name].append(variant())
+    return found
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Half the interquartile range over the median: what a repeat of the same thing differs by."""
+    if len(samples) < 3:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4)
+    return (high - low) / 2 / statistics.median(samples)
+
+
+def goal(name: str, value: float, wanted: float, *, least: bool, tolerance: float = 0.0) -> dict[str, Any]:
+    """One row of `goals`. A goal tighter than the run's own spread (`tolerance`, a fraction) counts as met
+    within it."""
+    met = value >= wanted * (1 - tolerance) if least else value <= wanted * (1 + tolerance)
+    return {
+        "name": name,
+        "value": round(value, 4),
+        "goal": f"{'>=' if least else '<='} {wanted:g}",
+        "met": bool(met),
+    }
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*[f"{c:.3g}" if isinstance(c, float) else str(c) for c in row])
+    Console().print(table)
+
+
+def finish(
+    path: Path | None, seed: int, rows: list[dict[str, Any]], goals: list[dict[str, Any]], **more: Any
+) -> None:
+    """Print the goals and write the JSON file."""
+    if goals:
+        show(
+            "goals",
+            ("goal", "measured", "wanted", ""),
+            [(g["name"], g["value"], g["goal"], "met" if g["met"] else "MISSED") for g in goals],
+        )
+    if path is not None:
+        facts = {"hardware": hardware(), "commit": commit(), "seed": seed, "rows": rows, "goals": goals, **more}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+        print(f"written to {path}")

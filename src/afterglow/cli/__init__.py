@@ -1,0 +1,240 @@
+"""The command line. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from afterglow import __version__
+from afterglow.cli.options import with_configs
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.errors import UserError
+from afterglow.server.settings import ServerConfig
+
+app = typer.Typer(
+    name="afterglow",
+    help="Serve language models and keep what attention computed: no token is prefilled twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cache_app = typer.Typer(
+    help="Look at, verify and clear the disk tier. A server that is running holds its namespace; stop it "
+    "first to repair or clear.",
+    no_args_is_help=True,
+)
+app.add_typer(cache_app, name="cache")
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face model directory, or the name of a model that was downloaded before. "
+        "Without it, the small model that ships with Afterglow.",
+        show_default=False,
+    ),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Longest reply in tokens; default: what the context holds.")
+]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, higher is more random.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that have this much probability.")]
+TopK = Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0 is all.")]
+Seed = Annotated[int | None, typer.Option(help="Makes random replies repeatable.", show_default=False)]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the disk tier; default: the user's cache directory.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
+Namespace = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAMESPACE",
+        help="One namespace by its folder's name or the beginning of it; default: all.",
+        show_default=False,
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"afterglow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@with_configs(ServerConfig, EngineConfig, CacheConfig)
+def serve(
+    server: ServerConfig,
+    engine: EngineConfig,
+    model: Model = None,
+) -> None:
+    """Start an OpenAI-compatible server that keeps KV caches in device memory, host memory and on disk."""
+    from afterglow.cli.serve import serve as run
+
+    raise typer.Exit(run(model, server, engine))
+
+
+@app.command()
+@with_configs(EngineConfig, CacheConfig)
+def generate(
+    engine: EngineConfig,
+    model: Model = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to go on with.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the text from a file.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest reply in tokens.")] = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the reply; may be given several times.", show_default=False),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the text into the model's chat template.")
+    ] = False,
+) -> None:
+    """Continue a text: from --prompt, from --file, or from standard input."""
+    from afterglow.cli.generate import generate as run
+
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    raise typer.Exit(run(model, engine, prompt, file, max_tokens, sampling, stop or [], chat))
+
+
+@app.command()
+@with_configs(EngineConfig, CacheConfig)
+def chat(
+    engine: EngineConfig,
+    model: Model = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Talk to a running server, such as http://127.0.0.1:8000, instead of loading a model.",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key for --url.", envvar="AFTERGLOW_API_KEY", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="A system message to begin with.", show_default=False)
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+) -> None:
+    """Hold a conversation, and see per turn how much of it was cached and how soon the reply began.
+
+    Lines beginning with / are commands: /help lists them. Ctrl-C stops a reply, Ctrl-D leaves.
+    """
+    from afterglow.cli.chat import chat as run
+
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    raise typer.Exit(run(model, engine, url, api_key, system, max_tokens, sampling))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Which benchmark; without it, they are listed.", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Take about a minute instead of several.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the results to this file as well.", show_default=False),
+    ] = None,
+) -> None:
+    """Run one of the benchmarks behind the published numbers. Further options go to the benchmark."""
+    from afterglow.cli.environment import set_up_threads
+
+    set_up_threads(None)
+    import afterglow.bench
+
+    if name is None:
+        for known, what in afterglow.bench.NAMES.items():
+            print(f"{known:12} {what}")
+        return
+    args = [*(["--quick"] if quick else []), *(["--json", str(json)] if json else []), *context.args]
+    raise typer.Exit(afterglow.bench.run(name, args))
+
+
+@cache_app.command("ls")
+def cache_ls(namespace: Namespace = None, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """List namespaces (one per model), or the extents of one."""
+    from afterglow.cli import cache
+
+    raise typer.Exit(cache.ls(cache_dir, namespace, as_json))
+
+
+@cache_app.command("stats")
+def cache_stats(namespace: Namespace = None, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Show how many tokens and bytes each namespace holds, and how they are used."""
+    from afterglow.cli import cache
+
+    raise typer.Exit(cache.stats(cache_dir, namespace, as_json))
+
+
+@cache_app.command("check")
+def cache_check(
+    namespace: Namespace = None,
+    cache_dir: CacheDir = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify every stored byte; exit code 1 if something is damaged and was not repaired."""
+    from afterglow.cli import cache
+
+    raise typer.Exit(cache.check(cache_dir, namespace, repair, as_json))
+
+
+@cache_app.command("clear")
+def cache_clear(
+    namespace: Namespace = None,
+    cache_dir: CacheDir = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete everything that is stored."""
+    from afterglow.cli import cache
+
+    raise typer.Exit(cache.clear(cache_dir, namespace, yes, as_json))
+
+
+def main() -> None:
+    """The entry point: mistakes of the user end with one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"afterglow: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python must not complain about it when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

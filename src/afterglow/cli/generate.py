@@ -1,0 +1,52 @@
+"""`afterglow generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from afterglow.cli.local import open_local, summary
+from afterglow.config import EngineConfig
+from afterglow.errors import ConfigError
+
+
+def generate(
+    model: str | None,
+    config: EngineConfig,
+    prompt: str | None,
+    file: Path | None,
+    max_tokens: int | None,
+    sampling: dict[str, Any],
+    stops: Sequence[str],
+    chat: bool,
+) -> int:
+    text = _read(prompt, file)
+    with open_local(model, config) as local:
+        if chat:
+            ids = local.encode_chat([{"role": "user", "content": text}]).ids
+        else:
+            ids = local.tokenizer.encode(text)
+        turn = local.turn(ids, max_tokens, sampling, stops)
+        for piece in turn:
+            print(piece, end="", flush=True)
+        print()
+        if sys.stderr.isatty():
+            print(f"[{summary(turn.prompt_tokens, turn.cached, turn.ttft_s)}]", file=sys.stderr)
+    return 0
+
+
+def _read(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise ConfigError("give --prompt or --file, not both")
+    if prompt is not None:
+        return prompt
+    if file is not None:
+        try:
+            return file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+    if sys.stdin.isatty():
+        print("The text to go on with; Ctrl-D ends it:", file=sys.stderr)
+    return sys.stdin.read().removesuffix("\n")

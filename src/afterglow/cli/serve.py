@@ -1,0 +1,46 @@
+"""`afterglow serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+from afterglow.cli.environment import find_model, set_up_threads
+from afterglow.cli.progress import progress
+from afterglow.config import EngineConfig
+from afterglow.errors import ConfigError
+from afterglow.server.settings import ServerConfig
+
+
+def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
+    """Returns the exit code: 0 after an orderly end, 1 if the address cannot be had."""
+    if not server.api_key and (key := os.environ.get("AFTERGLOW_API_KEY")):
+        server = replace(server, api_key=(key,))
+    folder = find_model(model)
+    set_up_threads(config.threads)
+    from afterglow.server.launch import Service, impatient, listen, set_up_logging
+    from afterglow.text import Tokenizer
+
+    set_up_logging(server.log_level)
+    try:
+        sock = listen(server)  # before the model is loaded: that may take minutes
+    except ConfigError as error:
+        print(f"afterglow: error: {error}", file=sys.stderr)
+        return 1
+    tokenizer = Tokenizer(folder)
+    from afterglow.engine.engine import Engine
+
+    with progress() as report:
+        engine = Engine.load(folder, config, report)
+    engine.start()
+    try:
+        service = Service(engine, tokenizer, server, folder, sock)
+        service.run()
+    except ConfigError as error:
+        print(f"afterglow: error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        with impatient():
+            engine.close(flush=True)
+    return 0

@@ -1,0 +1,216 @@
+"""From a model directory and settings to the parts of an engine: sizes, memory, store, plan, runner."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, default_cache_dir, format_size
+from afterglow.engine.runner import Runner, TorchRunner
+from afterglow.errors import ConfigError, StoreError
+from afterglow.model.decoder import Decoder
+from afterglow.model.digest import model_digest, numeric_mode
+from afterglow.model.loader import DTYPES, load_model
+from afterglow.model.spec import ModelSpec
+from afterglow.plan.extent import Capacity
+from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.step import Drop
+from afterglow.store.kvstore import KVStore
+from afterglow.store.layout import KVLayout
+from afterglow.store.namespace import Namespace
+from afterglow.store.tier import arena_bytes
+
+log = logging.getLogger("afterglow.engine")
+
+READ_TIMEOUT = 30.0  # seconds without progress after which a read counts as lost
+SMALLEST_DEVICE_ROWS = 4 * BLOCK_ROWS
+HUGE_PAGE = 2 * 1024**2
+
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(slots=True)
+class Notify:
+    """The mover's bell: set once the engine exists."""
+
+    target: Callable[[], None] = field(default=lambda: None)
+
+    def __call__(self) -> None:
+        self.target()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    model_name: str
+    model_dir: Path
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    scheduler: Scheduler
+    store: KVStore
+    runner: Runner
+    notify: Notify
+    device_row_bytes: int
+    host_block_bytes: int
+    capacity: Capacity
+
+
+def build(
+    model: str | Path, config: EngineConfig, progress: Callable[[str, int, int], None] | None
+) -> Parts:
+    """Read the model, open the cache, restore what it holds.
+
+    Errors: ModelError, ConfigError (impossible sizes, a cache directory in use or of another format).
+    """
+    device = _device(config.device)
+    _use_threads(config.threads)
+    decoder = load_model(
+        model,
+        dtype=config.dtype,
+        device=device.type,
+        max_model_len=config.max_model_len,
+        progress=functools.partial(progress, "weights") if progress else None,
+    )
+    spec = decoder.spec
+    kv_dtype = decoder.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    digest = model_digest(
+        model,
+        numeric_mode(str(decoder.dtype), str(kv_dtype)),
+        progress=functools.partial(progress, "digest of the weights") if progress else None,
+    )
+    layout = KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype])
+    row_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
+    host_slots = config.cache.host_cache // arena_bytes(layout, 1) if config.cache.reuse else 0
+    namespace = _namespace(str(model), digest, layout, config)
+    capacity = Capacity(
+        device_rows=_device_rows(config.cache.device_cache, row_bytes),
+        host_slots=host_slots,
+        disk_bytes=config.cache.disk_cache if namespace is not None else 0,
+        file_bytes=tuple(
+            layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
+        ),
+    )
+    max_model_len = _max_model_len(spec, config, capacity.device_rows)
+    arena = allocate(arena_bytes(layout, host_slots), pin=device.type == "cuda")
+    notify = Notify()
+    store = KVStore(layout, host_slots, arena.numpy(), namespace=namespace, notify=notify, read_timeout=READ_TIMEOUT)
+    scheduler = Scheduler(
+        capacity,
+        policy=config.cache.policy,
+        write_policy=config.cache.write_policy,
+        prefill_chunk=config.prefill_chunk,
+        max_batch=config.max_batch,
+        max_model_len=max_model_len,
+        digest=digest,
+    )
+    useless = scheduler.restore(store.records(), time.time())
+    store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
+    blocks = arena.view(kv_dtype).view(
+        spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim
+    )
+    runner = TorchRunner(
+        decoder, store, blocks, kv_dtype=kv_dtype, max_batch=config.max_batch, read_timeout=READ_TIMEOUT
+    )
+    return Parts(
+        model_name=Path(model).name or str(model),
+        model_dir=Path(model),
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab,
+        eos_token_ids=spec.eos_ids,
+        scheduler=scheduler,
+        store=store,
+        runner=runner,
+        notify=notify,
+        device_row_bytes=row_bytes,
+        host_block_bytes=arena_bytes(layout, 1),
+        capacity=capacity,
+    )
+
+
+def allocate(num_bytes: int, pin: bool) -> Tensor:
+    """A page-aligned uint8 buffer that costs memory only where it is touched (pinned at once for CUDA).
+
+    Huge pages are asked for: a first touch of 4 KiB pages costs as much as the copy that causes it.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if pin:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=num_bytes))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu, cuda or auto, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, but this PyTorch sees no CUDA device")
+    return torch.device(name)
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _device_rows(budget: int, row_bytes: int) -> int:
+    rows = budget // row_bytes // BLOCK_ROWS * BLOCK_ROWS
+    if rows < SMALLEST_DEVICE_ROWS:
+        raise ConfigError(
+            f"--device-cache {format_size(budget)} holds {rows} tokens of this model "
+            f"({format_size(row_bytes)} each); give it at least {format_size(SMALLEST_DEVICE_ROWS * row_bytes)}"
+        )
+    return rows
+
+
+def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> int:
+    longest = spec.context(config.max_model_len)
+    if longest <= device_rows:
+        return longest
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {longest} does not fit --device-cache, which holds {device_rows} tokens"
+        )
+    log.warning("contexts are limited to the %d tokens that --device-cache holds", device_rows)
+    return device_rows
+
+
+def _namespace(model: str, digest: str, layout: KVLayout, config: EngineConfig) -> Namespace | None:
+    """The disk tier's folder; None without one. A default folder that cannot be written costs a warning, one that
+    was asked for is an error."""
+    if config.cache.disk_cache == 0 or not config.cache.reuse:
+        return None
+    folder = config.cache.cache_dir or default_cache_dir()
+    name = Path(model).name or "model"
+    try:
+        return Namespace.open(folder, name, digest, layout)
+    except StoreError as error:
+        if config.cache.cache_dir is not None:
+            raise ConfigError(f"--cache-dir {folder} cannot be used: {error}") from None
+        log.warning("running without a disk tier: %s", error)
+        return None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

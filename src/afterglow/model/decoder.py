@@ -1,0 +1,189 @@
+"""The one decoder: embeddings, layers of norms, projections and MLPs, final norm, head. No class per family.
+
+It does not know where keys and values come from: each layer hands its normed input to an `Attend`, and gets the
+attention context back. Tokens of any number of sequences are one flat batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.kernels.attention import attend
+from afterglow.kernels.rope import RopeTable, Rotation, rotate
+from afterglow.model.linear import Linear
+from afterglow.model.spec import Activation, ModelSpec
+
+
+class Norm:
+    """RMS norm, or layer norm, over the last dimension."""
+
+    __slots__ = ("_bias", "_eps", "_rms", "_shape", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, rms: bool, eps: float) -> None:
+        """`weight` and `bias` [size]; RMS norms have no bias."""
+        self._weight, self._bias, self._rms, self._eps = weight, bias, rms, eps
+        self._shape = tuple(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [..., size] -> the same shape and dtype."""
+        if self._rms:
+            return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+
+class Attention:
+    """One layer's attention block as `Attend` sees it: what turns hidden rows into queries, keys and values."""
+
+    __slots__ = ("_k_norm", "_q_norm", "_qkv", "head_dim", "heads", "kv_heads", "layer", "scale")
+
+    def __init__(
+        self, layer: int, spec: ModelSpec, qkv: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
+    ) -> None:
+        """`qkv` yields all query heads, then all key heads, then all value heads."""
+        self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
+        self.head_dim, self.scale = spec.head_dim, spec.scale
+        self._qkv, self._q_norm, self._k_norm = qkv, q_norm, k_norm
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`x` [tokens, hidden], normed -> q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
+
+        Keys and queries carry no position yet; norms on them (Qwen3) are applied. All three are views of one
+        buffer where there is no such norm.
+        """
+        heads, keys_end = self.heads, self.heads + self.kv_heads
+        qkv = self._qkv(x).view(x.shape[0], keys_end + self.kv_heads, self.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads:keys_end], qkv[:, keys_end:]
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        return q, k, v
+
+    def value(self, x: Tensor) -> Tensor:
+        """v alone, for whoever already has the attention map. It costs a whole projection: the weights are fused."""
+        return self.project(x)[2]
+
+    def rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """Queries or keys [tokens, any heads, head_dim] at the positions of `rotation` (see `Decoder.rotation`).
+
+        None, for models with learned positions, returns `x` itself.
+        """
+        return x if rotation is None else rotate(x, rotation)
+
+
+class Attend(Protocol):
+    """Where attention happens; the engine implements it over caches, the tests without any."""
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        """`x` [tokens, hidden], normed -> context [tokens, heads * head_dim], before the output projection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer. `mlp_norm` is None where the MLP shares the attention's norm."""
+
+    attn_norm: Norm
+    attention: Attention
+    out: Linear
+    mlp_norm: Norm | None
+    mlp_in: Linear
+    mlp_out: Linear
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+class Decoder:
+    """A causal language model. All methods run without autograd; tensors live on `device`, computed in `dtype`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        embed: Tensor,
+        positions: Tensor | None,
+        layers: Sequence[Layer],
+        final_norm: Norm,
+        head: Linear,
+        rope: RopeTable | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """`embed` [vocab, hidden] and `positions` [max_positions + offset, hidden] may be narrower than `dtype`."""
+        self.spec = spec
+        self.rope = rope
+        self.dtype = dtype
+        self.device = embed.device
+        self.layers = tuple(layers)
+        self._embed, self._positions = embed, positions
+        self._final_norm, self._head = final_norm, head
+        self._activation = ACTIVATIONS[spec.activation]
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """cos and sin of `positions` (int64 [rows]), to be computed once per step; None for learned positions."""
+        return None if self.rope is None else self.rope.cos_sin(positions)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """`ids` and `positions` int64 [tokens] -> final-normed hidden rows [tokens, hidden]."""
+        x = F.embedding(ids, self._embed).to(self.dtype)
+        if self._positions is not None:
+            x = x + F.embedding(positions + self.spec.position_offset, self._positions)
+        parallel = self.spec.residual == "parallel"
+        for index, layer in enumerate(self.layers):
+            normed = layer.attn_norm(x)
+            attended = layer.out(attend(index, layer.attention, normed))
+            if parallel:
+                inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
+                x = (x + attended).add_(self._mlp(layer, inner))
+            else:
+                assert layer.mlp_norm is not None
+                x = x + attended
+                x.add_(self._mlp(layer, layer.mlp_norm(x)))
+        return self._final_norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden` [rows, hidden] from `forward` -> float32 [rows, vocab]."""
+        return self._head(hidden).float()
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        inner = layer.mlp_in(x)
+        if self.spec.gated_mlp:
+            gate, up = inner.chunk(2, -1)
+            inner = self._activation(gate).mul_(up)
+        else:
+            inner = self._activation(inner)
+        return layer.mlp_out(inner)
+
+
+class PlainAttend:
+    """Causal attention of independent whole sequences, nothing cached: the simplest `Attend`."""
+
+    def __init__(self, decoder: Decoder, positions: Tensor, lengths: Sequence[int]) -> None:
+        """`positions` int64 [tokens] of the flat batch, `lengths` of its sequences, adding up to tokens."""
+        assert sum(lengths) == positions.shape[0]
+        self._rotation = decoder.rotation(positions)
+        self._lengths = list(lengths)
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x)
+        q, k = attention.rotate(q, self._rotation), attention.rotate(k, self._rotation)
+        parts = [
+            attend(*sequence, scale=attention.scale, causal=True)[0]
+            for sequence in zip(*(t.split(self._lengths) for t in (q, k, v)), strict=True)
+        ]
+        return torch.cat(parts).flatten(1)

@@ -1,0 +1,205 @@
+"""A Hugging Face model directory -> Decoder. Only safetensors; nothing in a directory is ever executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from afterglow.config import DtypeName
+from afterglow.errors import ModelError
+from afterglow.model.decoder import Decoder
+from afterglow.model.families import Names, replace_eos, spec_from_config
+from afterglow.model.presets import PRESETS, random_model
+from afterglow.model.spec import ModelSpec
+from afterglow.model.weights import Assembler
+
+Progress = Callable[[int, int], None]
+"""`progress(done_bytes, total_bytes)`."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    model: str | Path,
+    *,
+    dtype: DtypeName = "auto",
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """The decoder of a model directory, or of a preset (`bench-100m`) with seed 0.
+
+    `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
+    `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the weights.
+    Raises ModelError, one clear line, for anything missing, damaged or not supported.
+    """
+    place = torch.device(device)
+    if is_preset(model):
+        spec = PRESETS[str(model)]
+        spec.context(max_model_len)
+        return random_model(spec, 0, compute_dtype(dtype, spec.dtype, place), device)
+    directory = Path(model)
+    spec, names = read_spec(directory)
+    spec.context(max_model_len)
+    with Checkpoint(directory, progress) as source:
+        spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
+        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place).decoder()
+
+
+def is_preset(model: str | Path) -> bool:
+    """Whether `model` names a preset, and no directory of that name hides it."""
+    return str(model) in PRESETS and not Path(model).is_dir()
+
+
+def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype that arithmetic is done in; `checkpoint` is the dtype of the weights' file."""
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else DTYPES[checkpoint]
+    if wanted == "float16" and device.type == "cpu":
+        raise ModelError(
+            "--dtype float16 is not possible on CPU: its arithmetic there is a hundred times slower than float32 "
+            "and less exact; use --dtype float32 (the checkpoint may stay in float16)"
+        )
+    return DTYPES[wanted]
+
+
+def read_spec(directory: Path) -> tuple[ModelSpec, Names]:
+    """The spec of a model directory, and where its weights are named; reads no weights."""
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory (and no preset: {', '.join(PRESETS)})")
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no config.json, so this is not a Hugging Face model directory")
+    spec, names = spec_from_config(_read_json(directory / "config.json"))
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        spec = replace_eos(spec, _read_json(generation).get("eos_token_id"))
+    return spec, names
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return value
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, in the order of their names.
+
+    Raises ModelError where there are none, or one that the index names is missing.
+    """
+    if (directory / INDEX).is_file():
+        files = _index(directory).values()
+        found = sorted({directory / name for name in files})
+        for path in found:
+            if not path.is_file():
+                raise ModelError(f"{path}: missing, but {INDEX} lists it; download the model again")
+        return found
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    pickled = sorted(p.name for end in ("*.bin", "*.pt", "*.pth") for p in directory.glob(end))
+    if pickled:
+        raise ModelError(
+            f"{directory}: the weights are only there as {pickled[0]}, a pickle, which can run code when opened; "
+            "convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+        )
+    if any(directory.glob("*.gguf")):
+        raise ModelError(f"{directory}: GGUF weights are not supported; use the model's safetensors")
+    raise ModelError(f"{directory}: no model.safetensors and no {INDEX}; the weights are missing")
+
+
+def _index(directory: Path) -> dict[str, str]:
+    files = _read_json(directory / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(name, str) and name == Path(name).name for name in files.values()
+    ):
+        raise ModelError(f"{directory / INDEX}: weight_map must map tensor names to file names")
+    return files
+
+
+class Checkpoint:
+    """The tensors of a model directory's safetensors files, read one at a time."""
+
+    def __init__(self, directory: Path, progress: Progress | None = None) -> None:
+        self._directory, self._progress = directory, progress
+        self._files: dict[str, Any] = {}  # tensor name -> open file
+        self._handles: list[Any] = []
+        self._done = self._total = 0
+        for path in weight_files(directory):
+            try:
+                handle = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                self.close()
+                raise ModelError(f"{path}: damaged or incomplete ({error}); download it again") from None
+            self._handles.append(handle)
+            self._files |= dict.fromkeys(handle.keys(), handle)
+            self._total += path.stat().st_size
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None and self._progress is not None:
+            self._progress(self._total, self._total)  # headers and tensors that nobody asked for
+        self.close()
+
+    def close(self) -> None:
+        """Unmaps the files; tensors that were read stay valid."""
+        for handle in self._handles:
+            handle.__exit__(None, None, None)
+        self._handles.clear()
+        self._files.clear()
+
+    def _find(self, name: str) -> str:
+        # Checkpoints saved from the bare model lack the outermost module's name.
+        for candidate in (name, name.partition(".")[2]):
+            if candidate in self._files:
+                return candidate
+        raise ModelError(
+            f"{self._directory}: the weights lack {name}; they are not what config.json describes"
+        )
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype of a tensor by our name; ModelError unless float32, bfloat16 or float16."""
+        found = self._find(name)
+        return self._checked(found, self._files[found].get_slice(found).get_dtype())
+
+    def _checked(self, name: str, dtype: str) -> str:
+        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+        if dtype not in names:
+            raise ModelError(
+                f"{self._directory}: {name} has dtype {dtype}; supported are float32, bfloat16 and float16 "
+                "(quantised checkpoints are not)"
+            )
+        return names[dtype]
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `Source.get`. NOTE: may be a view of the mapped file; copy what is kept."""
+        found = self._find(name)
+        handle = self._files[found]
+        about = handle.get_slice(found)
+        self._checked(found, about.get_dtype())
+        if tuple(about.get_shape()) != shape:
+            raise ModelError(
+                f"{self._directory}: {found} has shape {tuple(about.get_shape())}, config.json asks for {shape}"
+            )
+        try:
+            tensor: Tensor = handle.get_tensor(found)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelError(f"{self._directory}: {found} cannot be read ({error})") from None
+        self._done += tensor.nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return tensor

@@ -1,0 +1,119 @@
+"""Models of random weights: shapes to measure speed with, and small ones for tests. Each is spec and seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from afterglow.model.decoder import Decoder
+from afterglow.model.families import Names
+from afterglow.model.spec import ModelSpec, RopeSpec
+from afterglow.model.weights import Assembler
+
+PRESETS = {
+    "bench-100m": ModelSpec(
+        family="llama",
+        layers=12,
+        hidden=768,
+        heads=12,
+        kv_heads=4,
+        head_dim=64,
+        ffn=2048,
+        vocab=32000,
+        max_positions=8192,
+        rope=RopeSpec(dim=64, base=10000.0),
+        bos_id=1,
+        eos_ids=(2,),
+    ),
+    "tiny": ModelSpec(
+        family="llama",
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn=128,
+        vocab=512,
+        max_positions=2048,
+        rope=RopeSpec(dim=16, base=10000.0),
+        bos_id=1,
+        eos_ids=(2,),
+    ),
+}
+
+INIT_STD = 0.02
+
+
+class RandomSource:
+    """Weights drawn from (seed, name), so that their order does not matter."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.taken: dict[str, Tensor] | None = None  # set to a dict to keep what is drawn
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `Source.get`: float32; matrices and biases N(0, 0.02), norm weights around 1."""
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        tensor = torch.randn(shape, generator=generator).mul_(INIT_STD)
+        if len(shape) == 1 and name.endswith(".weight"):
+            tensor.add_(1.0)
+        if self.taken is not None:
+            self.taken[name] = tensor
+        return tensor
+
+
+def random_model(
+    spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Decoder:
+    """A decoder of Llama's weight names with random weights; equal for equal (spec, seed)."""
+    return Assembler(spec, Names(), RandomSource(seed), dtype, torch.device(device)).decoder()
+
+
+def save_hf(model: str | ModelSpec, directory: Path, *, seed: int = 0) -> None:
+    """Write the weights of `random_model(spec, seed)` as a float32 Hugging Face Llama directory.
+
+    `model` is a preset's name or a Llama-shaped spec; other programs (benchmarks' opponents) then load the same.
+    """
+    spec = PRESETS[model] if isinstance(model, str) else model
+    source = RandomSource(seed)
+    source.taken = {}
+    Assembler(spec, Names(), source, torch.float32, torch.device("cpu")).decoder()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(source.taken, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(llama_config(spec), indent=2) + "\n", encoding="utf-8")
+
+
+def llama_config(spec: ModelSpec) -> dict[str, Any]:
+    """`config.json` of a Llama-shaped spec with plain rotary positions, readable by transformers 4 and 5."""
+    rope = spec.rope
+    if spec.family != "llama" or rope is None or rope.type != "default" or rope.dim != spec.head_dim:
+        raise ValueError(f"only plain Llama shapes can be written, not {spec}")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": spec.qkv_bias,
+        "bos_token_id": spec.bos_id,
+        "dtype": "float32",
+        "eos_token_id": list(spec.eos_ids),
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "max_position_embeddings": spec.max_positions,
+        "mlp_bias": spec.mlp_bias,
+        "num_attention_heads": spec.heads,
+        "num_hidden_layers": spec.layers,
+        "num_key_value_heads": spec.kv_heads,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": rope.base,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "torch_dtype": "float32",
+        "vocab_size": spec.vocab,
+    }

@@ -1,0 +1,144 @@
+"""What a model is, as data. One decoder serves every row; nothing here knows weights or tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from afterglow.errors import ModelError
+
+Positions = Literal["rope", "learned"]
+Residual = Literal["sequential", "parallel"]
+Norm = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding: the first `dim` dimensions of each head turn, `base` is theta.
+
+    `scaling` is the rope type with its parameters as sorted pairs, `()` where there is none.
+    """
+
+    dim: int
+    base: float
+    type: str = "default"
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape and arithmetic of one decoder.
+
+    `residual="parallel"`: attention and MLP both read the layer's input (Phi-2, Falcon), through one norm, or,
+    with `mlp_norm`, each through its own. Sequential layers always have both norms.
+    `position_limit`: longest context for which stored KV stays valid, where it is shorter than `max_positions`;
+    `position_limit_reason` names why.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    positions: Positions = "rope"
+    rope: RopeSpec | None = None
+    position_offset: int = 0  # OPT's learned table starts at row 2
+    residual: Residual = "sequential"
+    mlp_norm: bool = True
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    gated_mlp: bool = True
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    position_limit: int | None = None
+    position_limit_reason: str = ""
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the checkpoint
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"the model's {name} must be a positive number, its config says {value!r}")
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"{self.heads} attention heads cannot share {self.kv_heads} key/value heads evenly; "
+                "the model's config.json is damaged"
+            )
+        if (self.positions == "rope") != (self.rope is not None):
+            raise ModelError("a model has rotary or learned positions, one of the two")
+        if self.rope is not None and not (0 < self.rope.dim <= self.head_dim and self.rope.dim % 2 == 0):
+            raise ModelError(
+                f"rotary embedding needs an even number of at most {self.head_dim} dimensions, "
+                f"the model's config asks for {self.rope.dim}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether keys have no position before rotation, so that rows can be reused at other positions."""
+        return self.positions == "rope"
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of one token's keys and values over all layers, when stored as `dtype`."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def context(self, max_model_len: int | None = None) -> int:
+        """The longest context in tokens that is served; `max_model_len` is the operator's wish, None for none.
+
+        Raises ModelError where the wish exceeds what the model was made for, or what is honoured exactly.
+        """
+        wanted = self.max_positions if max_model_len is None else max_model_len
+        if self.position_limit is not None and wanted > self.position_limit:
+            raise ModelError(
+                f"{self.position_limit_reason}: contexts beyond {self.position_limit} tokens are not supported; "
+                f"use --max-model-len {self.position_limit} or less"
+            )
+        if wanted > self.max_positions:
+            raise ModelError(
+                f"--max-model-len {wanted} is more than the {self.max_positions} positions the model was made for"
+            )
+        return wanted
+
+    def fingerprint(self) -> str:
+        """Canonical JSON of everything above that changes the arithmetic: part of the model digest."""
+        fields = dataclasses.asdict(self)
+        for name in (
+            "max_positions",
+            "position_limit",
+            "position_limit_reason",
+            "bos_id",
+            "eos_ids",
+            "dtype",
+        ):
+            del fields[name]
+        return json.dumps(fields, sort_keys=True)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, biases and norms aside."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        mlp = self.hidden * self.ffn * (3 if self.gated_mlp else 2)
+        tables = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        if self.positions == "learned":
+            tables += (self.max_positions + self.position_offset) * self.hidden
+        return self.layers * (attention + mlp) + tables

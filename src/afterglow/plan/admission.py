@@ -1,0 +1,190 @@
+"""How a waiting job comes to the device: what of its prompt is cached, where, and what must be moved first.
+
+It knows the index, the tiers and the other jobs' promises; not the batch, not the step. An attempt either joins or says
+what the job waits for, and may be repeated at any time: each starts from the index anew, so that whatever has
+vanished, been damaged or been added meanwhile is accounted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from afterglow.plan.device import Context, Device
+from afterglow.plan.extent import Capacity, View
+from afterglow.plan.index import NO_MATCH, Index, Match, common_rows
+from afterglow.plan.jobs import Job, Wait
+from afterglow.plan.placement import Placement
+from afterglow.plan.stats import Counters
+from afterglow.plan.step import Admit, Gather
+
+MAX_ROUNDS = 4  # evictions that a job waits for before it recomputes what could not be loaded
+
+
+class Admission:
+    """Attempts to admit jobs."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        index: Index,
+        placement: Placement,
+        device: Device,
+        counters: Counters,
+        promising: Callable[[], Iterable[Job]],
+    ) -> None:
+        self._capacity = capacity
+        self._index = index
+        self._placement = placement
+        self._device = device
+        self._counters = counters
+        self._promising = promising
+
+    def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
+        """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
+        tokens = bytes(job.tokens)
+        match = self._match(job, tokens)
+        if job.spec.read and job.cut is None and self._is_promised(job, tokens, match.rows):
+            self._counters.waits_prefix += not job.waited
+            job.waited = True
+            return Wait.PREFIX
+        context, device_rows = self._device.best(job.spec.salt, tokens, match)
+        on_device = [view.extent for view in _before(match, device_rows)]
+        for extent in on_device:  # making room for loads must not cost the context that was just chosen
+            extent.users += 1
+        views = _beyond(match, device_rows)
+        self._repin(job, views)
+        obtained = self._obtain(job, views, device_rows, now)
+        for extent in on_device:
+            extent.users -= 1
+        if obtained is None:
+            return Wait.SLOTS
+        loading = [view.extent for view in obtained if view.extent.host == "loading"]
+        job.loads.update(dict.fromkeys(loading))
+        if loading and not idle:
+            return Wait.LOADS
+        if not may_join:
+            return Wait.TURN
+        take = self._reserve(job, context, device_rows)
+        if take is None:
+            return Wait.DEVICE
+        return self._join(job, match, context, take, device_rows, obtained, now)
+
+    def _match(self, job: Job, tokens: bytes) -> Match:
+        """What is known of the tokens. The last one has to be computed in any case: there is no other way to logits."""
+        if not job.spec.read:
+            return NO_MATCH
+        last = len(tokens) // 4 - 1
+        return self._index.match(
+            job.spec.salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)]
+        )
+
+    def _is_promised(self, job: Job, tokens: bytes, matched: int) -> bool:
+        """Will another job put more of these tokens into the index, so that waiting pays?"""
+        limit = len(tokens) // 4 - 1
+        for other in self._promising():
+            rows = other.promised
+            if rows > matched and other.spec.salt == job.spec.salt:
+                same = min(common_rows(other.tokens, 0, tokens, 0, rows), limit)
+                if same - matched >= self._capacity.block_rows or matched < same == limit:
+                    return True
+        return False
+
+    def _repin(self, job: Job, views: list[View]) -> None:
+        """Pin what the job is about to gather, then let go of what it was about to gather before."""
+        before, job.pins = job.pins, [view.extent for view in views]
+        for extent in job.pins:
+            self._placement.pin(extent)
+        for extent in before:
+            self._placement.unpin(extent)
+
+    def unpin(self, job: Job) -> None:
+        """The job has gathered its rows, or never will."""
+        self._repin(job, [])
+
+    def _obtain(self, job: Job, views: list[View], row: int, now: float) -> list[View] | None:
+        """The views whose rows are in host or on their way to it; starts the loads. None: wait for slots."""
+        for i, view in enumerate(views):
+            if view.extent.host == "absent" and not self._placement.load(view.extent, now):
+                if self._placement.relief and job.rounds < MAX_ROUNDS:
+                    job.rounds += 1
+                    return None
+                job.cut = row
+                self._counters.cut_loads += 1
+                self._repin(job, views[:i])
+                return views[:i]
+            row += view.stop - view.start
+        return views
+
+    def _reserve(self, job: Job, context: Context | None, device_rows: int) -> bool | None:
+        """Count the job's segment against the device's budget: True, it takes the context over; None, no room."""
+        growth = max(min(job.remaining, self._capacity.block_rows), 1)
+        capacity = min(self._capacity.round_up(job.length + growth), self._device.budget)
+        if context is None:
+            job.capacity = capacity
+            return False if self._device.reserve(capacity) else None
+        larger = max(capacity, context.capacity)
+        wanted = not context.pinned and 2 * device_rows >= context.rows
+        if not wanted and self._device.reserve(capacity, keep=context):
+            job.capacity = capacity
+            return False
+        if not context.pinned and self._device.reserve(larger - context.capacity, keep=context):
+            job.capacity = larger
+            return True
+        return None
+
+    def _join(
+        self,
+        job: Job,
+        match: Match,
+        context: Context | None,
+        take: bool,
+        device_rows: int,
+        views: list[View],
+        now: float,
+    ) -> Admit:
+        if context is not None:
+            if take:
+                self._device.take_over(context)
+            else:
+                self._device.copy_from(context)
+        rows = device_rows + sum(view.stop - view.start for view in views)
+        held = [*_before(match, device_rows), *views]
+        for extent in dict.fromkeys(view.extent for view in held):
+            self._placement.touch(extent, now)
+            if extent not in job.held:
+                job.held[extent] = None
+                extent.users += 1
+        disk = sum(view.stop - view.start for view in views if view.extent in job.loads)
+        job.hits = (device_rows, rows - device_rows - disk, disk)
+        job.rows = job.covered = rows
+        job.target = job.length
+        job.saving = job.spec.write
+        job.state = "prefilling"
+        job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
+        gathers = tuple(
+            Gather(view.extent.id, view.start, view.stop, view.extent.slots, view.extent.load)
+            for view in views
+        )
+        return Admit(context.id if context is not None else None, take, device_rows, gathers)
+
+
+def _before(match: Match, rows: int) -> list[View]:
+    """The first `rows` rows of a match."""
+    found = []
+    for view in match.views:
+        if rows <= 0:
+            break
+        found.append(View(view.extent, view.start, min(view.stop, view.start + rows)))
+        rows -= view.stop - view.start
+    return found
+
+
+def _beyond(match: Match, rows: int) -> list[View]:
+    """A match without its first `rows` rows."""
+    found = []
+    for view in match.views:
+        skip = min(rows, view.stop - view.start)
+        rows -= skip
+        if view.start + skip < view.stop:
+            found.append(View(view.extent, view.start + skip, view.stop))
+    return found

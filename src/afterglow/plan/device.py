@@ -1,0 +1,143 @@
+"""The device tier: a budget of rows shared by running jobs' segments and the contexts kept of finished ones.
+
+It knows sizes, token strings and which extents a context contains; not what computes on them, nor the other tiers.
+A context counts with the whole segment that it was: nobody shrinks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from afterglow.plan.extent import Capacity, Extent, View
+from afterglow.plan.index import Match, common_rows
+from afterglow.plan.stats import Counters
+
+MAX_CANDIDATES = 16  # contexts looked at per match; a popular prefix may be part of hundreds
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """Rows that a job has left on the device. `rows` of them may be used, if the index knows them too."""
+
+    id: int
+    salt: str
+    tokens: bytes
+    rows: int
+    capacity: int
+    extents: dict[Extent, None] = field(default_factory=dict)
+    pinned: bool = False  # copied from in the current step
+    doomed: bool = False  # to be freed as soon as it is not pinned
+
+
+class Device:
+    """Segments and contexts against one budget."""
+
+    def __init__(self, capacity: Capacity, counters: Counters) -> None:
+        self.block = capacity.block_rows
+        self.budget = capacity.device_rows // self.block * self.block
+        self.used = 0
+        self.contexts: dict[int, Context] = {}  # least recently used first
+        self.frees: list[int] = []
+        self._counters = counters
+        self._last_id = 0
+
+    def reserve(self, rows: int, keep: Context | None = None) -> bool:
+        """Count `rows` more, freeing contexts (never `keep`) for them. All or nothing."""
+        short = self.used + rows - self.budget
+        if short > 0:
+            victims = []
+            for context in self.contexts.values():
+                if short <= 0:
+                    break
+                if context is not keep and not context.pinned:
+                    victims.append(context)
+                    short -= context.capacity
+            if short > 0:
+                return False
+            for context in victims:
+                self.free(context)
+        self.used += rows
+        return True
+
+    def release(self, rows: int) -> None:
+        """A running job's segment is gone."""
+        self.used -= rows
+
+    def retain(self, salt: str, tokens: bytes, rows: int, capacity: int) -> Context:
+        """A running job's segment becomes a context."""
+        self._last_id += 1
+        context = Context(self._last_id, salt, tokens, rows, capacity)
+        self.contexts[context.id] = context
+        return context
+
+    def contain(self, context: Context, extents: tuple[Extent, ...]) -> None:
+        """Note that a context contains rows of these extents."""
+        for extent in extents:
+            context.extents[extent] = None
+            extent.contexts[context.id] = None
+
+    def free(self, context: Context) -> None:
+        """Forget a context: at once, or after the step that copies from it."""
+        if context.pinned:
+            context.doomed = True
+            return
+        self._detach(context)
+        self.used -= context.capacity
+        self.frees.append(context.id)
+        self._counters.evicted_device += 1
+
+    def take_over(self, context: Context) -> None:
+        """A job goes on in this very segment; its rows stay counted."""
+        self._detach(context)
+
+    def copy_from(self, context: Context) -> None:
+        """A job starts with a copy: the context must outlive the step."""
+        context.pinned = True
+        self.contexts[context.id] = self.contexts.pop(context.id)
+
+    def unpin(self) -> bool:
+        """The step has been carried out. Was anything pinned?"""
+        pinned = [context for context in self.contexts.values() if context.pinned]
+        for context in pinned:
+            context.pinned = False
+            if context.doomed:
+                self.free(context)
+        return bool(pinned)
+
+    def forget(self, extent: Extent) -> None:
+        """An extent has vanished from the index: so must the contexts that contain it."""
+        for number in list(extent.contexts):
+            self.free(self.contexts[number])
+
+    def best(self, salt: str, tokens: bytes, match: Match) -> tuple[Context | None, int]:
+        """The context that has most of a match's rows, and how many. The more recent of equals."""
+        view: View
+        for view in reversed(match.views):
+            found: Context | None = None
+            rows = 0
+            for number in list(reversed(view.extent.contexts))[:MAX_CANDIDATES]:
+                context = self.contexts[number]
+                same = common_rows(context.tokens, 0, tokens, 0, min(context.rows, match.rows))
+                if same > rows and not context.doomed:
+                    found, rows = context, same
+                if rows == match.rows:
+                    break
+            if found is not None:
+                return found, rows
+        return None, 0
+
+    def check(self, running_rows: int) -> None:
+        """Segments + contexts = used <= budget; contexts <-> extents."""
+        assert self.used == running_rows + sum(context.capacity for context in self.contexts.values())
+        assert self.used <= self.budget
+        for context in self.contexts.values():
+            assert 0 < context.rows <= context.capacity
+            assert context.rows * 4 <= len(context.tokens)
+            for extent in context.extents:
+                assert context.id in extent.contexts
+                assert context.doomed or not extent.dead
+
+    def _detach(self, context: Context) -> None:
+        del self.contexts[context.id]
+        for extent in context.extents:
+            del extent.contexts[context.id]

@@ -1,0 +1,193 @@
+"""From rows just computed to extents: drafts are filled, sealed, saved and inserted into the index.
+
+It knows host slots, the index and the jobs' token strings; not what runs when. A draft's life:
+
+    tee (schedule) -> commit -> seal -> all rows answered -> inserted | duplicate | orphan | dead
+
+Drafts of a job are resolved in row order, because each hangs below the one before it. Rows become matchable when
+their step has been committed and their bytes are saved, never before.
+"""
+
+from __future__ import annotations
+
+from afterglow.plan.device import Device
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.index import Index, extent_id
+from afterglow.plan.jobs import Draft, Job
+from afterglow.plan.placement import Placement
+from afterglow.plan.stats import Counters
+from afterglow.plan.step import Save, SaveDone
+
+
+class Drafts:
+    """All drafts that are not yet resolved."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        index: Index,
+        placement: Placement,
+        device: Device,
+        counters: Counters,
+        digest: str,
+        write_through: bool,
+    ) -> None:
+        self._capacity = capacity
+        self._index = index
+        self._placement = placement
+        self._device = device
+        self._counters = counters
+        self._digest = digest
+        self._write_through = write_through
+        self._open: dict[int, Draft] = {}
+        self._last_id = 0
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def tee(self, job: Job, start: int, rows: int, now: float) -> tuple[Save, ...]:
+        """Plan to save rows [start, start + rows) of a job, which are about to be computed."""
+        saves: list[Save] = []
+        while rows and job.saving:
+            draft = job.drafts[-1] if job.drafts else None
+            if draft is None or draft.sealed or draft.planned == self._capacity.max_extent_rows:
+                draft = self._new(job, start)
+            count = self._fit(draft, min(rows, self._capacity.max_extent_rows - draft.planned), now)
+            if count:
+                saves.append(Save(draft.id, draft.slots, draft.planned, start, count))
+                draft.planned += count
+                draft.teed += count
+                start += count
+                rows -= count
+            else:  # a gap: what follows could not be matched, so it is not saved
+                job.saving = False
+        return tuple(saves)
+
+    def _new(self, job: Job, start: int) -> Draft:
+        self._last_id += 1
+        draft = self._open[self._last_id] = Draft(self._last_id, job, start)
+        job.drafts.append(draft)
+        return draft
+
+    def _fit(self, draft: Draft, rows: int, now: float) -> int:
+        """How many of `rows` more rows the draft can take; gets slots for them."""
+        block = self._capacity.block_rows
+        need = self._capacity.blocks(draft.planned + rows) - len(draft.slots)
+        if need > 0:
+            slots = None
+            while need > 0 and slots is None:
+                slots = self._placement.urge_slots(need, now, draft.slots[-1] if draft.slots else None)
+                need = need if slots is not None else min(need - 1, self._placement.pool.free)
+            draft.slots += slots or ()
+        return min(rows, len(draft.slots) * block - draft.planned)
+
+    def commit(self, job: Job, now: float) -> None:
+        """A step of the job has been computed: seal what is full, and what ends with the prompt."""
+        for draft in reversed(job.drafts):
+            if draft.planned == draft.rows:
+                break
+            draft.rows = draft.planned
+        self._seal(job, now, all_of_them=not job.saving or job.rows == job.target)
+
+    def leave(self, job: Job, now: float) -> None:
+        """The job leaves the device: rows planned but not committed are void, and there will be no more."""
+        for draft in job.drafts:
+            draft.planned = draft.rows
+        self._seal(job, now, all_of_them=True)
+
+    def _seal(self, job: Job, now: float, all_of_them: bool) -> None:
+        for draft in job.drafts:
+            if all_of_them or draft.rows == self._capacity.max_extent_rows:
+                draft.sealed = True
+        self._resolve(job, now)
+
+    def saved(self, done: SaveDone, now: float) -> Job | None:
+        """Rows of a draft are in their slots, or are not. The job, if it has no drafts any more."""
+        draft = self._open.get(done.draft)
+        if draft is None:
+            return None
+        draft.answered += done.rows
+        if not done.ok:
+            draft.bad_from = min(
+                done.first_row, draft.bad_from if draft.bad_from is not None else done.first_row
+            )
+            if draft.bad or not draft.sealed:  # rows that never were committed do not matter
+                draft.job.saving = False
+                self._seal(draft.job, now, all_of_them=True)
+        self._resolve(draft.job, now)
+        return draft.job if not draft.job.drafts else None
+
+    def _resolve(self, job: Job, now: float) -> None:
+        """Turn the job's first drafts into extents, as far as they are sealed and answered."""
+        while job.drafts and job.drafts[0].complete:
+            draft = job.drafts.pop(0)
+            del self._open[draft.id]
+            used = 0
+            if draft.rows and not (draft.dead or draft.bad):
+                blocks = self._capacity.blocks(draft.rows)
+                used = blocks if self._insert(draft, draft.slots[:blocks], now) else 0
+            self._placement.pool.give(draft.slots[used:])
+
+    def _insert(self, draft: Draft, slots: tuple[int, ...], now: float) -> bool:
+        """Make a saved draft an extent. True if its slots are now the extent's."""
+        job = draft.job
+        prefix, own = (
+            bytes(job.tokens[: 4 * draft.first_row]),
+            bytes(job.tokens[4 * draft.first_row : 4 * draft.stop]),
+        )
+        self._serial += 1
+        name = extent_id(self._digest, job.spec.salt, prefix, own)
+        size = self._capacity.file_size(draft.rows)
+        extent = Extent(
+            name,
+            job.spec.salt,
+            "exact",
+            own,
+            draft.first_row,
+            size,
+            born=now,
+            serial=self._serial,
+            last_used=now,
+        )
+        outcome, holders = self._index.insert(extent, prefix)
+        if outcome == "orphan":
+            self._counters.orphans += 1
+            job.saving = False
+            return False
+        if job.covered == draft.first_row:
+            job.covered = draft.stop
+        for holder in holders:
+            if holder not in job.held:
+                job.held[holder] = None
+                holder.users += 1
+        context = self._device.contexts.get(job.context) if job.context is not None else None
+        if context is not None and not context.doomed:
+            self._device.contain(context, holders)
+        if outcome == "duplicate":
+            self._counters.duplicates += 1
+            return False
+        self._placement.add(extent, slots, self._write_through, now)
+        return True
+
+    def next_serial(self) -> int:
+        """For extents that come from elsewhere (a restart)."""
+        self._serial += 1
+        return self._serial
+
+    def kill(self, job: Job) -> None:
+        """Forget what the job has sealed: its rows are not to become extents."""
+        for draft in job.drafts:
+            draft.dead = draft.dead or draft.sealed
+
+    def slots(self) -> list[int]:
+        """All slots that drafts hold."""
+        return [slot for draft in self._open.values() for slot in draft.slots]
+
+    def check(self) -> None:
+        """Counts fit each other."""
+        for draft in self._open.values():
+            assert draft in draft.job.drafts
+            assert 0 <= draft.rows <= draft.planned <= len(draft.slots) * self._capacity.block_rows
+            assert draft.answered <= draft.teed
+            assert not (draft.complete and draft.job.drafts[0] is draft)

@@ -1,0 +1,275 @@
+"""The prefix index: per tenant (salt) a radix tree from token ids to extents. It knows no tier and no job.
+
+    root -- (A, 0, 600) -+- (A, 600, 1024) -- (B, 0, 312)      a node is a view (extent, start, stop);
+                         +- (C, 0, 100)                        its edge is the tokens of those rows
+
+Splitting a node splits no bytes: both halves view the same extent. The nodes of one extent are therefore a chain, with
+other extents hanging off it. Tokens are bytes (uint32, little-endian), compared slice by slice: a Python loop over
+tokens, or tuples of them, would cost a hundred times more at 32K tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from afterglow.plan.extent import Extent, View
+from afterglow.plan.step import ExtentId
+
+Outcome = Literal["inserted", "duplicate", "orphan"]
+
+
+def extent_id(digest: str, salt: str, prefix_tokens: bytes, own_tokens: bytes) -> ExtentId:
+    """The name of an extent: all that its bytes depend on, and nothing of how turns were cut before it."""
+    before = hashlib.blake2b(prefix_tokens, digest_size=16).digest()
+    state = hashlib.blake2b(digest_size=20)
+    for part in (digest.encode(), salt.encode(), before, own_tokens):
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+def common_rows(a: bytes | bytearray, a_row: int, b: bytes | bytearray, b_row: int, rows: int) -> int:
+    """How many of at most `rows` tokens agree, from row `a_row` of `a` and row `b_row` of `b` on."""
+    i, j = 4 * a_row, 4 * b_row
+    size = min(4 * rows, len(a) - i, len(b) - j)
+    if size <= 0 or a[i : i + 4] != b[j : j + 4]:
+        return 0
+    if a[i : i + size] == b[j : j + size]:
+        return size // 4
+    same, differ = 4, size  # the first difference lies in [same, differ)
+    while differ - same > 4:
+        middle = (same + differ) // 8 * 4
+        if a[i + same : i + middle] == b[j + same : j + middle]:
+            same = middle
+        else:
+            differ = middle
+    return same // 4
+
+
+class Node:
+    """A view in the tree. The root of a salt has no extent and no rows."""
+
+    __slots__ = ("children", "extent", "parent", "start", "stop")
+
+    def __init__(self, extent: Extent | None, start: int, stop: int, parent: Node | None) -> None:
+        self.extent = extent
+        self.start = start
+        self.stop = stop
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    def key(self) -> bytes:
+        """The first token of its edge."""
+        assert self.extent is not None
+        return self.extent.tokens[4 * self.start : 4 * self.start + 4]
+
+
+class Match(NamedTuple):
+    """What the index knows of a token string: views in order, `rows` tokens in all."""
+
+    views: tuple[View, ...]
+    rows: int
+
+
+NO_MATCH = Match((), 0)
+
+
+class Inserted(NamedTuple):
+    """How an insertion went, and the extents that hold the rows now (its own among them if it was inserted)."""
+
+    outcome: Outcome
+    holders: tuple[Extent, ...]
+
+
+class _Place(NamedTuple):
+    """A place in the tree: `rows` rows into the edge of `node`."""
+
+    node: Node
+    rows: int
+
+
+class Index:
+    """All matchable extents."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, Node] = {}
+        self.extents: dict[ExtentId, Extent] = {}
+
+    def match(self, salt: str, tokens: bytes) -> Match:
+        """The longest known prefix of `tokens`; it may end inside an extent."""
+        root = self._roots.get(salt)
+        if root is None:
+            return NO_MATCH
+        views: list[View] = []
+        _, rows = _descend(_Place(root, 0), tokens, 0, views)
+        return Match(tuple(views), rows)
+
+    def insert(self, extent: Extent, prefix_tokens: bytes) -> Inserted:
+        """Hang an extent below its prefix.
+
+        Rows that are there already stay with whom they are; the extent's node views the rest. It is not inserted
+        if there is no rest (`duplicate`), or if the prefix is not there (`orphan`). Sets the extent's parent.
+        """
+        root = self._roots.get(extent.salt)
+        if root is None:
+            if prefix_tokens:
+                return Inserted("orphan", ())
+            root = self._roots[extent.salt] = Node(None, 0, 0, None)
+        views: list[View] = []
+        place, rows = _descend(_Place(root, 0), prefix_tokens, 0, views)
+        if 4 * rows < len(prefix_tokens):
+            return Inserted("orphan", ())
+        extent.parent, extent.parent_rows = (views[-1].extent.id, views[-1].stop) if views else (None, 0)
+        return self._hang(extent, place)
+
+    def insert_below(self, extent: Extent, parent: Extent, parent_rows: int) -> Inserted:
+        """The same, when the parent is known (from the catalog): no walk from the root, no prefix."""
+        return self._hang(extent, _locate(parent, parent_rows))
+
+    def _hang(self, extent: Extent, place: _Place) -> Inserted:
+        views: list[View] = []
+        place, rows = _descend(place, extent.tokens, 0, views)
+        holders = list(dict.fromkeys(view.extent for view in views))
+        if rows == extent.rows:
+            return Inserted("duplicate", tuple(holders))
+        assert extent.id not in self.extents, "the same extent twice, not on the same path"
+        parent = place.node
+        if place.rows < parent.rows:
+            _split(parent, place.rows)
+        node = Node(extent, rows, extent.rows, parent)
+        parent.children[node.key()] = node
+        extent.nodes = [node]
+        self.extents[extent.id] = extent
+        return Inserted("inserted", (*holders, extent))
+
+    def remove(self, extent: Extent) -> list[Extent]:
+        """Take an extent out, and with it everything that can be reached only through it; returns all of them."""
+        if not extent.nodes:
+            return []
+        top = extent.nodes[0]
+        parent = top.parent
+        assert parent is not None
+        del parent.children[top.key()]
+        gone: dict[Extent, None] = {}
+        for node in _subtree(top):
+            assert node.extent is not None
+            gone[node.extent] = None
+        for lost in gone:
+            lost.nodes = []
+            del self.extents[lost.id]
+        if parent.extent is None:
+            if not parent.children:
+                del self._roots[extent.salt]
+        else:
+            _rejoin(parent)
+        return list(gone)
+
+    def check(self) -> None:
+        """Every node where its parent says, every edge non-empty, every extent a chain of nodes ending at its end."""
+        seen: dict[Extent, list[Node]] = {}
+        for salt, root in self._roots.items():
+            assert root.extent is None
+            assert root.children, "an empty tree"
+            for node in _subtree(root):
+                for key, child in node.children.items():
+                    assert child.extent is not None
+                    assert child.parent is node
+                    assert child.key() == key
+                    assert 0 <= child.start < child.stop <= child.extent.rows
+                    assert child.extent.salt == salt
+                    seen.setdefault(child.extent, []).append(child)
+        assert {extent.id: extent for extent in seen} == self.extents
+        for extent, nodes in seen.items():
+            assert nodes == extent.nodes, "an extent's nodes in path order"
+            assert nodes[-1].stop == extent.rows
+            for upper, lower in zip(nodes, nodes[1:], strict=False):
+                assert lower.parent is upper
+                assert lower.start == upper.stop
+
+
+def _descend(place: _Place, tokens: bytes, row: int, views: list[View]) -> tuple[_Place, int]:
+    """Follow `tokens` from row `row` on, from a place on. Where it ends, and the row of `tokens` reached."""
+    node, offset = place
+    last = len(tokens) // 4
+    if offset < node.rows and row < last:  # first the rest of an edge
+        before = row
+        row = _along(node, offset, tokens, row, views)
+        offset += row - before
+        if offset < node.rows:
+            return _Place(node, offset), row
+    while row < last:
+        child = node.children.get(tokens[4 * row : 4 * row + 4])
+        if child is None:
+            break
+        before = row
+        row = _along(child, 0, tokens, row, views)
+        node, offset = child, row - before
+        if offset < child.rows:
+            break
+    return _Place(node, offset), row
+
+
+def _along(node: Node, offset: int, tokens: bytes, row: int, views: list[View]) -> int:
+    """Follow one edge; adds the view that agrees, if any."""
+    assert node.extent is not None
+    start = node.start + offset
+    same = common_rows(node.extent.tokens, start, tokens, row, node.stop - start)
+    if same:
+        views.append(View(node.extent, start, start + same))
+    return row + same
+
+
+def _locate(extent: Extent, rows: int) -> _Place:
+    """The place `rows` rows into an extent. Rows before its first node lie in the edges above it."""
+    for node in extent.nodes:
+        if node.start < rows <= node.stop:
+            return _Place(node, rows - node.start)
+    back = extent.nodes[0].start - rows
+    above = extent.nodes[0].parent
+    assert above is not None
+    while back and back >= above.rows:
+        back -= above.rows
+        above = above.parent
+        assert above is not None
+    return _Place(above, above.rows - back)
+
+
+def _split(node: Node, rows: int) -> None:
+    """Cut a node in two after `rows` rows; the lower half is new and takes the children."""
+    assert node.extent is not None
+    lower = Node(node.extent, node.start + rows, node.stop, node)
+    lower.children = node.children
+    for child in lower.children.values():
+        child.parent = lower
+    node.stop = lower.start
+    node.children = {lower.key(): lower}
+    node.extent.nodes.insert(node.extent.nodes.index(node) + 1, lower)
+
+
+def _rejoin(node: Node) -> None:
+    """Undo a split for which there is no reason any more."""
+    if len(node.children) != 1:
+        return
+    (lower,) = node.children.values()
+    if lower.extent is not node.extent or node.extent is None:
+        return
+    node.stop = lower.stop
+    node.children = lower.children
+    for child in node.children.values():
+        child.parent = node
+    node.extent.nodes.remove(lower)
+
+
+def _subtree(top: Node) -> Iterator[Node]:
+    """`top` and all below it, parents first."""
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children.values()))

@@ -1,0 +1,154 @@
+"""A job, and the queue of those that wait. Facts only: who changes them is the scheduler."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from afterglow.plan.extent import Extent
+from afterglow.plan.step import JobSpec
+
+State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
+
+
+class Wait(Enum):
+    """What a job in the queue waits for."""
+
+    PREFIX = "another job computes its next tokens"
+    SLOTS = "host slots are being freed for its loads"
+    LOADS = "its extents are on their way from disk"
+    DEVICE = "there is no room on the device"
+    TURN = "there is no room in the step"
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """Rows of one job that are being teed to host slots, and that become an extent when sealed and saved.
+
+    `planned` rows have been asked for, `rows` of them were committed (a failed step's never are), `teed` counts all
+    that were ever asked for and `answered` those whose `SaveDone` came: the slots are nobody else's until both agree.
+    """
+
+    id: int
+    job: Job
+    first_row: int
+    slots: tuple[int, ...] = ()
+    planned: int = 0
+    rows: int = 0
+    teed: int = 0
+    answered: int = 0
+    bad_from: int | None = None  # the first row that could not be saved
+    sealed: bool = False
+    dead: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.first_row + self.rows
+
+    @property
+    def bad(self) -> bool:
+        """Could some committed row not be saved?"""
+        return self.bad_from is not None and self.bad_from < self.rows
+
+    @property
+    def complete(self) -> bool:
+        """Will it not change any more?"""
+        return self.sealed and self.planned == self.rows and self.answered >= self.teed
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One request. `tokens` are its prompt and what it has generated; row i is token i's.
+
+    `target`: tokens to be prefilled in this stay on the device. `rows`: rows committed on the device. `covered`: rows
+    that it found in the index or has put there.
+    """
+
+    spec: JobSpec
+    seq: int
+    tokens: bytearray
+    state: State = "waiting"
+    target: int = 0
+    rows: int = 0
+    covered: int = 0
+    capacity: int = 0
+    generated: int = 0
+    saving: bool = False
+    cancelled: bool = False
+    admitted: bool = False  # its caller has been told
+    hits: tuple[int, int, int] = (0, 0, 0)
+    pins: list[Extent] = field(default_factory=list)
+    held: dict[Extent, None] = field(default_factory=dict)
+    drafts: list[Draft] = field(default_factory=list)  # not yet resolved, in row order
+    context: int | None = None  # what it has left on the device
+    loads: dict[Extent, None] = field(
+        default_factory=dict
+    )  # extents it has waited for: they count as disk hits
+    cut: int | None = None  # match no further: host slots could not be had
+    rounds: int = 0  # evictions waited for
+    tried: int = -1  # the scheduler's version when it was last tried, and what came of it
+    verdict: Wait | None = None
+    waited: bool = False  # for somebody else's prefill
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.spec.max_tokens - self.generated
+
+    @property
+    def running(self) -> bool:
+        return self.state in ("prefilling", "decoding")
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in the queue: priority, then order of arrival, which a job keeps when it is sent back."""
+        return (self.spec.priority, self.seq)
+
+    @property
+    def reach(self) -> int:
+        """Rows that are in the index, or will be unless a draft fails."""
+        row = self.covered
+        for draft in self.drafts:
+            if draft.rows and (draft.first_row != row or draft.dead or draft.bad):
+                break
+            row += draft.rows
+        return row
+
+    @property
+    def promised(self) -> int:
+        """Rows up to which it will have put its tokens into the index without anything new being asked of it."""
+        if self.state == "prefilling" and self.saving:
+            return self.target
+        return max((draft.stop for draft in self.drafts if draft.sealed and not draft.dead), default=0)
+
+
+class JobQueue:
+    """Jobs that are not on the device, by priority and arrival."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def first(self, count: int) -> list[Job]:
+        """A copy of the head."""
+        return self._jobs[:count]
+
+    def add(self, job: Job) -> None:
+        """Line up; a job that was sent back has kept its number and so comes out in front."""
+        insort(self._jobs, job, key=lambda item: item.key)
+
+    def remove(self, job: Job) -> None:
+        """Leave the queue."""
+        self._jobs.remove(job)

@@ -1,0 +1,172 @@
+"""The journal: every input of the plan, one JSON object a line, and its replay. It knows no file: lines come and go.
+
+The plan is a function of its inputs, so a journal replayed yields the same steps. That is how a simulator is held to
+what an engine did, and how a bug seen once can be seen again. A `schedule` line carries a digest of its step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from afterglow.plan.extent import Capacity
+from afterglow.plan.scheduler import Scheduler, WritePolicy
+from afterglow.plan.step import (
+    Completion,
+    Event,
+    ExtentRecord,
+    JobSpec,
+    MoveDone,
+    SaveDone,
+    Step,
+    StepResult,
+)
+
+FORMAT = 1
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that tells `write` of everything it is asked, before it does it."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        write: Callable[[str], object],
+        policy: str = "lru",
+        write_policy: WritePolicy = "write_back",
+        prefill_chunk: int = 256,
+        max_batch: int = 24,
+        max_model_len: int = 2**31,
+        digest: str = "",
+    ) -> None:
+        settings = {
+            "policy": policy,
+            "write_policy": write_policy,
+            "prefill_chunk": prefill_chunk,
+            "max_batch": max_batch,
+            "max_model_len": max_model_len,
+            "digest": digest,
+        }
+        super().__init__(
+            capacity,
+            policy=policy,
+            write_policy=write_policy,
+            prefill_chunk=prefill_chunk,
+            max_batch=max_batch,
+            max_model_len=max_model_len,
+            digest=digest,
+        )
+        self._write = write
+        self._note("plan", format=FORMAT, capacity=asdict(capacity), settings=settings)
+
+    def _note(self, op: str, **values: Any) -> None:
+        self._write(json.dumps({"op": op, **values}, separators=(",", ":")))
+
+    def submit(self, spec: JobSpec, now: float) -> None:
+        super().submit(spec, now)  # what is refused is no input
+        values = asdict(spec) | {"prompt": spec.prompt.hex(), "stop_tokens": sorted(spec.stop_tokens)}
+        self._note("submit", now=now, spec=values)
+
+    def cancel(self, job: int, now: float) -> list[Event]:
+        self._note("cancel", now=now, job=job)
+        return super().cancel(job, now)
+
+    def restore(self, records: Sequence[ExtentRecord], now: float) -> list[ExtentRecord]:
+        listing = [asdict(record) | {"tokens": record.tokens.hex()} for record in records]
+        self._note("restore", now=now, records=listing)
+        return super().restore(records, now)
+
+    def reset(self, now: float) -> None:
+        self._note("reset", now=now)
+        super().reset(now)
+
+    def flush(self, now: float) -> None:
+        self._note("flush", now=now)
+        super().flush(now)
+
+    def schedule(self, now: float) -> Step:
+        step = super().schedule(now)
+        self._note("schedule", now=now, step=step_digest(step))
+        return step
+
+    def commit(
+        self, step: Step, result: StepResult, done: Iterable[Completion], now: float
+    ) -> list[Event]:
+        done = list(done)
+        tokens, failed = list(result.tokens.items()), list(result.failed.items())
+        self._note("commit", now=now, tokens=tokens, failed=failed, done=[_packed(item) for item in done])
+        return super().commit(step, result, done, now)
+
+    def complete(self, done: Iterable[Completion], now: float) -> list[Event]:
+        done = list(done)
+        self._note("complete", now=now, done=[_packed(item) for item in done])
+        return super().complete(done, now)
+
+
+def replay(lines: Iterable[str]) -> Iterator[tuple[Step, str]]:
+    """The steps that a journal's inputs lead to, each with the digest of the step that was recorded."""
+    scheduler: Scheduler | None = None
+    step: Step | None = None
+    for line in lines:
+        entry = json.loads(line)
+        op = entry.pop("op")
+        if op == "plan":
+            scheduler = _start(entry)
+            continue
+        if scheduler is None:
+            raise ValueError("a journal begins with a `plan` line")
+        if op == "schedule":
+            step = scheduler.schedule(entry["now"])
+            yield step, entry["step"]
+        else:
+            _feed(scheduler, step, op, entry)
+
+
+def step_digest(step: Step) -> str:
+    """Equal for equal steps, in any process."""
+    return hashlib.blake2b(repr(step).encode(), digest_size=8).hexdigest()
+
+
+def _start(entry: dict[str, Any]) -> Scheduler:
+    if entry["format"] != FORMAT:
+        raise ValueError(f"this journal has format {entry['format']}; this program reads format {FORMAT}")
+    sizes = entry["capacity"] | {"file_bytes": tuple(entry["capacity"]["file_bytes"])}
+    return Scheduler(Capacity(**sizes), **entry["settings"])
+
+
+def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any]) -> None:
+    now = entry["now"]
+    if op == "submit":
+        values = entry["spec"]
+        values |= {"prompt": bytes.fromhex(values["prompt"]), "stop_tokens": frozenset(values["stop_tokens"])}
+        scheduler.submit(JobSpec(**values), now)
+    elif op == "cancel":
+        scheduler.cancel(entry["job"], now)
+    elif op == "restore":
+        records = [ExtentRecord(**item | {"tokens": bytes.fromhex(item["tokens"])}) for item in entry["records"]]
+        scheduler.restore(records, now)
+    elif op == "commit":
+        assert step is not None
+        result = StepResult(dict(entry["tokens"]), dict(entry["failed"]))
+        scheduler.commit(step, result, [_unpacked(item) for item in entry["done"]], now)
+    elif op == "complete":
+        scheduler.complete([_unpacked(item) for item in entry["done"]], now)
+    elif op == "reset":
+        scheduler.reset(now)
+    elif op == "flush":
+        scheduler.flush(now)
+    else:
+        raise ValueError(f"a journal has no {op!r} lines")
+
+
+def _packed(item: Completion) -> dict[str, Any]:
+    return {"kind": type(item).__name__, **asdict(item)}
+
+
+def _unpacked(item: dict[str, Any]) -> Completion:
+    kind = item.pop("kind")
+    return MoveDone(**item) if kind == "MoveDone" else SaveDone(**item)

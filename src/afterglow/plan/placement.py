@@ -1,0 +1,398 @@
+"""Which tier holds which extent, and the moves that change it. Host slots and disk bytes against their budgets.
+
+It knows extents, the policy and the index's shape (who has children); not jobs, not queues, not what a move takes.
+States of an extent per tier: host absent -> loading -> ready, disk absent -> writing -> ready. Slots and disk bytes
+count as used from the moment a move is planned until the completion that says they are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from afterglow.plan.device import Device
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.index import Index
+from afterglow.plan.policy import Policy, Ranking
+from afterglow.plan.slots import SlotPool
+from afterglow.plan.stats import Counters
+from afterglow.plan.step import BACKGROUND, DEMAND, SAVE, Drop, ExtentId, Load, Move, MoveDone, Store
+
+MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
+STORE_BACKOFF_S = 30.0
+
+Room = Literal["now", "soon", "never"]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A move under way. A Load owns its slots: the extent may be given up meanwhile."""
+
+    move: Move
+    extent: Extent
+
+
+class Placement:
+    """Host and disk."""
+
+    def __init__(
+        self, capacity: Capacity, policy: Policy, index: Index, device: Device, counters: Counters
+    ) -> None:
+        self.capacity = capacity
+        self.pool = SlotPool(capacity.host_slots)
+        self.disk_used = 0
+        self.moves: list[Move] = []  # planned, not yet handed out
+        self.flights: dict[int, _Flight] = {}
+        self.low, self.high = _watermarks(capacity.host_slots)
+        self._index = index
+        self._device = device
+        self._counters = counters
+        self._host = Ranking(policy)  # ready in host
+        self._clean = Ranking(policy)  # ready in both
+        self._cold = Ranking(policy)  # ready on disk only
+        self._files: dict[ExtentId, Extent] = {}  # who owns the file of that name; also one being dropped
+        self._evicting_slots = 0
+        self._dropping_bytes = 0
+        self._quarantine: dict[int, tuple[int, ...]] = {}
+        self._dead: dict[Extent, None] = {}
+        self._last_move = 0
+        self._failures = 0
+        self._no_disk_until = 0.0
+        self._touched: dict[Extent, None] = {}
+
+    # ------------------------------------------------------------------------------------- asked by jobs
+
+    def pin(self, extent: Extent) -> None:
+        """Keep an extent where it is: somebody is about to read it."""
+        extent.pins += 1
+        if extent.evicting:  # its Store goes on, but the slots stay
+            extent.evicting = False
+            self._evicting_slots -= len(extent.slots)
+
+    def unpin(self, extent: Extent) -> None:
+        """The opposite of `pin`."""
+        extent.pins -= 1
+        if extent.dead:
+            self._reap(extent)
+
+    def touch(self, extent: Extent, now: float) -> None:
+        """An extent was of use."""
+        extent.last_used = now
+        extent.hits += 1
+        for ranking in (self._host, self._clean, self._cold):
+            ranking.update(extent)
+        if extent.disk == "ready":
+            self._touched[extent] = None
+
+    def take_touched(self) -> list[tuple[ExtentId, float, int]]:
+        """(id, last used, hits) of the extents on disk that were touched since the last call, for the catalog."""
+        touched, self._touched = self._touched, {}
+        return [(e.id, e.last_used, e.hits) for e in touched if e.disk == "ready" and not e.dead]
+
+    def take_slots(self, count: int, now: float, after: int | None = None) -> tuple[int, ...] | None:
+        """Slots at once, evicting what can go at once; or None, and evictions are on their way if there can be any."""
+        if self.pool.free < count:
+            self.evict(count, now)
+        return self.pool.take(count, after)
+
+    def urge_slots(self, count: int, now: float, after: int | None = None) -> tuple[int, ...] | None:
+        """The same for rows that would be lost: clean copies go before their turn, rather than none go in time."""
+        slots = self.take_slots(count, now, after)
+        if slots is None:
+            self._clean.visit(lambda extent: self._free_clean(extent, count))
+            slots = self.pool.take(count, after)
+        return slots
+
+    def _free_clean(self, extent: Extent, count: int) -> bool:
+        if self.pool.free < count and extent.pins == 0:
+            self._counters.evicted_host += 1
+            self._free_host(extent)
+        return self.pool.free < count
+
+    def load(self, extent: Extent, now: float) -> bool:
+        """Start to bring an extent from disk to host. False: no slots now (see `relief`)."""
+        slots = self.take_slots(self.capacity.blocks(extent.rows), now)
+        if slots is None:
+            return False
+        move = Load(self._next_move(), extent.id, extent.rows, slots, DEMAND)
+        extent.host, extent.load, extent.slots = "loading", move.move, slots
+        self._start(move, extent)
+        self._counters.loads += 1
+        return True
+
+    @property
+    def relief(self) -> bool:
+        """Are there moves under way that will free slots?"""
+        return self._evicting_slots > 0 or self._dropping_bytes > 0
+
+    # ------------------------------------------------------------------------------------------ arrivals
+
+    def add(self, extent: Extent, slots: tuple[int, ...], write_through: bool, now: float) -> None:
+        """A new extent, in the index, whose rows lie in `slots`."""
+        extent.slots, extent.host = slots, "ready"
+        self._rank(extent)
+        if write_through:
+            self.store(extent, now, "write_through")
+
+    def restore(self, extent: Extent) -> None:
+        """An extent found on disk at start."""
+        extent.disk = "ready"
+        self._files[extent.id] = extent
+        self.disk_used += extent.file_bytes
+        self._rank(extent)
+
+    # ----------------------------------------------------------------------------------------- evictions
+
+    def background(self, now: float, expected: int) -> None:
+        """Keep some slots free, and as many more as running prefills are going to need (at most half of all)."""
+        expected = min(expected, self.pool.total // 2)
+        if self.pool.free + self._evicting_slots < self.low + expected:
+            self.evict(self.high + expected, now)
+
+    def evict(self, target: int, now: float) -> None:
+        """Let go of victims until `target` slots are free, or are going to be."""
+        short = target - self.pool.free - self._evicting_slots
+
+        def more(extent: Extent) -> bool:
+            nonlocal short
+            if short > 0 and extent.pins == 0 and extent.store is None:
+                short -= self._evict_one(extent, now)
+            return short > 0
+
+        if short > 0:
+            self._host.visit(more)
+
+    def _evict_one(self, extent: Extent, now: float) -> int:
+        """Slots that this frees now or soon."""
+        slots = len(extent.slots)
+        if extent.disk == "ready":
+            self._counters.evicted_host += 1
+            self._free_host(extent)
+            return slots
+        room = self.store(extent, now, "evict")
+        if room == "now":
+            extent.evicting = True
+            self._evicting_slots += slots
+        elif room == "never":
+            if extent.users or extent.has_children:
+                return 0
+            self._counters.evicted_host += 1
+            self.forget(extent)
+        return slots
+
+    def store(self, extent: Extent, now: float, why: str) -> Room:
+        """Plan to write an extent to disk, if there is room now."""
+        if now < self._no_disk_until:
+            return "never"
+        if extent.id in self._files:  # the file of an older extent of the same name is still being removed
+            return "soon"
+        room = self._make_room(extent.file_bytes, last_used=extent.last_used if why == "flush" else None)
+        if room == "now":
+            move = Store(self._next_move(), extent.record(), extent.slots, SAVE, why)
+            extent.disk, extent.store = "writing", move.move
+            self._files[extent.id] = extent
+            self.disk_used += extent.file_bytes
+            self._start(move, extent)
+            self._counters.stores += 1
+        return room
+
+    def _make_room(self, incoming: int, last_used: float | None = None) -> Room:
+        """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on.
+
+        With `last_used` (at shutdown, when only the disk survives) clean copies stay, and nothing younger goes.
+        """
+        if incoming > self.capacity.disk_bytes or self.capacity.disk_bytes == 0:
+            return "never"
+        short = self.disk_used + incoming - self.capacity.disk_bytes
+        if short <= 0:
+            return "now"
+        short -= self._dropping_bytes
+
+        def more(extent: Extent) -> bool:
+            nonlocal short
+            if extent.pins == 0:
+                if extent.host == "ready" and short > 0:
+                    short -= self._drop_file(extent, "evict")
+                    self._rank(extent)
+                    self._counters.evicted_disk += 1
+                elif short > 0 and not extent.users and not extent.has_children:
+                    if last_used is not None and extent.last_used >= last_used:
+                        return False
+                    short -= extent.file_bytes
+                    self._counters.evicted_disk += 1
+                    self.forget(extent)
+            return short > 0
+
+        if short > 0 and last_used is None:
+            self._clean.visit(more)
+        if short > 0:
+            self._cold.visit(more)
+        return "soon" if short <= 0 else "never"
+
+    def flush(self, now: float) -> bool:
+        """Write what is only in host, the most recently used first. True: nothing is left to be done."""
+        waiting = False
+        dirty = [e for e in self._host.members() if e.disk == "absent"]
+        for extent in sorted(dirty, key=lambda e: (-e.last_used, e.first_row, e.serial)):
+            if self.store(extent, now, "flush") == "soon":
+                waiting = True
+                break  # those behind it are less worth keeping: they must not take its room
+        return not waiting and not self.flights
+
+    def shrink(self) -> None:
+        """Bring the disk tier below its budget (it may have been larger before a restart)."""
+        before = -1
+        while self._make_room(0) == "never" and len(self._cold) != before:
+            before = len(self._cold)  # a second look at parents, now without children
+
+    def forget_all(self) -> None:
+        """Forget every extent that nobody uses."""
+        while True:
+            leaves = [e for e in self._index.extents.values() if not (e.pins or e.users or e.has_children)]
+            if not leaves:
+                return
+            for extent in leaves:
+                self.forget(extent)
+
+    # -------------------------------------------------------------------------------------------- the end
+
+    def forget(self, extent: Extent) -> None:
+        """Remove an extent from the index and all tiers, and what hangs below it."""
+        for lost in self._index.remove(extent):
+            lost.dead = True
+            self._dead[lost] = None
+            self._counters.dropped += 1
+            self._rank(lost)
+            self._device.forget(lost)
+            self._reap(lost)
+
+    def damaged(self, extent: Extent) -> None:
+        """What the disk has of an extent is not what was written, or did not come."""
+        if not extent.dead:
+            self._counters.damaged += 1
+            self.forget(extent)
+
+    def _reap(self, extent: Extent) -> None:
+        """Give back what a dead extent holds, as far as nobody reads or writes it."""
+        if extent.pins or extent.load is not None or extent.store is not None:
+            return
+        if extent.host == "ready":
+            self._free_host(extent)
+        if extent.disk == "ready":
+            self._drop_file(extent, "forgotten")
+        self._dead.pop(extent, None)
+
+    def _free_host(self, extent: Extent) -> None:
+        self.pool.give(extent.slots)
+        extent.slots, extent.host = (), "absent"
+        self._rank(extent)
+
+    def _drop_file(self, extent: Extent, why: str) -> int:
+        """Plan the removal of the file; its bytes count, and its name is taken, until that is done."""
+        move = Drop(self._next_move(), extent.id, why, BACKGROUND)
+        extent.disk = "absent"
+        self._dropping_bytes += extent.file_bytes
+        self._start(move, extent)
+        return extent.file_bytes
+
+    # --------------------------------------------------------------------------------------- completions
+
+    def complete(self, done: MoveDone, now: float) -> None:
+        """A move has ended. Unknown moves are ignored."""
+        flight = self.flights.pop(done.move, None)
+        if flight is None:
+            slots = self._quarantine.pop(done.move, None) if not done.slots_busy else None
+            if slots is not None:
+                self.pool.give(slots)
+        elif isinstance(flight.move, Load):
+            self._loaded(flight.extent, done)
+        elif isinstance(flight.move, Store):
+            self._stored(flight.extent, done, now)
+        else:
+            self._dropping_bytes -= flight.extent.file_bytes
+            self.disk_used -= flight.extent.file_bytes
+            del self._files[flight.extent.id]
+
+    def _loaded(self, extent: Extent, done: MoveDone) -> None:
+        extent.load = None
+        if done.ok:
+            extent.host = "ready"
+            self._rank(extent)
+        else:
+            if done.slots_busy:
+                self._quarantine[done.move] = extent.slots
+            else:
+                self.pool.give(extent.slots)
+            extent.slots, extent.host = (), "absent"
+            self.damaged(extent)
+        if extent.dead:
+            self._reap(extent)
+
+    def _stored(self, extent: Extent, done: MoveDone, now: float) -> None:
+        extent.store = None
+        evicting, extent.evicting = extent.evicting, False
+        if evicting:
+            self._evicting_slots -= len(extent.slots)
+        if done.ok:
+            self._failures = 0
+            extent.disk = "ready"
+            if evicting and not extent.dead:
+                self._counters.evicted_host += 1
+                self._free_host(extent)
+        else:
+            extent.disk = "absent"
+            del self._files[extent.id]
+            self.disk_used -= extent.file_bytes
+            self._counters.store_failures += 1
+            self._failures += 1
+            if self._failures >= MAX_STORE_FAILURES:
+                self._no_disk_until = now + STORE_BACKOFF_S
+        self._rank(extent)
+        if extent.dead:
+            self._reap(extent)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _next_move(self) -> int:
+        self._last_move += 1
+        return self._last_move
+
+    def _start(self, move: Move, extent: Extent) -> None:
+        self.moves.append(move)
+        self.flights[move.move] = _Flight(move, extent)
+
+    def _rank(self, extent: Extent) -> None:
+        live = not extent.dead
+        host, disk = extent.host == "ready", extent.disk == "ready"
+        self._host.set(extent, live and host)
+        self._clean.set(extent, live and host and disk)
+        self._cold.set(extent, live and disk and extent.host == "absent")
+
+    def check(self, other_slots: list[int]) -> None:
+        """Every slot has one owner (`other_slots`: the drafts'), bytes add up, live extents are somewhere."""
+        self.pool.check()
+        extents = [*self._index.extents.values(), *self._dead]
+        owned = [slot for extent in extents for slot in extent.slots]
+        owned += [slot for slots in self._quarantine.values() for slot in slots]
+        assert sorted(owned + other_slots + self.pool.listing()) == list(range(self.pool.total))
+        assert self.disk_used == sum(extent.file_bytes for extent in self._files.values())
+        assert self.disk_used - self._dropping_bytes <= self.capacity.disk_bytes  # more only after a restart
+        assert self._evicting_slots == sum(len(e.slots) for e in extents if e.evicting)
+        dropping = [f.extent for f in self.flights.values() if isinstance(f.move, Drop)]
+        assert self._dropping_bytes == sum(extent.file_bytes for extent in dropping)
+        for extent in extents:
+            assert extent.pins >= 0
+            assert extent.users >= 0
+            assert extent.dead != (extent.id in self._index.extents and bool(extent.nodes))
+            assert extent.host != "absent" or extent.disk == "ready" or extent.dead
+            assert (extent.host == "absent") == (not extent.slots)
+            assert (extent.host == "loading") == (extent.load is not None)
+            assert (extent.disk == "writing") == (extent.store is not None)
+            assert (extent in self._host) == (extent.host == "ready" and not extent.dead)
+            assert extent.disk == "absent" or self._files[extent.id] is extent
+
+
+def _watermarks(slots: int) -> tuple[int, int]:
+    """Free slots to keep: refill below the first up to the second (CachedAttention's host buffer; 5 % and 10 %)."""
+    low = min(max(-(-slots // 20), 4), slots // 4)
+    return low, min(2 * low, slots)

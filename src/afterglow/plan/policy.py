@@ -1,0 +1,87 @@
+"""Eviction policies: rows of a table, and the ranking that turns a row into victims without scanning.
+
+A policy is a name and an `order`: a pure function from an extent to a tuple, the smallest is the next victim. It may
+use anything the extent says of itself. When something changes that an order depends on, whoever changed it calls
+`Ranking.update`; that is all there is to the seam.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from afterglow.plan.extent import Extent
+
+Order: TypeAlias = tuple[float, ...]
+
+
+class Policy(NamedTuple):
+    """A row: who goes first."""
+
+    name: str
+    order: Callable[[Extent], Order]
+
+
+def _lru(extent: Extent) -> Order:
+    # A job touches its whole path at once: of equals, the tail of the conversation goes first.
+    return (extent.last_used, -extent.first_row, extent.serial)
+
+
+def _fifo(extent: Extent) -> Order:
+    return (extent.born, -extent.first_row, extent.serial)
+
+
+POLICIES: dict[str, Policy] = {row.name: row for row in (Policy("lru", _lru), Policy("fifo", _fifo))}
+
+
+class Ranking:
+    """Extents in the order of a policy: a lazy heap, whose outdated entries are dropped when they come up."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._order = policy.order
+        self._members: dict[Extent, Order] = {}
+        self._heap: list[tuple[Order, int, Extent]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, extent: Extent) -> bool:
+        return extent in self._members
+
+    def set(self, extent: Extent, member: bool) -> None:
+        """Make an extent a member, or not."""
+        if member:
+            self.update(extent, add=True)
+        else:
+            self._members.pop(extent, None)
+
+    def update(self, extent: Extent, add: bool = False) -> None:
+        """Look again at a member's order (of no effect on others, unless `add`)."""
+        old = self._members.get(extent)
+        if old is None and not add:
+            return
+        order = self._order(extent)
+        if order != old:
+            self._members[extent] = order
+            heapq.heappush(self._heap, (order, extent.serial, extent))
+            if len(self._heap) > 64 + 2 * len(self._members):
+                self._heap = [(rank, item.serial, item) for item, rank in self._members.items()]
+                heapq.heapify(self._heap)
+
+    def visit(self, more: Callable[[Extent], bool]) -> None:
+        """Show members, first victim first, until `more` says no. It may change the membership of what it is shown."""
+        shown: list[tuple[Order, int, Extent]] = []
+        going = True
+        while going and self._heap:
+            entry = heapq.heappop(self._heap)
+            if self._members.get(entry[2]) == entry[0] and not (shown and shown[-1] == entry):
+                shown.append(entry)
+                going = more(entry[2])
+        for entry in shown:
+            if self._members.get(entry[2]) == entry[0]:
+                heapq.heappush(self._heap, entry)
+
+    def members(self) -> list[Extent]:
+        """All members, first victim first. For tests and for rare, whole-cache work."""
+        return sorted(self._members, key=lambda extent: self._members[extent])

@@ -1,0 +1,65 @@
+"""After a restart: from catalog records to extents. It believes the catalog; whether bytes are right the reads say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from afterglow.plan.drafts import Drafts
+from afterglow.plan.extent import Extent
+from afterglow.plan.index import Index
+from afterglow.plan.placement import Placement
+from afterglow.plan.step import ExtentRecord
+
+
+def restore(
+    records: Sequence[ExtentRecord], index: Index, placement: Placement, drafts: Drafts, now: float
+) -> list[ExtentRecord]:
+    """Put records, given in any order, below their parents. Returns those that have none, or add nothing."""
+    children: dict[str | None, list[ExtentRecord]] = {}
+    for record in sorted(records, key=lambda item: item.id):
+        children.setdefault(record.parent, []).append(record)
+    useless: list[ExtentRecord] = []
+    stack: list[tuple[ExtentRecord, Extent | None]] = [
+        (record, None) for record in reversed(children.pop(None, []))
+    ]
+    while stack:
+        record, parent = stack.pop()
+        extent = _extent(record, parent, drafts.next_serial(), now)
+        if not _insert(extent, parent, index):
+            useless.append(record)
+            continue
+        placement.restore(extent)
+        stack += [(child, extent) for child in reversed(children.pop(record.id, []))]
+    for orphans in children.values():
+        useless += orphans
+    placement.shrink()
+    return useless
+
+
+def _extent(record: ExtentRecord, parent: Extent | None, serial: int, now: float) -> Extent:
+    # A clock that was set back must not make an extent the most recently used for ever.
+    used = min(record.last_used, now)
+    return Extent(
+        id=record.id,
+        salt=record.salt,
+        kind=record.kind,
+        tokens=record.tokens,
+        first_row=parent.first_row + record.parent_rows if parent else 0,
+        file_bytes=record.file_bytes,
+        born=used,
+        serial=serial,
+        parent=record.parent,
+        parent_rows=record.parent_rows,
+        last_used=used,
+        hits=record.hits,
+    )
+
+
+def _insert(extent: Extent, parent: Extent | None, index: Index) -> bool:
+    if extent.kind != "exact" or not extent.rows or extent.id in index.extents:
+        return False
+    if parent is None:
+        return index.insert(extent, b"").outcome == "inserted"
+    if not 0 < extent.parent_rows <= parent.rows or extent.salt != parent.salt:
+        return False
+    return index.insert_below(extent, parent, extent.parent_rows).outcome == "inserted"

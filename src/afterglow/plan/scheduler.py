@@ -1,0 +1,485 @@
+"""The scheduler: jobs in, steps out, results in, events out. The one place where all of the plan comes together.
+
+    submit / cancel / restore / reset / flush      something is wanted
+    step = schedule(now)                           what to move and what to compute
+    events = commit(step, result, done, now)       what was computed and moved, what the callers are to be told
+    events = complete(done, now)                   moves ended while nothing was computed
+
+First come, first served; continuous batching; prompts in pieces beside running decodes. It knows no clock, no
+thread, no tensor: the same inputs give the same steps, on an engine and in a simulator (see `journal`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from afterglow.errors import RequestError
+from afterglow.plan.admission import Admission
+from afterglow.plan.device import Device
+from afterglow.plan.drafts import Drafts
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.index import Index
+from afterglow.plan.jobs import Job, JobQueue, Wait
+from afterglow.plan.placement import Placement
+from afterglow.plan.policy import POLICIES
+from afterglow.plan.restore import restore
+from afterglow.plan.stats import Counters, Stats
+from afterglow.plan.step import (
+    Admit,
+    Admitted,
+    Completion,
+    Emitted,
+    Event,
+    ExtentId,
+    ExtentRecord,
+    JobSpec,
+    MoveDone,
+    Release,
+    Run,
+    Step,
+    StepResult,
+)
+
+IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
+GROWTH = 4  # blocks by which a segment grows while there is room: growing may mean copying
+LOOK_AHEAD = 64  # waiting jobs that are tried in one step
+
+WritePolicy = Literal["write_back", "write_through"]
+
+
+class Scheduler:
+    """One engine's plan. Every job number is used once."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        policy: str = "lru",
+        write_policy: WritePolicy = "write_back",
+        prefill_chunk: int = 256,
+        max_batch: int = 24,
+        max_model_len: int = 2**31,
+        digest: str = "",
+    ) -> None:
+        self.capacity = capacity
+        self.prefill_chunk = prefill_chunk
+        self.max_batch = max_batch
+        self.max_model_len = max_model_len
+        self._counters = Counters()
+        self._index = Index()
+        self._device = Device(capacity, self._counters)
+        self._placement = Placement(capacity, POLICIES[policy], self._index, self._device, self._counters)
+        write_through = write_policy == "write_through" and capacity.disk_bytes > 0
+        self._drafts = Drafts(
+            capacity, self._index, self._placement, self._device, self._counters, digest, write_through
+        )
+        self._admission = Admission(
+            capacity, self._index, self._placement, self._device, self._counters, self._promising
+        )
+        self._jobs: dict[int, Job] = {}  # not yet finished
+        self._queue = JobQueue()
+        self._running: list[Job] = []  # in order of admission
+        self._tails: dict[
+            int, Job
+        ] = {}  # off the device (perhaps finished), with drafts still being saved; by seq
+        self._releases: list[Release] = []
+        self._events: list[Event] = []
+        self._open: Step | None = None  # handed out, not yet committed
+        self._flushing = False
+        self._flush_done = False
+        self._version = 0  # changes whenever an attempt to admit may end differently
+        self._arrivals = 0
+        self._steps = 0
+
+    # ------------------------------------------------------------------------------------------- wishes
+
+    def submit(self, spec: JobSpec, now: float) -> None:
+        """Queue a job. `RequestError` if it could never run."""
+        rows = len(spec.prompt) // 4
+        if rows == 0 or len(spec.prompt) % 4:
+            raise RequestError("the prompt is empty", param="prompt")
+        if rows >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {rows} tokens; this model takes at most {self.max_model_len - 1}"
+                f" (a context of {self.max_model_len} with room for one answer token)",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if rows + 1 > self._device.budget:
+            raise RequestError(
+                f"the prompt has {rows} tokens; the device cache holds {self._device.budget}: enlarge --device-cache",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if spec.job in self._jobs:
+            raise ValueError(f"job {spec.job} exists")
+        self._arrivals += 1
+        self._counters.submitted += 1
+        job = self._jobs[spec.job] = Job(spec, self._arrivals, bytearray(spec.prompt))
+        self._queue.add(job)
+        self._version += 1
+
+    def cancel(self, job: int, now: float) -> list[Event]:
+        """End a job at whatever state it is in (nothing, if it is unknown or has ended).
+
+        Its event is returned; or, if a step that it runs in is under way, comes with that step's commit.
+        """
+        found = self._jobs.get(job)
+        if found is None:
+            return []
+        if self._open is not None and any(run.job == job for run in self._open.runs):
+            found.cancelled = True
+            return []
+        self._finish(found, None, "cancelled", now)
+        return self._take_events()
+
+    def restore(self, records: Sequence[ExtentRecord], now: float) -> list[ExtentRecord]:
+        """Take over what the catalog says is on disk, in any order. Returns those of no use, to be deleted."""
+        if not self.capacity.disk_bytes:
+            return []
+        return restore(records, self._index, self._placement, self._drafts, now)
+
+    def reset(self, now: float) -> None:
+        """Forget every cached row that nobody is using, in all tiers; the moves come with the next step."""
+        for context in list(self._device.contexts.values()):
+            self._device.free(context)
+        for job in self._tails.values():
+            self._drafts.kill(job)
+        self._placement.forget_all()
+        self._version += 1
+
+    def flush(self, now: float) -> None:
+        """From now on, let each step write to disk what is only in host, until `flushed`. For shutting down."""
+        self._flushing = True
+
+    @property
+    def flushed(self) -> bool:
+        """After `flush`, and a step: is all that can be saved on disk, and no move under way?"""
+        return self._flush_done and not (self._placement.flights or len(self._drafts))
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that wait or run."""
+        return len(self._jobs)
+
+    def take_touched(self) -> list[tuple[ExtentId, float, int]]:
+        """(id, last used, hits) of extents on disk that were used since the last call, for the catalog."""
+        return self._placement.take_touched()
+
+    # --------------------------------------------------------------------------------------------- steps
+
+    def schedule(self, now: float) -> Step:
+        """The next step. The one before must have been committed if it had runs."""
+        assert self._open is None or not self._open.runs, "the step before has not been committed"
+        self._steps += 1
+        if self.prefill_chunk:
+            runs = self._decodes(now)
+            runs += self._prefills(now, self.prefill_chunk if runs else max(self.prefill_chunk, IDLE_PREFILL))
+        else:  # as in the papers: a prefill keeps the decodes waiting
+            runs = self._prefills(now, IDLE_PREFILL) or self._decodes(now)
+        if self._flushing:
+            self._flush_done = self._placement.flush(now)
+        else:
+            self._placement.background(now, self._expected_slots())
+        step = Step(
+            self._steps,
+            tuple(self._releases),
+            tuple(self._device.frees),
+            tuple(self._placement.moves),
+            tuple(runs),
+        )
+        self._releases, self._device.frees, self._placement.moves = [], [], []
+        self._open = step
+        return step
+
+    def commit(self, step: Step, result: StepResult, done: Iterable[Completion], now: float) -> list[Event]:
+        """Take in what a step has computed, then what has been moved and saved meanwhile."""
+        self._commit(step, result, now)
+        self._complete(done, now)
+        return self._take_events()
+
+    def complete(self, done: Iterable[Completion], now: float) -> list[Event]:
+        """Take in completions alone."""
+        self._complete(done, now)
+        return self._take_events()
+
+    def _commit(self, step: Step, result: StepResult, now: float) -> None:
+        assert step is self._open, "not the step that was handed out"
+        self._open = None
+        if self._device.unpin():
+            self._version += 1
+        for run in step.runs:
+            self._committed(run, result, now)
+
+    def _complete(self, done: Iterable[Completion], now: float) -> None:
+        for item in done:
+            self._version += 1
+            self._flush_done = False
+            if isinstance(item, MoveDone):
+                self._placement.complete(item, now)
+            else:
+                job = self._drafts.saved(item, now)
+                if job is not None:
+                    self._settle(job)
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------------------------- what a step consists of
+
+    def _decodes(self, now: float) -> list[Run]:
+        for job in list(self._running):
+            if job.state == "decoding" and job.rows + 1 > job.capacity:
+                self._grow(job, now)
+        return [self._run(job, 1, None, now) for job in self._running if job.state == "decoding"]
+
+    def _prefills(self, now: float, budget: int) -> list[Run]:
+        """Prompt tokens: first of jobs that are at it, then of jobs that join."""
+        runs: list[Run] = []
+        for job in self._running:
+            if job.state == "prefilling" and budget > 0:
+                runs.append(self._run(job, self._piece(job, budget), None, now))
+                budget -= len(runs[-1].tokens)
+        for job in self._queue.first(LOOK_AHEAD):
+            others = sum(other.state == "loading" for other in self._queue if other is not job)
+            if len(self._running) + others >= self.max_batch:
+                break
+            outcome = self._try(job, budget > 0, now)
+            if isinstance(outcome, Admit):
+                runs.append(self._run(job, self._piece(job, budget), outcome, now))
+                budget -= len(runs[-1].tokens)
+            elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.TURN):
+                break  # first come, first served: nobody slips past for want of room
+        return runs
+
+    def _piece(self, job: Job, budget: int) -> int:
+        rest = job.target - job.rows
+        return min(rest, budget) if self.prefill_chunk else rest
+
+    def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
+        """Attempt to admit a job, unless nothing has changed since the last time."""
+        idle = not self._running
+        if job.tried == self._version and job.verdict is not None and not idle:
+            return job.verdict
+        outcome = self._admission.attempt(job, now, idle, may_join)
+        if isinstance(outcome, Admit):
+            self._queue.remove(job)
+            self._running.append(job)
+            return outcome
+        job.state = "loading" if outcome is Wait.LOADS else "waiting"
+        # A turn comes with the budget of the next step, of which the version knows nothing.
+        job.tried, job.verdict = (self._version, outcome) if outcome is not Wait.TURN else (-1, None)
+        return outcome
+
+    def _run(self, job: Job, rows: int, admit: Admit | None, now: float) -> Run:
+        start = job.rows
+        tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
+        sample = start + rows == job.length and job.remaining > 0
+        saves = self._drafts.tee(job, start, rows, now) if job.saving else ()
+        return Run(job.spec.job, start, tokens, sample, job.capacity, admit, saves)
+
+    def _expected_slots(self) -> int:
+        return sum(
+            self.capacity.blocks(job.target - job.rows)
+            for job in self._running
+            if job.state == "prefilling" and job.saving
+        )
+
+    def _promising(self) -> Iterator[Job]:
+        yield from self._running
+        yield from self._tails.values()
+
+    # ----------------------------------------------------------------------------------------- on the device
+
+    def _grow(self, job: Job, now: float) -> None:
+        """More room for a decoding job, at the cost of retained contexts, then of the job that came last."""
+        while job.running and not self._extend(job):
+            victim = max(self._running, key=lambda other: other.key)
+            if len(self._running) == 1 or job.rows >= self._device.budget:
+                self._finish(job, None, "length", now)
+            else:
+                # It may be this very job: were it to push out an older one, they could do so in turns for ever.
+                self._counters.preemptions += 1
+                self._send_back(victim, now)
+
+    def _extend(self, job: Job) -> bool:
+        least = self.capacity.round_up(job.rows + 1)
+        most = self.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
+        for rows in (min(job.capacity + GROWTH * self.capacity.block_rows, most), least):
+            if least <= rows <= self._device.budget and self._device.reserve(rows - job.capacity):
+                job.capacity = rows
+                return True
+        return False
+
+    def _committed(self, run: Run, result: StepResult, now: float) -> None:
+        job = self._jobs[run.job]
+        if run.job in result.failed:
+            self._failed(job, result.failed[run.job], now)
+            return
+        if run.admit is not None:
+            self._admission.unpin(job)
+            self._tell_admitted(job)
+        job.rows += len(run.tokens)
+        if job.spec.write:
+            self._counters.rows_unsaved += len(run.tokens) - sum(save.rows for save in run.saves)
+            self._drafts.commit(job, now)
+        if job.cancelled:
+            self._finish(job, None, "cancelled", now)
+        elif run.sample:
+            self._sampled(job, result.tokens[run.job], now)
+        elif job.rows == job.length:
+            self._finish(job, None, "length", now)
+
+    def _tell_admitted(self, job: Job) -> None:
+        # Only now, because a load that fails would make a liar of whoever tells earlier; and only once.
+        if not job.admitted:
+            job.admitted = True
+            device, host, disk = job.hits
+            self._events.append(Admitted(job.spec.job, device, host, disk))
+            self._counters.query_tokens += job.target
+            self._counters.hit_device += device
+            self._counters.hit_host += host
+            self._counters.hit_disk += disk
+
+    def _sampled(self, job: Job, token: int, now: float) -> None:
+        job.tokens += token.to_bytes(4, "little")
+        job.generated += 1
+        if job.state == "prefilling":
+            job.state = "decoding"
+            self._version += 1
+        if token in job.spec.stop_tokens:
+            self._finish(job, token, "stop", now)
+        elif job.remaining == 0 or job.length >= self.max_model_len:
+            self._finish(job, token, "length", now)
+        else:
+            self._events.append(Emitted(job.spec.job, token, None))
+
+    def _failed(self, job: Job, extent: ExtentId, now: float) -> None:
+        """An extent did not arrive: forget it, so that the next attempt cannot meet it again."""
+        self._counters.failed_loads += 1
+        damaged = self._index.extents.get(extent)
+        if damaged is not None:
+            self._placement.damaged(damaged)
+        if job.cancelled:
+            self._finish(job, None, "cancelled", now, retain=False)
+        else:
+            self._send_back(job, now)
+
+    # ---------------------------------------------------------------------------------------------- leaving
+
+    def _send_back(self, job: Job, now: float) -> None:
+        """Off the device and into the queue, with what has been generated as part of the prompt."""
+        self._depart(job, now, retain=False)
+        job.state, job.tried = "waiting", -1
+        self._queue.add(job)
+        self._settle(job)
+
+    def _finish(
+        self,
+        job: Job,
+        token: int | None,
+        why: Literal["stop", "length", "cancelled"],
+        now: float,
+        retain: bool = True,
+    ) -> None:
+        if job.running:
+            self._depart(job, now, retain)
+        else:
+            self._queue.remove(job)
+            self._admission.unpin(job)
+        job.state = "gone"
+        del self._jobs[job.spec.job]
+        if why == "cancelled":
+            self._counters.cancelled += 1
+        else:
+            self._counters.finished += 1
+        self._events.append(Emitted(job.spec.job, token, why))
+        self._version += 1
+        self._settle(job)
+
+    def _depart(self, job: Job, now: float, retain: bool) -> None:
+        """Off the device. What was committed may stay there as a context, as far as the index knows it or will."""
+        self._running.remove(job)
+        self._version += 1
+        self._admission.unpin(job)
+        self._drafts.leave(job, now)
+        if job.drafts:
+            self._tails[job.seq] = job
+        rows = min(job.rows, job.reach)
+        job.context = None
+        if retain and job.spec.write and rows:
+            tokens = bytes(job.tokens[: 4 * rows])
+            context = self._device.retain(job.spec.salt, tokens, rows, job.capacity)
+            views = self._index.match(job.spec.salt, tokens).views
+            self._device.contain(context, tuple(view.extent for view in views))
+            job.context = context.id
+        else:
+            self._device.release(job.capacity)
+        self._releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
+        job.rows = job.capacity = 0
+
+    def _settle(self, job: Job) -> None:
+        """If nothing of a job is on the device or being saved any more, let go of the extents it went through."""
+        if job.drafts:
+            return
+        self._tails.pop(job.seq, None)
+        if job.running:
+            return
+        for extent in job.held:
+            extent.users -= 1
+        job.held = {}
+        context = self._device.contexts.get(job.context) if job.context is not None else None
+        if context is not None:  # of what was not saved after all, nothing will ever be matched
+            context.rows = self._index.match(context.salt, context.tokens[: 4 * context.rows]).rows
+            if not context.rows:
+                self._device.free(context)
+        job.context = None
+
+    # ------------------------------------------------------------------------------------------- looking on
+
+    def stats(self) -> Stats:
+        """Numbers for metrics."""
+        loading = sum(job.state == "loading" for job in self._queue)
+        return Stats(
+            waiting=len(self._queue) - loading,
+            loading=loading,
+            running=len(self._running),
+            extents=len(self._index.extents),
+            contexts=len(self._device.contexts),
+            device_rows=self._device.used,
+            device_rows_total=self._device.budget,
+            host_slots=self._placement.pool.total - self._placement.pool.free,
+            host_slots_total=self._placement.pool.total,
+            disk_bytes=self._placement.disk_used,
+            disk_bytes_total=self.capacity.disk_bytes,
+            moves_in_flight=len(self._placement.flights),
+            saves_in_flight=len(self._drafts),
+            counters=replace(self._counters),
+        )
+
+    def check(self) -> None:
+        """Everything that must hold between calls, at the cost of looking at everything. For tests."""
+        self._index.check()
+        self._placement.check(self._drafts.slots())
+        self._drafts.check()
+        self._device.check(sum(job.capacity for job in self._running))
+        jobs = [*self._queue, *self._running]
+        assert sorted(job.spec.job for job in jobs) == sorted(self._jobs)
+        assert len(self._running) <= self.max_batch
+        everyone = list(dict.fromkeys([*jobs, *self._tails.values()]))
+        pins: dict[Extent, int] = {}
+        users: dict[Extent, int] = {}
+        for job in everyone:
+            for extent in job.pins:
+                pins[extent] = pins.get(extent, 0) + 1
+            for extent in job.held:
+                users[extent] = users.get(extent, 0) + 1
+            assert bool(job.drafts) or job.seq not in self._tails
+            assert job.running or not (job.capacity or job.rows)
+        for extent in self._index.extents.values():
+            assert extent.pins == pins.get(extent, 0)
+            assert extent.users == users.get(extent, 0)

@@ -1,0 +1,53 @@
+"""What the plan counts. Plain numbers; whoever serves metrics names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    preemptions: int = 0
+    failed_loads: int = 0  # jobs that were sent back because an extent did not arrive
+    query_tokens: int = 0  # prompt tokens of admitted jobs, and where they were found
+    hit_device: int = 0
+    hit_host: int = 0
+    hit_disk: int = 0
+    loads: int = 0
+    stores: int = 0
+    evicted_host: int = 0  # extents that left the host tier
+    evicted_disk: int = 0  # extents that left the disk tier to make room
+    evicted_device: int = 0  # retained contexts freed
+    dropped: int = 0  # extents forgotten in all tiers
+    damaged: int = 0
+    store_failures: int = 0
+    rows_unsaved: int = 0
+    duplicates: int = 0  # sealed drafts whose rows were there already
+    orphans: int = 0  # sealed drafts whose prefix was gone
+    cut_loads: int = 0  # matches cut short because no host slots could be had for them
+    waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot."""
+
+    waiting: int
+    loading: int
+    running: int
+    extents: int
+    contexts: int
+    device_rows: int  # used, of running jobs and retained contexts
+    device_rows_total: int
+    host_slots: int  # used
+    host_slots_total: int
+    disk_bytes: int  # used
+    disk_bytes_total: int
+    moves_in_flight: int
+    saves_in_flight: int  # drafts not yet resolved
+    counters: Counters  # a copy

@@ -1,0 +1,166 @@
+"""The application: routes, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from afterglow import __version__
+from afterglow.errors import RequestError
+from afterglow.server.chat import chat_completions
+from afterglow.server.completions import completions
+from afterglow.server.errors import engine_dead, error_response
+from afterglow.server.guard import Guard
+from afterglow.server.jobs import EngineLike, Jobs
+from afterglow.server.metrics import CONTENT_TYPE
+from afterglow.server.schema import (
+    ChatBody,
+    CompletionBody,
+    Defaults,
+    DetokenizeBody,
+    TokenizeBody,
+    read_body,
+)
+from afterglow.server.settings import ServerConfig
+from afterglow.server.state import State
+from afterglow.text import Tokenizer
+
+
+def create_app(
+    engine: EngineLike,
+    tokenizer: Tokenizer,
+    config: ServerConfig | None = None,
+    model_dir: Path | None = None,
+) -> FastAPI:
+    """The server around a started engine. `model_dir` is where sampling defaults are read from."""
+    defaults = Defaults() if model_dir is None else Defaults.read(model_dir)
+    state = State(engine, tokenizer, config or ServerConfig(), defaults)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.jobs = Jobs(engine)
+        yield
+        await state.jobs.aclose()
+
+    app = FastAPI(title="Afterglow", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.afterglow = state
+    app.add_middleware(Guard, state=state)
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_api_route(
+        "/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra=_schema(ChatBody)
+    )
+    app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_schema(CompletionBody))
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{model:path}", model, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/version", version, methods=["GET"])
+    app.add_api_route("/metrics", metrics, methods=["GET"])
+    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_schema(TokenizeBody))
+    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_schema(DetokenizeBody))
+    app.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"])
+    return app
+
+
+def _state(request: Request) -> State:
+    state: State = request.app.state.afterglow
+    return state
+
+
+def _schema(body: Any) -> dict[str, Any]:
+    return {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
+
+
+async def models(request: Request) -> Response:
+    state = _state(request)
+    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.names]})
+
+
+async def model(request: Request) -> Response:
+    state = _state(request)
+    return JSONResponse(_card(state, state.check_model(request.path_params["model"])))
+
+
+def _card(state: State, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "afterglow",
+        "root": state.engine.model_name,
+        "max_model_len": state.engine.max_model_len,
+    }
+
+
+async def health(request: Request) -> Response:
+    state = _state(request)
+    if not state.engine.healthy:
+        return error_response(engine_dead())
+    return JSONResponse({"status": "draining" if state.jobs.draining else "ok"})
+
+
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+async def metrics(request: Request) -> Response:
+    return Response(_state(request).metrics.text(), media_type=CONTENT_TYPE)
+
+
+async def tokenize(request: Request) -> Response:
+    state = _state(request)
+    body = await read_body(request, TokenizeBody)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+
+    def work() -> list[int]:
+        if body.prompt is not None:
+            return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        text = state.tokenizer.render_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            **(body.chat_template_kwargs or {}),
+        )
+        return state.tokenizer.encode(text, add_special_tokens=False)
+
+    ids = await state.tokenise(len(body.prompt or str(body.messages)), work)
+    return JSONResponse({"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    state = _state(request)
+    body = await read_body(request, DetokenizeBody)
+    state.check_model(body.model)
+    if not all(0 <= token < state.engine.vocab_size for token in body.tokens):
+        raise RequestError(f"tokens must be between 0 and {state.engine.vocab_size - 1}", param="tokens")
+    return JSONResponse({"prompt": state.tokenizer.decode(body.tokens, False)})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    state = _state(request)
+    state.engine.reset_cache()
+    state.tokenizer.replies.clear()
+    return JSONResponse({"status": "ok"})
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {request.url.path} here",
+        405: f"{request.url.path} does not answer {request.method}",
+    }.get(error.status_code, str(error.detail))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return error_response(RequestError(message, status=error.status_code, code=code))

@@ -1,0 +1,78 @@
+"""From a request's token outputs to pieces of text: decoding, stop strings, counting. One per choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from afterglow.errors import RequestError
+from afterglow.request import CachedTokens, Output, TokenLogprob
+from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one output adds to a reply. `text` may be empty: an unfinished character, a possible stop
+    string."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: Finish | None
+
+
+class Assembler:
+    """A reply in the making."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stops, include=include_stop)
+        self.text = ""
+        self.tokens: list[int] = []
+        self.cached = CachedTokens()
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self.finish: Finish | None = None
+
+    def feed(self, output: Output) -> Piece:
+        """Take in one output of the engine. Errors: RequestError, if the engine gave the request up.
+
+        When a stop string completes, `finish` is set although the engine goes on: the caller cancels it.
+        """
+        if output.finish_reason == "error":
+            raise RequestError(output.error or "the request failed", status=500)
+        if output.finish_reason == "cancelled":  # by nobody here: the engine is closing
+            raise RequestError("the server is shutting down", status=503, code="unavailable")
+        if not self.tokens:
+            self.cached = output.cached
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        text = ""
+        count = 0
+        for token in output.tokens:
+            count += 1
+            # The token that ends a reply is generated, and counted, but no part of its text.
+            if output.finish_reason == "stop" and count == len(output.tokens):
+                continue
+            text += self._stops.push(self._decoder.push((token,)))
+            if self._stops.matched is not None:
+                self.finish = "stop"
+                break
+        if output.finish_reason is not None and self.finish is None:
+            text += self._stops.push(self._decoder.flush())
+            text += self._stops.flush()
+            self.finish = "stop" if self._stops.matched is not None else output.finish_reason
+        tokens = output.tokens[:count]
+        self.text += text
+        self.tokens.extend(tokens)
+        return Piece(text, tokens, output.logprobs[:count], self.finish)

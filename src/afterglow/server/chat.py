@@ -1,0 +1,119 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from afterglow.errors import RequestError
+from afterglow.request import TokenLogprob
+from afterglow.server.logprobs import chat_logprobs
+from afterglow.server.schema import ChatBody, read_body
+from afterglow.server.state import Record, Run, State, salt_of
+from afterglow.server.stream import DONE, EventStream, event, to_json, while_connected
+from afterglow.text import ChatPrompt
+
+
+async def chat_completions(http: HttpRequest) -> Response:
+    state: State = http.app.state.afterglow
+    record: Record = http.scope["afterglow.record"]
+    body = await read_body(http, ChatBody)
+    model = state.check_model(body.model)
+    salt = salt_of(record.tenant, body.cache_salt)
+    prompt = await _encode(state, body, salt)
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    room = state.room_for(prompt.ids, wanted, None, "messages")
+    sampling = body.sampling(state.defaults, room, logprobs)
+    run = Run(state, record, state.choices(http, body, [(prompt.ids, sampling)], salt), body.n or 1)
+    reply = _Reply(state, body, model, prompt, run)
+    if body.stream:
+        return EventStream(reply.stream())
+    return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+
+
+async def _encode(state: State, body: ChatBody, salt: str) -> ChatPrompt:
+    if body.messages is None:
+        raise RequestError("messages is required", param="messages")
+    kwargs = body.chat_template_kwargs or {}
+    size = len(str(body.messages)) if isinstance(body.messages, list) else 0
+    return await state.tokenise(size, lambda: state.tokenizer.encode_chat(body.messages, salt=salt, **kwargs))
+
+
+class _Reply:
+    def __init__(self, state: State, body: ChatBody, model: str, prompt: ChatPrompt, run: Run) -> None:
+        self._state = state
+        self._body = body
+        self._prompt = prompt
+        self._run = run
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    async def whole(self) -> dict[str, Any]:
+        logprobs: list[list[TokenLogprob]] = [[] for _ in self._run.choices]
+        async with aclosing(self._run.pieces()) as pieces:
+            async for index, piece in pieces:
+                logprobs[index].extend(piece.logprobs)
+        self._remember(0)
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.assembler.text, "refusal": None},
+                    "logprobs": self._logprobs(logprobs[index]),
+                    "finish_reason": choice.assembler.finish,
+                }
+                for index, choice in enumerate(self._run.choices)
+            ],
+            "usage": self._run.usage(),
+        }
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async with aclosing(self._run.pieces()) as pieces:
+            async for index, piece in pieces:
+                # The role goes out with the first token, not before: a client's clock stops at the first
+                # chunk.
+                delta: dict[str, str] = {}
+                if index not in begun:
+                    begun.add(index)
+                    delta = {"role": "assistant", "content": ""}
+                if piece.text:
+                    delta["content"] = piece.text
+                if piece.finish is not None and index == 0:
+                    self._remember(0)
+                if delta or piece.finish or piece.logprobs:
+                    yield self._chunk(index, delta, piece.finish, self._logprobs(piece.logprobs))
+        if self._body.include_usage:
+            yield event({**self._head, **_CHUNK, "choices": [], "usage": self._run.usage()})
+        yield DONE
+
+    def _chunk(self, index: int, delta: dict[str, str], finish: str | None, logprobs: object) -> bytes:
+        chunk = {
+            **self._head,
+            **_CHUNK,
+            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}],
+        }
+        if self._body.include_usage:
+            chunk["usage"] = self._run.usage() if self._body.continuous_usage else None
+        return event(chunk)
+
+    def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
+        return chat_logprobs(self._state.tokenizer, logprobs) if self._body.logprobs else None
+
+    def _remember(self, index: int) -> None:
+        """For when the reply comes back as text. Of several replies the first: which one goes on, nobody
+        knows."""
+        if not self._body.stop or not self._body.include_stop_str_in_output:
+            assembler = self._run.choices[index].assembler
+            self._state.tokenizer.remember(self._prompt, assembler.text, assembler.tokens)
+
+
+_CHUNK: dict[str, Any] = {"object": "chat.completion.chunk"}

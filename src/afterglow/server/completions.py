@@ -1,0 +1,164 @@
+"""`/v1/completions`: text in, text out, and the log-likelihoods that evaluation harnesses ask for."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from afterglow.errors import RequestError
+from afterglow.server.assemble import Piece
+from afterglow.server.logprobs import CompletionLogprobs, join
+from afterglow.server.schema import CompletionBody, read_body
+from afterglow.server.state import Record, Run, State, salt_of
+from afterglow.server.stream import DONE, EventStream, event, to_json, while_connected
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    ids: list[int]
+    text: str | None  # None: it was given as ids
+
+
+async def completions(http: HttpRequest) -> Response:
+    state: State = http.app.state.afterglow
+    record: Record = http.scope["afterglow.record"]
+    body = await read_body(http, CompletionBody)
+    model = state.check_model(body.model)
+    prompts = await _prompts(state, body)
+    jobs = []
+    for prompt in prompts:
+        room = state.room_for(prompt.ids, body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+        sampling = body.sampling(state.defaults, room, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=body.logprobs)
+        jobs.append((prompt.ids, sampling))
+    choices = state.choices(http, body, jobs, salt_of(record.tenant, body.cache_salt))
+    reply = _Reply(state, body, model, prompts, Run(state, record, choices, body.n or 1))
+    if body.stream:
+        return EventStream(reply.stream())
+    return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+
+
+async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
+    given = body.prompt
+    tokenizer = state.tokenizer
+    if _is_ids(given):
+        items: list[Any] = [given]
+    elif isinstance(given, str):
+        items = [given]
+    elif (
+        isinstance(given, list)
+        and given
+        and (all(isinstance(i, str) for i in given) or all(map(_is_ids, given)))
+    ):
+        items = given
+    else:
+        raise RequestError(
+            "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; "
+            "none of them empty",
+            param="prompt",
+        )
+    if len(items) * (body.n or 1) > MAX_PROMPTS:
+        raise RequestError(
+            f"at most {MAX_PROMPTS} replies per request, got {len(items)} prompts", param="prompt"
+        )
+
+    def encode() -> list[_Prompt]:
+        return [
+            _Prompt(tokenizer.encode(item, add_special_tokens=body.add_special_tokens), item)
+            if isinstance(item, str)
+            else _Prompt(item, None)
+            for item in items
+        ]
+
+    found = await state.tokenise(sum(len(item) for item in items if isinstance(item, str)), encode)
+    for prompt in found:
+        if prompt.text is None and not 0 <= min(prompt.ids) <= max(prompt.ids) < state.engine.vocab_size:
+            bad = next(i for i in prompt.ids if not 0 <= i < state.engine.vocab_size)
+            raise RequestError(
+                f"prompt: token id {bad} is outside the vocabulary of {state.engine.vocab_size} tokens",
+                param="prompt",
+            )
+    return found
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+class _Reply:
+    def __init__(
+        self, state: State, body: CompletionBody, model: str, prompts: Sequence[_Prompt], run: Run
+    ) -> None:
+        self._tokenizer = state.tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._run = run
+        self._logprobs = [CompletionLogprobs(state.tokenizer) for _ in run.choices]
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        parts: list[list[dict[str, Any]]] = [[] for _ in self._run.choices]
+        texts = [""] * len(parts)
+        async with aclosing(self._run.pieces()) as pieces:
+            async for index, piece in pieces:
+                text, logprobs = self._part(index, piece, first=not parts[index])
+                texts[index] += text
+                parts[index].append(logprobs)
+        return {
+            **self._head,
+            "choices": [
+                self._choice(index, texts[index], choice.assembler.finish, join(parts[index]))
+                for index, choice in enumerate(self._run.choices)
+            ],
+            "usage": self._run.usage(),
+        }
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async with aclosing(self._run.pieces()) as pieces:
+            async for index, piece in pieces:
+                text, logprobs = self._part(index, piece, first=index not in begun)
+                begun.add(index)
+                if not (text or piece.finish or logprobs["tokens"]):
+                    continue
+                chunk = {**self._head, "choices": [self._choice(index, text, piece.finish, logprobs)]}
+                if self._body.include_usage:
+                    chunk["usage"] = self._run.usage() if self._body.continuous_usage else None
+                yield event(chunk)
+        if self._body.include_usage:
+            yield event({**self._head, "choices": [], "usage": self._run.usage()})
+        yield DONE
+
+    def _part(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
+        """Text and log-probabilities of a piece; the first one carries the echo."""
+        body, lists = self._body, self._logprobs[index]
+        text, parts = piece.text, []
+        if first and body.echo:
+            prompt = self._prompts[index // (body.n or 1)]
+            echo = self._tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text
+            text = echo + text
+            if body.logprobs is not None:
+                parts.append(lists.prompt(prompt.ids, self._run.choices[index].assembler.prompt_logprobs))
+        if body.logprobs is not None:
+            parts.append(lists.reply(piece.logprobs))
+        return text, join(parts)
+
+    def _choice(self, index: int, text: str, finish: str | None, logprobs: dict[str, Any]) -> dict[str, Any]:
+        shown = logprobs if self._body.logprobs is not None else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": finish}

@@ -1,0 +1,46 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from afterglow.errors import RequestError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_body(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: RequestError) -> dict[str, Any]:
+    return error_body(str(error), error.status, error.param, error.code)
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    if error.status in (429, 503):
+        headers = {"Retry-After": "1"}
+    return JSONResponse(body_of(error), error.status, headers=headers)
+
+
+def shutting_down() -> RequestError:
+    return RequestError("the server is shutting down", status=503, code="unavailable")
+
+
+def engine_dead() -> RequestError:
+    return RequestError(
+        "the engine has stopped because of an internal error; the server must be restarted",
+        status=503,
+        code="engine_dead",
+    )

@@ -1,0 +1,136 @@
+"""What stands before every route: the key, the size of the body, a request id, one line in the log.
+
+Plain ASGI, because wrapping responses the comfortable way would buffer streams and swallow disconnects.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from afterglow.errors import RequestError
+from afterglow.server.errors import error_response
+from afterglow.server.state import Record, State
+from afterglow.server.stream import CLIENT_GONE, ClientGone
+
+log = logging.getLogger("afterglow.server")
+access = logging.getLogger("afterglow.access")
+
+OPEN_PATHS = ("/health",)
+QUIET_PATHS = ("/health", "/metrics")  # asked for all day long by machines
+MAX_REQUEST_ID = 128
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        record = Record(request_id=given if 0 < len(given) <= MAX_REQUEST_ID else uuid.uuid4().hex)
+        scope["afterglow.record"] = record
+        status = 0
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-ID"] = record.request_id
+            await send(message)
+
+        try:
+            try:
+                self._check_key(scope["path"], headers, record)
+                limited = _limit(receive, headers, self._state.config.max_body)
+                await self._app(scope, limited, watched_send)
+            except RequestError as error:
+                await error_response(error)(scope, receive, watched_send)
+            except ClientGone:
+                status = CLIENT_GONE
+            except Exception:
+                log.exception("request %s failed", record.request_id)
+                if status:
+                    raise  # the response has begun: the connection must be cut
+                await error_response(RequestError("internal error", status=500))(scope, receive, watched_send)
+        finally:
+            self._account(scope, record, status or CLIENT_GONE)
+
+    def _check_key(self, path: str, headers: Headers, record: Record) -> None:
+        tenants = self._state.tenants
+        if not tenants or path in OPEN_PATHS:
+            return
+        tenant = tenants.identify(headers.get("authorization", ""))
+        if tenant is None:
+            raise RequestError(
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+            )
+        record.tenant = tenant
+
+    def _account(self, scope: Scope, record: Record, status: int) -> None:
+        seconds = time.perf_counter() - record.began
+        metrics = self._state.metrics
+        metrics.response(status)
+        details = ""
+        if record.prompt_tokens is not None:
+            metrics.latency.observe(seconds)
+            if record.ttft is not None:
+                metrics.ttft.observe(record.ttft)
+            tiers = (
+                ("device", record.cached.device),
+                ("host", record.cached.host),
+                ("disk", record.cached.disk),
+            )
+            found = ", ".join(f"{name} {count}" for name, count in tiers if count)
+            details = (
+                f" prompt={record.prompt_tokens} cached={record.cached.total}{f' ({found})' if found else ''}"
+                f" generated={record.generated}"
+                + (f" ttft={record.ttft * 1e3:.0f}ms" if record.ttft is not None else "")
+            )
+        level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+        client = scope["client"][0] if scope.get("client") else "-"
+        access.log(
+            level,
+            "%s %s %s %d%s time=%.0fms",
+            client,
+            scope["method"],
+            scope["path"],
+            status,
+            details,
+            seconds * 1e3,
+        )
+
+
+def _limit(receive: Receive, headers: Headers, max_body: int) -> Receive:
+    """Refuses a body as soon as it is known to be too large: by its declared length, or while it is read."""
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_body:
+        raise _too_large(max_body)
+    size = 0
+
+    async def limited() -> Message:
+        nonlocal size
+        message = await receive()
+        if message["type"] == "http.request":
+            size += len(message.get("body", b""))
+            if size > max_body:
+                raise _too_large(max_body)
+        return message
+
+    return limited
+
+
+def _too_large(max_body: int) -> RequestError:
+    return RequestError(
+        f"the request body is larger than {max_body} bytes (--max-body)", status=413, code="body_too_large"
+    )

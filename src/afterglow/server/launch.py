@@ -1,0 +1,164 @@
+"""Running the server: sockets, signals, the log, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from afterglow import __version__
+from afterglow.errors import ConfigError
+from afterglow.server.app import create_app
+from afterglow.server.errors import shutting_down
+from afterglow.server.settings import ServerConfig
+from afterglow.server.state import State
+from afterglow.text import Tokenizer
+
+if TYPE_CHECKING:
+    from afterglow.server.jobs import EngineLike
+
+log = logging.getLogger("afterglow.server")
+
+LAST_WORDS_SECONDS = 2.0  # for sending the errors of aborted requests
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A listening socket, made before the model is loaded: a port in use should not take minutes to find
+    out."""
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+        # Not listening yet: clients shall be refused, not left hanging, while the model loads.
+        return sock
+    except (OSError, UnicodeError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {config.port} of {config.host} is in use; "
+                "stop the other server or choose another --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+
+
+def address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def set_up_logging(level: str) -> None:
+    """Everything to stderr, one line each; uvicorn only when something is wrong."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("afterglow")
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+    noise = logging.getLogger("uvicorn")
+    noise.handlers = [handler]
+    noise.setLevel(logging.WARNING)
+    noise.propagate = False
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our signal handling: its own would raise the signal again at the end (exit code 143)."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Service:
+    """One server on one socket. `run` blocks until `stop`, or a signal, and returns when all is closed."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        model_dir: Path | None = None,
+        sock: socket.socket | None = None,
+    ) -> None:
+        self._config = config
+        self.socket = sock or listen(config)
+        self.address = address(self.socket)
+        app = create_app(engine, tokenizer, config, model_dir)
+        self._state: State = app.state.afterglow
+        if self._state.defaults.ignored:
+            log.warning(
+                "generation_config.json asks for %s: not honoured", ", ".join(self._state.defaults.ignored)
+            )
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=int(config.grace + LAST_WORDS_SECONDS) + 1,
+                server_header=False,
+            )
+        )
+        self._stopping = False
+
+    @property
+    def started(self) -> bool:
+        return self._server.started
+
+    def run(self, *, signals: bool = True) -> None:
+        asyncio.run(self._main(signals))
+
+    def stop(self) -> None:
+        """From any thread: no new requests; those in flight have `grace` seconds."""
+        self._loop.call_soon_threadsafe(self._begin_end)
+
+    async def _main(self, signals: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        if signals:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._loop.add_signal_handler(number, self._on_signal)
+        names = ", ".join(self._state.names)
+        log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)
+        await self._server.serve(sockets=[self.socket])
+
+    def _on_signal(self) -> None:
+        if self._stopping:
+            exit_now()
+        log.info("shutting down; running requests have %g s (again: at once)", self._config.grace)
+        self._begin_end()
+
+    def _begin_end(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._state.jobs.drain()
+        # uvicorn stops accepting and waits for the connections; the jobs' end lets their responses end
+        # properly.
+        self._loop.call_later(self._config.grace, lambda: self._state.jobs.abort(shutting_down()))
+        self._server.should_exit = True
+
+
+def exit_now() -> None:
+    """The second Ctrl-C: whoever presses it twice does not want to wait for anything."""
+    os._exit(130)
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """While the engine closes, a signal ends the process at once (what is on disk stays valid)."""
+    handler: Callable[..., None] = lambda *_: exit_now()  # noqa: E731
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,98 @@
+"""Responses that end with their client: server-sent events, and waiting for a result while the client
+stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from afterglow.errors import RequestError
+from afterglow.server.errors import body_of, error_body
+
+log = logging.getLogger("afterglow.server")
+T = TypeVar("T")
+
+CLIENT_GONE = 499  # no client sees it; the access log and the metrics do
+
+
+class ClientGone(Exception):
+    """The client has hung up; there is nobody to answer."""
+
+
+def to_json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", "replace"
+    )
+
+
+def event(value: object) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events from a generator, which is closed as soon as the client hangs up.
+
+    Starlette's own streaming leaves a generator to the garbage collector when it is cancelled between two
+    chunks; here it holds jobs that must end at once.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(self._send_all(send), Request(scope, receive))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for chunk in events:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except RequestError as error:  # too late for a status
+                await _last_words(send, body_of(error))
+            except Exception:
+                log.exception("a stream failed")
+                await _last_words(send, error_body("internal error", 500))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _last_words(send: Send, body: dict[str, Any]) -> None:
+    await send({"type": "http.response.body", "body": event(body), "more_body": True})
+
+
+async def while_connected(work: Coroutine[Any, Any, T], request: Request) -> T:
+    """The result of `work`, which is cancelled if the client hangs up first. Errors: ClientGone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,293 @@
+"""Maintenance of a cache directory without an engine: list, count, check, repair, clear. For the command
+line.
+
+What only reads works beside a process that serves the namespace; what writes takes the namespace's lock and
+says who holds it otherwise.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from afterglow.errors import ConfigError, DamageError, StoreError
+from afterglow.plan.step import ExtentRecord
+from afterglow.store import recovery
+from afterglow.store.catalog import Catalog, read_only, read_rows
+from afterglow.store.disk import DiskTier
+from afterglow.store.namespace import (
+    CATALOG,
+    DESCRIPTION,
+    EXTENTS,
+    Description,
+    Holder,
+    Namespace,
+    holder,
+    read_description,
+)
+
+SETTLE_SECONDS: Final = 0.3  # a live server may be between a file and its row
+
+ProblemKind = Literal["damaged", "missing", "orphan", "row", "differs", "id", "catalog", "leftover"]
+ExtentId = Callable[[ExtentRecord], str]
+Rows = dict[str, ExtentRecord | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """A namespace as a list shows it. `problem`: why it cannot be read (`description` is None then)."""
+
+    path: Path
+    description: Description | None
+    problem: str | None
+    holder: Holder | None
+    extents: int
+    rows: int
+    hits: int
+    bytes: int  # of every file in the folder
+    last_used: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, by what a repair does about it.
+
+    damaged, id (contents do not have the name's hash): the extent is dropped. missing (a row without a file):
+    the row is. orphan (a file without a row), leftover (temporary): the file is. row, differs (a row that is
+    damaged, or is not what the file says): the row is written anew. catalog (unreadable): rebuilt from the
+    extents.
+    """
+
+    kind: ProblemKind
+    name: str  # extent id, or file name
+    detail: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found. `repaired`: every problem was dealt with."""
+
+    path: Path
+    extents: int = 0
+    bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    repaired: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the namespace is sound now."""
+        return not self.problems or self.repaired
+
+
+def list_namespaces(cache_dir: Path) -> list[NamespaceInfo]:
+    """Every namespace under a cache directory, by name; those of other versions with their problem."""
+    if not cache_dir.is_dir():
+        return []
+    return [stats(path) for path in sorted(cache_dir.iterdir()) if (path / DESCRIPTION).is_file()]
+
+
+def stats(path: Path) -> NamespaceInfo:
+    """Figures of the namespace in the folder `path`; what cannot be read is reported, not raised."""
+    description, problem, records = None, None, []
+    try:
+        description = read_description(path)
+        records = list_extents(path)
+    except (ConfigError, StoreError) as error:
+        problem = str(error)
+    return NamespaceInfo(
+        path=path,
+        description=description,
+        problem=problem,
+        holder=holder(path),
+        extents=len(records),
+        rows=sum(record.rows for record in records),
+        hits=sum(record.hits for record in records),
+        bytes=folder_bytes(path),
+        last_used=max((record.last_used for record in records), default=None),
+    )
+
+
+def folder_bytes(path: Path) -> int:
+    """Bytes of all files below a folder, as a budget counts them."""
+    total = 0
+    for file in path.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except FileNotFoundError:
+            continue  # a live server removed it in between
+    return total
+
+
+def list_extents(path: Path) -> list[ExtentRecord]:
+    """The catalog's records, least recently used first. Raises DamageError when it cannot be read."""
+    return [record for record in _rows(path).values() if record is not None]
+
+
+def check(
+    path: Path,
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    extent_id: ExtentId | None = None,
+) -> Report:
+    """Read every byte of a namespace and compare files, checksums and catalog.
+
+    `progress(done, total)` counts extents. `extent_id` computes an extent's id from its record, to find names
+    that lie. `repair` mends what is found (see `Problem`). Raises ConfigError when there is no readable
+    namespace of this version, or when `repair` meets a process that holds it; StoreError when a repair cannot
+    write.
+    """
+    if not repair:
+        return _check(path, read_description(path), progress, extent_id)
+    with Namespace.open_existing(path) as namespace:
+        report = _check(path, namespace.description, progress, extent_id)
+        if report.problems:
+            _repair(namespace, report.problems)
+            report.repaired = True
+        return report
+
+
+def clear(path: Path) -> int:
+    """Remove all extents of a namespace; returns the bytes freed. Raises ConfigError when a process holds
+    it.
+    """
+    with Namespace.open_existing(path) as namespace:
+        before = folder_bytes(path)
+        try:
+            # The catalog first: a crash half-way leaves files without rows, which are swept at the next
+            # start.
+            for file in [*path.glob(f"{CATALOG}*"), *(path / EXTENTS).glob("*/*")]:
+                file.unlink(missing_ok=True)
+            for folder in namespace.extents.glob("*"):
+                folder.rmdir()
+        except OSError as error:
+            raise StoreError(f"cannot clear {path}: {error.strerror}") from error
+        return before - folder_bytes(path)
+
+
+def rebuild_catalog(path: Path) -> int:
+    """Make the catalog anew from the extents; returns its rows. Raises ConfigError when a process holds
+    it.
+    """
+    with Namespace.open_existing(path) as namespace:
+        return recovery.rebuild(namespace.catalog, _tier(path, namespace.description))
+
+
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> Rows:
+    if not (path / CATALOG).exists():
+        return {}
+    try:
+        with closing(read_only(path / CATALOG)) as db:
+            return dict(read_rows(db))
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
+        raise DamageError(f"{path / CATALOG} cannot be read: {error}") from error
+
+
+def _tier(path: Path, description: Description) -> DiskTier:
+    return DiskTier(path / EXTENTS, description.layout, description.digest, inspect=True)
+
+
+def _check(
+    path: Path,
+    description: Description,
+    progress: Callable[[int, int], None] | None,
+    extent_id: ExtentId | None,
+) -> Report:
+    report = Report(path)
+    disk = _tier(path, description)
+    live = holder(path) is not None
+    files = sorted(disk.extents())  # before the rows: what is stored meanwhile has a row by then
+    rows: Rows | None = None
+    try:
+        rows = _rows(path)
+    except DamageError as error:
+        report.problems.append(Problem("catalog", CATALOG, str(error)))
+    if rows is not None:
+        report.problems += _pairs(path, disk, files, rows, live)
+    unpaired = {problem.name for problem in report.problems if problem.kind == "orphan"}
+    for done, extent in enumerate(files):
+        if progress is not None:
+            progress(done, len(files))
+        if extent not in unpaired:
+            report.problems += _contents(disk, extent, rows, live, extent_id, report)
+    if progress is not None:
+        progress(len(files), len(files))
+    if not live:
+        report.problems += [Problem("leftover", file.name, "temporary") for file in disk.leftovers()]
+    return report
+
+
+def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool) -> Iterator[Problem]:
+    """Files without rows and rows without files."""
+    there = set(files)
+    alone = [extent for extent in files if extent not in rows]
+    gone = [extent for extent in rows if extent not in there and not disk.path(extent).exists()]
+    if live and (alone or gone):
+        time.sleep(SETTLE_SECONDS)
+        rows = _rows(path)
+        alone = [extent for extent in alone if extent not in rows and disk.path(extent).exists()]
+        gone = [extent for extent in gone if extent in rows and not disk.path(extent).exists()]
+    yield from (Problem("orphan", extent, "a file without a row in the catalog") for extent in alone)
+    yield from (Problem("missing", extent, "a row in the catalog without a file") for extent in gone)
+
+
+def _contents(
+    disk: DiskTier,
+    extent: str,
+    rows: Rows | None,
+    live: bool,
+    extent_id: ExtentId | None,
+    report: Report,
+) -> Iterator[Problem]:
+    """What is wrong inside one extent, or between it and its row."""
+    try:
+        found = disk.verify(extent).record
+    except StoreError as error:
+        if not (live and not disk.path(extent).exists()):  # dropped by the server meanwhile
+            yield Problem("damaged", extent, str(error))
+        return
+    report.extents += 1
+    report.bytes += found.file_bytes
+    if extent_id is not None and extent_id(found) != extent:
+        yield Problem("id", extent, "its name is not the hash of its contents")
+    if rows is None or extent not in rows:
+        return
+    row = rows[extent]
+    if row is None:
+        yield Problem("row", extent, "its row in the catalog is damaged")
+    elif replace(row, last_used=0.0, hits=0) != found:
+        yield Problem("differs", extent, "its row in the catalog is not what the file says")
+
+
+def _repair(namespace: Namespace, problems: list[Problem]) -> None:
+    """Deal with each problem; the lock is held."""
+    disk = DiskTier(namespace.extents, namespace.description.layout, namespace.description.digest)
+    bad = [problem.name for problem in problems if problem.kind in ("damaged", "id")]
+    if any(problem.kind == "catalog" for problem in problems):
+        for extent in bad:  # first, so that the new catalog does not list them
+            disk.delete(extent)
+        recovery.rebuild(namespace.catalog, disk)
+        return
+    catalog = Catalog(namespace.catalog)
+    rows = dict(catalog.load())
+    try:
+        catalog.remove(bad + [problem.name for problem in problems if problem.kind == "missing"])
+        for problem in problems:
+            if problem.kind in ("row", "differs"):
+                record, old = recovery.salvage(disk, problem.name), rows.get(problem.name)
+                if record is not None:
+                    used = old or record
+                    record = replace(record, last_used=used.last_used, hits=used.hits)
+                    catalog.add(record, recovery.file_name(problem.name))
+        for extent in bad + [problem.name for problem in problems if problem.kind == "orphan"]:
+            disk.delete(extent)
+    finally:
+        catalog.close()

@@ -1,0 +1,254 @@
+"""The catalog: one SQLite row per extent, written by one thread. Knows rows, not files.
+
+Everything in it can be read back from the extents, except when and how often they were used; a catalog that
+cannot be read is therefore set aside, never mended. SQLite has no page checksums, and a token that changes in
+the catalog would let a prompt match keys that belong to another: so each row carries a checksum of what never
+changes in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, cast, get_args
+
+from afterglow.errors import DamageError, StoreError
+from afterglow.plan.step import ExtentRecord, Kind
+from afterglow.store.extent import crc32c
+
+SCHEMA_VERSION: Final = 1
+TOUCH_SECONDS: Final = 5.0  # how long last-used times may wait for a transaction of their own
+
+_COLUMNS: Final = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c"
+_SCHEMA: Final = """
+CREATE TABLE extents (
+    id TEXT PRIMARY KEY NOT NULL, parent TEXT, parent_rows INTEGER NOT NULL, salt TEXT NOT NULL,
+    kind TEXT NOT NULL, tokens BLOB NOT NULL, rows INTEGER NOT NULL,
+    file TEXT NOT NULL, bytes INTEGER NOT NULL,
+    last_used REAL NOT NULL, hits INTEGER NOT NULL, crc32c INTEGER NOT NULL
+)"""
+
+Job = Callable[[sqlite3.Connection], None]
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection for writing, the schema made where the file is new. Raises DamageError for another
+    schema.
+    """
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            db.execute("BEGIN")
+            db.execute(_SCHEMA)
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute("COMMIT")
+        elif version != SCHEMA_VERSION:
+            raise DamageError(f"the catalog has schema {version}, this version uses {SCHEMA_VERSION}")
+        return db
+    except BaseException:
+        db.close()
+        raise
+
+
+def read_rows(db: sqlite3.Connection) -> Iterator[tuple[str, ExtentRecord | None]]:
+    """All rows as (id, record); None in place of a record whose row is damaged. Raises sqlite3.Error."""
+    for row in db.execute(f"SELECT {_COLUMNS} FROM extents ORDER BY last_used, id"):
+        yield str(row[0]), _record(row)
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that writes nothing, also beside the process that owns the catalog. Raises
+    sqlite3.Error.
+    """
+    uri = path.resolve().as_uri()
+    db = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=10.0)
+    try:
+        db.execute("SELECT 1 FROM sqlite_master").fetchone()
+        return db
+    except sqlite3.OperationalError:
+        # WAL needs a shared-memory file, which a read-only medium cannot have; nobody writes there either.
+        db.close()
+        return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True)
+
+
+def aside(path: Path) -> Path:
+    """Rename a catalog (and SQLite's files beside it) out of the way; returns the new name. Raises
+    OSError.
+    """
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(target)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    return target
+
+
+def create(path: Path, records: Iterable[ExtentRecord], file_of: Callable[[str], str]) -> None:
+    """A new catalog with these rows, in one transaction. Raises sqlite3.Error."""
+    with closing(connect(path)) as db:
+        db.execute("BEGIN")
+        for record in records:
+            _insert(db, record, file_of(record.id))
+        db.execute("COMMIT")
+
+
+class Catalog:
+    """The catalog of a locked namespace. Its thread batches what is asked for into few transactions."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DamageError when the file is no catalog of this version."""
+        self.path = path
+        try:
+            self._db = connect(path)
+        except sqlite3.Error as error:
+            raise DamageError(f"{path}: {error}") from error
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | str] = queue.SimpleQueue()
+        self._touched: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def load(self) -> list[tuple[str, ExtentRecord | None]]:
+        """All rows (see `read_rows`), then starts the thread: call once, first. Raises DamageError."""
+        try:
+            rows = list(read_rows(self._db))
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
+            self._db.close()
+            raise DamageError(f"{self.path}: {error}") from error
+        self._thread = threading.Thread(target=self._work, name="afterglow-catalog", daemon=True)
+        self._thread.start()
+        return rows
+
+    def add(self, record: ExtentRecord, file: str) -> None:
+        """Enter an extent, or replace its row; returns when it is committed. Raises StoreError."""
+        self._run(lambda db: _insert(db, record, file))
+
+    def remove(self, extents: Sequence[str]) -> None:
+        """Remove rows; returns when that is committed. Raises StoreError."""
+        self._run(lambda db: _delete(db, extents))
+
+    def touch(self, extents: Iterable[str], now: float) -> None:
+        """Note a use of each extent; written within seconds, together with whatever else is written."""
+        with self._lock:
+            first = not self._touched
+            for extent in extents:
+                self._touched[extent] = (now, self._touched.get(extent, (0.0, 0))[1] + 1)
+        if first:
+            self._jobs.put("touched")
+
+    def close(self) -> None:
+        """Write what is pending and end the thread; may be called twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put("end")
+            thread.join(timeout=10.0)
+
+    def _run(self, job: Job) -> None:
+        if self._thread is None:
+            raise StoreError("catalog: closed")
+        done: Future[None] = Future()
+        self._jobs.put((job, done))
+        try:
+            done.result(timeout=30.0)  # the catalog's device may hang as well
+        except sqlite3.Error as error:
+            raise StoreError(f"catalog: {error}") from error
+        except TimeoutError as error:
+            raise StoreError("catalog: no answer for 30 s") from error
+
+    def _work(self) -> None:
+        ended = False
+        while not ended:
+            batch: list[tuple[Job, Future[None]]] = []
+            try:
+                item = self._jobs.get(timeout=TOUCH_SECONDS if self._touched else None)
+                if item == "touched":
+                    continue
+                while not ended:
+                    ended = item == "end"
+                    if isinstance(item, tuple):
+                        batch.append(item)
+                    item = self._jobs.get_nowait()
+            except queue.Empty:
+                pass
+            self._transact(batch)
+        self._db.close()
+
+    def _transact(self, batch: Sequence[tuple[Job, Future[None]]]) -> None:
+        with self._lock:
+            touched, self._touched = self._touched, {}
+        failure: Exception | None = None
+        try:
+            self._db.execute("BEGIN")
+            for job, _ in batch:
+                job(self._db)
+            self._db.executemany(
+                "UPDATE extents SET last_used = ?, hits = hits + ? WHERE id = ?",
+                [(now, hits, extent) for extent, (now, hits) in touched.items()],
+            )
+            self._db.execute("COMMIT")
+        except Exception as error:
+            failure = error
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+        for _, done in batch:
+            if failure is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+
+
+def _insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:
+    values = (
+        record.id,
+        record.parent,
+        record.parent_rows,
+        record.salt,
+        record.kind,
+        record.tokens,
+        record.rows,
+        file,
+        record.file_bytes,
+        record.last_used,
+        record.hits,
+        _row_crc(record, file),
+    )
+    db.execute(f"INSERT OR REPLACE INTO extents ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", values)
+
+
+def _delete(db: sqlite3.Connection, extents: Sequence[str]) -> None:
+    db.executemany("DELETE FROM extents WHERE id = ?", [(extent,) for extent in extents])
+
+
+def _row_crc(record: ExtentRecord, file: str) -> int:
+    names = (record.id, record.parent, record.parent_rows, record.salt, record.kind, file, record.file_bytes)
+    return crc32c(repr(names).encode() + record.tokens)
+
+
+def _record(row: tuple[Any, ...]) -> ExtentRecord | None:
+    try:
+        record = ExtentRecord(
+            id=row[0],
+            parent=row[1],
+            parent_rows=row[2],
+            salt=row[3],
+            kind=cast(Kind, row[4]),
+            tokens=bytes(row[5]),
+            file_bytes=row[8],
+            last_used=float(row[9]),
+            hits=int(row[10]),
+        )
+        sound = (
+            record.rows == row[6] and record.kind in get_args(Kind) and _row_crc(record, row[7]) == row[11]
+        )
+    except (TypeError, ValueError):
+        return None
+    return record if sound else None

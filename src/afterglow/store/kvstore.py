@@ -1,0 +1,333 @@
+"""The store's face: moves in, completions out. It knows no positions, no models, no queue and no policy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from afterglow.errors import DamageError, StoreError
+from afterglow.plan.step import (
+    BACKGROUND,
+    Completion,
+    Drop,
+    ExtentRecord,
+    Load,
+    Move,
+    MoveDone,
+    SaveDone,
+    Store,
+)
+from afterglow.store.catalog import Catalog
+from afterglow.store.disk import DiskTier
+from afterglow.store.extent import Bytes
+from afterglow.store.files import kind_of
+from afterglow.store.layout import KVLayout
+from afterglow.store.mover import Abandoned, Mover, Task
+from afterglow.store.namespace import Namespace
+from afterglow.store.recovery import Opened, file_name, open_catalog
+from afterglow.store.saver import RowSaver
+from afterglow.store.tier import Buffer, HostArena, Tier
+
+log = logging.getLogger("afterglow.store")
+
+_FAILED_KEPT: Final = 4096  # failed loads that `wait_layer` still knows after they were collected
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters since start, and three levels (`queue`, `hung`, `disk_bytes`). Seconds are time inside calls.
+
+    `errors` counts by kind: damage, missing, no_space, io, timeout, refused, catalog.
+    """
+
+    disk_reads: int = 0
+    disk_read_bytes: int = 0
+    disk_read_seconds: float = 0.0
+    disk_writes: int = 0
+    disk_write_bytes: int = 0
+    disk_write_seconds: float = 0.0
+    disk_drops: int = 0
+    host_save_bytes: int = 0
+    host_save_seconds: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+    orphans_swept: int = 0
+    catalog_rebuilds: int = 0
+    queue: int = 0
+    hung: int = 0
+    disk_bytes: int = 0
+    direct_io: bool = False
+
+    @property
+    def damage(self) -> int:
+        """Extents whose bytes were not what had been written."""
+        return self.errors.get("damage", 0)
+
+
+class KVStore:
+    """Host slots in a buffer of the caller's, and a disk tier where a namespace is given.
+
+    `notify` is called from the store's threads whenever a completion is added; it must be cheap and
+    thread-safe. `read_timeout` (seconds) is how long a move may go without progress. Raises StoreError when
+    the namespace cannot be read or written. The namespace is closed with the store.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        slots: int,
+        buffer: Buffer,
+        *,
+        namespace: Namespace | None,
+        notify: Callable[[], None],
+        threads: int = 2,
+        read_timeout: float = 30.0,
+    ) -> None:
+        self.layout = layout
+        self.arena = HostArena(layout, slots, buffer)
+        self._notify = notify
+        self._namespace = namespace
+        self._finished: deque[Completion] = deque()
+        self._lock = threading.Lock()
+        self._stats = StoreStats()
+        self._loads: dict[int, Task] = {}  # until their completion is collected
+        self._failed: OrderedDict[int, None] = OrderedDict()
+        self._rows: dict[str, int] = {}  # of every extent that is on disk
+        self._records: list[ExtentRecord] = []
+        self._tier: Tier | None = None
+        self._catalog: Catalog | None = None
+        opened: Opened | None = None
+        if namespace is not None:
+            disk = DiskTier(namespace.extents, layout, namespace.description.digest)
+            opened = open_catalog(namespace.catalog, disk)
+            self._tier, self._catalog = disk, opened.catalog
+            self._records = opened.records
+            self._rows = {record.id: record.rows for record in opened.records}
+            self._stats.catalog_rebuilds = opened.rebuilt
+            self._stats.direct_io = disk.direct
+        self._mover = Mover(threads, read_timeout, self._moved)
+        self._saver = RowSaver(self.arena, self._saved)
+        for extent in opened.orphans if opened is not None else ():
+            self._mover.submit(Task(extent, BACKGROUND, self._sweeping(extent), move=None, writes=True))
+
+    # -------------------------------------------------------------------------------------------- the disk
+
+    def records(self) -> list[ExtentRecord]:
+        """What was on disk at the start, least recently used first. The list is handed over: a second call
+        gets none, so that the tokens are not kept twice.
+        """
+        records, self._records = self._records, []
+        return records
+
+    def start(self, moves: Sequence[Move]) -> None:
+        """Queue moves; each ends with a MoveDone. Moves of one extent are carried out in order."""
+        for move in moves:
+            if isinstance(move, Load):
+                task = Task(move.extent, move.priority, self._loading(move), move=move.move, writes=False)
+                self._loads[move.move] = task
+            elif isinstance(move, Store):
+                task = Task(move.record.id, move.priority, self._storing(move), move=move.move, writes=True)
+            else:
+                task = Task(move.extent, move.priority, self._dropping(move), move=move.move, writes=True)
+            self._mover.submit(task)
+
+    def wait_layer(self, move: int, layer: int, timeout: float | None = None) -> bool:
+        """Wait (at most `timeout` seconds) until a Load has brought `layer`; False: it failed, or is late.
+
+        A load that is complete and collected is True at once, and so is a move that never was a load.
+        """
+        task = self._loads.get(move)
+        if task is None:
+            return move not in self._failed
+        return task.wait_layer(layer, timeout)
+
+    def touch(self, ids: Sequence[str], now: float) -> None:
+        """Note in the catalog that these extents were used; written within seconds, in one transaction."""
+        if self._catalog is not None:
+            self._catalog.touch([extent for extent in ids if extent in self._rows], now)
+
+    def clear(self) -> None:
+        """Remove every extent that is on disk, in the background; of this nothing is reported."""
+        for extent in list(self._rows):
+            drop = self._dropping(Drop(0, extent))
+            self._mover.submit(Task(extent, BACKGROUND, drop, move=None, writes=True))
+
+    # ------------------------------------------------------------------------------------------------ the h
+
+    def save(
+        self,
+        draft: int,
+        layer: int,
+        slots: Sequence[int],
+        first_row: int,
+        keys: Bytes,
+        values: Bytes,
+        *,
+        inline: bool = False,
+    ) -> None:
+        """Copy one layer's rows into a draft's slots: rows [first_row, first_row + len(keys)) of the draft.
+
+        `keys` and `values` are uint8 [rows, row_bytes] and belong to the store until copied. `slots` are the
+        draft's, from its first row on. One SaveDone follows the last layer. `inline`: copy in this thread.
+        """
+        self._saver.save(draft, layer, slots, first_row, keys, values, inline=inline)
+
+    def save_block(
+        self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool = False
+    ) -> None:
+        """The same for all layers at once: `block` is uint8 [layers, 2, rows, row_bytes]."""
+        self._saver.save_block(draft, slots, first_row, block, inline=inline)
+
+    def forget_draft(self, draft: int) -> None:
+        """No more layers of this draft will come (its step failed half-way): report nothing of what is
+        incomplete.
+        """
+        self._saver.forget(draft)
+
+    # ------------------------------------------------------------------------------------------ completions
+
+    def finished(self) -> list[Completion]:
+        """The completions since the last call, in order."""
+        done: list[Completion] = []
+        while self._finished:
+            completion = self._finished.popleft()
+            done.append(completion)
+            load = self._loads.pop(completion.move, None) if isinstance(completion, MoveDone) else None
+            if isinstance(completion, MoveDone) and load is not None and not completion.ok:
+                self._failed[completion.move] = None
+                if len(self._failed) > _FAILED_KEPT:
+                    self._failed.popitem(last=False)
+        return done
+
+    def at_rest(self) -> bool:
+        """Nothing is queued, runs, or waits to be collected."""
+        return not (self._mover.pending() or self._saver.pending() or self._finished)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until every move and save has completed; False when that takes longer than `timeout`
+        seconds.
+        """
+        start = time.monotonic()
+        if not self._saver.drain(timeout):
+            return False
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
+        return self._mover.drain(left)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End the threads; queued moves fail. The buffer must live on while `stats().hung` is not 0."""
+        self._saver.close()
+        self._mover.close(timeout)
+        if self._catalog is not None:
+            self._catalog.close()
+        if self._namespace is not None:
+            self._namespace.close()
+
+    def stats(self) -> StoreStats:
+        """A copy of the counters, and the levels as they are now."""
+        with self._lock:
+            stats = replace(self._stats, errors=dict(self._stats.errors))
+            rows = list(self._rows.values())
+        stats.queue = self._mover.pending() + self._saver.pending()
+        stats.hung = self._mover.hung
+        stats.disk_bytes = sum(map(self.layout.file_bytes, rows))
+        return stats
+
+    # ---------------------------------------------------------------------------------- inside the threads
+
+    def _loading(self, move: Load) -> Callable[[Task], int]:
+        def work(task: Task) -> int:
+            rows = self._rows.get(move.extent)
+            if self._tier is None or rows is None:
+                raise StoreError(f"extent {move.extent[:16]} is not on disk") from FileNotFoundError(
+                    2, "missing"
+                )
+            try:
+                return self._tier.read(move.extent, rows, self.arena, move.slots, task.advance)
+            except Abandoned:
+                raise
+            except StoreError as error:
+                # It can never be read again: the room it takes is worth more than the evidence. An I/O error
+                # may pass; those extents stay.
+                if isinstance(error, DamageError) or kind_of(error) == "missing":
+                    log.warning("dropped from the cache: %s", error)
+                    self._remove(move.extent)
+                raise
+
+        return work
+
+    def _storing(self, move: Store) -> Callable[[Task], int]:
+        def work(task: Task) -> int:
+            if self._tier is None or self._catalog is None:
+                raise StoreError("there is no disk tier")
+            record = replace(move.record, file_bytes=self.layout.file_bytes(move.record.rows))
+            written = self._tier.write(record, self.arena, move.slots, task.advance)
+            try:
+                self._catalog.add(record, file_name(record.id))
+                task.advance()
+            except StoreError:
+                self._remove(record.id)
+                raise
+            with self._lock:
+                self._rows[record.id] = record.rows
+            return written
+
+        return work
+
+    def _dropping(self, move: Drop) -> Callable[[Task], int]:
+        def work(task: Task) -> int:
+            self._remove(move.extent)
+            return 0
+
+        return work
+
+    def _sweeping(self, extent: str) -> Callable[[Task], int]:
+        def work(task: Task) -> int:
+            # Stored again since the start, perhaps; the mover has kept the order.
+            if self._tier is not None and extent not in self._rows:
+                self._tier.delete(extent)
+                with self._lock:
+                    self._stats.orphans_swept += 1
+            return 0
+
+        return work
+
+    def _remove(self, extent: str) -> None:
+        """Row first, then file: a crash in between leaves an orphan, never a row that promises what is
+        gone.
+        """
+        with self._lock:
+            self._rows.pop(extent, None)
+        if self._tier is not None and self._catalog is not None:
+            try:
+                self._catalog.remove([extent])
+            finally:
+                self._tier.delete(extent)
+
+    def _moved(self, task: Task, done: MoveDone, kind: str | None) -> None:
+        with self._lock:
+            stats = self._stats
+            if kind is not None:
+                stats.errors[kind] = stats.errors.get(kind, 0) + 1
+            if done.ok and not task.writes:
+                stats.disk_reads += 1
+                stats.disk_read_bytes += done.bytes
+                stats.disk_read_seconds += done.seconds
+            elif done.ok and done.bytes:
+                stats.disk_writes += 1
+                stats.disk_write_bytes += done.bytes
+                stats.disk_write_seconds += done.seconds
+            elif done.ok:
+                stats.disk_drops += 1
+        self._finished.append(done)
+        self._notify()
+
+    def _saved(self, done: SaveDone, moved: int, seconds: float) -> None:
+        with self._lock:
+            self._stats.host_save_bytes += moved
+            self._stats.host_save_seconds += seconds
+        self._finished.append(done)
+        self._notify()

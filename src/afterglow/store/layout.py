@@ -1,0 +1,142 @@
+"""Where every byte of an extent lies, from the KV layout and a row count alone. Pure: no I/O, no contents.
+
+    offset 0        8 bytes        length of the JSON header, little-endian (safetensors)
+           8        JSON           metadata first, then the tensor table, then spaces
+           ...      tokens         uint32 [padded_rows]
+           ...      crc32c         uint32 [layers, 2, chunks]
+    head_bytes      layers.0.keys    [padded_rows, kv_heads, head_dim]
+                    layers.0.values  the same
+                    layers.1.keys    ...
+
+The spaces in the header make `head_bytes` a multiple of 4096, and `padded_rows` makes every tensor one, so
+that each layer's keys and values start aligned for direct I/O (safetensors allows no gaps between tensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.errors import ConfigError
+
+ALIGNMENT: Final = 4096
+META_RESERVE: Final = (
+    1024  # room for the metadata JSON, so that the head's size does not depend on its values
+)
+KEYS, VALUES = 0, 1
+
+_ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+def align_up(num_bytes: int) -> int:
+    """The least multiple of 4096 that is not below `num_bytes`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16" or "F16"."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEMSIZE:
+            raise ConfigError(f"KV dtype must be one of {', '.join(_ITEMSIZE)}, got {self.dtype!r}")
+        for name in ("layers", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a KV layout needs {name} of at least 1, got {getattr(self, name)}")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's keys (or values) in one layer."""
+        return self.kv_heads * self.head_dim * _ITEMSIZE[self.dtype]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of 64 rows of one layer's keys (or values)."""
+        return BLOCK_ROWS * self.row_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 64 rows in all layers, keys and values: what one slot of the arena holds."""
+        return self.layers * 2 * self.chunk_bytes
+
+    @staticmethod
+    def blocks(rows: int) -> int:
+        """Blocks (slots) that `rows` rows take."""
+        return -(-rows // BLOCK_ROWS)
+
+    def padded_rows(self, rows: int) -> int:
+        """Rows of each tensor in the file: whole chunks, and a multiple of 4096 bytes."""
+        step = ALIGNMENT // math.gcd(self.chunk_bytes, ALIGNMENT)  # chunks that make up whole 4096s
+        return -(-self.blocks(rows) // step) * step * BLOCK_ROWS
+
+    def file_chunks(self, rows: int) -> int:
+        """Chunks of each tensor in the file, padding included."""
+        return self.padded_rows(rows) // BLOCK_ROWS
+
+    def tensor_bytes(self, rows: int) -> int:
+        """Bytes of one layer's keys (or values) in the file, padding included."""
+        return self.padded_rows(rows) * self.row_bytes
+
+    def head_bytes(self, rows: int) -> int:
+        """Bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
+        fixed = 8 + META_RESERVE + len(tensor_table(self, rows))
+        return align_up(fixed + 4 * self.padded_rows(rows) + 8 * self.layers * self.file_chunks(rows))
+
+    def header_bytes(self, rows: int) -> int:
+        """Length of the JSON header, spaces included and the 8 bytes before it not."""
+        tables = 4 * self.padded_rows(rows) + 8 * self.layers * self.file_chunks(rows)
+        return self.head_bytes(rows) - tables - 8
+
+    def offset(self, rows: int, layer: int, kv: int, chunk: int = 0) -> int:
+        """Where a chunk of `layers.{layer}.keys` (kv 0) or `.values` (kv 1) starts in the file of `rows`
+        rows.
+        """
+        tensor = (layer * 2 + kv) * self.tensor_bytes(rows)
+        return self.head_bytes(rows) + tensor + chunk * self.chunk_bytes
+
+    def file_bytes(self, rows: int) -> int:
+        """Size of the file of an extent of `rows` rows."""
+        return self.head_bytes(rows) + self.layers * 2 * self.tensor_bytes(rows)
+
+    def as_dict(self) -> dict[str, int | str]:
+        """For `afterglow.json`."""
+        return {
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+            "block_rows": BLOCK_ROWS,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers x {self.kv_heads} heads x {self.head_dim} {self.dtype}"
+
+
+@lru_cache(maxsize=4096)
+def tensor_table(layout: KVLayout, rows: int) -> bytes:
+    """The safetensors header's entries for all tensors: JSON members, without the braces around them."""
+
+    def entries() -> Iterator[tuple[str, str, list[int], int]]:
+        padded, chunks = layout.padded_rows(rows), layout.file_chunks(rows)
+        yield "tokens", "U32", [padded], 4 * padded
+        yield "crc32c", "U32", [layout.layers, 2, chunks], 8 * layout.layers * chunks
+        for layer in range(layout.layers):
+            for name in ("keys", "values"):
+                shape = [padded, layout.kv_heads, layout.head_dim]
+                yield f"layers.{layer}.{name}", layout.dtype, shape, layout.tensor_bytes(rows)
+
+    table, start = {}, 0
+    for name, dtype, shape, size in entries():
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
+        start += size
+    return json.dumps(table, separators=(",", ":")).encode()[1:-1]

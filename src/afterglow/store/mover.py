@@ -1,0 +1,309 @@
+"""Threads and queues that carry moves out, in order of priority. Knows tasks, not extents or files.
+
+Three promises. Tasks of one key run one after another, in the order of submission, whatever their priorities.
+Writing tasks never hold the last thread, so that a load does not wait for them. And a task that stops making
+progress is given up: it is reported as failed with its memory still busy, another thread takes its place, and
+when the call returns at last a second report says that the memory is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Final
+
+from afterglow.errors import StoreError
+from afterglow.plan.step import MoveDone
+from afterglow.store.files import kind_of
+
+log = logging.getLogger("afterglow.store")
+
+MAX_REPLACEMENTS: Final = 4  # threads started for hung ones; with all of them hung the tier counts as gone
+
+
+class Abandoned(StoreError):
+    """Raised inside a task that was given up, so that it ends without an effect."""
+
+
+class Task:
+    """One piece of work of the mover. `work(task)` returns the bytes moved and calls `advance` as it goes.
+
+    `move` is None for the store's own housekeeping, of which nothing is reported.
+    """
+
+    def __init__(
+        self, key: str, priority: int, work: Callable[[Task], int], *, move: int | None, writes: bool
+    ) -> None:
+        self.key = key
+        self.priority = priority
+        self.work = work
+        self.move = move
+        self.writes = writes
+        self.started = False
+        self.abandoned = False
+        self.progress_at = 0.0  # monotonic seconds
+        self._layers = 0
+        self._ended: bool | None = None  # None: not yet; then whether it went well
+        self._changed = threading.Condition()
+
+    def advance(self, layers: int = 0) -> None:
+        """There was progress: the first `layers` layers are in place. Raises Abandoned after a time-out."""
+        self.progress_at = time.monotonic()
+        with self._changed:
+            if self.abandoned:
+                raise Abandoned("given up after a time-out")
+            if layers > self._layers:
+                self._layers = layers
+                self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Give the task up: its next `advance` raises."""
+        with self._changed:
+            self.abandoned = True
+
+    def end(self, ok: bool) -> None:
+        """Wake whoever waits for a layer; only the first call counts."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = ok
+                self._changed.notify_all()
+
+    def wait_layer(self, layer: int, timeout: float | None) -> bool:
+        """Whether `layer` is in place, waiting for at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or self._layers > layer, timeout)
+            return self._layers > layer if self._ended is None else self._ended
+
+
+class Mover:
+    """The threads. `report(task, done, kind)` is called from them, once or (time-outs) twice per task with a
+    move; `kind` is the word for the counters when it went wrong.
+    """
+
+    def __init__(
+        self, threads: int, timeout: float, report: Callable[[Task, MoveDone, str | None], None]
+    ) -> None:
+        self._normal = max(1, threads)
+        self._writers_most = max(1, threads - 1)
+        self._timeout = timeout
+        self._report = report
+        self._lock = threading.Lock()
+        self._work_there = threading.Condition(self._lock)
+        self._watch = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
+        self._reads: list[tuple[int, int, Task]] = []
+        self._writes: list[tuple[int, int, Task]] = []
+        self._chains: dict[str, deque[Task]] = {}  # by key; the first is queued or runs, the rest wait for it
+        self._running: dict[Task, None] = {}
+        self._writers = 0
+        self._alive = 0
+        self._hung = 0
+        self._reporting = 0  # threads between the end of a task and its report
+        self._number = 0
+        self._closed = False
+        with self._lock:
+            for _ in range(self._normal):
+                self._spawn()
+        threading.Thread(target=self._watchdog, name="afterglow-watchdog", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------ from outside
+
+    def submit(self, task: Task) -> None:
+        """Queue a task; fails it at once where no thread is left that could ever run it."""
+        with self._lock:
+            refused = (
+                "the store is closed" if self._closed else "the disk does not answer" if self._gone else None
+            )
+            if refused is None:
+                chain = self._chains.setdefault(task.key, deque())
+                chain.append(task)
+                first = chain[0]
+                if first is task or (not first.started and task.priority < first.priority):
+                    self._push(first, task.priority)  # what an urgent task waits for is as urgent
+                return
+        self._refuse(task, refused)
+
+    def pending(self) -> int:
+        """Tasks that are queued or run; given-up ones do not count."""
+        with self._lock:
+            return self._pending()
+
+    @property
+    def hung(self) -> int:
+        """Threads that sit in a call that timed out."""
+        return self._hung
+
+    def drain(self, timeout: float | None) -> bool:
+        """Wait until nothing is queued or runs, and nothing hangs; False when that took too long."""
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._pending() and not self._hung, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Let running tasks end (for at most `timeout` seconds), refuse the queued ones and end the
+        threads.
+        """
+        with self._lock:
+            self._closed = True
+            refused = self._empty_queues()
+            self._work_there.notify_all()
+            self._watch.notify_all()
+        for task in refused:
+            self._refuse(task, "the store is closed")
+        with self._lock:
+            self._idle.wait_for(lambda: self._alive == self._hung, timeout)
+
+    # ------------------------------------------------------------------------------- below: the lock is held
+
+    @property
+    def _gone(self) -> bool:
+        return self._hung > 0 and self._hung == self._alive
+
+    def _pending(self) -> int:
+        return sum(len(chain) for chain in self._chains.values()) + self._reporting
+
+    def _spawn(self) -> None:
+        self._alive += 1
+        threading.Thread(target=self._worker, name="afterglow-mover", daemon=True).start()
+
+    def _push(self, task: Task, priority: int) -> None:
+        self._number += 1
+        heappush(self._writes if task.writes else self._reads, (priority, self._number, task))
+        self._work_there.notify()
+
+    def _pop(self) -> Task | None:
+        for heap in (self._reads, self._writes):
+            while heap and heap[0][2].started:  # its place was taken by a more urgent entry of the same task
+                heappop(heap)
+        heap = self._reads
+        if self._writes and self._writers < self._writers_most and (not heap or self._writes[0] < heap[0]):
+            heap = self._writes
+        return heappop(heap)[2] if heap else None
+
+    def _begin(self, task: Task) -> None:
+        task.started = True
+        task.progress_at = time.monotonic()
+        self._running[task] = None
+        self._writers += task.writes
+        if len(self._running) == 1:
+            self._watch.notify()  # the watchdog sleeps without a limit while nothing runs
+
+    def _leave(self, task: Task) -> None:
+        """The task no longer runs, or no longer counts: the next of its key may."""
+        self._running.pop(task)
+        if task.writes:
+            self._writers -= 1
+            self._work_there.notify()  # a queued writer may have waited for its turn
+        chain = self._chains[task.key]
+        chain.popleft()
+        if chain:
+            self._push(chain[0], min(t.priority for t in chain))
+        else:
+            del self._chains[task.key]
+
+    def _empty_queues(self) -> list[Task]:
+        refused = []
+        for key, chain in list(self._chains.items()):
+            refused += [task for task in chain if not task.started]
+            running = [task for task in chain if task.started]
+            if running:
+                self._chains[key] = deque(running)
+            else:
+                del self._chains[key]
+        self._reads.clear()
+        self._writes.clear()
+        return refused
+
+    # ----------------------------------------------------------------------------------------- the threads
+
+    def _refuse(self, task: Task, why: str) -> None:
+        task.started = True
+        task.end(False)
+        self._tell([(task, MoveDone(task.move or 0, False, error=why), "refused")])
+
+    def _worker(self) -> None:
+        while True:
+            with self._lock:
+                task = self._pop()
+                while task is None:
+                    if self._closed:
+                        self._alive -= 1
+                        self._idle.notify_all()
+                        return
+                    self._work_there.wait()
+                    task = self._pop()
+                self._begin(task)
+            if not self._run(task):
+                return
+
+    def _run(self, task: Task) -> bool:
+        """Carry a task out; False when this thread has been replaced and should end."""
+        start = time.perf_counter()
+        moved, error, kind = 0, None, None
+        try:
+            moved = task.work(task)
+        except Exception as caught:
+            error, kind = str(caught) or repr(caught), kind_of(caught)
+            if not isinstance(caught, StoreError):
+                log.exception("a move failed in a way that nobody foresaw")
+        seconds = time.perf_counter() - start
+        with self._lock:
+            stays = True
+            if task.abandoned:
+                self._hung -= 1
+                stays = self._alive - self._hung <= self._normal
+                self._alive -= not stays
+                done = MoveDone(task.move or 0, False, error="returned after its time-out")
+                kind = None
+            else:
+                self._leave(task)
+                done = MoveDone(task.move or 0, error is None, moved, seconds, error)
+            self._reporting += 1
+        task.end(done.ok)
+        self._tell([(task, done, kind)])
+        with self._lock:
+            self._reporting -= 1
+            self._idle.notify_all()
+        return stays
+
+    def _tell(self, news: list[tuple[Task, MoveDone, str | None]]) -> None:
+        for task, done, kind in news:
+            if task.move is not None:
+                self._report(task, done, kind)
+
+    def _watchdog(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                late = [task for task in self._running if now >= task.progress_at + self._timeout]
+                if not late:
+                    first = min((task.progress_at for task in self._running), default=None)
+                    self._watch.wait(None if first is None else first + self._timeout - now)
+                    continue
+                for task in late:
+                    task.abandon()
+                    self._hung += 1
+                    self._leave(task)
+                    if self._alive < self._normal + MAX_REPLACEMENTS:
+                        self._spawn()
+                refused = self._empty_queues() if self._gone else []
+                self._reporting += 1
+            for task in late:
+                log.warning("a move made no progress for %.1f s and was given up", self._timeout)
+                task.end(False)
+            self._tell(
+                [
+                    (task, MoveDone(task.move or 0, False, error="time-out", slots_busy=True), "timeout")
+                    for task in late
+                ]
+            )
+            for task in refused:
+                self._refuse(task, "the disk does not answer")
+            with self._lock:
+                self._reporting -= 1
+                self._idle.notify_all()

@@ -1,0 +1,158 @@
+"""Copies new rows into host slots: one thread, first come, first served. Knows drafts only as numbers.
+
+It is a thread of its own, because a copy into memory should not wait for a disk that is busy or hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.plan.step import SaveDone
+from afterglow.store.extent import Bytes
+from afterglow.store.tier import HostArena
+
+log = logging.getLogger("afterglow.store")
+
+Copy = Callable[[], None]
+
+
+class RowSaver:
+    """`report(done, bytes, seconds)` is called once per group of rows, when all layers of it have come in:
+    `ok` if every one of them was copied. A group is named by its draft and first row.
+    """
+
+    def __init__(self, arena: HostArena, report: Callable[[SaveDone, int, float], None]) -> None:
+        self._arena = arena
+        self._report = report
+        self._groups: dict[tuple[int, int], list[int]] = {}  # (draft, first row) -> [layers done, failed, ns]
+        self._queue: deque[Copy] = deque()
+        self._there = threading.Condition()
+        self._busy = False
+        self._closed = False
+        self._groups_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="afterglow-saver", daemon=True)
+        self._thread.start()
+
+    def save(
+        self,
+        draft: int,
+        layer: int,
+        slots: Sequence[int],
+        first_row: int,
+        keys: Bytes,
+        values: Bytes,
+        *,
+        inline: bool,
+    ) -> None:
+        """Copy one layer's rows; uint8 [rows, row_bytes] each, the saver's own until they are copied."""
+
+        def copy() -> None:
+            for (a, b), place in self._places(slots, first_row, len(keys)):
+                self._arena.rows[(layer, 0, *place)] = keys[a:b]
+                self._arena.rows[(layer, 1, *place)] = values[a:b]
+
+        self._run(draft, first_row, len(keys), 1, copy, inline)
+
+    def save_block(
+        self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool
+    ) -> None:
+        """Copy rows of all layers at once; uint8 [layers, 2, rows, row_bytes]."""
+        rows = block.shape[2]
+
+        def copy() -> None:
+            for (a, b), place in self._places(slots, first_row, rows):
+                self._arena.rows[(slice(None), slice(None), *place)] = block[:, :, a:b]
+
+        self._run(draft, first_row, rows, self._arena.layout.layers, copy, inline)
+
+    def forget(self, draft: int) -> None:
+        """Forget what came in of a draft of which no more will come; nothing more is reported of it."""
+        with self._groups_lock:
+            for group in [g for g in self._groups if g[0] == draft]:
+                del self._groups[group]
+
+    def pending(self) -> int:
+        """Copies that are queued or run."""
+        with self._there:
+            return len(self._queue) + self._busy
+
+    def drain(self, timeout: float | None) -> bool:
+        """Wait until nothing is queued or runs."""
+        with self._there:
+            return self._there.wait_for(lambda: not self._queue and not self._busy, timeout)
+
+    def close(self) -> None:
+        """Do what is queued, then end the thread."""
+        with self._there:
+            self._closed = True
+            self._there.notify_all()
+        self._thread.join()
+
+    # -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _places(
+        slots: Sequence[int], first_row: int, rows: int
+    ) -> list[tuple[tuple[int, int], tuple[int, slice]]]:
+        """(rows of the source, (slot, rows of the slot)) for each slot that the rows touch."""
+        places = []
+        done = 0
+        while done < rows:
+            block, at = divmod(first_row + done, BLOCK_ROWS)
+            count = min(BLOCK_ROWS - at, rows - done)
+            places.append(((done, done + count), (slots[block], slice(at, at + count))))
+            done += count
+        return places
+
+    def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Copy, inline: bool) -> None:
+        def job() -> None:
+            start = time.perf_counter_ns()
+            failed = False
+            try:
+                copy()
+            except Exception:
+                # Wrong shapes or slots are mistakes of the caller; the rows are lost, the server is not.
+                log.exception(
+                    "rows [%d, %d) of draft %d could not be saved", first_row, first_row + rows, draft
+                )
+                failed = True
+            self._count(draft, first_row, rows, layers, failed, time.perf_counter_ns() - start)
+
+        if inline:
+            job()
+            return
+        with self._there:
+            self._queue.append(job)
+            self._there.notify_all()
+
+    def _count(self, draft: int, first_row: int, rows: int, layers: int, failed: bool, spent: int) -> None:
+        layout = self._arena.layout
+        with self._groups_lock:
+            group = self._groups.setdefault((draft, first_row), [0, 0, 0])
+            group[0] += layers
+            group[1] += failed
+            group[2] += spent
+            if group[0] < layout.layers:
+                return
+            self._groups.pop((draft, first_row))
+        ok = not group[1]
+        moved = rows * layout.row_bytes * 2 * layout.layers if ok else 0
+        self._report(SaveDone(draft, first_row, rows, ok), moved, group[2] / 1e9)
+
+    def _work(self) -> None:
+        while True:
+            with self._there:
+                self._busy = False
+                if not self._queue:
+                    self._there.notify_all()
+                    self._there.wait_for(lambda: self._queue or self._closed)
+                    if not self._queue:
+                        return
+                job = self._queue.popleft()
+                self._busy = True
+            job()

@@ -1,0 +1,16 @@
+"""Text: what people and models write, to token ids and back. Knows nothing of tensors, HTTP or caches."""
+
+from afterglow.text.chat import ChatTemplate, flatten_messages
+from afterglow.text.decode import IncrementalDecoder, StopStrings
+from afterglow.text.replies import ChatPrompt, ReplyMemory
+from afterglow.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatPrompt",
+    "ChatTemplate",
+    "IncrementalDecoder",
+    "ReplyMemory",
+    "StopStrings",
+    "Tokenizer",
+    "flatten_messages",
+]

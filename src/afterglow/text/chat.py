@@ -1,0 +1,174 @@
+"""Messages to text, by the model's own chat template (Jinja, in a sandbox: templates come from strangers)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from afterglow.errors import ModelError, RequestError
+
+Message = Mapping[str, Any]
+
+
+def flatten_messages(messages: object) -> list[dict[str, Any]]:
+    """Checked copies of chat messages whose content is a string; anything but text is refused by name."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("messages must be a list with at least one message", param="messages")
+    flat = []
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{where} must be an object with role and content", param=where)
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise RequestError(
+                f"{where}.role must be a non-empty string, got {role!r}", param=f"{where}.role"
+            )
+        for name in ("tool_calls", "function_call", "audio"):
+            if message.get(name):
+                raise RequestError(f"{where}.{name} is not supported", param=f"{where}.{name}")
+        content = _flatten_content(message.get("content"), f"{where}.content", role)
+        flat.append({**message, "role": role, "content": content})
+    return flat
+
+
+def _flatten_content(content: object, where: str, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, Sequence):
+        raise RequestError(
+            f"{where} must be a string or a list of text parts, got {type(content).__name__}", param=where
+        )
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind not in ("text", "input_text", "output_text", "str") or not isinstance(text, str):
+            raise RequestError(
+                f"{where}[{number}] is of type {kind!r}; only parts of type 'text' are supported",
+                param=f"{where}[{number}]",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class ChatTemplate:
+    """A compiled chat template. `variables` are the special tokens that templates name (`bos_token`, ...)."""
+
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template is not valid Jinja: {error}") from error
+        self._variables = dict(variables or {})
+        self._knows_developer = "developer" in source
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object
+    ) -> str:
+        """The text of a conversation; the template's own complaints become a RequestError."""
+        if not self._knows_developer:
+            # Newer clients call the system role so; templates that do not know it would drop the message.
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        variables: dict[str, object] = {"tools": None, "documents": None, **self._variables, **kwargs}
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def turn_boundaries(self, messages: Sequence[Message], **kwargs: object) -> list[int] | None:
+        """Where the text of `messages` may be cut: character offset after each message, rendered without
+        generation prompt. None if the template lacks the prefix property: the text of the first messages is
+        not the beginning of the text of all of them, so there is no such place.
+
+        A prefix that the template refuses (a system message alone, say) ends where the next one does.
+        """
+        whole = self.render(messages, add_generation_prompt=False, **kwargs)
+        offsets: list[int] = []
+        after = len(whole)
+        for count in range(len(messages), 0, -1):
+            if count < len(messages):
+                try:
+                    prefix = self.render(messages[:count], add_generation_prompt=False, **kwargs)
+                except RequestError:
+                    offsets.append(after)
+                    continue
+                if not whole.startswith(prefix) or len(prefix) > after:
+                    return None
+                after = len(prefix)
+            offsets.append(after)
+        return offsets[::-1]
+
+
+def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The template's source: a file of its own goes before the tokenizer's configuration."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        path = model_dir / name
+        if path.is_file():
+            text = path.read_text("utf-8")
+            if name.endswith(".jinja"):
+                return text
+            try:
+                return _pick(json.loads(text)["chat_template"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"{path} is not a chat template file: {error}") from error
+    return _pick(tokenizer_config.get("chat_template"))
+
+
+def _pick(template: object) -> str | None:
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}` marks replies for training; here it only shows its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

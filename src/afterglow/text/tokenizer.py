@@ -1,0 +1,246 @@
+"""The tokenizer of a model directory: `tokenizer.json`, its special tokens and its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from afterglow.errors import ModelError, RequestError
+from afterglow.text.chat import ChatTemplate, Message, find_chat_template, flatten_messages
+from afterglow.text.decode import IncrementalDecoder
+from afterglow.text.replies import ChatPrompt, Reply, ReplyMemory, chains, splice
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to ids and back, as `transformers` does it with the same directory.
+
+    Beginning-of-text tokens are the post-processor's business (`add_bos_token` is ignored beside a
+    `tokenizer.json`, as in transformers 5); chat templates write their special tokens themselves.
+    """
+
+    def __init__(self, model_dir: str | Path, *, replies: ReplyMemory | None = None) -> None:
+        folder = Path(model_dir)
+        self._fast = _load_fast(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        named = {**_read_json(folder / "special_tokens_map.json"), **config}
+        self.special_tokens = {name: text for name in _NAMED if (text := _token_text(named.get(name)))}
+        self._add_missing_tokens(config)
+        self._added: dict[int, str] = {
+            i: token.content for i, token in self._fast.get_added_tokens_decoder().items()
+        }
+        self._special = {
+            token.content: i for i, token in self._fast.get_added_tokens_decoder().items() if token.special
+        }
+        decoder = json.loads(self._fast.to_str()).get("decoder")
+        self.byte_level = "ByteLevel" in _kinds(decoder)
+        self._byte_fallback = "ByteFallback" in _kinds(decoder)
+        source = find_chat_template(folder, config)
+        self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
+        self.replies = ReplyMemory() if replies is None else replies
+        self.spliced = 0  # replies in prompts whose generated ids were used, since the start
+        self.retokenised = 0
+
+    # ------------------------------------------------------------------------------------------- plain text
+
+    @property
+    def vocab_size(self) -> int:
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, text: str) -> int | None:
+        return self._fast.token_to_id(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._fast.encode(_valid(text), add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for within a text, which may be a part of a character."""
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._fast.id_to_token(token)
+        if text is None:  # the model's vocabulary is often padded beyond the tokenizer's
+            return b""
+        if self.byte_level:
+            return b"".join(_BYTE_OF[c].to_bytes(1, "big") if c in _BYTE_OF else c.encode() for c in text)
+        if self._byte_fallback and len(text) == 6 and text.startswith("<0x"):
+            return bytes.fromhex(text[3:5])
+        return text.replace("\u2581", " ").encode()
+
+    def token_offsets(self, text: str, chars: Sequence[int]) -> list[int | None]:
+        """For each character offset the number of tokens before it; None where it cuts a token."""
+        offsets = self._fast.encode(_valid(text), add_special_tokens=False).offsets
+        starts = {start: i for i, (start, stop) in reversed(list(enumerate(offsets))) if stop > start}
+        starts[len(text)] = len(offsets)
+        return [starts.get(char) for char in chars]
+
+    # ------------------------------------------------------------------------------------------------ chat
+
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object
+    ) -> str:
+        return self._template().render(
+            flatten_messages(messages), add_generation_prompt=add_generation_prompt, **kwargs
+        )
+
+    def turn_boundaries(self, messages: Sequence[Message], **kwargs: object) -> list[int] | None:
+        """Character offset after each message (`ChatTemplate.turn_boundaries`)."""
+        return self._template().turn_boundaries(flatten_messages(messages), **kwargs)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        salt: str = "",
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> ChatPrompt:
+        """The prompt that asks for the next reply, with the ids of our own earlier replies where they fit."""
+        flat = flatten_messages(messages)
+        text = _valid(self._template().render(flat, add_generation_prompt=add_generation_prompt, **kwargs))
+        *before, chain = chains(salt, flat)
+        known: list[Reply] = []
+        num_replies = 0
+        for message, key in zip(flat, before, strict=True):
+            if message["role"] == "assistant":
+                num_replies += 1
+                reply = self.replies.get(key)
+                if reply is not None and reply.text == message["content"]:
+                    known.append(reply)
+        ids, used = splice(text, known, self._encode_part, self._special_at, self._added.__getitem__)
+        self.spliced += used
+        self.retokenised += num_replies - used
+        return ChatPrompt(ids, text, salt, chain, spliced=used, retokenised=num_replies - used)
+
+    def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int]) -> bool:
+        """Keep the ids of a reply whose text the client got; False if no prefix of them decodes to that text
+        (a stop string that ends within a token, hidden special tokens)."""
+        count = self._matching(prompt.ids, text, generated)
+        if count is None:
+            return False
+        rest = generated[count:]
+        end = rest[0] if rest and self._added.get(rest[0]) in self._special else None
+        self.replies.put(prompt, text, generated[:count], end)
+        return True
+
+    # ---------------------------------------------------------------------------------------------- inside
+
+    def _matching(self, context: Sequence[int], text: str, generated: Sequence[int]) -> int | None:
+        """How many of the generated ids make up exactly `text`. Hidden special tokens would not come back
+        with the text, so they count as text here."""
+        ended = bool(generated) and self._added.get(generated[-1]) in self._special
+        count = len(generated) - ended
+        decoder = IncrementalDecoder(self, context, skip_special_tokens=False)
+        before = self.decode(context[-16:], False) if context else ""
+        if self.decode([*context[-16:], *generated[:count]], False) == before + text:
+            return count  # nearly always; the rest is for replies that a stop string has cut
+        seen, count = "", 0
+        while count < len(generated) and (len(seen) < len(text) or decoder.holding):
+            seen += decoder.push(generated[count : count + 1])
+            count += 1
+        return count if seen == text and not decoder.holding else None
+
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or add a chat_template.jinja "
+                "to the model directory",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template
+
+    def _encode_part(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _special_at(self, text: str, at: int) -> int | None:
+        # The longest: one special token may be the beginning of another.
+        found = [special for special in self._special if text.startswith(special, at)]
+        return self._special[max(found, key=len)] if found else None
+
+    def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
+        """Tokens that only the configuration knows; without them a chat template's markers would be cut
+        up."""
+        decoder = config.get("added_tokens_decoder")
+        entries = [decoder[key] for key in sorted(decoder, key=int)] if isinstance(decoder, dict) else []
+        entries += list(self.special_tokens.values())
+        for entry in entries:
+            text = _token_text(entry)
+            if not text or self._fast.token_to_id(text) is not None:
+                continue
+            options = {k: v for k, v in entry.items() if k in _FLAGS} if isinstance(entry, dict) else {}
+            special = options.pop("special", True) or text in self.special_tokens.values()
+            self._fast.add_tokens([tokenizers.AddedToken(text, special=special, **options)])
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _load_fast(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        if not folder.is_dir():
+            raise ModelError(f"{folder} is not a model directory")
+        remedy = "copy it there from where the model came from"
+        if any((folder / name).is_file() for name in ("tokenizer.model", "spiece.model", "vocab.json")):
+            remedy = (
+                "the older tokenizer files in it are not read; write one with "
+                f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+            )
+        raise ModelError(f"{folder} has no tokenizer.json: {remedy}")
+    try:
+        fast = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} is not a tokenizer: {error}") from error
+    fast.no_truncation()  # left-overs of training; a server must see the whole prompt
+    fast.no_padding()
+    return fast
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _token_text(entry: object) -> str | None:
+    """A token is written as a string, or as an object with its flags."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _kinds(decoder: object) -> set[str]:
+    if not isinstance(decoder, dict):
+        return set()
+    return {str(decoder.get("type"))}.union(*map(_kinds, decoder.get("decoders", ())))
+
+
+def _valid(text: str) -> str:
+    """JSON can carry lone surrogates, which are no text: they become question marks."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level tokenizers write each byte as a visible character: printable ones of Latin-1 as themselves,
+    the others, in order, from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(b): b for b in visible} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,142 @@
+"""Small engines over random models of every family, and what the tests ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Completion, Engine
+from afterglow.request import Request, SamplingParams
+
+VOCAB = 20  # as many as log-probabilities a request can ask for: the whole distribution is compared
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
+    "phi": {
+        **LLAMA,
+        "model_type": "phi",
+        "num_key_value_heads": 4,
+        "hidden_act": "gelu_new",
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-5,
+    },
+    "falcon": {
+        "model_type": "falcon",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "max_position_embeddings": 512,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    },
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    },
+}
+
+_ids = count()
+
+
+class Handle:
+    """An engine under test and the shortest way to ask it something."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def ask(self, prompt: list[int], reuse: bool = True, max_tokens: int = 4, **sampling: Any) -> Completion:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True, **sampling)
+        (done,) = self.engine.generate([Request(f"t{next(_ids)}", prompt, params, reuse=reuse)])
+        return done
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Handle]]:
+    """Start engines that are closed, and whose plan is checked, when the test ends."""
+    engines: list[Engine] = []
+
+    def begin(model: str | Path, cache_dir: Path | None = None, **options: Any) -> Handle:
+        cache = {
+            "device_cache": 1024**2 * 4,
+            "host_cache": 1024**2 * 4,
+            "disk_cache": 1024**2 * 64 if cache_dir else 0,
+            "cache_dir": cache_dir,
+        }
+        cache.update({k: options.pop(k) for k in list(options) if k in CacheConfig.__dataclass_fields__})
+        engine = Engine.load(model, EngineConfig(cache=CacheConfig(**cache), **options))
+        engine.start()
+        engines.append(engine)
+        return Handle(engine)
+
+    yield begin
+    for engine in engines:
+        assert engine._failure is None
+        engine.close(flush=False)
+        engine._scheduler.check()
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A random model of a family, as a Hugging Face directory written by transformers itself."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            import torch
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = FAMILIES[family]
+            torch.manual_seed(7)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+            for parameter in model.parameters():  # biases and norms start as constants: make them matter
+                torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(
+                    torch.randn_like(parameter) * 0.1
+                )
+            folder = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            made[family] = folder
+        return made[family]
+
+    return make

@@ -1,0 +1,224 @@
+"""The engine as its callers see it: batching, cancelling, limits, log-probabilities, closing."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from afterglow.engine.engine import Engine
+from afterglow.errors import ConfigError, ModelError, RequestError
+from afterglow.request import Output, Request, SamplingParams
+from tests.engine.conftest import VOCAB, Handle
+from tests.engine.test_exact_reuse import same
+
+Start = Callable[..., Handle]
+Models = Callable[[str], Path]
+
+
+def prompt(seed: int, n: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+def greedy(n: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=n, temperature=0, logprobs=VOCAB, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [0, 32, 512])
+def test_a_batch_answers_as_each_alone(start: Start, model_of: Models, chunk: int) -> None:
+    handle = start(model_of("llama"), prefill_chunk=chunk, max_batch=5)
+    requests = [Request(f"r{i}", prompt(i, 20 + 37 * i), greedy(5 + 3 * i)) for i in range(9)]
+    together = handle.engine.generate(requests)
+    for request, answer in zip(requests, together, strict=True):
+        same(answer, handle.ask(list(request.prompt), reuse=False, max_tokens=request.sampling.max_tokens))
+
+
+def test_requests_that_share_a_prefix_and_arrive_together(start: Start, model_of: Models) -> None:
+    """Ten copies of a long prefix: it is prefilled once, the others wait for it and reuse it."""
+    handle = start(model_of("llama"))
+    shared = prompt(1, 256)
+    requests = [Request(f"r{i}", shared + prompt(100 + i, 10), greedy(4)) for i in range(10)]
+    answers = handle.engine.generate(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        same(answer, handle.ask(list(request.prompt), reuse=False))
+    assert sum(a.cached.total for a in answers) >= 9 * 256
+
+
+def test_salts_never_share(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"))
+    text = prompt(2, 200)
+    for salt, cached in (("a", 0), ("b", 0), ("a", 199), ("", 0)):
+        (answer,) = handle.engine.generate([Request("r" + salt + str(cached), text, greedy(2), salt=salt)])
+        assert answer.cached.total == cached
+        handle.engine.settle()
+
+
+def collect(handle: Handle, request: Request) -> queue.SimpleQueue[Output]:
+    inbox: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    handle.engine.submit(request, inbox.put)
+    return inbox
+
+
+def test_cancel_frees_everything(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"), max_batch=2)
+    boxes = [collect(handle, Request(f"r{i}", prompt(i, 100), greedy(400))) for i in range(4)]
+    boxes[0].get(timeout=10)
+    for i in range(4):
+        handle.engine.cancel(f"r{i}")
+    for box in boxes:
+        output = box.get(timeout=10)
+        while output.finish_reason is None:
+            output = box.get(timeout=10)
+        assert output.finish_reason == "cancelled"
+    handle.engine.settle()
+    stats = handle.engine.stats()
+    assert (stats.running, stats.waiting, stats.requests_cancelled) == (0, 0, 4)
+    handle.engine.cancel("r0")  # again, and unknown: nothing happens
+    handle.engine.cancel("never")
+    same(handle.ask(prompt(0, 100)), handle.ask(prompt(0, 100), reuse=False))
+
+
+def test_queue_limit(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"), max_batch=1, max_queue=2)
+    with pytest.raises(RequestError) as error:
+        for i in range(50):
+            collect(handle, Request(f"r{i}", prompt(i, 300), greedy(100)))
+    assert error.value.status == 429
+
+
+def test_limits_are_said_before_any_work(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"), max_model_len=128)
+    for bad, words in (
+        (Request("a", prompt(0, 128), greedy(1)), "context is 128 tokens"),
+        (Request("b", [VOCAB], greedy(1)), "outside the vocabulary"),
+        (Request("c", [-1], greedy(1)), "outside the vocabulary"),
+        (Request("d", [], greedy(1)), "empty"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            handle.engine.submit(bad, lambda output: None)
+    assert handle.ask(prompt(0, 127)).finish_reason == "length"
+    assert handle.engine.stats().requests_length == 1
+
+
+def test_generation_ends_at_the_context_limit(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"), max_model_len=96)
+    answer = handle.ask(prompt(0, 90), max_tokens=50)
+    assert answer.finish_reason == "length"
+    assert len(answer.tokens) == 6
+
+
+def test_stop_tokens_end_the_reply(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"))
+    free = handle.ask(prompt(5, 30), max_tokens=30)
+    wanted = free.tokens[7]
+    first = free.tokens.index(wanted)
+    stopped = handle.ask(prompt(5, 30), max_tokens=30, stop_token_ids=(wanted,))
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens == free.tokens[: first + 1]
+
+
+def test_prompt_logprobs_over_chunks_equal_whole(start: Start, model_of: Models) -> None:
+    text = prompt(9, 200)
+    whole = start(model_of("llama"), prefill_chunk=0).ask(text, prompt_logprobs=5)
+    handle = start(model_of("llama"), prefill_chunk=16)
+    blocker = collect(handle, Request("decode", prompt(8, 20), greedy(300)))  # something decodes: small chunks
+    blocker.get(timeout=10)
+    pieces = handle.ask(text, prompt_logprobs=5)
+    assert len(whole.prompt_logprobs) == len(pieces.prompt_logprobs) == len(text)
+    assert whole.prompt_logprobs[0] is None
+    for token, x, y in zip(text[1:], whole.prompt_logprobs[1:], pieces.prompt_logprobs[1:], strict=True):
+        assert x is not None
+        assert y is not None
+        assert x.token == y.token == token
+        assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
+
+
+def test_tiny_tiers_change_nothing_but_speed(start: Start, model_of: Models, tmp_path: Path) -> None:
+    """Device, host and disk of a few blocks: evictions, preemptions, unsaved rows, and the same answers."""
+    handle = start(
+        model_of("llama"), tmp_path, device_cache=512 * 1024, host_cache=512 * 1024, disk_cache=1 << 20, max_batch=6
+    )
+    rng = random.Random(1)
+    histories = [prompt(i, 60) for i in range(8)]
+    for turn in range(4):
+        requests = []
+        for i, history in enumerate(histories):
+            history += [rng.randrange(VOCAB) for _ in range(30)]
+            requests.append(Request(f"r{turn}-{i}", list(history), greedy(12)))
+        answers = handle.engine.generate(requests)
+        for history, answer in zip(histories, answers, strict=True):
+            same(answer, handle.ask(history, reuse=False, max_tokens=12))
+            history += answer.tokens
+        stats = handle.engine.stats()
+        assert stats.host_used_bytes <= stats.host_capacity_bytes
+        assert stats.device_used_bytes <= stats.device_capacity_bytes
+        assert stats.disk_used_bytes <= stats.disk_capacity_bytes
+    on_disk = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    assert on_disk <= 1 << 20
+
+
+def test_reset_cache(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle = start(model_of("llama"), tmp_path, write_policy="write_through")
+    handle.ask(prompt(0, 200))
+    handle.engine.settle()
+    handle.engine.reset_cache()
+    handle.engine.settle()
+    assert handle.ask(prompt(0, 200)).cached.total == 0
+
+
+def test_many_threads_submit(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"))
+    expected = handle.ask(prompt(3, 50), reuse=False).tokens
+    wrong: list[object] = []
+
+    def work(n: int) -> None:
+        for i in range(5):
+            (answer,) = handle.engine.generate([Request(f"{n}-{i}", prompt(3, 50), greedy(4))])
+            if answer.tokens != expected:
+                wrong.append(answer)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_close_while_running_answers_everybody(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle = start(model_of("llama"), tmp_path)
+    box = collect(handle, Request("long", prompt(0, 100), greedy(400)))
+    box.get(timeout=10)
+    handle.engine.close()
+    output = box.get(timeout=10)
+    while output.finish_reason is None:
+        output = box.get(timeout=10)
+    assert output.finish_reason == "cancelled"
+    with pytest.raises(RequestError) as error:
+        handle.engine.submit(Request("late", [1, 2], greedy(1)), lambda output: None)
+    assert error.value.status == 503
+    assert start(model_of("llama"), tmp_path).ask(prompt(0, 100)).cached.disk >= 99
+
+
+def test_impossible_settings(model_of: Models, tmp_path: Path) -> None:
+    from afterglow.config import CacheConfig, EngineConfig
+
+    def load(model: Path | None = None, cache: dict[str, object] | None = None, **engine: object) -> None:
+        settings = EngineConfig(cache=CacheConfig(disk_cache=0, **(cache or {})), **engine)  # type: ignore[arg-type]
+        Engine.load(model or model_of("llama"), settings)
+
+    with pytest.raises(ConfigError, match="--device-cache"):
+        load(cache={"device_cache": 1000})
+    with pytest.raises(ModelError, match="--max-model-len 9999"):
+        load(max_model_len=9999)
+    with pytest.raises(ConfigError, match="--device must be"):
+        load(device="tpu")
+    with pytest.raises(ModelError):
+        load(model=tmp_path / "nothing")
+    with pytest.raises(ModelError, match="float16"):
+        load(dtype="float16")

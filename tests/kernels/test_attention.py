@@ -1,0 +1,155 @@
+"""Attention over segments and their merge, against the formula in float64."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from afterglow.kernels import attention
+from afterglow.kernels.attention import attend, merge
+
+D = 16
+SCALE = 0.3
+
+
+def reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """The formula, in float64, one head at a time."""
+    n, heads, _ = q.shape
+    rows, kv_heads, _ = keys.shape
+    out = torch.zeros(n, heads, values.shape[-1], dtype=torch.float64)
+    lse = torch.full((n, heads), -math.inf, dtype=torch.float64)
+    for i in range(n):
+        seen = rows - n + i + 1 if causal else rows
+        if seen <= 0:
+            continue
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            scores = keys[:seen, g].double() @ q[i, h].double() * scale
+            lse[i, h] = scores.logsumexp(0)
+            out[i, h] = (scores - lse[i, h]).exp() @ values[:seen, g].double()
+    return out, lse
+
+
+def draw(n: int, rows: int, heads: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(n, heads, D, generator=generator) * 2
+    keys, values = torch.randn(2, rows, kv_heads, D, generator=generator).unbind(0)
+    return q, keys, values
+
+
+def close(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], atol: float = 2e-6) -> None:
+    assert ours[1].dtype == torch.float32
+    torch.testing.assert_close(ours[0].double(), theirs[0].double(), atol=atol, rtol=0)
+    torch.testing.assert_close(ours[1].double(), theirs[1].double(), atol=max(atol, 3e-6), rtol=0)
+
+
+HEADS = st.sampled_from([(4, 4), (4, 1), (8, 2), (8, 1), (1, 1), (6, 2)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(0, 9), extra=st.integers(-4, 80), heads=HEADS, causal=st.booleans(), seed=st.integers(0, 9))
+def test_attend_is_the_formula(n: int, extra: int, heads: tuple[int, int], causal: bool, seed: int) -> None:
+    q, keys, values = draw(n, max(0, n + extra), *heads, seed=seed)
+    close(attend(q, keys, values, scale=SCALE, causal=causal), reference(q, keys, values, SCALE, causal))
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 0), (3, 0), (0, 5), (1, 1), (5, 2), (2, 2)])
+def test_edges(n: int, rows: int) -> None:
+    q, keys, values = draw(n, rows, 8, 2)
+    for causal in (False, True):
+        out, lse = attend(q, keys, values, scale=SCALE, causal=causal)
+        close((out, lse), reference(q, keys, values, SCALE, causal))
+        if rows == 0:
+            assert (lse == -math.inf).all()
+            assert (out == 0).all()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("n", "rows"), [(1, 300), (64, 300), (70, 70), (33, 1100)])
+def test_long_segments_in_any_storage(group: int, n: int, rows: int) -> None:
+    """Both storage orders, slices of larger buffers, and queries that are a view of fused projections."""
+    heads, kv_heads = 2 * group, 2
+    q, keys, values = draw(n, rows, heads, kv_heads)
+    expected = reference(q, keys, values, SCALE, True)
+    heads_first = torch.full((2, kv_heads, rows + 7, D), math.nan)
+    heads_first[0, :, :rows], heads_first[1, :, :rows] = keys.transpose(0, 1), values.transpose(0, 1)
+    fused = torch.cat((q, torch.full((n, 3, D), math.nan)), 1)
+    views = heads_first[:, :, :rows].transpose(1, 2)
+    close(attend(q, keys, values, scale=SCALE, causal=True), expected)
+    close(attend(fused[:, :heads], views[0], views[1], scale=SCALE, causal=True), expected)
+
+
+def cut(rows: int, cuts: list[int]) -> list[slice]:
+    edges = [0, *sorted(min(c, rows) for c in cuts), rows]
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 4),
+    rows=st.integers(0, 120),
+    cuts=st.lists(st.integers(0, 120), max_size=5),
+    heads=HEADS,
+    seed=st.integers(0, 9),
+)
+def test_any_split_merges_to_the_whole(
+    n: int, rows: int, cuts: list[int], heads: tuple[int, int], seed: int
+) -> None:
+    q, keys, values = draw(n, rows, *heads, seed=seed)
+    parts = [attend(q, keys[s], values[s], scale=SCALE, causal=False) for s in cut(rows, cuts)]
+    close(merge(parts), reference(q, keys, values, SCALE, False))
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths=st.lists(st.integers(0, 20), min_size=3, max_size=3), seed=st.integers(0, 9))
+def test_merge_is_associative_and_commutative(lengths: list[int], seed: int) -> None:
+    q, keys, values = draw(2, sum(lengths), 4, 2, seed=seed)
+    parts = [
+        attend(q, k, v, scale=SCALE, causal=False)
+        for k, v in zip(keys.split(lengths), values.split(lengths), strict=True)
+    ]
+    whole = reference(q, keys, values, SCALE, False)
+    for a, b, c in permutations(parts):
+        close(merge([a, b, c]), whole)
+        close(merge([merge([a, b]), c]), whole)
+        close(merge([a, merge([b, c])]), whole)
+
+
+def test_merging_nothing_with_nothing_is_nothing() -> None:
+    q, keys, values = draw(2, 0, 4, 2)
+    nothing = attend(q, keys, values, scale=SCALE, causal=False)
+    out, lse = merge([nothing, nothing, nothing])
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+def test_merge_survives_scores_that_overflow_exp() -> None:
+    q, keys, values = draw(2, 30, 4, 2)
+    parts = [
+        attend(q * 300, keys[s], values[s], scale=SCALE, causal=False) for s in (slice(0, 9), slice(9, None))
+    ]
+    assert max(lse.max() for _, lse in parts) > 100
+    close(merge(parts), reference(q * 300, keys, values, SCALE, False), atol=5e-4)
+
+
+def test_bfloat16_rounds_once_and_keeps_its_dtype() -> None:
+    q, keys, values = (t.bfloat16() for t in draw(40, 200, 8, 2))
+    out, lse = attend(q, keys, values, scale=SCALE, causal=True)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    exact = reference(q, keys, values, SCALE, True)
+    torch.testing.assert_close(out.double(), exact[0], atol=0.03, rtol=0)
+    torch.testing.assert_close(lse.double(), exact[1], atol=5e-3, rtol=0)
+
+
+def test_the_fallback_for_other_devices_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_attention", attention._explicit)
+    for n, rows in ((1, 50), (20, 50), (9, 9)):
+        q, keys, values = draw(n, rows, 8, 2)
+        close(attend(q, keys, values, scale=SCALE, causal=True), reference(q, keys, values, SCALE, True))

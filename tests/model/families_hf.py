@@ -1,0 +1,149 @@
+"""Tiny random Hugging Face models of every family, and directories of them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_FALCON = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "alibi": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OPT = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "ffn_dim": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "word_embed_proj_dim": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(kind: str, **params: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **params}}
+
+
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+_YARN_MSCALE = _rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=64,
+    beta_fast=16.0,
+    beta_slow=2.0,
+    mscale=0.7,
+    mscale_all_dim=0.3,
+    truncate=False,
+)
+_LONGROPE = {
+    **_rope(
+        "longrope",
+        factor=2.0,
+        original_max_position_embeddings=128,
+        short_factor=[1.0, 1.1, 1.3, 2.0],
+        long_factor=[4.0, 5.0, 6.0, 7.0],
+    ),
+}
+
+# name -> (transformers module, class prefix, config)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "Llama", _SMALL),
+    "llama-mha": ("llama", "Llama", _SMALL | {"num_key_value_heads": 6}),
+    "llama-mqa": ("llama", "Llama", _SMALL | {"num_key_value_heads": 1}),
+    "llama-tied": ("llama", "Llama", _SMALL | {"tie_word_embeddings": True}),
+    "llama-bias": ("llama", "Llama", _SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", "Llama", _SMALL | {"head_dim": 16}),
+    "llama-theta": ("llama", "Llama", _SMALL | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+    "llama-llama3": ("llama", "Llama", _SMALL | _LLAMA3),
+    "llama-linear": ("llama", "Llama", _SMALL | _rope("linear", factor=3.0)),
+    "llama-yarn": ("llama", "Llama", _SMALL | _YARN),
+    "llama-yarn-mscale": ("llama", "Llama", _SMALL | _YARN_MSCALE),
+    "llama-dynamic": ("llama", "Llama", _SMALL | _rope("dynamic", factor=2.0)),
+    "llama-longrope": ("llama", "Llama", _SMALL | _LONGROPE),
+    "mistral": ("mistral", "Mistral", _SMALL | {"sliding_window": None}),
+    "qwen2": ("qwen2", "Qwen2", _SMALL),
+    "qwen2-tied": ("qwen2", "Qwen2", _SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", "Qwen3", _SMALL | {"head_dim": 16}),
+    "qwen3-bias": ("qwen3", "Qwen3", _SMALL | {"head_dim": 16, "attention_bias": True}),
+    "phi": ("phi", "Phi", _SMALL | {"num_key_value_heads": 6}),
+    "phi-gqa": ("phi", "Phi", _SMALL),
+    "phi-2": (
+        "phi",
+        "Phi",
+        _SMALL
+        | {"hidden_size": 60, "num_key_value_heads": 6}
+        | _rope("default", partial_rotary_factor=0.4),
+    ),
+    "falcon-mqa": ("falcon", "Falcon", _FALCON),
+    "falcon-mqa-bias": ("falcon", "Falcon", _FALCON | {"bias": True}),
+    "falcon-mha": ("falcon", "Falcon", _FALCON | {"multi_query": False}),
+    "falcon-sequential": ("falcon", "Falcon", _FALCON | {"parallel_attn": False, "bias": True}),
+    "falcon-new": ("falcon", "Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-new-bias": (
+        "falcon",
+        "Falcon",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3, "bias": True, "ffn_hidden_size": 100},
+    ),
+    "falcon-new-one-norm": (
+        "falcon",
+        "Falcon",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "opt": ("opt", "OPT", _OPT),
+    "opt-plain": ("opt", "OPT", _OPT | {"enable_bias": False, "tie_word_embeddings": False}),
+    "opt-gelu": ("opt", "OPT", _OPT | {"activation_function": "gelu"}),
+}
+
+
+def make_hf(case: str, seed: int = 0) -> Any:
+    """The Hugging Face model of a case, all parameters random (norms around 1), eager attention, float32."""
+    package, prefix, config = CASES[case]
+    settings = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+    modeling = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    model = getattr(modeling, f"{prefix}ForCausalLM")(getattr(settings, f"{prefix}Config")(**config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+            if parameter.ndim == 1 and name.endswith("weight"):
+                parameter.add_(1.0)
+    return model.eval()
+
+
+def save_case(case: str, directory: Path, **options: Any) -> Any:
+    """Writes the model of `case` to `directory`, and returns it."""
+    model = make_hf(case)
+    model.save_pretrained(directory, **options)
+    return model

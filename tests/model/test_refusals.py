@@ -1,0 +1,147 @@
+"""What is not honoured is refused, by name and before any weight is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from afterglow.errors import ModelError
+from afterglow.model.families import FAMILIES, KNOWN_REFUSED, UNSUPPORTED, spec_from_config
+from afterglow.model.spec import ModelSpec
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+}
+
+
+def read(**changes: Any) -> ModelSpec:
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    return spec_from_config(config)[0]
+
+
+def plain(kind: str) -> dict[str, Any]:
+    return {"model_type": kind, "architectures": [FAMILIES[kind].architecture]}
+
+
+OPT = {**plain("opt"), "ffn_dim": 100}
+FALCON = plain("falcon")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "bloom"}, ["bloom", "ALiBi", "llama"]),
+        ({"model_type": "mixtral"}, ["mixtral", "mixture of experts"]),
+        ({"model_type": "deepseek_v3"}, ["MLA"]),
+        ({"model_type": "nonsense"}, ["nonsense", "supported are", "qwen3"]),
+        ({"model_type": ...}, ["model_type"]),
+        ({"hidden_act": "quick_gelu"}, ["quick_gelu", "gelu_new"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
+        ({"vision_config": {}}, ["multimodal"]),
+        ({"num_local_experts": 8}, ["mixture of experts"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}, ["own code", "XForCausalLM"]),
+        ({"num_hidden_layers": ...}, ["num_hidden_layers"]),
+        ({"num_hidden_layers": 0}, ["layers", "0"]),
+        ({"num_hidden_layers": "two"}, ["layers", "two"]),
+        ({"num_key_value_heads": 3}, ["4 attention heads", "3 key/value heads"]),
+        ({"rope_scaling": {"type": "proportional", "factor": 2}}, ["proportional", "yarn"]),
+        ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}}, ["yarn", "surprise"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["llama3", "low_freq_factor"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["layer types"]),
+        ({"partial_rotary_factor": 0.05}, ["rotary", "even"]),
+        (plain("mistral") | {"attention_bias": True}, ["attention_bias"]),
+        (plain("phi") | {"qk_layernorm": True}, ["qk_layernorm"]),
+        (FALCON | {"alibi": True}, ["ALiBi", "alibi"]),
+        (FALCON | {"num_ln_in_parallel_attn": 2}, ["Falcon", "2 parallel norms"]),
+        (FALCON | {"new_decoder_architecture": True, "parallel_attn": False}, ["Falcon", "parallel_attn"]),
+        (OPT | {"do_layer_norm_before": False}, ["do_layer_norm_before"]),
+        (OPT | {"word_embed_proj_dim": 32}, ["word_embed_proj_dim"]),
+        (OPT | {"_remove_final_layer_norm": True}, ["final norm"]),
+        (OPT | {"layer_norm_elementwise_affine": False}, ["layer norms without weights"]),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(**changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("key", UNSUPPORTED)
+def test_every_dangerous_key_is_refused_and_harmless_at_its_neutral_values(key: str) -> None:
+    neutral, _ = UNSUPPORTED[key]
+    for value in neutral:
+        read(**{key: value})
+    flag = next((value for value in neutral if isinstance(value, bool)), None)
+    changed = 7 if flag is None else not flag
+    if key in FAMILIES["llama"].honoured:
+        read(**{key: changed})
+    else:
+        with pytest.raises(ModelError, match=key):
+            read(**{key: changed})
+
+
+def test_known_refusals_are_not_supported_after_all() -> None:
+    assert not set(KNOWN_REFUSED) & set(FAMILIES)
+
+
+def refused_beyond(spec: ModelSpec, limit: int, word: str) -> None:
+    assert spec.context(limit) == limit
+    for wish in (None, limit + 1):
+        with pytest.raises(ModelError, match=word) as caught:
+            spec.context(wish)
+        assert f"--max-model-len {limit}" in str(caught.value)
+
+
+def test_a_sliding_window_limits_the_context() -> None:
+    refused_beyond(read(**plain("mistral"), sliding_window=1024), 1024, "sliding-window")
+    assert read(**plain("mistral"), sliding_window=None).context() == 4096
+    assert read(**plain("mistral")).context() == 4096, "the default window of 4096 is all there is"
+    refused_beyond(read(**plain("mistral"), max_position_embeddings=32768), 4096, "sliding-window")
+    sliding = {"use_sliding_window": True, "sliding_window": 512}
+    refused_beyond(read(**plain("qwen2"), **sliding, max_window_layers=2), 512, "sliding-window")
+    assert read(**plain("qwen2"), **sliding, max_window_layers=4).context() == 4096, "no layer slides"
+    assert read(**plain("qwen3"), sliding_window=512, use_sliding_window=False).context() == 4096
+    kinds = ["full_attention"] * 3 + ["sliding_attention"]
+    refused_beyond(read(**plain("qwen3"), **sliding, layer_types=kinds), 512, "sliding-window")
+
+
+def test_scalings_that_depend_on_the_length_stop_at_the_original_window() -> None:
+    factors = [1.0] * 8
+    longrope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    refused_beyond(read(rope_scaling=longrope, original_max_position_embeddings=1024), 1024, "longrope")
+    dynamic = read(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert dynamic.context() == 4096
+    with pytest.raises(ModelError, match="dynamic"):
+        dynamic.context(4097)
+
+
+def test_contexts_longer_than_the_model_are_refused() -> None:
+    assert read().context() == 4096
+    assert read().context(100) == 100
+    with pytest.raises(ModelError, match="4096 positions"):
+        read().context(5000)
+
+
+def test_derived_numbers() -> None:
+    spec = read(num_key_value_heads=2, eos_token_id=[5, 6], torch_dtype="bfloat16")
+    assert spec.kv_bytes_per_token("float32") == 2 * 4 * 2 * 16 * 4
+    assert spec.kv_bytes_per_token("bfloat16") == 2 * 4 * 2 * 16 * 2
+    assert spec.eos_ids == (5, 6)
+    assert spec.dtype == "bfloat16"
+    assert spec.scale == 0.25
+    assert spec.decoupled
+    assert not read(**OPT).decoupled

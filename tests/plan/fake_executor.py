@@ -1,0 +1,309 @@
+"""An executor without tensors: it carries steps out on *simulated contents*, so that every byte's identity is checked.
+
+A row's content is a hash of its salt and all tokens up to it: exactly what its keys and values depend on. Device
+segments, host slots and files hold such rows. Whatever a job gathers, copies or takes over must be the rows of its
+own tokens, or an assertion fails here. Moves and saves take a random number of ticks, and may fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from dataclasses import dataclass, field
+
+from afterglow.plan.extent import Capacity
+from afterglow.plan.step import (
+    Admit,
+    Completion,
+    Drop,
+    ExtentRecord,
+    JobSpec,
+    Load,
+    Move,
+    MoveDone,
+    Run,
+    Save,
+    SaveDone,
+    Step,
+    StepResult,
+    Store,
+)
+
+Row = bytes
+GARBAGE: Row = b"garbage"
+VOCABULARY = 50
+
+
+def pack(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def unpack(tokens: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(tokens) // 4}I", tokens))
+
+
+class Text:
+    """A token string and the contents of its rows."""
+
+    def __init__(self, salt: str, tokens: list[int]) -> None:
+        self.start: Row = b"salt " + salt.encode()
+        self.tokens: list[int] = []
+        self.rows: list[Row] = []
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        self.rows.append(next_row(self.rows[-1] if self.rows else self.start, token))
+        self.tokens.append(token)
+
+
+def next_row(before: Row, token: int) -> Row:
+    return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def sample(row: Row) -> int:
+    """The model: the next token is a function of all tokens before."""
+    return int.from_bytes(row, "little") % VOCABULARY
+
+
+def answer(spec: JobSpec, max_model_len: int) -> tuple[list[int], str]:
+    """What the job generates when nothing is cached, and how it ends."""
+    text = Text(spec.salt, unpack(spec.prompt))
+    made: list[int] = []
+    while len(made) < spec.max_tokens:
+        made.append(sample(text.rows[-1]))
+        text.append(made[-1])
+        if made[-1] in spec.stop_tokens:
+            return made, "stop"
+        if len(text.tokens) >= max_model_len:
+            break
+    return made, "length"
+
+
+@dataclass
+class Faults:
+    """Chances per move or save, and how long they take (ticks, at most)."""
+
+    load: float = 0.0
+    store: float = 0.0
+    save: float = 0.0
+    busy: float = 0.5  # of failed loads: the read hangs on and writes garbage later
+    delay: int = 3
+    lazy_saves: float = 0.5
+
+
+@dataclass
+class Segment:
+    rows: list[Row]
+    capacity: int
+
+
+@dataclass
+class Pending:
+    move: Move
+    ticks: int
+    content: list[Row] = field(default_factory=list)
+
+
+@dataclass
+class Tee:
+    job: int
+    save: Save
+    rows: list[Row]
+
+
+class FakeExecutor:
+    """Device, host and disk of one engine. `files` and `catalog` survive a restart."""
+
+    def __init__(self, capacity: Capacity, rng: random.Random, faults: Faults) -> None:
+        self.capacity = capacity
+        self.rng = rng
+        self.faults = faults
+        self.texts: dict[int, Text] = {}
+        self.segments: dict[int, Segment] = {}
+        self.contexts: dict[int, Segment] = {}
+        self.slots: list[list[Row]] = [[GARBAGE] * capacity.block_rows for _ in range(capacity.host_slots)]
+        self.files: dict[str, list[Row]] = {}
+        self.catalog: dict[str, ExtentRecord] = {}
+        self.pending: dict[int, Pending] = {}
+        self.hung: dict[int, Pending] = {}
+        self.tees: list[Tee] = []
+        self.done: list[Completion] = []
+        self.gathered = {"device": 0, "host": 0, "computed": 0}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.pending or self.hung or self.tees or self.done)
+
+    def submit(self, spec: JobSpec) -> None:
+        self.texts[spec.job] = Text(spec.salt, unpack(spec.prompt))
+
+    # ------------------------------------------------------------------------------------------- a step
+
+    def execute(self, step: Step) -> StepResult:
+        for release in step.releases:
+            for tee in [tee for tee in self.tees if tee.job == release.job]:
+                self._write(tee)
+            segment = self.segments.pop(release.job)
+            if release.context is not None:
+                assert 0 < release.rows <= len(segment.rows)
+                self.contexts[release.context] = Segment(segment.rows[: release.rows], segment.capacity)
+        for number in step.frees:
+            del self.contexts[number]
+        for move in step.moves:
+            self._start(move)
+        result = StepResult({}, {})
+        assert len({run.job for run in step.runs}) == len(step.runs)
+        for run in step.runs:
+            self._run(run, result)
+            self._check_device()
+        return result
+
+    def _check_device(self) -> None:
+        segments = [*self.segments.values(), *self.contexts.values()]
+        assert sum(segment.capacity for segment in segments) <= self.capacity.device_rows
+        assert all(len(segment.rows) <= segment.capacity for segment in segments)
+
+    def _run(self, run: Run, result: StepResult) -> None:
+        text = self.texts[run.job]
+        if run.admit is not None:
+            failed = self._admit(run, run.admit)
+            if failed is not None:
+                result.failed[run.job] = failed
+                for save in run.saves:
+                    self.done.append(SaveDone(save.draft, save.draft_row, save.rows, ok=False))
+                return
+        segment = self.segments[run.job]
+        assert run.capacity >= segment.capacity
+        segment.capacity = run.capacity
+        assert len(segment.rows) == run.start
+        assert segment.rows == text.rows[: run.start], "rows that are not the job's own"
+        stop = run.start + len(run.tokens)
+        assert list(run.tokens) == text.tokens[run.start : stop]
+        assert run.tokens
+        segment.rows += text.rows[run.start : stop]
+        self.gathered["computed"] += len(run.tokens)
+        for save in run.saves:
+            assert run.start <= save.job_row
+            assert save.job_row + save.rows <= stop
+            tee = Tee(run.job, save, segment.rows[save.job_row : save.job_row + save.rows])
+            self.tees.append(tee)
+            if self.rng.random() > self.faults.lazy_saves:
+                self._write(tee)
+        if run.sample:
+            assert stop == len(text.tokens)
+            token = sample(segment.rows[-1])
+            result.tokens[run.job] = token
+            text.append(token)
+
+    def _admit(self, run: Run, admit: Admit) -> str | None:
+        assert run.job not in self.segments
+        rows: list[Row] = []
+        capacity = run.capacity
+        if admit.context is not None:
+            context = self.contexts.pop(admit.context) if admit.take else self.contexts[admit.context]
+            assert admit.device_rows <= len(context.rows)
+            rows = context.rows[: admit.device_rows]
+            if admit.take:
+                assert run.capacity >= context.capacity
+        else:
+            assert admit.device_rows == 0
+        self.gathered["device"] += len(rows)
+        self.segments[run.job] = Segment(rows, capacity)
+        for gather in admit.gathers:
+            if gather.move is not None and gather.move in self.pending:
+                self._end(gather.move)
+            bad = {item.move for item in self.done if isinstance(item, MoveDone) and not item.ok}
+            if gather.move is not None and gather.move in bad:
+                self.segments[run.job].rows = [GARBAGE] * len(rows)
+                return gather.extent
+            content = self._read(gather.slots)
+            rows += content[gather.start : gather.stop]
+            self.gathered["host"] += gather.stop - gather.start
+        return None
+
+    # ------------------------------------------------------------------------------------- host and disk
+
+    def _read(self, slots: tuple[int, ...]) -> list[Row]:
+        return [row for slot in slots for row in self.slots[slot]]
+
+    def _put(self, slots: tuple[int, ...], first: int, rows: list[Row]) -> None:
+        size = self.capacity.block_rows
+        for i, row in enumerate(rows, first):
+            self.slots[slots[i // size]][i % size] = row
+
+    def _write(self, tee: Tee) -> None:
+        self.tees.remove(tee)
+        save = tee.save
+        ok = self.rng.random() >= self.faults.save
+        self._put(save.slots, save.draft_row, tee.rows if ok else [GARBAGE] * save.rows)
+        last = self.done[-1] if self.done else None
+        if isinstance(last, SaveDone) and last.draft == save.draft and last.first_row + last.rows == save.draft_row:
+            if last.ok == ok:  # in any grouping
+                self.done[-1] = SaveDone(save.draft, last.first_row, last.rows + save.rows, ok)
+                return
+        self.done.append(SaveDone(save.draft, save.draft_row, save.rows, ok))
+
+    def _start(self, move: Move) -> None:
+        pending = Pending(move, self.rng.randint(0, self.faults.delay))
+        if isinstance(move, Load):
+            assert len(move.slots) == self.capacity.blocks(move.rows)
+            pending.content = list(self.files[move.extent])
+            self._put(move.slots, 0, [GARBAGE] * move.rows)  # a slot that is loaded must be nobody else's
+        elif isinstance(move, Store):
+            record = move.record
+            assert record.id not in self.files, "a file of that name is there"
+            assert not any(isinstance(p.move, Store) and p.move.record.id == record.id for p in self.pending.values())
+            pending.content = self._read(move.slots)[: record.rows]
+            for before, row, token in zip(
+                pending.content, pending.content[1:], unpack(record.tokens)[1:], strict=True
+            ):
+                assert row == next_row(before, token), "not the rows of these tokens"
+        self.pending[move.move] = pending
+        written = sum(p.move.record.file_bytes for p in self.pending.values() if isinstance(p.move, Store))
+        stored = sum(record.file_bytes for record in self.catalog.values())
+        assert stored + written <= self.capacity.disk_bytes, "the disk budget"
+
+    def _end(self, number: int) -> None:
+        pending = self.pending.pop(number)
+        move = pending.move
+        if isinstance(move, Load):
+            if self.rng.random() < self.faults.load:
+                busy = self.rng.random() < self.faults.busy
+                if busy:
+                    self.hung[number] = Pending(move, self.rng.randint(1, 5))
+                self.done.append(MoveDone(number, ok=False, slots_busy=busy, error="damaged"))
+                return
+            self._put(move.slots, 0, pending.content)
+        elif isinstance(move, Store):
+            assert self._read(move.slots)[: move.record.rows] == pending.content, "slots changed while being stored"
+            if self.rng.random() < self.faults.store:
+                self.done.append(MoveDone(number, ok=False, error="no space"))
+                return
+            self.files[move.record.id] = pending.content
+            self.catalog[move.record.id] = move.record
+        else:
+            assert isinstance(move, Drop)
+            del self.files[move.extent]
+            del self.catalog[move.extent]
+        self.done.append(MoveDone(number, ok=True, bytes=1, seconds=1.0))
+
+    def tick(self) -> list[Completion]:
+        """Time passes; what has ended since the last tick."""
+        for number, pending in list(self.pending.items()):
+            pending.ticks -= 1
+            if pending.ticks < 0:
+                self._end(number)
+        for number, pending in list(self.hung.items()):
+            pending.ticks -= 1
+            assert isinstance(pending.move, Load)
+            self._put(pending.move.slots, 0, [GARBAGE] * pending.move.rows)
+            if pending.ticks < 0:
+                del self.hung[number]
+                self.done.append(MoveDone(number, ok=False))
+        for tee in list(self.tees):
+            if self.rng.random() < 0.3:
+                self._write(tee)
+        done, self.done = self.done, []
+        return done

@@ -1,0 +1,233 @@
+"""The whole plan against an executor that knows the identity of every row: random work, tiny tiers, faults, restarts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
+
+from afterglow.plan.extent import Capacity
+from afterglow.plan.journal import RecordingScheduler, replay, step_digest
+from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
+
+
+class World:
+    """Conversations, a scheduler and an executor, driven by one random seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        block = rng.choice([4, 4, 8])
+        table = tuple(100 + 60 * blocks for blocks in range(1, 5))
+        self.capacity = Capacity(
+            device_rows=rng.choice([160, 320, 800]),
+            host_slots=rng.choice([0, 6, 20, 60, 400]),
+            disk_bytes=rng.choice([0, 1000, 5000, 10**6]),
+            file_bytes=table,
+            max_extent_rows=4 * block,
+            block_rows=block,
+        )
+        self.max_model_len = rng.choice([120, 150, 10**6])
+        self.settings = {
+            "policy": rng.choice(["lru", "fifo"]),
+            "write_policy": rng.choice(["write_back", "write_through"]),
+            "prefill_chunk": rng.choice([0, 3, 16, 64]),
+            "max_batch": rng.choice([1, 3, 8]),
+            "max_model_len": self.max_model_len,
+            "digest": "m",
+        }
+        chance = rng.choice([0.0, 0.0, 0.1, 0.4])
+        self.faults = Faults(
+            load=chance, store=chance, save=chance / 4, delay=rng.choice([0, 3, 8]), lazy_saves=rng.random()
+        )
+        self.executor = FakeExecutor(self.capacity, rng, self.faults)
+        self.cancels = rng.choice([0.0, 0.02])
+        self.arrivals = rng.choice([0.05, 0.3])
+        self.journals: list[list[str]] = []
+        self.digests: list[str] = []
+        self.now = 0.0
+        self.last_job = 0
+        self.specs: dict[int, JobSpec] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+        self.admitted: dict[int, Admitted] = {}
+        systems = [self.words(rng.randint(0, 30)) for _ in range(2)]
+        self.histories = [(rng.choice(["", "a", "b"]), list(rng.choice(systems))) for _ in range(rng.randint(2, 8))]
+        self.hits = [0, 0, 0]
+        self.steps = 0
+        self.scheduler = self.start()
+
+    def words(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def start(self) -> Scheduler:
+        lines: list[str] = []
+        self.journals.append(lines)
+        return RecordingScheduler(self.capacity, write=lines.append, **self.settings)  # type: ignore[arg-type]
+
+    # ---------------------------------------------------------------------------------------------- input
+
+    def submit(self) -> None:
+        rng = self.rng
+        salt, history = rng.choice(self.histories)
+        prompt = [*history, *self.words(rng.randint(1, rng.choice([2, 40])))]
+        if rng.random() < 0.15:  # somebody edits what was said
+            prompt = prompt[: rng.randint(1, len(prompt))]
+        longest = min(self.max_model_len - 1, self.capacity.device_rows // self.capacity.block_rows * 4, 130)
+        prompt = prompt[: min(longest, self.capacity.device_rows - 8)]
+        self.last_job += 1
+        spec = JobSpec(
+            self.last_job,
+            pack(prompt),
+            max_tokens=rng.choice([0, 1, 2, 10, 40]),
+            stop_tokens=frozenset([0, 1]),
+            salt=salt,
+            read=rng.random() < 0.95,
+            write=rng.random() < 0.95,
+            priority=rng.choice([0, 0, 0, 1]),
+        )
+        self.specs[spec.job] = spec
+        self.answers[spec.job] = []
+        self.executor.submit(spec)
+        self.scheduler.submit(spec, self.now)
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Admitted):
+                assert event.job not in self.admitted
+                self.admitted[event.job] = event
+                found = event.device + event.host + event.disk
+                assert found < len(self.specs[event.job].prompt) // 4 + len(self.answers[event.job])
+                self.hits = [self.hits[0] + event.device, self.hits[1] + event.host, self.hits[2] + event.disk]
+                continue
+            assert event.job not in self.ends
+            if event.token is not None:
+                self.answers[event.job].append(event.token)
+            if event.finish is not None:
+                self.ends[event.job] = event.finish
+                self.finish(event)
+
+    def finish(self, event: Emitted) -> None:
+        spec = self.specs[event.job]
+        made = self.answers[event.job]
+        expected, why = answer(spec, self.max_model_len)
+        length = len(spec.prompt) // 4 + len(made)
+        if event.finish == "cancelled":
+            assert made == expected[: len(made)]
+        elif made == expected:
+            assert event.finish == why
+        else:  # the device was too small for it
+            assert event.finish == "length"
+            assert made == expected[: len(made)]
+            assert length > self.capacity.device_rows // self.capacity.block_rows * self.capacity.block_rows
+        if length < 90 and self.rng.random() < 0.8:
+            text = self.executor.texts[event.job].tokens
+            place = self.rng.randrange(len(self.histories))
+            self.histories[place] = (spec.salt, list(text))
+
+    # ----------------------------------------------------------------------------------------------- time
+
+    def turn(self) -> None:
+        """One step, and what happens around it."""
+        step = self.scheduler.schedule(self.now)
+        self.digests.append(step_digest(step))
+        self.scheduler.check()
+        result = self.executor.execute(step)
+        self.steps += 1
+        if self.rng.random() < self.cancels:  # in the middle of a step
+            self.cancel()
+        if self.rng.random() < 0.2:
+            self.take(self.scheduler.complete(self.executor.tick(), self.now))
+            self.scheduler.check()
+        self.now += self.rng.random()
+        done = self.executor.tick()
+        if step.runs or self.rng.random() < 0.5:
+            self.take(self.scheduler.commit(step, result, done, self.now))
+        else:
+            self.take(self.scheduler.complete(done, self.now))
+        self.scheduler.check()
+        if step.idle and not done and not self.executor.busy:
+            assert self.scheduler.unfinished == 0, "nothing moves and somebody waits"
+
+    def cancel(self) -> None:
+        live = [job for job in self.specs if job not in self.ends]
+        if live:
+            self.take(self.scheduler.cancel(self.rng.choice(live), self.now))
+            self.scheduler.check()
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            while self.scheduler.unfinished < 12 and self.rng.random() < self.arrivals:
+                self.submit()
+            if self.rng.random() < self.cancels:
+                self.cancel()
+            if self.rng.random() < 0.002:
+                self.scheduler.reset(self.now)
+                self.scheduler.check()
+            self.turn()
+
+    def drain(self) -> None:
+        for _ in range(20_000):
+            if not self.scheduler.unfinished and not self.executor.busy:
+                break
+            self.turn()
+        else:
+            raise AssertionError("it never ends")
+        assert all(job in self.ends for job in self.specs)
+
+    def restart(self) -> None:
+        """With or without a flush; what is on disk survives."""
+        self.drain()
+        if self.rng.random() < 0.7:
+            self.scheduler.flush(self.now)
+            for _ in range(1000):
+                self.turn()
+                if self.scheduler.flushed:
+                    break
+            else:
+                raise AssertionError("the flush never ends")
+        else:
+            self.turn()  # hands out what is left over
+        while self.executor.busy:
+            self.executor.tick()
+        old = self.executor
+        self.executor = FakeExecutor(self.capacity, self.rng, self.faults)
+        self.executor.files, self.executor.catalog = old.files, old.catalog
+        self.scheduler = self.start()
+        records = list(old.catalog.values())
+        self.rng.shuffle(records)
+        for record in self.scheduler.restore(records, self.now):
+            del self.executor.files[record.id], self.executor.catalog[record.id]
+        self.scheduler.check()
+
+    def check_journals(self) -> None:
+        replayed = [pair for lines in self.journals for pair in replay(lines)]
+        assert [digest for _, digest in replayed] == self.digests
+        assert [step_digest(step) for step, _ in replayed] == self.digests
+
+
+def live(seed: int, steps: int, restarts: int) -> World:
+    world = World(seed)
+    for _ in range(restarts):
+        world.run(steps)
+        world.restart()
+    world.run(steps)
+    world.drain()
+    world.check_journals()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_right_whatever_happens(seed: int) -> None:
+    live(seed, steps=120, restarts=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_every_row_is_right_for_a_long_time() -> None:
+    hits = [0, 0, 0]
+    for seed in range(1000, 1400):
+        world = live(seed, steps=400, restarts=2)
+        hits = [a + b for a, b in zip(hits, world.hits, strict=True)]
+    assert all(hits)

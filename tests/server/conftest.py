@@ -1,0 +1,88 @@
+"""Servers on real sockets, with a fake engine behind them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import toys
+from fake_engine import FakeEngine
+
+from afterglow.server.launch import Service
+from afterglow.server.settings import ServerConfig
+from afterglow.text import Tokenizer
+
+REPLY = "The kite is red, grüße 🙂 and the mill is near the river."
+
+
+@dataclass
+class Running:
+    engine: FakeEngine
+    tokenizer: Tokenizer
+    url: str
+    service: Service
+    thread: threading.Thread
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def http(self, **kwargs: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toys.byte_level(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def running(
+    model_dir: Path, config: ServerConfig | None = None, **engine_options: object
+) -> Iterator[Running]:
+    tokenizer = Tokenizer(model_dir)
+    eos = tokenizer.token_id("<|im_end|>")
+    assert eos is not None
+    engine = FakeEngine(
+        tokenizer.encode(REPLY),
+        eos=eos,
+        vocab_size=tokenizer.vocab_size,
+        **engine_options,  # type: ignore[arg-type]
+    )
+    engine.start()
+    service = Service(engine, tokenizer, config or ServerConfig(port=0, grace=0.5), model_dir)
+    thread = threading.Thread(target=service.run, kwargs={"signals": False})
+    thread.start()
+    wait_for(lambda: service.started)
+    try:
+        yield Running(engine, tokenizer, service.address, service, thread)
+    finally:
+        service.stop()
+        engine.gate.set()
+        thread.join(15)
+        assert not thread.is_alive()
+        engine.close()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[Running]:
+    with running(model_dir) as value:
+        yield value

@@ -1,0 +1,96 @@
+"""What the store's tests share: layouts, an arena full of noise, a store that closes itself, an extent record."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from afterglow.plan.step import Completion, ExtentRecord, Load, MoveDone, Store
+from afterglow.store.kvstore import KVStore
+from afterglow.store.layout import KVLayout
+from afterglow.store.namespace import Namespace
+from afterglow.store.tier import HostArena, arena_bytes
+
+ALIGNED = KVLayout(2, 2, 8, "F32")  # chunks of 4096 bytes: transfers go straight to the slots
+ODD = KVLayout(3, 1, 6, "BF16")  # chunks of 768 bytes: transfers pass through a bounce buffer
+DIGEST = "5eed" * 16
+
+
+def extent_name(number: int) -> str:
+    return hashlib.sha256(b"%d" % number).hexdigest()
+
+
+def record(number: int, rows: int, **more: Any) -> ExtentRecord:
+    tokens = np.random.default_rng(number).integers(0, 50_000, rows, dtype=np.uint32).tobytes()
+    values: dict[str, Any] = {"parent": None, "parent_rows": 0, "salt": "s", "kind": "exact", "last_used": 1.0}
+    return ExtentRecord(id=extent_name(number), tokens=tokens, file_bytes=0, **{**values, **more})
+
+
+def arena_of(layout: KVLayout, slots: int, seed: int = 0) -> HostArena:
+    memory = mmap.mmap(-1, max(1, arena_bytes(layout, slots)))
+    np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(seed).integers(0, 256, len(memory), np.uint8)
+    return HostArena(layout, slots, memory)
+
+
+def contents(arena: HostArena, slots: Sequence[int], rows: int) -> np.ndarray:
+    """uint8 [layers, 2, rows, row_bytes]: a copy of what the slots hold."""
+    return arena.rows[:, :, list(slots)].reshape(arena.layout.layers, 2, -1, arena.layout.row_bytes)[:, :, :rows].copy()
+
+
+class Kit:
+    """A KVStore over noise, in a namespace of `folder`; a context manager."""
+
+    def __init__(self, folder: Path | None, layout: KVLayout = ALIGNED, slots: int = 64, **more: Any) -> None:
+        memory = mmap.mmap(-1, arena_bytes(layout, slots))
+        np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(7).integers(0, 256, len(memory), np.uint8)
+        self.namespace = None if folder is None else Namespace.open(folder, "m", DIGEST, layout)
+        self.notified = 0
+        self.moves = 0
+        try:
+            self.store = KVStore(layout, slots, memory, namespace=self.namespace, notify=self._notify, **more)
+        except BaseException:
+            if self.namespace is not None:
+                self.namespace.close()
+            raise
+
+    def _notify(self) -> None:
+        self.notified += 1
+
+    def __enter__(self) -> Kit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    @property
+    def path(self) -> Path:
+        assert self.namespace is not None
+        return self.namespace.path
+
+    def file(self, number: int) -> Path:
+        name = extent_name(number)
+        return self.path / "extents" / name[:2] / f"{name}.safetensors"
+
+    def put(self, number: int, rows: int, slots: Sequence[int], **more: Any) -> MoveDone:
+        self.moves += 1
+        return self.move(Store(self.moves, record(number, rows, **more), tuple(slots)))
+
+    def get(self, number: int, rows: int, slots: Sequence[int]) -> MoveDone:
+        self.moves += 1
+        return self.move(Load(self.moves, extent_name(number), rows, tuple(slots)))
+
+    def move(self, move: Any) -> MoveDone:
+        self.store.start([move])
+        (done,) = self.settle()
+        assert isinstance(done, MoveDone)
+        assert done.move == move.move
+        return done
+
+    def settle(self, timeout: float = 20.0) -> list[Completion]:
+        assert self.store.drain(timeout)
+        return self.store.finished()

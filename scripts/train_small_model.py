@@ -13,7 +13,7 @@ runs it), the byte-level BPE tokenizer, the training and the evaluation.
 
 Examples::
 
-    python scripts/train_small_model.py --out build/model --minutes 90
+    python scripts/train_small_model.py --out build/model --minutes 35
     python scripts/train_small_model.py --out build/model --resume
     python scripts/train_small_model.py --evaluate build/model
 """
@@ -403,6 +403,8 @@ class Dialogue:
 
 
 W_VALUE, W_REPLY, W_USER, W_FILLER = 1.0, 0.15, 0.0, 0.06
+W_INDUCTION, W_BRIDGE = 0.25, 0.5
+KINDS = (W_VALUE, W_INDUCTION, W_BRIDGE)
 
 
 class Writer:
@@ -413,6 +415,7 @@ class Writer:
         self.sentences = sentences
         self.rng = random.Random(seed)
         self.cache: dict[str, list[int]] = {}
+        self.p_bind = 0.4
         self.value_ids = [self.encode(" " + w)[0] for w in COLORS + CITIES + FOODS + NOUNS
                           + NUMBERS + NAMES + ANIMALS + JOBS]
 
@@ -428,8 +431,12 @@ class Writer:
 
     # -- parts -------------------------------------------------------------
 
-    def draw_facts(self, count: int, p_user: float) -> list[Fact]:
-        """Distinct facts; values of one kind are rarely shared, keys never."""
+    def draw_facts(self, count: int, p_user: float, bind: bool = False) -> list[Fact]:
+        """Distinct facts: a key has one value of a kind, a value has one key.
+
+        With ``bind`` all are of one or two kinds, so that the kind of the value
+        says little and the answer depends on whose value it is.
+        """
         rng = self.rng
         facts: list[Fact] = []
         keys: set[tuple[str, str]] = set()
@@ -438,11 +445,18 @@ class Writer:
         things = [f"{rng.choice(OBJECT_COLORS)} {rng.choice(OBJECTS)}"
                   for _ in range(rng.randint(2, 5))]
         focus = rng.sample(BOUND_ATTRIBUTES, rng.randint(2, len(BOUND_ATTRIBUTES)))
+        own = USER_ATTRIBUTES
+        if bind:
+            people = rng.sample(NAMES, min(12, max(3, count)))
+            things = [f"{c} {o}" for c in rng.sample(OBJECT_COLORS, 4) for o in rng.sample(OBJECTS, 3)]
+            focus = focus[: rng.randint(1, 2)]
+            own = [a for a in own if a.name in {f.name for f in focus}]
+            p_user = 0.15 if own else 0.0
         for _ in range(count * 20):
             if len(facts) == count:
                 break
             if rng.random() < p_user:
-                attribute, key = rng.choice(USER_ATTRIBUTES), ""
+                attribute, key = rng.choice(own), ""
             else:
                 attribute = rng.choice(focus)
                 if attribute.name == "relative":
@@ -563,19 +577,20 @@ class Writer:
         rng = self.rng
         d = Dialogue()
         self.put(d, [BOS], 0.0)
-        if rng.random() < 0.4:
+        long = length > 300
+        bind = rng.random() < self.p_bind
+        if rng.random() < (0.4 if long else 0.1):
             self.put(d, [SYSTEM], 0.0)
             self.put_text(d, rng.choice(SYSTEM_PROMPTS), W_USER)
             self.put(d, [END], W_USER)
-        long = length > 300
         if count is None:
             low, high = (3, 5) if length < 200 else (4, 8) if not long else (
                 6, max(8, min(24, length // 50)))
             count = rng.randint(low, high)
-        facts = self.draw_facts(count, p_user)
+        facts = self.draw_facts(count, p_user, bind)
         last: dict[str, int] = {}
         p_filler = rng.choice((0.0, 0.0, 0.15, 0.4)) if long else 0.0
-        p_chat = rng.choice((0.0, 0.3, 0.6)) if long else 0.1
+        p_chat = rng.choice((0.0, 0.3, 0.6)) if long else 0.04
         todo = list(facts)
         while todo:
             size = rng.randint(1, 4) if long else rng.randint(2, 5)
@@ -592,7 +607,7 @@ class Writer:
             self.chat(d, p_read, max(41, int(until) - len(d.ids)))
         fresh = list(facts)
         rng.shuffle(fresh)
-        p_question = rng.choice((0.6, 0.8, 1.0)) if long else 0.95
+        p_question = rng.choice((0.6, 0.8, 1.0)) if long else 0.97
         while len(d.ids) < length:
             if rng.random() < p_question:
                 first = bool(fresh)
@@ -619,7 +634,45 @@ class Writer:
         string = [rng.choice(self.value_ids) for _ in range(period)]
         self.put(d, string, 0.0)
         while len(d.ids) < length:
-            self.put(d, string, W_VALUE * 0.25)
+            self.put(d, string, W_INDUCTION)
+        return d
+
+    def bridge(self, length: int) -> Dialogue:
+        """Key, a phrase, value; the same phrase for all, each pair many times.
+
+        With an empty phrase this is plain induction; with a longer one the value
+        has to be bound to a key some tokens before it, as in the sentences of the
+        dialogues.  The mixture leads from the one to the other.
+        """
+        rng = self.rng
+        d = Dialogue()
+        self.put(d, [BOS], 0.0)
+        attribute = rng.choice(BOUND_ATTRIBUTES)
+        count = rng.randint(2, 6)
+        if rng.random() < 0.7:
+            names = rng.sample(NAMES, count)
+            keys = [(self.encode(" " + n), self.encode(n)) for n in names]
+            phrases = [f"'s favourite {a}" for a in ("color", "food", "drink", "sport")]
+            phrases = [p + " is" for p in phrases] + [
+                " lives in", " has a pet", " works as a", "'s lucky number is", " plays the",
+                " is in", " is", " has", " likes", "", ""]
+        else:
+            things = rng.sample([f" {c} {o}" for c in OBJECT_COLORS for o in OBJECTS], count)
+            keys = [(self.encode(t), self.encode(t)) for t in things]
+            phrases = [" is", " has the code", " has the password", " is the", "", ""]
+        phrase = self.encode(rng.choice(phrases))
+        if rng.random() < 0.3:
+            phrase = [rng.choice(self.value_ids) for _ in range(rng.randint(0, 5))]
+        stop = self.encode(rng.choice((".", ",", ";")))
+        values = [self.encode(" " + v)[0] for v in rng.sample(list(attribute.values), count)]
+        seen: set[int] = set()
+        while len(d.ids) < length:
+            k = rng.randrange(count)
+            self.put(d, rng.choice(keys[k]), 0.0)
+            self.put(d, phrase, 0.0)
+            self.put(d, [values[k]], W_BRIDGE if k in seen else 0.0)
+            self.put(d, stop, 0.0)
+            seen.add(k)
         return d
 
 
@@ -741,13 +794,58 @@ class SmallLlama(nn.Module):
         self.cos: Tensor
         self.sin: Tensor
         self.run_hidden: Callable[[Tensor], Tensor] = self.hidden
-        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Random weights, and layer 0 heads that look a fixed number of tokens back.
+
+        The embeddings are large enough to stay visible in the residual stream;
+        the final norm makes up for that in the (tied) logits.  They share a
+        constant direction, and some heads of the first layer read only that one,
+        so their scores depend on the distance alone.  Such heads form in any
+        trained model and every later match needs them; here they are a start.
+        """
+        c = self.config
         for name, p in self.named_parameters():
             if name.endswith("proj.weight"):
                 std = p.shape[1] ** -0.5
                 if "o_proj" in name or "down_proj" in name:
                     std /= math.sqrt(2 * c.num_hidden_layers)
                 nn.init.normal_(p, std=std)
+        std = 0.5
+        constant = torch.full((c.hidden_size,), c.hidden_size**-0.5)
+        other = torch.eye(c.hidden_size) - torch.outer(constant, constant)
+        length = std * math.sqrt(c.hidden_size)
+        embed = torch.randn(c.vocab_size, c.hidden_size) * std
+        self.embed_tokens.weight.copy_(embed @ other + 0.75 * length * constant)
+        nn.init.constant_(self.norm.weight, 0.1)
+        for name, p in self.named_parameters():
+            if p.ndim == 2 and p.shape[1] == c.hidden_size and "proj" in name and "o_proj" not in name:
+                p.copy_(p @ other)
+        attention = self.layers[0].self_attn
+        assert isinstance(attention, Attention)
+        q, k = attention.q_proj.weight, attention.k_proj.weight
+        d = c.head_dim
+        read = constant / (math.sqrt(c.hidden_size) * 0.6)  # gives 1 on the normalised input
+        pairs = range(min(3, c.head_dim // 2))
+        scale = math.sqrt(math.sqrt(c.head_dim))
+        amplitude = [scale * math.sqrt(a) for a in (12.0, 6.0, 6.0)]
+        frequency = [c.rope_theta ** (-2 * i / c.head_dim) for i in pairs]
+        group, half = c.num_attention_heads // c.num_key_value_heads, c.head_dim // 2
+        for j, offsets in enumerate(((1, 2), (1, 3), (1, 4), (2, 5))):
+            rows = k[j * d : (j + 1) * d]
+            rows.mul_(0.1)
+            for i in pairs:
+                rows[i] += amplitude[i] * read
+            for g in range(group):
+                head = j * group + g
+                rows = q[head * d : (head + 1) * d]
+                rows.mul_(0.1)
+                angle = offsets[g % 2]
+                for i in pairs:
+                    rows[i] += amplitude[i] * math.cos(angle * frequency[i]) * read
+                    rows[half + i] -= amplitude[i] * math.sin(angle * frequency[i]) * read
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states of whole rows."""
@@ -764,14 +862,14 @@ class SmallLlama(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
     def loss(self, ids: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted sum of cross entropies, and which value tokens were right."""
+        """Weighted sum of cross entropies, and the accuracy on each of KINDS."""
         h = self.run_hidden(ids).flatten(0, 1)
         keep = weights.flatten().nonzero().squeeze(1)
         logits = self.logits(h[keep])
         target, w = targets.flatten()[keep], weights.flatten()[keep]
         ce = F.cross_entropy(logits, target, reduction="none")
-        right = (logits.argmax(-1) == target)[w == W_VALUE]
-        return (ce * w).sum(), right
+        right = logits.argmax(-1) == target
+        return (ce * w).sum(), torch.stack([right[w == kind].float().mean() for kind in KINDS])
 
 
 # --------------------------------------------------------------------------
@@ -797,7 +895,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised; for hidden matrices."""
 
     def __init__(self, params: Sequence[nn.Parameter], lr: float, momentum: float = 0.95,
-                 weight_decay: float = 0.01) -> None:
+                 weight_decay: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -880,6 +978,7 @@ def export(model: SmallLlama, tokenizer: Tokenizer, out: Path) -> None:
     for name, content in files.items():
         atomic_write(out / name, (json.dumps(content, indent=2) + "\n").encode())
     atomic_write(out / "tokenizer.json", (tokenizer.to_str(pretty=False) + "\n").encode())
+    temporary.chmod(0o644)
     os.replace(temporary, out / "model.safetensors")
 
 
@@ -953,7 +1052,8 @@ def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
         right, n = sum(p[0] for p in pairs), sum(p[1] for p in pairs)
         return {"recall": round(right / n, 4) if n else None, "questions": n}
 
-    control = [0, 0]
+    control, chance = [0, 0], 0.0
+    sizes = {(a.kind, a.name): len(a.values) for a in ATTRIBUTES}
     while control[1] < 300:
         d = writer.dialogue(400, p_user=0.5, drop=True, gap=0.4, count=6)
         values, _ = score(model, d)
@@ -961,6 +1061,7 @@ def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
             if a.first and a.distance == 0:
                 control[0] += ok
                 control[1] += 1
+                chance += 1 / sizes[a.kind, a.attribute]
     device = model.embed_tokens.weight.device
     total, count = 0.0, 0
     with torch.no_grad():
@@ -972,6 +1073,7 @@ def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
             count += ids.shape[1] - 1
     rows = list(table.values())
     return {
+        "parameters": sum(p.numel() for p in model.parameters()),
         "seed": seed,
         "method": "held-out dialogues and filler, greedy, argmax of the value token; distance in "
                   "tokens from the last mention of the value to the start of the answer",
@@ -988,7 +1090,7 @@ def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
             for b in BUCKETS
         },
         "by_attribute": {k: rate([v]) for k, v in sorted(attributes.items())},
-        "control_fact_removed": rate([control]),
+        "control_fact_removed": rate([control]) | {"chance": round(chance / control[1], 4)},
         "held_out_filler_loss": round(total / count, 4),
         "held_out_filler_tokens": count,
     }
@@ -1009,24 +1111,32 @@ class Stage:
     """Latest end, as a fraction of the training time."""
     recall: float
     """Ends earlier when recall on the longest rows passes this."""
+    bind: float
+    """Share of the dialogues whose facts are all of one or two kinds."""
+    bridge: float
+    """Share of the rows that are keys, phrases and values without a dialogue."""
 
 
 STAGES = [
-    Stage({128: 1.0}, 0.25, 0.30, 0.75),
-    Stage({128: 0.4, 256: 0.6}, 0.10, 0.42, 0.88),
-    Stage({128: 0.2, 256: 0.2, 512: 0.6}, 0.05, 0.55, 0.92),
-    Stage({256: 0.25, 512: 0.25, 1024: 0.5}, 0.02, 0.70, 0.94),
-    Stage({256: 0.2, 512: 0.2, 1024: 0.3, 2040: 0.3}, 0.0, 1.0, 2.0),
+    Stage({64: 1.0}, 0.5, 0.22, 0.74, 0.0, 0.5),
+    Stage({128: 1.0}, 0.05, 0.42, 0.88, 0.6, 0.35),
+    Stage({128: 0.3, 256: 0.7}, 0.02, 0.55, 0.92, 0.6, 0.1),
+    Stage({128: 0.1, 256: 0.3, 512: 0.6}, 0.01, 0.68, 0.93, 0.5, 0.05),
+    Stage({256: 0.25, 512: 0.25, 1024: 0.5}, 0.0, 0.82, 0.88, 0.4, 0.02),
+    Stage({256: 0.1, 512: 0.2, 1024: 0.3, 2040: 0.4}, 0.0, 1.0, 2.0, 0.4, 0.0),
 ]
 
 
-def batch(writer: Writer, length: int, rows: int, induction: float,
+def batch(writer: Writer, length: int, rows: int, induction: float, bridge: float,
           device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets and weights of one step."""
     ids, weights = [], []
     for _ in range(rows):
-        if writer.rng.random() < induction:
+        draw = writer.rng.random()
+        if draw < induction:
             d = writer.induction(length + 1)
+        elif draw < induction + bridge:
+            d = writer.bridge(length + 1)
         else:
             d = writer.dialogue(length + 1)
         ids.append(d.ids[: length + 1])
@@ -1091,17 +1201,19 @@ def train(args: argparse.Namespace) -> None:
     shown, loss_sum, loss_n = tokens, 0.0, 0
     total = args.minutes * 60
     while seconds < total:
-        if stage + 1 < len(STAGES) and (
-            seconds / total > STAGES[stage].until
-            or recall.get(max(STAGES[stage].lengths), 0.0) > STAGES[stage].recall
-        ):
+        plan = STAGES[stage]
+        reached = recall.get(max(plan.lengths), 0.0)
+        if plan.induction + plan.bridge > 0.9:
+            reached = min(recall.get(-1, 0.0), recall.get(-2, 0.0))
+        if stage + 1 < len(STAGES) and (seconds / total > plan.until or reached > plan.recall):
             stage += 1
             print(f"stage {stage}: {STAGES[stage]}", flush=True)
         plan = STAGES[stage]
+        writer.p_bind = plan.bind
         length = writer.rng.choices(list(plan.lengths), list(plan.lengths.values()))[0]
         rows = max(1, args.batch // length)
-        x, y, w = batch(writer, length, rows, plan.induction, device)
-        scale = min(1.0, (step + 1) / 50, max(0.0, (1 - seconds / total) / args.decay))
+        x, y, w = batch(writer, length, rows, plan.induction, plan.bridge, device)
+        scale = min(1.0, (step + 1) / 20, max(0.0, (1 - seconds / total) / args.decay))
         for group in muon.param_groups:
             group["lr"] = args.lr * scale
         for group in adam.param_groups:
@@ -1117,9 +1229,10 @@ def train(args: argparse.Namespace) -> None:
         tokens += x.numel()
         loss_sum += loss.item()
         loss_n += 1
-        if right.numel():
-            old = recall.get(length, 0.0)
-            recall[length] = old + 0.06 * (right.float().mean().item() - old)
+        for key, value in zip((length, -1, -2), right.tolist(), strict=True):
+            if not math.isnan(value):
+                old = recall.get(key, 0.0)
+                recall[key] = old + 0.06 * (value - old)
         now = time.monotonic()
         seconds = before + now - started
         if now - report > args.report:
@@ -1134,8 +1247,7 @@ def train(args: argparse.Namespace) -> None:
     save()
     print(f"trained {tokens:,} tokens in {seconds / 60:.1f} minutes", flush=True)
     result = evaluate(model, tokenizer)
-    result |= {"parameters": count, "training_tokens": tokens,
-               "training_minutes": round(seconds / 60, 1)}
+    result |= {"training_tokens": tokens, "training_minutes": round(seconds / 60, 1)}
     atomic_write(out / "evaluation.json", (json.dumps(result, indent=2) + "\n").encode())
     print(json.dumps(result, indent=2), flush=True)
 
@@ -1145,7 +1257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", default="build/small-model")
     parser.add_argument("--work", default=None, help="folder for the resumable state")
-    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--minutes", type=float, default=35.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="auto")
@@ -1155,9 +1267,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--ffn", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=3072, help="tokens in a step")
-    parser.add_argument("--lr", type=float, default=0.02, help="of Muon")
-    parser.add_argument("--adam-lr", type=float, default=0.003)
+    parser.add_argument("--batch", type=int, default=2048, help="tokens in a step")
+    parser.add_argument("--lr", type=float, default=0.012, help="of Muon")
+    parser.add_argument("--adam-lr", type=float, default=0.004)
     parser.add_argument("--decay", type=float, default=0.8, help="share of the time in which the rates decay")
     parser.add_argument("--stage", type=int, default=None, help="start at this stage")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
@@ -1171,7 +1283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = Path(args.evaluate) / "evaluation.json"
         if path.exists():
             old = json.loads(path.read_text())
-            keep = ("parameters", "training_tokens", "training_minutes")
+            keep = ("training_tokens", "training_minutes")
             result |= {k: old[k] for k in keep if k in old}
         atomic_write(path, (json.dumps(result, indent=2) + "\n").encode())
         print(json.dumps(result, indent=2))

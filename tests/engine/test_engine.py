@@ -126,7 +126,9 @@ def test_prompt_logprobs_over_chunks_equal_whole(start: Start, model_of: Models)
     text = prompt(9, 200)
     whole = start(model_of("llama"), prefill_chunk=0).ask(text, prompt_logprobs=5)
     handle = start(model_of("llama"), prefill_chunk=16)
-    blocker = collect(handle, Request("decode", prompt(8, 20), greedy(300)))  # something decodes: small chunks
+    blocker = collect(
+        handle, Request("decode", prompt(8, 20), greedy(300))
+    )  # something decodes: small chunks
     blocker.get(timeout=10)
     pieces = handle.ask(text, prompt_logprobs=5)
     assert len(whole.prompt_logprobs) == len(pieces.prompt_logprobs) == len(text)
@@ -141,7 +143,12 @@ def test_prompt_logprobs_over_chunks_equal_whole(start: Start, model_of: Models)
 def test_tiny_tiers_change_nothing_but_speed(start: Start, model_of: Models, tmp_path: Path) -> None:
     """Device, host and disk of a few blocks: evictions, preemptions, unsaved rows, and the same answers."""
     handle = start(
-        model_of("llama"), tmp_path, device_cache=512 * 1024, host_cache=512 * 1024, disk_cache=1 << 20, max_batch=6
+        model_of("llama"),
+        tmp_path,
+        device_cache=512 * 1024,
+        host_cache=512 * 1024,
+        disk_cache=1 << 20,
+        max_batch=6,
     )
     rng = random.Random(1)
     histories = [prompt(i, 60) for i in range(8)]

@@ -63,7 +63,10 @@ def test_seeded_draws_do_not_depend_on_the_batch() -> None:
     params = SamplingParams(temperature=1.0, seed=3, top_p=0.9)
 
     def draws(batch: int, row: int) -> list[int]:
-        samplers = [Sampler.of(SamplingParams(temperature=1.0, seed=100 + i), torch.device("cpu")) for i in range(batch)]
+        samplers = [
+            Sampler.of(SamplingParams(temperature=1.0, seed=100 + i), torch.device("cpu"))
+            for i in range(batch)
+        ]
         samplers[row] = Sampler.of(params, torch.device("cpu"))
         rows = logits[torch.tensor([4] * batch)]
         return [sample(rows, samplers)[row] for _ in range(20)]

@@ -120,7 +120,10 @@ def test_catalog_lost(start: Start, stored: tuple[Path, Path], damage: str) -> N
 
 
 def test_catalog_of_another_model(
-    start: Start, stored: tuple[Path, Path], model_of: Models, tmp_path: Path  # noqa: F811
+    start: Start,
+    stored: tuple[Path, Path],
+    model_of: Models,
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     """Another model's catalog and extents in our namespace: none of its rows is ever served."""
     model, namespace = stored
@@ -154,7 +157,10 @@ def test_second_process_is_told_who_holds_the_cache(start: Start, stored: tuple[
 
 
 def test_save_without_space(
-    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    start: Start,
+    model_of: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
     """ENOSPC at the system call: the request is answered, the failure counted, no half-written file stays."""
 
@@ -218,7 +224,10 @@ while True:
 
 @pytest.mark.parametrize("after", [0.05, 0.3, 0.9])
 def test_kill_9_while_saving_and_loading(
-    start: Start, model_of: Models, tmp_path: Path, after: float  # noqa: F811
+    start: Start,
+    model_of: Models,
+    tmp_path: Path,
+    after: float,  # noqa: F811
 ) -> None:
     """A host tier of a few blocks makes the process save and load all the time; it is killed somewhere in it."""
     model = model_of("llama")

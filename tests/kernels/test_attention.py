@@ -53,7 +53,9 @@ HEADS = st.sampled_from([(4, 4), (4, 1), (8, 2), (8, 1), (1, 1), (6, 2)])
 
 
 @settings(deadline=None, max_examples=60)
-@given(n=st.integers(0, 9), extra=st.integers(-4, 80), heads=HEADS, causal=st.booleans(), seed=st.integers(0, 9))
+@given(
+    n=st.integers(0, 9), extra=st.integers(-4, 80), heads=HEADS, causal=st.booleans(), seed=st.integers(0, 9)
+)
 def test_attend_is_the_formula(n: int, extra: int, heads: tuple[int, int], causal: bool, seed: int) -> None:
     q, keys, values = draw(n, max(0, n + extra), *heads, seed=seed)
     close(attend(q, keys, values, scale=SCALE, causal=causal), reference(q, keys, values, SCALE, causal))

@@ -17,8 +17,7 @@ def table(dim: int, factor: float = 1.0) -> RopeTable:
 def reference(x: Tensor, positions: Tensor, rope: RopeTable) -> Tensor:
     """Dimension i and i + dim/2 are one complex number, turned by position * inv_freq[i]."""
     half = rope.dim // 2
-    # The product is rounded to float32 here as well, as every implementation does: at position 100,000 the angle
-    # of the first frequency is off by 1e-3 otherwise.
+    # The product is rounded to float32 here as well, as every implementation does.
     angles = (positions.float()[:, None] * rope.inv_freq).double()[:, None]
     turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * torch.polar(
         torch.full_like(angles, rope.attention_factor), angles

@@ -85,7 +85,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-tied": ("llama", "Llama", _SMALL | {"tie_word_embeddings": True}),
     "llama-bias": ("llama", "Llama", _SMALL | {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("llama", "Llama", _SMALL | {"head_dim": 16}),
-    "llama-theta": ("llama", "Llama", _SMALL | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+    "llama-theta": (
+        "llama",
+        "Llama",
+        _SMALL | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+    ),
     "llama-llama3": ("llama", "Llama", _SMALL | _LLAMA3),
     "llama-linear": ("llama", "Llama", _SMALL | _rope("linear", factor=3.0)),
     "llama-yarn": ("llama", "Llama", _SMALL | _YARN),
@@ -102,9 +106,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi-2": (
         "phi",
         "Phi",
-        _SMALL
-        | {"hidden_size": 60, "num_key_value_heads": 6}
-        | _rope("default", partial_rotary_factor=0.4),
+        _SMALL | {"hidden_size": 60, "num_key_value_heads": 6} | _rope("default", partial_rotary_factor=0.4),
     ),
     "falcon-mqa": ("falcon", "Falcon", _FALCON),
     "falcon-mqa-bias": ("falcon", "Falcon", _FALCON | {"bias": True}),

@@ -8,7 +8,7 @@ import pytest
 
 from afterglow.errors import ModelError
 from afterglow.model.families import FAMILIES, KNOWN_REFUSED, UNSUPPORTED, spec_from_config
-from afterglow.model.spec import ModelSpec
+from afterglow.model.spec import ModelSpec, RopeSpec
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -134,6 +134,18 @@ def test_contexts_longer_than_the_model_are_refused() -> None:
     assert read().context(100) == 100
     with pytest.raises(ModelError, match="4096 positions"):
         read().context(5000)
+
+
+def test_defaults_that_a_config_may_leave_out() -> None:
+    assert read(**plain("phi"), hidden_size=128).rope == RopeSpec(dim=16, base=10000.0)
+    assert read(**plain("qwen3")).head_dim == 128
+    assert read(**plain("qwen2")).qkv_bias
+    assert not read(**plain("qwen2")).tied_embeddings
+    assert read(**OPT).tied_embeddings
+    falcon = read(**FALCON)
+    assert falcon.tied_embeddings
+    assert (falcon.kv_heads, falcon.ffn, falcon.residual) == (1, 256, "parallel")
+    assert read().kv_heads == 4
 
 
 def test_derived_numbers() -> None:

@@ -53,7 +53,9 @@ class World:
         self.ends: dict[int, str] = {}
         self.admitted: dict[int, Admitted] = {}
         systems = [self.words(rng.randint(0, 30)) for _ in range(2)]
-        self.histories = [(rng.choice(["", "a", "b"]), list(rng.choice(systems))) for _ in range(rng.randint(2, 8))]
+        self.histories = [
+            (rng.choice(["", "a", "b"]), list(rng.choice(systems))) for _ in range(rng.randint(2, 8))
+        ]
         self.hits = [0, 0, 0]
         self.steps = 0
         self.scheduler = self.start()
@@ -99,7 +101,11 @@ class World:
                 self.admitted[event.job] = event
                 found = event.device + event.host + event.disk
                 assert found < len(self.specs[event.job].prompt) // 4 + len(self.answers[event.job])
-                self.hits = [self.hits[0] + event.device, self.hits[1] + event.host, self.hits[2] + event.disk]
+                self.hits = [
+                    self.hits[0] + event.device,
+                    self.hits[1] + event.host,
+                    self.hits[2] + event.disk,
+                ]
                 continue
             assert event.job not in self.ends
             if event.token is not None:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-import toys
-from fake_engine import FakeEngine
-
 from afterglow.server.launch import Service
 from afterglow.server.settings import ServerConfig
 from afterglow.text import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.text import toys
 
 REPLY = "The kite is red, grüße 🙂 and the mill is near the river."
 
@@ -35,11 +30,17 @@ class Running:
     service: Service
     thread: threading.Thread
 
+    clients: list[openai.OpenAI | httpx.Client] = field(default_factory=list)
+
     def openai(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        self.clients.append(client)  # closed in the end: a socket left to the garbage collector is a warning
+        return client
 
     def http(self, **kwargs: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, **kwargs)  # type: ignore[arg-type]
+        client = httpx.Client(base_url=self.url, timeout=20, **kwargs)  # type: ignore[arg-type]
+        self.clients.append(client)
+        return client
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +66,12 @@ def running(
     thread = threading.Thread(target=service.run, kwargs={"signals": False})
     thread.start()
     wait_for(lambda: service.started)
+    server = Running(engine, tokenizer, service.address, service, thread)
     try:
-        yield Running(engine, tokenizer, service.address, service, thread)
+        yield server
     finally:
+        for client in server.clients:
+            client.close()
         service.stop()
         engine.gate.set()
         thread.join(15)

@@ -1,4 +1,6 @@
-"""What the store's tests share: layouts, an arena full of noise, a store that closes itself, an extent record."""
+"""What the store's tests share: layouts, an arena full of noise, a store that closes itself, an extent
+record.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +29,38 @@ def extent_name(number: int) -> str:
 
 def record(number: int, rows: int, **more: Any) -> ExtentRecord:
     tokens = np.random.default_rng(number).integers(0, 50_000, rows, dtype=np.uint32).tobytes()
-    values: dict[str, Any] = {"parent": None, "parent_rows": 0, "salt": "s", "kind": "exact", "last_used": 1.0}
+    values: dict[str, Any] = {
+        "parent": None,
+        "parent_rows": 0,
+        "salt": "s",
+        "kind": "exact",
+        "last_used": 1.0,
+    }
     return ExtentRecord(id=extent_name(number), tokens=tokens, file_bytes=0, **{**values, **more})
 
 
+def noise(num_bytes: int, seed: int) -> mmap.mmap:
+    """Page-aligned memory full of random bytes."""
+    memory = mmap.mmap(-1, num_bytes)
+    np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+    return memory
+
+
 def arena_of(layout: KVLayout, slots: int, seed: int = 0) -> HostArena:
-    memory = mmap.mmap(-1, max(1, arena_bytes(layout, slots)))
-    np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(seed).integers(0, 256, len(memory), np.uint8)
-    return HostArena(layout, slots, memory)
+    return HostArena(layout, slots, noise(arena_bytes(layout, slots), seed))
 
 
 def contents(arena: HostArena, slots: Sequence[int], rows: int) -> np.ndarray:
     """uint8 [layers, 2, rows, row_bytes]: a copy of what the slots hold."""
-    return arena.rows[:, :, list(slots)].reshape(arena.layout.layers, 2, -1, arena.layout.row_bytes)[:, :, :rows].copy()
+    blocks = arena.rows[:, :, list(slots)]
+    return blocks.reshape(arena.layout.layers, 2, -1, arena.layout.row_bytes)[:, :, :rows].copy()
 
 
 class Kit:
     """A KVStore over noise, in a namespace of `folder`; a context manager."""
 
     def __init__(self, folder: Path | None, layout: KVLayout = ALIGNED, slots: int = 64, **more: Any) -> None:
-        memory = mmap.mmap(-1, arena_bytes(layout, slots))
-        np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(7).integers(0, 256, len(memory), np.uint8)
+        memory = noise(arena_bytes(layout, slots), seed=7)
         self.namespace = None if folder is None else Namespace.open(folder, "m", DIGEST, layout)
         self.notified = 0
         self.moves = 0

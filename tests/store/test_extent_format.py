@@ -18,17 +18,27 @@ from afterglow.store.extent import decode_head, encode_head, peek_rows
 from afterglow.store.layout import KVLayout
 
 layouts = st.builds(
-    KVLayout, st.integers(1, 4), st.integers(1, 5), st.integers(1, 24), st.sampled_from(["F32", "BF16", "F16"])
+    KVLayout,
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 5),
+    head_dim=st.integers(1, 24),
+    dtype=st.sampled_from(["F32", "BF16", "F16"]),
 )
 
 
 def head_of(layout, rows, **more):
-    crcs = np.random.default_rng(1).integers(0, 2**32, (layout.layers, 2, layout.file_chunks(rows)), np.uint32)
+    shape = (layout.layers, 2, layout.file_chunks(rows))
+    crcs = np.random.default_rng(1).integers(0, 2**32, shape, np.uint32)
     return encode_head(layout, DIGEST, record(3, rows, **more), crcs), crcs
 
 
 @settings(max_examples=60, deadline=None)
-@given(layout=layouts, rows=st.integers(1, 1024), parent=st.none() | st.just("ab" * 32), text=st.text(max_size=60))
+@given(
+    layout=layouts,
+    rows=st.integers(1, 1024),
+    parent=st.none() | st.just("ab" * 32),
+    text=st.text(max_size=60),
+)
 def test_heads_come_back(layout, rows, parent, text):
     wanted = record(3, rows, parent=parent, parent_rows=rows + 5, salt=text, kind="session")
     crcs = np.arange(layout.layers * 2 * layout.file_chunks(rows), dtype=np.uint32)
@@ -51,7 +61,8 @@ def test_every_tensor_starts_aligned_and_sizes_add_up(layout, rows):
     assert layout.tensor_bytes(rows) >= layout.blocks(rows) * layout.chunk_bytes
     assert layout.offset(rows, 0, 0) == layout.head_bytes(rows)
     assert layout.offset(rows, layout.layers, 0) == layout.file_bytes(rows)
-    assert layout.offset(rows, 0, 1, 1) == layout.head_bytes(rows) + layout.tensor_bytes(rows) + layout.chunk_bytes
+    second = layout.head_bytes(rows) + layout.tensor_bytes(rows) + layout.chunk_bytes
+    assert layout.offset(rows, 0, 1, 1) == second
 
 
 def test_any_flipped_bit_of_the_head_is_found():

@@ -12,7 +12,7 @@ import typer
 from afterglow import __version__
 from afterglow.cli.options import with_configs
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.errors import UserError
+from afterglow.errors import AfterglowError, UserError
 from afterglow.server.settings import ServerConfig
 
 app = typer.Typer(
@@ -228,10 +228,13 @@ def cache_clear(
 def main() -> None:
     """The entry point: mistakes of the user end with one line and exit code 2."""
     try:
-        app()
+        app(prog_name="afterglow")
     except UserError as error:
         print(f"afterglow: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except AfterglowError as error:
+        print(f"afterglow: error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -61,7 +61,7 @@ class RemoteSpeaker:
     ) -> None:
         import httpx
 
-        base = url.rstrip("/")
+        base = (url if "://" in url else f"http://{url}").rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._client = httpx.Client(

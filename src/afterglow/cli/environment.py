@@ -57,6 +57,13 @@ def find_model(model: str | None) -> Path:
     return found
 
 
+def model_name(model: str | None, folder: Path) -> str:
+    """What to call a model: a folder of the hub's cache is named by a hash, the bundled one just `model`."""
+    if model is None:
+        return "afterglow-small"
+    return folder.name if Path(model).expanduser().is_dir() else model
+
+
 def _in_hub_cache(model: str) -> Path | None:
     if model.count("/") != 1 or model.startswith((".", "/")):
         return None

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import replace
 
-from afterglow.cli.environment import find_model, set_up_threads
+from afterglow.cli.environment import find_model, model_name, set_up_threads
 from afterglow.cli.progress import progress
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError
@@ -18,8 +18,10 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     if not server.api_key and (key := os.environ.get("AFTERGLOW_API_KEY")):
         server = replace(server, api_key=(key,))
     folder = find_model(model)
+    if not server.served_model_name:
+        server = replace(server, served_model_name=(model_name(model, folder.resolve()),))
     set_up_threads(config.threads)
-    from afterglow.server.launch import Service, impatient, listen, set_up_logging
+    from afterglow.server.launch import Service, listen, set_up_logging
     from afterglow.text import Tokenizer
 
     set_up_logging(server.log_level)
@@ -41,6 +43,5 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
         print(f"afterglow: error: {error}", file=sys.stderr)
         return 1
     finally:
-        with impatient():
-            engine.close(flush=True)
+        engine.close(flush=True)
     return 0

@@ -1,8 +1,8 @@
 """Rotary position embedding: tables and the rotation itself.
 
-Half layout (Llama, GPT-NeoX): dimension i of the first half turns together with dimension i of the second half.
-No supported family needs the interleaved layout. Partial rotary (Phi): only the first `dim` of the head's
-dimensions turn, the rest pass through.
+Half layout (Llama, GPT-NeoX): dimension i of the first half turns together with dimension i of the second
+half. No supported family needs the interleaved layout. Partial rotary (Phi): only the first `dim` of the
+head's dimensions turn, the rest pass through.
 
 Tables and positions are float32 always and a narrower result is rounded once, at the end: bfloat16 positions
 alias (769 distinct values below 4096) and bfloat16 tables cost as much again as storing the keys in bfloat16.
@@ -74,9 +74,9 @@ def rotate_into(x: Tensor, rotation: Rotation, out: Tensor) -> None:
     whole = dim == x.shape[-1]
     source = x if whole else x[..., :dim]
     target = out if whole else out[..., :dim]
-    # Rolling by half swaps the halves. Measured against four half-width products written into the destination:
-    # 1.6 times as fast (2048 rows x 4 heads x 64 x 12 layers: 9.7 ms to 15.8 ms on one core), because every inner
-    # loop of the others is only half a head long.
+    # Rolling by half swaps the halves. Measured against four half-width products written into the
+    # destination: 1.6 times as fast (2048 rows x 4 heads x 64 x 12 layers: 9.7 ms to 15.8 ms on one core),
+    # because every inner loop of the others is only half a head long.
     swapped = source.roll(dim // 2, -1)
     if out.dtype == torch.float32:
         torch.mul(source, cos[:, None], out=target).addcmul_(swapped, sin[:, None])

@@ -1,7 +1,7 @@
 """The one decoder: embeddings, layers of norms, projections and MLPs, final norm, head. No class per family.
 
-It does not know where keys and values come from: each layer hands its normed input to an `Attend`, and gets the
-attention context back. Tokens of any number of sequences are one flat batch.
+It does not know where keys and values come from: each layer hands its normed input to an `Attend`, and gets
+the attention context back. Tokens of any number of sequences are one flat batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Norm:
 
 
 class Attention:
-    """One layer's attention block as `Attend` sees it: what turns hidden rows into queries, keys and values."""
+    """One layer's attention block as `Attend` sees it: hidden rows in, queries, keys and values out."""
 
     __slots__ = ("_k_norm", "_q_norm", "_qkv", "head_dim", "heads", "kv_heads", "layer", "scale")
 
@@ -64,13 +64,13 @@ class Attention:
         return q, k, v
 
     def value(self, x: Tensor) -> Tensor:
-        """v alone, for whoever already has the attention map. It costs a whole projection: the weights are fused."""
+        """v alone, for whoever has the attention map. Costs a whole projection: the weights are fused."""
         return self.project(x)[2]
 
     def rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Queries or keys [tokens, any heads, head_dim] at the positions of `rotation` (see `Decoder.rotation`).
+        """Queries or keys [tokens, any heads, head_dim] at the positions of `rotation`.
 
-        None, for models with learned positions, returns `x` itself.
+        `rotation` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself.
         """
         return x if rotation is None else rotate(x, rotation)
 
@@ -79,7 +79,7 @@ class Attend(Protocol):
     """Where attention happens; the engine implements it over caches, the tests without any."""
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
-        """`x` [tokens, hidden], normed -> context [tokens, heads * head_dim], before the output projection."""
+        """`x` [tokens, hidden], normed -> context [tokens, heads * head_dim], not yet projected out."""
         ...
 
 
@@ -108,7 +108,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """A causal language model. All methods run without autograd; tensors live on `device`, computed in `dtype`."""
+    """A causal language model. Runs without autograd; its tensors live on `device`, computed in `dtype`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Decoder:
         rope: RopeTable | None,
         dtype: torch.dtype,
     ) -> None:
-        """`embed` [vocab, hidden] and `positions` [max_positions + offset, hidden] may be narrower than `dtype`."""
+        """`embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`."""
         self.spec = spec
         self.rope = rope
         self.dtype = dtype
@@ -133,7 +133,7 @@ class Decoder:
         self._activation = ACTIVATIONS[spec.activation]
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """cos and sin of `positions` (int64 [rows]), to be computed once per step; None for learned positions."""
+        """cos and sin of `positions` (int64 [rows]), once per step; None for learned positions."""
         return None if self.rope is None else self.rope.cos_sin(positions)
 
     @torch.inference_mode()
@@ -184,6 +184,6 @@ class PlainAttend:
         q, k = attention.rotate(q, self._rotation), attention.rotate(k, self._rotation)
         parts = [
             attend(*sequence, scale=attention.scale, causal=True)[0]
-            for sequence in zip(*(t.split(self._lengths) for t in (q, k, v)), strict=True)
+            for sequence in zip(*(torch.split(t, self._lengths) for t in (q, k, v)), strict=True)
         ]
         return torch.cat(parts).flatten(1)

@@ -1,4 +1,4 @@
-"""The model digest: the name under which keys and values are stored, so that no other model ever reads them."""
+"""The model digest: the name under which keys and values are stored; no other model ever reads them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def model_digest(
 ) -> str:
     """64 hex digits that name all that stored KV depends on besides its tokens.
 
-    SHA-256 over every weight byte, the config fields that matter, `mode` (see `numeric_mode`) and the KV layout
-    version; for a preset over its spec and `seed`. File hashes are remembered in `cache_file` (default: in the
-    user's cache directory) by path, size, modification time and inode. Raises ModelError.
+    SHA-256 over every weight byte, the config fields that matter, `mode` (see `numeric_mode`) and the KV
+    layout version; for a preset over its spec and `seed`. File hashes are remembered in `cache_file`
+    (default: in the user's cache directory) by path, size, modification time and inode. Raises ModelError.
     """
     if is_preset(model):
         spec = PRESETS[str(model)]

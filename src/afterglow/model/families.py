@@ -1,7 +1,7 @@
 """The families: from a Hugging Face `config.json` to a ModelSpec, and where each weight is found.
 
 A row of `FAMILIES` says how a family differs from Llama; nothing else does. Whatever in a config changes the
-arithmetic and is not honoured is refused by name: a model that is nearly right answers nearly right, unnoticed.
+arithmetic and is not honoured is refused by name: a nearly right model gives nearly right answers, unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Config = Mapping[str, Any]
 class Names:
     """Module names in the checkpoint, `{l}` being the layer; `.weight` and `.bias` are appended.
 
-    `qkv`: q, k and v, or one module in which each KV head has its query heads, its key and its value in a row.
+    `qkv`: q, k and v, or one module that has, per KV head, its query heads, its key and its value.
     `mlp`: gate and up, or the first layer of a plain MLP.
     """
 
@@ -270,8 +270,8 @@ def _falcon(config: Config) -> dict[str, Any]:
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
     if (new and not parallel) or (norms == 2 and not new):
         raise ModelError(
-            f"Falcon with new_decoder_architecture = {new}, parallel_attn = {parallel} and {norms} parallel norms "
-            "is not supported"
+            f"Falcon with new_decoder_architecture = {new}, parallel_attn = {parallel} and {norms} parallel "
+            "norms is not supported"
         )
     heads, bias = _need(config, "num_attention_heads"), bool(config.get("bias", False))
     if new:

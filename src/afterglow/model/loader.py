@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def load_model(
     """The decoder of a model directory, or of a preset (`bench-100m`) with seed 0.
 
     `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
-    `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the weights.
-    Raises ModelError, one clear line, for anything missing, damaged or not supported.
+    `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the
+    weights. Raises ModelError, one clear line, for anything missing, damaged or not supported.
     """
     place = torch.device(device)
     if is_preset(model):
@@ -65,8 +66,8 @@ def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> t
         return torch.float32 if device.type == "cpu" else DTYPES[checkpoint]
     if wanted == "float16" and device.type == "cpu":
         raise ModelError(
-            "--dtype float16 is not possible on CPU: its arithmetic there is a hundred times slower than float32 "
-            "and less exact; use --dtype float32 (the checkpoint may stay in float16)"
+            "--dtype float16 is not possible on CPU: its arithmetic there is a hundred times slower than "
+            "float32 and less exact; use --dtype float32 (the checkpoint may stay in float16)"
         )
     return DTYPES[wanted]
 
@@ -112,8 +113,9 @@ def weight_files(directory: Path) -> list[Path]:
     pickled = sorted(p.name for end in ("*.bin", "*.pt", "*.pth") for p in directory.glob(end))
     if pickled:
         raise ModelError(
-            f"{directory}: the weights are only there as {pickled[0]}, a pickle, which can run code when opened; "
-            "convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+            f"{directory}: the weights are only there as {pickled[0]}, a pickle, which can run code when "
+            "opened; convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes "
+            "safetensors"
         )
     if any(directory.glob("*.gguf")):
         raise ModelError(f"{directory}: GGUF weights are not supported; use the model's safetensors")
@@ -135,15 +137,14 @@ class Checkpoint:
     def __init__(self, directory: Path, progress: Progress | None = None) -> None:
         self._directory, self._progress = directory, progress
         self._files: dict[str, Any] = {}  # tensor name -> open file
-        self._handles: list[Any] = []
+        self._open = contextlib.ExitStack()
         self._done = self._total = 0
         for path in weight_files(directory):
             try:
-                handle = safe_open(path, framework="pt").__enter__()
+                handle = self._open.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 self.close()
                 raise ModelError(f"{path}: damaged or incomplete ({error}); download it again") from None
-            self._handles.append(handle)
             self._files |= dict.fromkeys(handle.keys(), handle)
             self._total += path.stat().st_size
 
@@ -157,9 +158,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Unmaps the files; tensors that were read stay valid."""
-        for handle in self._handles:
-            handle.__exit__(None, None, None)
-        self._handles.clear()
+        self._open.close()
         self._files.clear()
 
     def _find(self, name: str) -> str:
@@ -193,7 +192,8 @@ class Checkpoint:
         self._checked(found, about.get_dtype())
         if tuple(about.get_shape()) != shape:
             raise ModelError(
-                f"{self._directory}: {found} has shape {tuple(about.get_shape())}, config.json asks for {shape}"
+                f"{self._directory}: {found} has shape {tuple(about.get_shape())}, "
+                f"config.json asks for {shape}"
             )
         try:
             tensor: Tensor = handle.get_tensor(found)

@@ -79,7 +79,8 @@ def random_model(
 def save_hf(model: str | ModelSpec, directory: Path, *, seed: int = 0) -> None:
     """Write the weights of `random_model(spec, seed)` as a float32 Hugging Face Llama directory.
 
-    `model` is a preset's name or a Llama-shaped spec; other programs (benchmarks' opponents) then load the same.
+    `model` is a preset's name or a Llama-shaped spec; other programs (benchmarks' opponents) then load the
+    same.
     """
     spec = PRESETS[model] if isinstance(model, str) else model
     source = RandomSource(seed)

@@ -48,7 +48,7 @@ def _llama3(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
 
 
 def _yarn(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Interpolated below `beta_slow` turns over the original window, kept above `beta_fast` (arXiv 2309.00071)."""
+    """Below `beta_slow` turns per original window interpolated, above `beta_fast` kept (arXiv 2309.00071)."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
@@ -114,9 +114,10 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float = 1.0) -> dict[str, Any]:
-    """The rotary fields of a ModelSpec: transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
+    """The rotary fields of a ModelSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    `partial` is the family's default share of `head_dim` that turns.
+    The first is how transformers 5 writes it, the others how 4 did. `partial` is the family's default share
+    of `head_dim` that turns.
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in given.values()):

@@ -34,10 +34,10 @@ class RopeSpec:
 class ModelSpec:
     """The shape and arithmetic of one decoder.
 
-    `residual="parallel"`: attention and MLP both read the layer's input (Phi-2, Falcon), through one norm, or,
-    with `mlp_norm`, each through its own. Sequential layers always have both norms.
-    `position_limit`: longest context for which stored KV stays valid, where it is shorter than `max_positions`;
-    `position_limit_reason` names why.
+    `residual="parallel"`: attention and MLP both read the layer's input (Phi-2, Falcon), through one norm,
+    or, with `mlp_norm`, each through its own. Sequential layers always have both norms.
+    `position_limit`: longest context in which stored KV stays valid, where that is below `max_positions`;
+    `position_limit_reason` says why.
     """
 
     family: str
@@ -103,19 +103,20 @@ class ModelSpec:
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def context(self, max_model_len: int | None = None) -> int:
-        """The longest context in tokens that is served; `max_model_len` is the operator's wish, None for none.
+        """The longest context in tokens that is served; `max_model_len` is the operator's wish, if any.
 
         Raises ModelError where the wish exceeds what the model was made for, or what is honoured exactly.
         """
         wanted = self.max_positions if max_model_len is None else max_model_len
         if self.position_limit is not None and wanted > self.position_limit:
             raise ModelError(
-                f"{self.position_limit_reason}: contexts beyond {self.position_limit} tokens are not supported; "
-                f"use --max-model-len {self.position_limit} or less"
+                f"{self.position_limit_reason}: contexts beyond {self.position_limit} tokens are not "
+                f"supported; use --max-model-len {self.position_limit} or less"
             )
         if wanted > self.max_positions:
             raise ModelError(
-                f"--max-model-len {wanted} is more than the {self.max_positions} positions the model was made for"
+                f"--max-model-len {wanted} is more than the model's {self.max_positions} positions; "
+                f"use at most {self.max_positions}"
             )
         return wanted
 

@@ -1,7 +1,7 @@
 """From named tensors to a Decoder: checks every shape, fuses q, k, v and gate, up as they come, packs.
 
-Knows no files: a `Source` may be a checkpoint or a random generator. At no time are there two full copies: each
-fused matrix is filled tensor by tensor, packed, and dropped before the next one begins.
+Knows no files: a `Source` may be a checkpoint or a random generator. At no time are there two full copies:
+each fused matrix is filled tensor by tensor, packed, and dropped before the next one begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Source(Protocol):
     """Where weights come from."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, on the host, in the source's dtype; ModelError if missing or of another shape."""
+        """The tensor `name`, on the host, in its own dtype; ModelError if missing or of another shape."""
         ...
 
 
@@ -81,7 +81,7 @@ class Assembler:
         return self._source.get(name, shape).to(self._device, self._dtype)
 
     def _table(self, name: str, rows: int) -> Tensor:
-        """An embedding table. It stays narrow where we compute in float32: widening looked-up rows is exact."""
+        """An embedding table; stays narrow where we compute in float32: widening looked-up rows is exact."""
         table = self._source.get(name, (rows, self._spec.hidden))
         dtype = table.dtype if self._dtype == torch.float32 else self._dtype
         # NOTE: a checkpoint's tensors may be views of a mapped file, which somebody may overwrite.
@@ -112,7 +112,8 @@ class Assembler:
         sizes = [heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
         if len(names) == 3:
             return self._linear(list(zip(names, sizes, strict=True)), spec.hidden, spec.qkv_bias)
-        # Falcon: per KV head its query heads, its key, its value; sorted here, so that the decoder sees one order.
+        # Falcon: per KV head its query heads, its key, its value; sorted here, so that the decoder sees one
+        # order.
         group = spec.heads // spec.kv_heads
         rows = torch.arange(sum(sizes)).reshape(spec.kv_heads, group + 2, spec.head_dim)
         order = torch.cat((rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()))
@@ -124,7 +125,8 @@ class Assembler:
         spec = self._spec
         if not spec.tied_embeddings:
             return self._linear([(self._names.head, spec.vocab)], spec.hidden, spec.head_bias)
-        # Lookups need plain rows, so packing a tied head costs a second copy of this one matrix. It is the largest
-        # of all and read at every token: packed it takes 4.1 ms instead of 6.8 (768 x 32000, one row).
+        # Lookups need plain rows, so packing a tied head costs a second copy of this one matrix. It is the
+        # largest of all and read at every token: packed it takes 4.1 ms instead of 6.8 (768 x 32000, one
+        # row).
         bias = self._get(self._names.head + ".bias", spec.vocab).clone() if spec.head_bias else None
         return Linear(embed.to(self._dtype), bias, pack=self._pack)

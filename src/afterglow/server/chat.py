@@ -34,8 +34,11 @@ async def chat_completions(http: HttpRequest) -> Response:
     run = Run(state, record, state.choices(http, body, [(prompt.ids, sampling)], salt), body.n or 1)
     reply = _Reply(state, body, model, prompt, run)
     if body.stream:
-        return EventStream(reply.stream())
-    return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+        return EventStream(reply.stream(), run.close)
+    try:
+        return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+    finally:
+        run.close()
 
 
 async def _encode(state: State, body: ChatBody, salt: str) -> ChatPrompt:
@@ -59,7 +62,7 @@ class _Reply:
         async with aclosing(self._run.pieces()) as pieces:
             async for index, piece in pieces:
                 logprobs[index].extend(piece.logprobs)
-        self._remember(0)
+        self._remember()
         return {
             **self._head,
             "object": "chat.completion",
@@ -88,7 +91,7 @@ class _Reply:
                 if piece.text:
                     delta["content"] = piece.text
                 if piece.finish is not None and index == 0:
-                    self._remember(0)
+                    self._remember()
                 if delta or piece.finish or piece.logprobs:
                     yield self._chunk(index, delta, piece.finish, self._logprobs(piece.logprobs))
         if self._body.include_usage:
@@ -108,12 +111,11 @@ class _Reply:
     def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
         return chat_logprobs(self._state.tokenizer, logprobs) if self._body.logprobs else None
 
-    def _remember(self, index: int) -> None:
+    def _remember(self) -> None:
         """For when the reply comes back as text. Of several replies the first: which one goes on, nobody
         knows."""
-        if not self._body.stop or not self._body.include_stop_str_in_output:
-            assembler = self._run.choices[index].assembler
-            self._state.tokenizer.remember(self._prompt, assembler.text, assembler.tokens)
+        assembler = self._run.choices[0].assembler
+        self._state.tokenizer.remember(self._prompt, assembler.text, assembler.tokens)
 
 
 _CHUNK: dict[str, Any] = {"object": "chat.completion.chunk"}

@@ -43,10 +43,14 @@ async def completions(http: HttpRequest) -> Response:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
         jobs.append((prompt.ids, sampling))
     choices = state.choices(http, body, jobs, salt_of(record.tenant, body.cache_salt))
-    reply = _Reply(state, body, model, prompts, Run(state, record, choices, body.n or 1))
+    run = Run(state, record, choices, body.n or 1)
+    reply = _Reply(state, body, model, prompts, run)
     if body.stream:
-        return EventStream(reply.stream())
-    return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+        return EventStream(reply.stream(), run.close)
+    try:
+        return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+    finally:
+        run.close()
 
 
 async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:

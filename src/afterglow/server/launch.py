@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,26 +29,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("afterglow.server")
 
+EXIT_IMPATIENT = 130  # after the second signal; what is on disk stays valid
 LAST_WORDS_SECONDS = 2.0  # for sending the errors of aborted requests
 
 
 def listen(config: ServerConfig) -> socket.socket:
     """A listening socket, made before the model is loaded: a port in use should not take minutes to find
     out."""
+    where = f"port {config.port} of {config.host}"
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((config.host, config.port))
-        # Not listening yet: clients shall be refused, not left hanging, while the model loads.
-        return sock
     except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {where}: {error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Bound, but not listening yet: while the model loads, clients shall be refused and not left hanging.
+        sock.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        sock.close()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {config.port} of {config.host} is in use; "
-                "stop the other server or choose another --port"
-            ) from None
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from None
+            raise _in_use(config) from None
+        raise ConfigError(f"cannot listen on {where}: {error}") from None
+    return sock
+
+
+def _in_use(config: ServerConfig) -> ConfigError:
+    return ConfigError(
+        f"port {config.port} of {config.host} is in use; stop the other server or choose another --port"
+    )
 
 
 def address(sock: socket.socket) -> str:
@@ -119,46 +128,35 @@ class Service:
 
     def stop(self) -> None:
         """From any thread: no new requests; those in flight have `grace` seconds."""
-        self._loop.call_soon_threadsafe(self._begin_end)
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._begin_end)
 
     async def _main(self, signals: bool) -> None:
         self._loop = asyncio.get_running_loop()
         if signals:
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._loop.add_signal_handler(number, self._on_signal)
+                # Not the loop's own handlers, which end with it: closing the engine takes a while.
+                signal.signal(number, self._on_signal)
         names = ", ".join(self._state.names)
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)
-        await self._server.serve(sockets=[self.socket])
+        try:
+            await self._server.serve(sockets=[self.socket])
+        except OSError as error:  # somebody else began to listen while the model was loading
+            raise (_in_use(self._config) if error.errno == errno.EADDRINUSE else error) from None
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, *_: object) -> None:
+        """The first signal asks for an orderly end, the second one ends the process, whatever it is doing."""
         if self._stopping:
-            exit_now()
+            os._exit(EXIT_IMPATIENT)
+        self._stopping = True
         log.info("shutting down; running requests have %g s (again: at once)", self._config.grace)
-        self._begin_end()
+        self.stop()
 
     def _begin_end(self) -> None:
-        if self._stopping:
+        if self._state.jobs.draining:
             return
-        self._stopping = True
         self._state.jobs.drain()
         # uvicorn stops accepting and waits for the connections; the jobs' end lets their responses end
         # properly.
         self._loop.call_later(self._config.grace, lambda: self._state.jobs.abort(shutting_down()))
         self._server.should_exit = True
-
-
-def exit_now() -> None:
-    """The second Ctrl-C: whoever presses it twice does not want to wait for anything."""
-    os._exit(130)
-
-
-@contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """While the engine closes, a signal ends the process at once (what is on disk stays valid)."""
-    handler: Callable[..., None] = lambda *_: exit_now()  # noqa: E731
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -238,9 +238,10 @@ class Defaults:
             return cls()
         try:
             config = json.loads(path.read_text("utf-8"))
-            assert isinstance(config, Mapping)
-        except (ValueError, AssertionError):
-            raise ModelError(f"{path} is not a JSON object") from None
+        except ValueError as error:
+            raise ModelError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(config, Mapping):
+            raise ModelError(f"{path} is not a JSON object")
         names = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
         found = {name: config[name] for name in names if config.get(name) is not None}
         ignored = tuple(

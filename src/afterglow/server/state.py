@@ -190,7 +190,11 @@ class Run:
                 record.cached = self.cached
                 yield index, piece
         finally:
-            self._group.close()
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs. Idempotent."""
+        self._group.close()
 
     @property
     def cached(self) -> CachedTokens:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -28,9 +28,12 @@ class ClientGone(Exception):
 
 
 def to_json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        "utf-8", "replace"
-    )
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    if not text.isascii():
+        # Legal in JSON, but many clients split an event stream at whatever Unicode calls a line's end.
+        for char in "\x85\u2028\u2029":
+            text = text.replace(char, f"\\u{ord(char):04x}")
+    return text.encode("utf-8", "replace")
 
 
 def event(value: object) -> bytes:
@@ -41,7 +44,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed as soon as the client hangs up.
+    """Server-sent events from a generator. As soon as the client hangs up it is closed, and `close` called.
 
     Starlette's own streaming leaves a generator to the garbage collector when it is cancelled between two
     chunks; here it holds jobs that must end at once.
@@ -49,16 +52,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._close = close  # a generator that was never begun does nothing when it is closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(self._send_all(send), Request(scope, receive))
+        try:
+            await while_connected(self._send_all(send), Request(scope, receive))
+        finally:
+            self._close()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -57,10 +57,11 @@ class NamespaceInfo:
 class Problem:
     """One thing that is wrong, by what a repair does about it.
 
-    damaged, id (contents do not have the name's hash): the extent is dropped. missing (a row without a file):
-    the row is. orphan (a file without a row), leftover (temporary): the file is. row, differs (a row that is
-    damaged, or is not what the file says): the row is written anew. catalog (unreadable): rebuilt from the
-    extents.
+    damaged, id (contents do not have the name's hash): the extent is dropped.
+    missing (a row without a file): the row is.
+    orphan (a file without a row), leftover (any other file): the file is.
+    row, differs (a row that is damaged, or is not what the file says): the row is written anew.
+    catalog (unreadable): rebuilt from the extents.
     """
 
     kind: ProblemKind
@@ -124,8 +125,12 @@ def folder_bytes(path: Path) -> int:
 
 
 def list_extents(path: Path) -> list[ExtentRecord]:
-    """The catalog's records, least recently used first. Raises DamageError when it cannot be read."""
-    return [record for record in _rows(path).values() if record is not None]
+    """The catalog's records, least recently used first.
+
+    Raises DamageError when it cannot be read, ConfigError where there is no namespace of this version.
+    """
+    rows = _rows(path, _tier(path, read_description(path)))
+    return [record for record in rows.values() if record is not None]
 
 
 def check(
@@ -143,9 +148,9 @@ def check(
     write.
     """
     if not repair:
-        return _check(path, read_description(path), progress, extent_id)
+        return _check(path, read_description(path), progress, extent_id, live=holder(path) is not None)
     with Namespace.open_existing(path) as namespace:
-        report = _check(path, namespace.description, progress, extent_id)
+        report = _check(path, namespace.description, progress, extent_id, live=False)
         if report.problems:
             _repair(namespace, report.problems)
             report.repaired = True
@@ -181,7 +186,9 @@ def rebuild_catalog(path: Path) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path) -> Rows:
+def _rows(path: Path, disk: DiskTier) -> Rows:
+    if recovery.lost(path / CATALOG, disk):
+        raise DamageError(f"{path / CATALOG} is missing")
     if not (path / CATALOG).exists():
         return {}
     try:
@@ -200,14 +207,15 @@ def _check(
     description: Description,
     progress: Callable[[int, int], None] | None,
     extent_id: ExtentId | None,
+    *,
+    live: bool,
 ) -> Report:
     report = Report(path)
     disk = _tier(path, description)
-    live = holder(path) is not None
     files = sorted(disk.extents())  # before the rows: what is stored meanwhile has a row by then
     rows: Rows | None = None
     try:
-        rows = _rows(path)
+        rows = _rows(path, disk)
     except DamageError as error:
         report.problems.append(Problem("catalog", CATALOG, str(error)))
     if rows is not None:
@@ -221,7 +229,9 @@ def _check(
     if progress is not None:
         progress(len(files), len(files))
     if not live:
-        report.problems += [Problem("leftover", file.name, "temporary") for file in disk.leftovers()]
+        report.problems += [
+            Problem("leftover", file.name, "no extent, or in the wrong place") for file in disk.leftovers()
+        ]
     return report
 
 
@@ -232,7 +242,7 @@ def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool)
     gone = [extent for extent in rows if extent not in there and not disk.path(extent).exists()]
     if live and (alone or gone):
         time.sleep(SETTLE_SECONDS)
-        rows = _rows(path)
+        rows = _rows(path, disk)
         alone = [extent for extent in alone if extent not in rows and disk.path(extent).exists()]
         gone = [extent for extent in gone if extent in rows and not disk.path(extent).exists()]
     yield from (Problem("orphan", extent, "a file without a row in the catalog") for extent in alone)

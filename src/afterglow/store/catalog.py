@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,17 +81,29 @@ def read_only(path: Path) -> sqlite3.Connection:
         return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True)
 
 
-def aside(path: Path) -> Path:
-    """Rename a catalog (and SQLite's files beside it) out of the way; returns the new name. Raises
-    OSError.
+def aside(path: Path) -> None:
+    """Clear the place of a catalog: what is there becomes `NAME.damaged`, SQLite's files beside it go.
+
+    One such relic is kept, the newest. Raises OSError.
     """
-    number = 1
-    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    path.rename(target)
-    for suffix in ("-wal", "-shm"):
+    if path.exists() and (path.is_dir() or path.stat().st_size):
+        target = path.with_name(f"{path.name}.damaged")
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+        path.rename(target)
+    for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    return target
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a catalog and of SQLite's files beside it."""
+    total = 0
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(OSError):
+            total += path.with_name(path.name + suffix).stat().st_size
+    return total
 
 
 def create(path: Path, records: Iterable[ExtentRecord], file_of: Callable[[str], str]) -> None:

@@ -208,12 +208,15 @@ class DiskTier:
         return total
 
     def _pieces(self, rows: int, span: int, slots: Sequence[int], limit: int) -> Iterator[Piece]:
-        """All tensors in file order, joined where neighbours fit one call of about `limit` bytes."""
-        joinable = span == self.layout.tensor_bytes(rows)
-        segments = sum(1 for _ in runs(slots))
-        most = max(1, min(limit // span, (IOV_MAX - 1) // segments)) if joinable else 1
-        if most > 1:
-            most -= most % 2  # whole layers
+        """All tensors in file order, joined where neighbours fit one call of about `limit` bytes.
+
+        A layer's keys and values always go together: one is of no use without the other, and every call costs
+        this thread the interpreter lock, which a busy thread gives back only after milliseconds.
+        """
+        most = 1
+        if span == self.layout.tensor_bytes(rows):  # neighbours, without a gap between them
+            segments = sum(1 for _ in runs(slots))
+            most = max(1, min(limit // span, IOV_MAX // segments) // 2) * 2
         tensors = [(layer, kv) for layer in range(self.layout.layers) for kv in (0, 1)]
         for start in range(0, len(tensors), most):
             yield tensors[start : start + most]
@@ -277,13 +280,31 @@ class DiskTier:
             raise StoreError(f"removing extent {extent[:16]}: {error.strerror}") from error
 
     def leftovers(self) -> list[Path]:
-        """Temporary files; where no process writes they are what a killed one left behind."""
-        return sorted(self.folder.glob(f"*/{TEMPORARY}*"))
+        """Files that are no extents, or in a place where nobody looks for them.
+
+        Where no process writes, the temporary ones are what a killed one left behind.
+        """
+        temporary = self.folder.glob(f"{TEMPORARY}*")
+        return sorted([*temporary, *(Path(file.path) for file in self._files() if not _in_place(file))])
 
     def extents(self) -> Iterator[str]:
         """The ids of all files that look like extents, by name."""
+        return (file.name[: -len(SUFFIX)] for file in self._files() if _in_place(file))
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
         try:
-            for path in self.folder.glob(f"*/*{SUFFIX}"):
-                yield path.name[: -len(SUFFIX)]
+            if not self.folder.exists():
+                return
+            with os.scandir(self.folder) as folders:
+                for folder in folders:
+                    if folder.is_dir():
+                        with os.scandir(folder) as files:
+                            yield from files
         except OSError as error:
             raise StoreError(f"listing {self.folder}: {error.strerror}") from error
+
+
+def _in_place(file: os.DirEntry[str]) -> bool:
+    """Whether a file has an extent's name and lies where that extent is looked for."""
+    folder = os.path.basename(os.path.dirname(file.path))
+    return file.name.endswith(SUFFIX) and file.name[:2] == folder

@@ -100,7 +100,9 @@ class Scratch(threading.local):
     def take(self, num_bytes: int) -> Bytes:
         """uint8 [num_bytes]; the contents are undefined, and gone with this thread's next call."""
         if self._memory.nbytes < num_bytes:
-            self._memory = np.frombuffer(mmap.mmap(-1, align_up(num_bytes)), np.uint8)
+            # Private, not shared as is mmap's default: only such memory can have huge pages.
+            memory = mmap.mmap(-1, align_up(num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = np.frombuffer(memory, np.uint8)
         return self._memory[:num_bytes]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,7 +23,7 @@ from afterglow.plan.step import (
     SaveDone,
     Store,
 )
-from afterglow.store.catalog import Catalog
+from afterglow.store.catalog import Catalog, size_of
 from afterglow.store.disk import DiskTier
 from afterglow.store.extent import Bytes
 from afterglow.store.files import kind_of
@@ -40,7 +41,7 @@ _FAILED_KEPT: Final = 4096  # failed loads that `wait_layer` still knows after t
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counters since start, and three levels (`queue`, `hung`, `disk_bytes`). Seconds are time inside calls.
+    """Counters since start, and levels: those from `queue` on. Seconds are time inside calls.
 
     `errors` counts by kind: damage, missing, no_space, io, timeout, refused, catalog.
     """
@@ -59,7 +60,8 @@ class StoreStats:
     catalog_rebuilds: int = 0
     queue: int = 0
     hung: int = 0
-    disk_bytes: int = 0
+    disk_bytes: int = 0  # of all extents
+    catalog_bytes: int = 0
     direct_io: bool = False
 
     @property
@@ -107,6 +109,7 @@ class KVStore:
             self._tier, self._catalog = disk, opened.catalog
             self._records = opened.records
             self._rows = {record.id: record.rows for record in opened.records}
+            self._stats.disk_bytes = sum(record.file_bytes for record in opened.records)
             self._stats.catalog_rebuilds = opened.rebuilt
             self._stats.direct_io = disk.direct
         self._mover = Mover(threads, read_timeout, self._moved)
@@ -230,10 +233,10 @@ class KVStore:
         """A copy of the counters, and the levels as they are now."""
         with self._lock:
             stats = replace(self._stats, errors=dict(self._stats.errors))
-            rows = list(self._rows.values())
         stats.queue = self._mover.pending() + self._saver.pending()
         stats.hung = self._mover.hung
-        stats.disk_bytes = sum(map(self.layout.file_bytes, rows))
+        if self._catalog is not None:
+            stats.catalog_bytes = size_of(self._catalog.path)
         return stats
 
     # ---------------------------------------------------------------------------------- inside the threads
@@ -254,7 +257,8 @@ class KVStore:
                 # may pass; those extents stay.
                 if isinstance(error, DamageError) or kind_of(error) == "missing":
                     log.warning("dropped from the cache: %s", error)
-                    self._remove(move.extent)
+                    with contextlib.suppress(StoreError):
+                        self._remove(move.extent)
                 raise
 
         return work
@@ -269,9 +273,12 @@ class KVStore:
                 self._catalog.add(record, file_name(record.id))
                 task.advance()
             except StoreError:
-                self._remove(record.id)
+                with contextlib.suppress(StoreError):
+                    self._remove(record.id)
                 raise
             with self._lock:
+                if record.id not in self._rows:
+                    self._stats.disk_bytes += record.file_bytes
                 self._rows[record.id] = record.rows
             return written
 
@@ -296,11 +303,14 @@ class KVStore:
         return work
 
     def _remove(self, extent: str) -> None:
-        """Row first, then file: a crash in between leaves an orphan, never a row that promises what is
-        gone.
+        """Row first, then file, so that a crash in between leaves an orphan and not a promise.
+
+        Where the catalog fails the file goes all the same, for its room; the row goes at the next start.
         """
         with self._lock:
-            self._rows.pop(extent, None)
+            rows = self._rows.pop(extent, None)
+            if rows is not None:
+                self._stats.disk_bytes -= self.layout.file_bytes(rows)
         if self._tier is not None and self._catalog is not None:
             try:
                 self._catalog.remove([extent])

@@ -143,9 +143,7 @@ class Mover:
             return self._idle.wait_for(lambda: not self._pending() and not self._hung, timeout)
 
     def close(self, timeout: float) -> None:
-        """Let running tasks end (for at most `timeout` seconds), refuse the queued ones and end the
-        threads.
-        """
+        """Refuse what is queued, let what runs end (for at most `timeout` seconds), and end the threads."""
         with self._lock:
             self._closed = True
             refused = self._empty_queues()
@@ -155,6 +153,11 @@ class Mover:
             self._refuse(task, "the store is closed")
         with self._lock:
             self._idle.wait_for(lambda: self._alive == self._hung, timeout)
+            stuck = list(self._running)
+            for task in stuck:
+                self._set_aside(task)
+        for task in stuck:
+            task.end(False)
 
     # ------------------------------------------------------------------------------- below: the lock is held
 
@@ -203,6 +206,12 @@ class Mover:
             self._push(chain[0], min(t.priority for t in chain))
         else:
             del self._chains[task.key]
+
+    def _set_aside(self, task: Task) -> None:
+        """Give a running task up; its thread counts as hung until the call returns."""
+        task.abandon()
+        self._hung += 1
+        self._leave(task)
 
     def _empty_queues(self) -> list[Task]:
         refused = []
@@ -286,9 +295,7 @@ class Mover:
                     self._watch.wait(None if first is None else first + self._timeout - now)
                     continue
                 for task in late:
-                    task.abandon()
-                    self._hung += 1
-                    self._leave(task)
+                    self._set_aside(task)
                     if self._alive < self._normal + MAX_REPLACEMENTS:
                         self._spawn()
                 refused = self._empty_queues() if self._gone else []

@@ -35,6 +35,8 @@ def open_catalog(path: Path, disk: DiskTier) -> Opened:
     """
     rebuilt = 0
     try:
+        if lost(path, disk):
+            raise DamageError(f"{path} is missing")
         catalog = Catalog(path)
         rows = catalog.load()
     except DamageError as error:
@@ -63,14 +65,19 @@ def open_catalog(path: Path, disk: DiskTier) -> Opened:
     return Opened(catalog, records, list(files), rebuilt)
 
 
+def lost(path: Path, disk: DiskTier) -> bool:
+    """Whether there is no catalog although there are extents."""
+    gone = not path.exists() or (path.is_file() and path.stat().st_size == 0)
+    return gone and next(disk.extents(), None) is not None
+
+
 def rebuild(path: Path, disk: DiskTier) -> int:
     """Set a catalog aside and make a new one from the heads of the extents; returns its rows.
 
     Raises StoreError when the new one cannot be written.
     """
     try:
-        if path.exists():
-            log.warning("the old catalog is kept as %s", aside(path))
+        aside(path)
         records = list(_salvage_all(disk))
         create(path, records, file_name)
         return len(records)

@@ -1,0 +1,359 @@
+"""The command line as a user meets it: real processes for exit codes and signals, the rest in this one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from afterglow.cli import app, main, options
+from afterglow.cli.chat import Messages, converse
+from afterglow.cli.environment import find_model, physical_cores
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.errors import ModelError
+from afterglow.server.settings import ServerConfig
+from tests.server.conftest import REPLY, running
+from tests.text import toys
+
+BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
+SMALL = ("--device-cache", "64M", "--host-cache", "64M", "--disk-cache", "64M", "--threads", "1")
+
+
+def afterglow(*args: str, input: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "afterglow.cli", *args]
+    return subprocess.run(
+        command,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+def inside(*args: str) -> subprocess.CompletedProcess[str]:
+    """The same without a process of its own: quicker where only files are looked at."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with mock.patch("sys.argv", ["afterglow", *args]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(args, int(str(code or 0)), out.getvalue(), err.getvalue())
+
+
+def flat(text: str) -> str:
+    """Help without its frames and line breaks."""
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+def test_help_needs_no_heavy_imports() -> None:
+    heavy = ("torch", "fastapi", "numpy", "tokenizers")
+    code = f"import sys, afterglow.cli; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "chat", "bench", "cache ls", "cache check", "cache clear"]
+)
+def test_help_is_sentences_with_defaults(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_every_setting_is_a_flag() -> None:
+    text = flat(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output)
+    for config in (ServerConfig, EngineConfig, CacheConfig):
+        for name in options._flag_names(config):
+            assert "--" + name.replace("_", "-") in text
+            assert config.__dataclass_fields__[name].metadata["help"].endswith(".")
+    assert "[default: 16M]" in text
+    assert "One of auto, float32, bfloat16, float16." in text
+
+
+def test_flags_become_settings() -> None:
+    seen: dict[str, Any] = {}
+
+    @options.with_configs(ServerConfig, EngineConfig, CacheConfig)
+    def command(server: ServerConfig, engine: EngineConfig, word: str = "x") -> None:
+        seen.update(server=server, engine=engine, word=word)
+
+    import typer
+
+    small = typer.Typer()
+    small.command()(command)
+    args = [
+        "--host-cache",
+        "1.5G",
+        "--no-reuse",
+        "--api-key",
+        "a",
+        "--api-key",
+        "b",
+        "--threads",
+        "3",
+        "--word",
+        "y",
+    ]
+    result = CliRunner().invoke(small, args)
+    assert result.exit_code == 0, result.output
+    assert seen["server"] == ServerConfig(api_key=("a", "b"))
+    assert seen["engine"] == EngineConfig(threads=3, cache=CacheConfig(host_cache=3 * 2**29, reuse=False))
+    assert seen["word"] == "y"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--version"], 0, r"^afterglow \d"),
+        (["serve", "/no/such/model"], 2, "there is no model '/no/such/model'"),
+        (["serve", "--bogus"], 2, "No such option: --bogus"),
+        (["serve", "--port", "70000"], 2, "--port must be between 0 and 65535, got 70000"),
+        (["serve", "--port", "many"], 2, "Invalid value for '--port'"),
+        (["serve", "--host-cache", "3X"], 2, "'3X' is not a size"),
+        (["serve", "--dtype", "int3"], 2, "'int3' is not one of"),
+        (["serve", "--max-batch", "0"], 2, "--max-batch must be at least 1, got 0"),
+        (["generate", "--prompt", "a", "--file", "b"], 2, "give --prompt or --file, not both"),
+        (["generate", "--file", "/no/such/file"], 2, "cannot read /no/such/file"),
+        (["chat", "--url", "http://127.0.0.1:9"], 2, "no server answers at http://127.0.0.1:9"),
+        (["bench", "nothing"], 2, "no benchmark 'nothing'"),
+        (["cache", "ls", "--cache-dir", "/no/such/folder"], 2, "there is no cache directory"),
+        (["frobnicate"], 2, "No such command 'frobnicate'"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_a_code(args: list[str], code: int, says: str) -> None:
+    result = (inside if args[0] == "cache" else afterglow)(*args)
+    assert result.returncode == code
+    assert re.search(says, flat(result.stdout + result.stderr).strip()), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_model_without_tokenizer_and_a_port_in_use(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = afterglow("serve", str(tmp_path), "--port", "0")
+    assert result.returncode == 2
+    assert result.stderr.startswith("afterglow: error: ")
+    assert "has no tokenizer.json" in result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        toys.byte_level(tmp_path)
+        result = afterglow("serve", str(tmp_path), "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "is in use" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_models_are_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--small" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--small" / "refs").mkdir()
+    (tmp_path / "models--org--small" / "refs" / "main").write_text("abc\n")
+    assert find_model("org/small") == snapshot
+    with pytest.raises(ModelError, match="there is no model 'org/other'"):
+        find_model("org/other")
+    with pytest.raises(ModelError, match=r"it has no config\.json"):
+        find_model(str(tmp_path))
+
+
+def test_physical_cores() -> None:
+    assert 1 <= physical_cores() <= (os.cpu_count() or 1)
+
+
+# ------------------------------------------------------------------------------------------------- chat
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(toys.byte_level(tmp_path_factory.mktemp("model"))) as server:
+        yield server.url
+
+
+def test_chat_over_pipes(url: str) -> None:
+    result = afterglow(
+        "chat", "--url", url, "--system", "Be brief.", input="hello\n\n/reset\nagain\nmore\n/quit\nno\n"
+    )
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == [REPLY] * 3
+    notes = result.stderr.splitlines()
+    assert len(notes) == 3
+    assert re.fullmatch(r"\[\d+ prompt tokens, 0 cached, first token after \d+ ms\]", notes[0])
+    assert re.search(r"\d+ cached \(host \d+\)", notes[2])
+
+
+class Canned:
+    note = "note"
+
+    def __init__(self, pieces: list[str | BaseException]) -> None:
+        self.pieces = pieces
+        self.asked: list[Messages] = []
+
+    def reply(self, messages: Messages) -> Iterator[str]:
+        self.asked.append([dict(m) for m in messages])
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+def test_commands_and_interruptions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/system Be kind.\nhi again\n/help\n/nonsense\n"))
+    speaker = Canned(["par", KeyboardInterrupt()])
+    assert converse(speaker, None) == 0
+    assert speaker.asked == [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi again"}],
+    ]
+    out = capsys.readouterr().out
+    assert out.count("par …") == 2
+    assert "/reset" in out
+    assert "there is no command /nonsense" in out
+
+
+def test_an_error_of_the_server_ends_a_pipe(url: str) -> None:
+    result = afterglow("chat", "--url", url, input="the mill " * 600 + "\n")
+    assert result.returncode == 2
+    assert "maximum context length is 512 tokens" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------------------------- with the bundled model
+
+needs_model = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+
+
+@needs_model
+def test_generate_reads_a_pipe_and_repeats_itself(tmp_path: Path) -> None:
+    args = ("generate", "--max-tokens", "8", "--cache-dir", str(tmp_path), *SMALL)
+    first = afterglow(*args, input="My name is\n")
+    second = afterglow(*args, "--prompt", "My name is")
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout == second.stdout != ""
+
+
+class Served:
+    """`afterglow serve` on the bundled model, in a process."""
+
+    def __init__(self, cache: Path, *args: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "afterglow.cli", "serve", "--port", str(self.port),
+             "--cache-dir", str(cache), *SMALL, *args],
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{self.url}/health")
+                return
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.process.communicate()[1]
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def ask(self, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json={"temperature": 0, **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def end(self, *signals: signal.Signals) -> tuple[int, str]:
+        for number in signals:
+            self.process.send_signal(number)
+            time.sleep(0.3)
+        _, log = self.process.communicate(timeout=30)
+        return self.process.returncode, log
+
+
+@needs_model
+def test_serve_restart_and_cache_commands(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "My name is Ada and I live near the old mill by the river."}]
+    server = Served(tmp_path)
+    first = server.ask(messages=messages, max_tokens=8)
+    held = inside("cache", "clear", "--yes", "--cache-dir", str(tmp_path))
+    assert held.returncode == 2
+    assert str(server.process.pid) in held.stderr
+    code, log = server.end(signal.SIGTERM)
+    assert code == 0, log
+    assert "Traceback" not in log
+    assert re.search(r"POST /v1/chat/completions 200 prompt=\d+ cached=0 generated=\d+ ttft=\d+ms", log)
+
+    listed = json.loads(inside("cache", "ls", "--json", "--cache-dir", str(tmp_path)).stdout)
+    assert len(listed) == 1
+    assert listed[0]["tokens"] >= first["usage"]["prompt_tokens"]
+    checked = inside("cache", "check", "--cache-dir", str(tmp_path))
+    assert checked.returncode == 0
+    assert "sound" in checked.stdout
+    assert "tokens" in inside("cache", "stats", "--cache-dir", str(tmp_path)).stdout
+
+    server = Served(tmp_path)
+    again = server.ask(messages=messages, max_tokens=8)
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert again["usage"]["cached_tokens_details"]["disk"] == first["usage"]["prompt_tokens"] - 1
+    assert server.end(signal.SIGINT)[0] == 0
+
+    extent = next(tmp_path.glob("*/extents/*/*.safetensors"))
+    extent.write_bytes(extent.read_bytes()[:-4096] + b"x" * 4096)
+    damaged = inside("cache", "check", "--json", "--cache-dir", str(tmp_path))
+    assert damaged.returncode == 1
+    assert json.loads(damaged.stdout)[0]["problems"][0]["kind"] == "damaged"
+    assert inside("cache", "check", "--repair", "--cache-dir", str(tmp_path)).returncode == 0
+    assert inside("cache", "check", "--cache-dir", str(tmp_path)).returncode == 0
+    assert inside("cache", "clear", "--cache-dir", str(tmp_path)).returncode == 2
+    assert inside("cache", "clear", "--yes", "--cache-dir", str(tmp_path)).returncode == 0
+    assert json.loads(inside("cache", "ls", "--json", "--cache-dir", str(tmp_path)).stdout)[0]["extents"] == 0
+
+
+@needs_model
+def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
+    server = Served(tmp_path, "--grace", "60")
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 2000,
+        },
+        timeout=30,
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        code, _ = server.end(signal.SIGINT, signal.SIGINT)
+    assert code == 130
+    assert time.monotonic() - began < 10
+
+
+@needs_model
+def test_a_cache_directory_of_another_format(tmp_path: Path) -> None:
+    Served(tmp_path).end(signal.SIGTERM)
+    description = next(tmp_path.glob("*/afterglow.json"))
+    description.write_text(re.sub(r'("format": ?)\d+', r"\g<1>999", description.read_text()))
+    result = afterglow("generate", "-p", "x", "--max-tokens", "1", "--cache-dir", str(tmp_path), *SMALL)
+    assert result.returncode == 2
+    assert result.stderr.startswith("afterglow: error: ")
+    assert "Traceback" not in result.stderr

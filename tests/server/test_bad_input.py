@@ -1,0 +1,295 @@
+"""Every mistake gets an OpenAI-shaped error: what was wrong, the value, the field; and no work is done."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from afterglow.errors import ConfigError
+from afterglow.server.launch import listen
+from afterglow.server.settings import ServerConfig
+from tests.server.conftest import Running, running, wait_for
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+ADA: dict[str, Any] = {"prompt": "Ada"}
+
+BAD = [
+    (CHAT, {}, "messages", "messages is required"),
+    (CHAT, {"messages": []}, "messages", "at least one"),
+    (CHAT, {**HI, "temperature": -1}, "temperature", "between 0 and 100, got -1"),
+    (CHAT, {**HI, "temperature": 1e9}, "temperature", "between 0 and 100"),
+    (CHAT, {**HI, "temperature": "hot"}, "temperature", "got 'hot'"),
+    (CHAT, {**HI, "top_p": 0}, "top_p", "greater than 0 and at most 1"),
+    (CHAT, {**HI, "top_p": 1.5}, "top_p", "at most 1"),
+    (CHAT, {**HI, "top_k": -5}, "top_k", "positive"),
+    (CHAT, {**HI, "min_p": 2}, "min_p", "between 0 and 1"),
+    (CHAT, {**HI, "seed": 2**70}, "seed", "64-bit|int"),
+    (CHAT, {**HI, "n": 0}, "n", "between 1 and"),
+    (CHAT, {**HI, "n": 10**6}, "n", "between 1 and"),
+    (CHAT, {**HI, "max_tokens": -1}, "max_tokens", "0 or more"),
+    (CHAT, {**HI, "max_tokens": 10**9}, "max_tokens", "512 tokens, but 10000000"),
+    (CHAT, {**HI, "max_tokens": True}, "max_tokens", "max_tokens"),
+    (CHAT, {**HI, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+    (CHAT, {**HI, "logprobs": True, "top_logprobs": 99}, "logprobs", "between 0 and 20"),
+    (CHAT, {**HI, "stop": [""]}, "stop", "non-empty"),
+    (CHAT, {**HI, "stop": 7}, "stop", "stop"),
+    (CHAT, {**HI, "cache_salt": ""}, "cache_salt", "non-empty"),
+    (CHAT, {**HI, "cache_salt": 5}, "cache_salt", "string"),
+    (CHAT, {**HI, "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+    (CHAT, {**HI, "tool_choice": "required"}, "tool_choice", "not supported"),
+    (CHAT, {**HI, "response_format": {"type": "json_object"}}, "response_format", "'json_object'"),
+    (CHAT, {**HI, "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    (CHAT, {**HI, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "image",
+    ),
+    (CHAT, {**HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),
+    (TEXT, {}, "prompt", "prompt must be a string"),
+    (TEXT, {"prompt": ""}, "prompt", "empty"),
+    (TEXT, {"prompt": []}, "prompt", "none of them empty"),
+    (TEXT, {"prompt": [[]]}, "prompt", "none of them empty"),
+    (TEXT, {"prompt": ["a", 5]}, "prompt", "prompt must be"),
+    (TEXT, {"prompt": [1, -4]}, "prompt", "token id -4 is outside the vocabulary of 400"),
+    (TEXT, {"prompt": [10**12]}, "prompt", "outside the vocabulary"),
+    (TEXT, {**ADA, "suffix": "end"}, "suffix", "suffix is not supported"),
+    (TEXT, {**ADA, "best_of": 3}, "best_of", "must equal n"),
+    (TEXT, {**ADA, "logprobs": -1}, "logprobs", "between 0 and 20"),
+    ("/tokenize", {}, "prompt", "either prompt or messages"),
+    ("/detokenize", {}, "tokens", "tokens is required"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", "between 0 and 399"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "says"), BAD)
+def test_bad_values_name_the_field(
+    server: Running, path: str, body: dict[str, Any], param: str, says: str
+) -> None:
+    before = len(server.engine.requests)
+    with server.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    import re
+
+    assert re.search(says, error["message"]), error["message"]
+    assert "\n" not in error["message"]
+    assert len(server.engine.requests) == before
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"\xff\xfe",
+        b"[1]",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"prompt": "a", "temperature": NaN}',
+    ],
+)
+def test_malformed_json(server: Running, data: bytes) -> None:
+    with server.http() as http:
+        answer = http.post(TEXT, content=data)
+    assert answer.status_code == 400
+    assert "error" in answer.json()
+
+
+def test_neutral_values_of_unsupported_fields_are_fine(server: Running) -> None:
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "none",
+    }
+    with server.http() as http:
+        body = {
+            **HI,
+            **neutral,
+            "response_format": {"type": "text"},
+            "stop": None,
+            "n": None,
+            "temperature": None,
+        }
+        assert http.post(CHAT, json=body).status_code == 200
+
+
+def test_unknown_routes_methods_and_models(server: Running) -> None:
+    with server.http() as http:
+        for path in ("/", "/v1", "/v1/nothing", "/v1/models/other/x"):
+            answer = http.get(path)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"]
+        assert http.get(CHAT).status_code == 405
+        assert http.get(CHAT).json()["error"]["code"] == "method_not_allowed"
+        answer = http.post(CHAT, json={**HI, "model": "gpt-9"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "'gpt-9'" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_cannot_fit_names_both_numbers(server: Running) -> None:
+    before = len(server.engine.requests)
+    long = "the mill " * 400
+    size = len(server.tokenizer.encode(long))
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai().completions.create(model="fake-model", prompt=long)
+    assert caught.value.code == "context_length_exceeded"
+    assert "512" in caught.value.message
+    assert str(size) in caught.value.message
+    with pytest.raises(openai.BadRequestError):
+        server.openai().chat.completions.create(
+            model="fake-model", messages=[{"role": "user", "content": long}], stream=True
+        )
+    assert len(server.engine.requests) == before
+
+
+def test_the_last_free_token(server: Running) -> None:
+    ids = server.tokenizer.encode("Ada") * 511
+    with server.http() as http:
+        assert http.post(TEXT, json={"prompt": ids}).json()["usage"]["completion_tokens"] == 1
+        assert http.post(TEXT, json={"prompt": ids, "max_tokens": 2}).status_code == 400
+        assert http.post(TEXT, json={"prompt": ids * 2}).status_code == 400
+        assert http.post(TEXT, json={"prompt": [*ids, 5]}).status_code == 400
+        assert http.post(TEXT, json={"prompt": [*ids, 5], "max_tokens": 0}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def guarded(model_dir: Path) -> Iterator[Running]:
+    config = ServerConfig(port=0, api_key=("key-one", "key-two"), max_body=2000, grace=0.5)
+    with running(model_dir, config, max_queue=1, hold=True) as value:
+        yield value
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer wrong", "key-one", "Basic key-one", "Bearer key-one2", "Bearer \xff"],
+)
+def test_wrong_keys(guarded: Running, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    with guarded.http() as http:
+        for method, path in (
+            ("GET", "/metrics"),
+            ("POST", "/reset_prefix_cache"),
+            ("GET", "/nothing"),
+            ("POST", CHAT),
+        ):
+            answer = http.request(method, path, headers=headers)  # type: ignore[arg-type]
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert http.get("/health", headers=headers).status_code == 200  # type: ignore[arg-type]
+    assert guarded.engine.resets == 0
+
+
+def test_right_keys(guarded: Running) -> None:
+    for key in ("key-one", "key-two"):
+        assert [m.id for m in guarded.openai(key).models.list()] == ["fake-model"]
+
+
+def test_bodies_that_are_too_large(guarded: Running) -> None:
+    headers = {"Authorization": "Bearer key-one"}
+    with guarded.http(headers=headers) as http:
+        answer = http.post(TEXT, content=b"x" * 2001)
+        assert answer.status_code == 413
+        assert "2000 bytes" in answer.json()["error"]["message"]
+
+        def chunks() -> Iterator[bytes]:  # no declared length: it has to be counted
+            for _ in range(30):
+                yield b"x" * 100
+
+        answer = http.post(TEXT, content=chunks())
+        assert answer.status_code == 413
+        assert http.post(TEXT, content=b"x" * 2000).status_code == 400
+
+
+def test_a_full_queue(guarded: Running) -> None:
+    headers = {"Authorization": "Bearer key-one"}
+    with guarded.http(headers=headers) as http, httpx.Client(base_url=guarded.url, headers=headers) as other:
+        with other.stream("POST", CHAT, json={**HI, "stream": True}):
+            wait_for(lambda: guarded.engine.in_flight == 1)
+            answer = http.post(CHAT, json={**HI, "stream": True})
+            assert answer.status_code == 429
+            assert answer.json()["error"]["code"] == "queue_full"
+        wait_for(lambda: guarded.engine.in_flight == 0)
+
+
+def test_tenants_never_share(guarded: Running) -> None:
+    """The salt that reaches the engine tells keys and clients' salts apart, and does not hold the key."""
+    guarded.engine.gate.set()
+    salts = []
+    for key in ("key-one", "key-two"):
+        for salt in (None, "s", "t"):
+            guarded.openai(key).chat.completions.create(
+                model="fake-model", extra_body={"cache_salt": salt} if salt else {}, max_tokens=1, **HI
+            )
+            salts.append(guarded.engine.requests[-1].salt)
+    guarded.openai("key-one").chat.completions.create(model="fake-model", max_tokens=1, **HI)
+    assert guarded.engine.requests[-1].salt == salts[0]
+    assert len(set(salts)) == 6
+    assert not any("key-" in salt for salt in salts)
+    # Sessions are named within a tenant.
+    sessions = []
+    for key in ("key-one", "key-two"):
+        guarded.openai(key).chat.completions.create(
+            model="fake-model", extra_body={"session_id": "x"}, max_tokens=1, **HI
+        )
+        sessions.append(guarded.engine.requests[-1].session_id)
+    assert len(set(sessions)) == 2
+    guarded.engine.gate.clear()
+
+
+def test_without_keys_and_salt_all_share(server: Running) -> None:
+    with server.http() as http:
+        http.post(CHAT, json=HI)
+        assert server.engine.requests[-1].salt == ""
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"):
+            listen(ServerConfig(port=port))
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        listen(ServerConfig(host="nowhere.invalid", port=0))
+
+
+def test_defaults_of_the_model(model_dir: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "m"
+    shutil.copytree(model_dir, folder)
+    config = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_new_tokens": 3,
+        "do_sample": True,
+        "repetition_penalty": 1.1,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    with running(folder) as server, server.http() as http:
+        assert http.post(CHAT, json=HI).json()["usage"]["completion_tokens"] == 3
+        sampling = server.engine.requests[-1].sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
+        assert (
+            http.post(CHAT, json={**HI, "max_tokens": 5, "temperature": 0}).json()["usage"][
+                "completion_tokens"
+            ]
+            == 5
+        )

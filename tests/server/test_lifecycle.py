@@ -1,0 +1,211 @@
+"""Hanging up, waiting, dying and shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from afterglow.engine.stats import EngineStats
+from afterglow.server.metrics import ROWS
+from afterglow.server.stream import ClientGone, EventStream, event
+from tests.server.conftest import Running, running, wait_for
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def post_and_leave(server: Running, body: dict[str, Any]) -> None:
+    """Send a request and hang up while it waits."""
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            sent = asyncio.ensure_future(http.post(CHAT, json=body))
+            while not server.engine.in_flight:
+                await asyncio.sleep(0.005)
+            sent.cancel()
+            await asyncio.gather(sent, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_hanging_up_in_the_queue_cancels(model_dir: Path, stream: bool) -> None:
+    with running(model_dir, hold=True) as server:
+        post_and_leave(server, {**HI, "stream": stream, "n": 2})
+        wait_for(lambda: len(server.engine.cancelled) == 2)
+        wait_for(lambda: server.engine.in_flight == 0)
+        assert sorted(server.engine.cancelled) == sorted(r.id for r in server.engine.requests)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_hanging_up_while_running_cancels(model_dir: Path, stream: bool) -> None:
+    with running(model_dir, step_seconds=0.02) as server:
+        post_and_leave(server, {**HI, "stream": stream, "ignore_eos": True})
+        wait_for(lambda: len(server.engine.cancelled) == 1)
+        wait_for(lambda: server.engine.in_flight == 0)
+        with server.http() as http:
+            metrics = http.get("/metrics").text
+        assert 'afterglow:http_responses_total{status="499"} 1.0' in metrics or stream
+
+
+def test_leaving_a_stream_early_cancels(model_dir: Path) -> None:
+    with running(model_dir, step_seconds=0.01) as server:
+        stream = server.openai().chat.completions.create(
+            model="fake-model", stream=True, extra_body={"ignore_eos": True}, **HI
+        )
+        next(iter(stream))
+        stream.close()
+        wait_for(lambda: server.engine.cancelled)
+        wait_for(lambda: server.engine.in_flight == 0)
+
+
+def test_a_stream_that_nobody_began_to_read_is_closed() -> None:
+    """The client is gone before the first byte could be sent: the generator never runs, its jobs end."""
+    closed: list[bool] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b""  # pragma: no cover
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        await asyncio.sleep(10)
+
+    async def main() -> None:
+        with pytest.raises(ClientGone):
+            await EventStream(events(), lambda: closed.append(True))({"type": "http"}, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    assert closed == [True]
+
+
+def test_an_event_is_one_line_to_every_client() -> None:
+    data = event({"text": "a\u2028b\x85c\nd🙂"})
+    assert len(data.decode().strip().splitlines()) == 1
+    assert json.loads(data[6:]) == {"text": "a\u2028b\x85c\nd🙂"}
+
+
+def test_waiting_requests_never_block_health_and_metrics(model_dir: Path) -> None:
+    with running(model_dir, hold=True) as server:
+        replies: list[str | None] = []
+
+        def ask() -> None:
+            reply = server.openai().chat.completions.create(model="fake-model", **HI)
+            replies.append(reply.choices[0].message.content)
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.engine.in_flight == 12, seconds=15)
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+            assert "vllm:num_requests_waiting" in http.get("/metrics").text
+            assert http.get("/v1/models").status_code == 200
+        assert replies == []
+        server.engine.gate.set()
+        for thread in threads:
+            thread.join(15)
+        assert len(replies) == 12
+        assert len(set(replies)) == 1
+
+
+def test_tokenising_much_text_does_not_block_others(model_dir: Path) -> None:
+    with running(model_dir) as server, server.http() as http:
+        body = {"prompt": "the mill is near the river. " * 60_000}
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{server.url}/tokenize", json=body, timeout=60))
+        )
+        thread.start()
+        polls = 0
+        while thread.is_alive():
+            assert http.get("/health").status_code == 200
+            polls += 1
+            time.sleep(0.01)
+        thread.join()
+        assert answers[0].status_code == 200
+        assert polls > 1
+
+
+def test_a_dead_engine_is_said(model_dir: Path) -> None:
+    with running(model_dir, hold=True) as server, server.http() as http:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(server.url + CHAT, json=HI, timeout=20))
+        )
+        thread.start()
+        stream = server.openai().chat.completions.create(model="fake-model", stream=True, **HI)
+        wait_for(lambda: server.engine.in_flight == 2)
+        server.engine.die()
+        thread.join(10)
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["code"] == "engine_dead"
+        with pytest.raises(openai.APIError, match="engine has stopped"):
+            list(stream)
+        assert http.get("/health").status_code == 503
+        assert http.post(CHAT, json=HI).status_code == 503
+        assert 'afterglow:healthy{model_name="fake-model"} 0.0' in http.get("/metrics").text
+
+
+def test_shutting_down_lets_short_requests_finish(model_dir: Path) -> None:
+    with running(model_dir, step_seconds=0.01) as server:
+        stream = server.openai().chat.completions.create(model="fake-model", stream=True, **HI)
+        chunks = [next(iter(stream))]
+        server.service.stop()
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        with pytest.raises(httpx.ConnectError):
+            server.http().get("/health")
+
+
+def test_shutting_down_ends_long_requests_after_the_grace_period(model_dir: Path) -> None:
+    with running(model_dir, step_seconds=0.05) as server:
+        stream = server.openai().chat.completions.create(
+            model="fake-model", stream=True, extra_body={"ignore_eos": True}, **HI
+        )
+        next(iter(stream))
+        server.service.stop()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        assert server.engine.cancelled
+
+
+def test_the_metrics_are_valid_and_complete(server: Running) -> None:
+    server.openai().chat.completions.create(model="fake-model", **HI)
+    with server.http() as http:
+        answer = http.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    for name in (
+        "vllm:time_to_first_token_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:num_requests_running",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prompt_tokens",
+        "vllm:prefix_cache_hits",
+        "vllm:request_success",
+    ):
+        assert name in families
+    sources = {s.labels["source"] for s in families["vllm:prompt_tokens_cached_by_source"].samples}
+    assert sources == {"device", "host", "disk"}
+
+
+def test_every_number_of_the_engine_has_a_name() -> None:
+    fields = set(EngineStats.__dataclass_fields__)
+    assert {row.field for row in ROWS} == fields
+    assert len({(row.name, row.labels) for row in ROWS}) == len(ROWS)

@@ -1,0 +1,162 @@
+"""The server on the real engine and the bundled model: what the fake cannot show."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Engine
+from afterglow.server.launch import Service
+from afterglow.server.settings import ServerConfig
+from afterglow.text import Tokenizer
+from tests.server.conftest import wait_for
+
+BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
+pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+
+FACT = {"role": "user", "content": "My name is Ada. I keep the red kite in the old mill near the river."}
+
+
+@dataclass
+class Real:
+    engine: Engine
+    client: openai.OpenAI
+
+    def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return self.client.chat.completions.create(
+            model="afterglow", messages=messages, temperature=0, **kwargs
+        )
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    cache = CacheConfig(
+        device_cache=64 << 20,
+        host_cache=64 << 20,
+        disk_cache=64 << 20,
+        cache_dir=tmp_path_factory.mktemp("cache"),
+    )
+    engine = Engine.load(BUNDLED, EngineConfig(threads=1, cache=cache))
+    engine.start()
+    config = ServerConfig(port=0, grace=0.5, served_model_name=("afterglow",))
+    service = Service(engine, Tokenizer(BUNDLED), config, BUNDLED)
+    thread = threading.Thread(target=service.run, kwargs={"signals": False})
+    thread.start()
+    wait_for(lambda: service.started)
+    with openai.OpenAI(base_url=f"{service.address}/v1", api_key="none", max_retries=0) as client:
+        yield Real(engine, client)
+    service.stop()
+    thread.join(20)
+    engine.close()
+
+
+def cached(reply: Any) -> dict[str, int]:
+    return dict(reply.usage.model_dump()["cached_tokens_details"])
+
+
+def test_a_conversation_is_cached_but_for_its_new_tokens(real: Real) -> None:
+    messages: list[dict[str, Any]] = [FACT]
+    salt = {"cache_salt": "conversation"}
+    before = 0
+    for turn in range(4):
+        reply = real.chat(messages, max_tokens=12, extra_body=salt)
+        real.engine.settle()
+        usage = reply.usage
+        assert usage.prompt_tokens_details.cached_tokens == before
+        assert sum(cached(reply).values()) == before
+        before = usage.prompt_tokens + usage.completion_tokens - 1  # the last token was never fed
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": f"And what about number {turn}?"},
+        ]
+
+
+def test_a_salt_hides_everything(real: Real) -> None:
+    for salt, expected in (("one", 0), ("two", 0)):
+        reply = real.chat([FACT], max_tokens=2, extra_body={"cache_salt": salt})
+        assert sum(cached(reply).values()) == expected
+    real.engine.settle()
+    again = real.chat([FACT], max_tokens=2, extra_body={"cache_salt": "one"})
+    assert sum(cached(again).values()) == again.usage.prompt_tokens - 1
+
+
+def test_streams_side_by_side_equal_single_requests(real: Real) -> None:
+    prompts = [[{**FACT, "content": FACT["content"] * n}] for n in (1, 2, 3)] * 2
+    single = [real.chat(p, max_tokens=16).choices[0].message.content for p in prompts[:3]]
+    found: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        chunks = real.chat(prompts[number], max_tokens=16, stream=True)
+        found[number] = "".join(c.choices[0].delta.content or "" for c in chunks)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[n] for n in range(6)] == single * 2
+
+
+def test_leaving_frees_the_engine(real: Real) -> None:
+    stream = real.chat([FACT], max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    wait_for(lambda: real.engine.stats().running == 1)
+    stream.close()
+    wait_for(lambda: real.engine.stats().running == 0)
+
+
+def test_loglikelihoods_equal_those_of_transformers(real: Real) -> None:
+    """As an evaluation harness asks: token ids, echo, one token that is dropped again."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer(BUNDLED)
+    texts = ["My name is Ada. I keep the red kite", "The mill is near the river, and the boat is blue."]
+    prompts = [tokenizer.encode(text) for text in texts]
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
+    # Twice: what was cached must not change the numbers.
+    for _ in range(2):
+        reply = real.client.completions.create(
+            model="afterglow", prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
+        )
+        for ids, choice in zip(prompts, reply.choices, strict=True):
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs is not None
+            assert choice.logprobs.tokens is not None
+            assert choice.logprobs.top_logprobs is not None
+            got = choice.logprobs.token_logprobs[:-1]
+            assert len(got) == len(ids)
+            assert got[0] is None
+            with torch.no_grad():
+                wanted = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+            for row, token in enumerate(ids[1:]):
+                assert got[row + 1] == pytest.approx(wanted[row, token].item(), abs=1e-3)
+                top = choice.logprobs.top_logprobs[row + 1]
+                greedy = max(top, key=top.__getitem__) == choice.logprobs.tokens[row + 1]
+                assert greedy == (wanted[row].argmax().item() == token)
+
+
+def test_zero_tokens_only_fill_the_cache(real: Real) -> None:
+    reply = real.client.completions.create(
+        model="afterglow", prompt="The boat is blue and the mill is old.", max_tokens=0
+    )
+    assert reply.choices[0].text == ""
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 0
+
+
+def test_resetting_forgets(real: Real) -> None:
+    real.chat([FACT], max_tokens=1)
+    real.engine.settle()
+    assert sum(cached(real.chat([FACT], max_tokens=1)).values()) > 0
+    real.engine.settle()
+    real.client.post("../reset_prefix_cache", cast_to=object)
+    real.engine.settle()
+    assert sum(cached(real.chat([FACT], max_tokens=1)).values()) == 0

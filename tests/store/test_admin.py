@@ -1,0 +1,222 @@
+"""Maintenance: a check says what is wrong, all of it and nothing else; a repair leaves a sound namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+
+import pytest
+from store_kit import ALIGNED, Kit, extent_name
+
+from afterglow.errors import ConfigError, DamageError
+from afterglow.store import admin
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """The folder of a namespace with extents 0..4 of 100 rows each."""
+    with Kit(tmp_path) as kit:
+        for n in range(5):
+            kit.put(n, 100, (2 * n, 2 * n + 1), last_used=float(n))
+        return kit.path
+
+
+def file_of(path, number):
+    name = extent_name(number)
+    return path / "extents" / name[:2] / f"{name}.safetensors"
+
+
+def flip(file, position):
+    raw = bytearray(file.read_bytes())
+    raw[position] ^= 4
+    file.write_bytes(raw)
+
+
+def sql(path, statement, *values):
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as db:
+        db.execute(statement, values)
+        db.commit()
+
+
+def test_a_sound_namespace(filled):
+    seen = []
+    report = admin.check(filled, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok
+    assert report.problems == []
+    assert (report.extents, report.bytes) == (5, 5 * ALIGNED.file_bytes(100))
+    assert seen[0] == (0, 5)
+    assert seen[-1] == (5, 5)
+
+
+def harm_keys(path):
+    flip(file_of(path, 1), ALIGNED.offset(100, 1, 0) + 7)
+
+
+def harm_header(path):
+    flip(file_of(path, 1), 200)
+
+
+def harm_padding(path):
+    flip(file_of(path, 1), -1)
+
+
+def harm_length(path):
+    os.truncate(file_of(path, 1), 5000)
+
+
+def harm_swap(path):
+    shutil.copy(file_of(path, 2), file_of(path, 1))
+
+
+def harm_gone(path):
+    file_of(path, 1).unlink()
+
+
+def harm_orphan(path):
+    file = file_of(path, 1)
+    shutil.copy(file, file.with_name(file.name[:2] + "e" * 62 + ".safetensors"))
+
+
+def harm_row_missing(path):
+    sql(path, "DELETE FROM extents WHERE id = ?", extent_name(1))
+
+
+def harm_row(path):
+    sql(path, "UPDATE extents SET tokens = zeroblob(400) WHERE id = ?", extent_name(1))
+
+
+def harm_leftover(path):
+    (file_of(path, 1).parent / ".tmp-1-1").write_bytes(b"x")
+
+
+def harm_catalog(path):
+    (path / "catalog.sqlite").write_bytes(b"not a database" * 1000)
+
+
+def harm_catalog_and_extent(path):
+    harm_catalog(path)
+    harm_keys(path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "kinds", "left"),
+    [
+        (harm_keys, ["damaged"], 4),
+        (harm_header, ["damaged"], 4),
+        (harm_padding, ["damaged"], 4),
+        (harm_length, ["damaged"], 4),
+        (harm_swap, ["damaged"], 4),
+        (harm_gone, ["missing"], 4),
+        (harm_orphan, ["orphan"], 5),
+        (harm_row_missing, ["orphan"], 4),
+        (harm_row, ["row"], 5),
+        (harm_leftover, ["leftover"], 5),
+        (harm_catalog, ["catalog"], 5),
+        (harm_catalog_and_extent, ["catalog", "damaged"], 4),
+    ],
+)
+def test_each_harm_is_named_and_mended(tmp_path, filled, harm, kinds, left):
+    harm(filled)
+    report = admin.check(filled)
+    assert [problem.kind for problem in report.problems] == kinds
+    assert not report.ok
+    assert [problem.kind for problem in admin.check(filled).problems] == kinds  # looking changes nothing
+    mended = admin.check(filled, repair=True)
+    assert mended.ok
+    assert [problem.kind for problem in mended.problems] == kinds
+    after = admin.check(filled)
+    assert after.problems == []
+    assert after.extents == left
+    with Kit(tmp_path) as kit:
+        assert len(kit.store.records()) == left
+        kit.settle()
+        assert kit.store.stats().orphans_swept == 0
+        assert kit.store.stats().catalog_rebuilds == 0
+
+
+def test_a_name_that_is_not_the_hash_of_its_contents(filled):
+    report = admin.check(filled, extent_id=lambda record: extent_name(3))
+    assert [problem.kind for problem in report.problems] == ["id"] * 4
+    admin.check(filled, repair=True, extent_id=lambda record: extent_name(3))
+    assert [record.id for record in admin.list_extents(filled)] == [extent_name(3)]
+
+
+def test_a_row_that_is_not_what_the_file_says(tmp_path, filled):
+    """A sound row of another extent of the same name: only a comparison can tell."""
+    with Kit(tmp_path) as kit:
+        source = kit.file(1)
+        content = source.read_bytes()
+        kit.put(1, 120, (0, 1), last_used=9.0)
+        source.write_bytes(content)
+    assert [problem.kind for problem in admin.check(filled).problems] == ["differs"]
+    assert admin.check(filled, repair=True).ok
+    assert admin.check(filled).problems == []
+    row = next(record for record in admin.list_extents(filled) if record.id == extent_name(1))
+    assert (row.rows, row.last_used) == (100, 9.0)
+
+
+def test_beside_a_running_process(tmp_path, filled):
+    with Kit(tmp_path) as kit:
+        kit.put(7, 64, (0,))
+        assert admin.check(filled).problems == []
+        (info,) = admin.list_namespaces(tmp_path)
+        assert info.holder.pid == os.getpid()
+        assert info.extents == 6
+        for forbidden in (admin.clear, admin.rebuild_catalog, lambda path: admin.check(path, repair=True)):
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+                forbidden(filled)
+        flip(kit.file(7), -1)
+        assert [problem.kind for problem in admin.check(filled).problems] == ["damaged"]
+
+
+def test_lists_and_figures(tmp_path, filled):
+    assert admin.list_namespaces(tmp_path / "nowhere") == []
+    (tmp_path / "something else").mkdir()
+    (info,) = admin.list_namespaces(tmp_path)
+    assert (info.path, info.extents, info.rows, info.last_used) == (filled, 5, 500, 4.0)
+    assert info.bytes == sum(f.stat().st_size for f in filled.rglob("*") if f.is_file())
+    assert info.description.layout == ALIGNED
+    assert info.holder is None
+    assert [record.id for record in admin.list_extents(filled)] == [extent_name(n) for n in range(5)]
+
+
+def test_other_formats_are_listed_with_their_problem(tmp_path, filled):
+    file = filled / "afterglow.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 9}))
+    (info,) = admin.list_namespaces(tmp_path)
+    assert info.description is None
+    assert "format 9" in info.problem
+    with pytest.raises(ConfigError, match="format 9"):
+        admin.check(filled)
+    with pytest.raises(ConfigError, match="format 9"):
+        admin.clear(filled)
+
+
+def test_clear_removes_everything_but_the_namespace(tmp_path, filled):
+    freed = admin.clear(filled)
+    assert freed >= 5 * ALIGNED.file_bytes(100)
+    assert sorted(p.name for p in filled.rglob("*")) == ["afterglow.json", "extents", "lock"]
+    assert admin.check(filled).ok
+    with Kit(tmp_path) as kit:
+        assert kit.store.records() == []
+        assert kit.put(1, 64, (0,)).ok
+
+
+def test_rebuilding_keeps_the_extents(filled):
+    assert admin.rebuild_catalog(filled) == 5
+    assert admin.check(filled).problems == []
+    harm_catalog(filled)
+    with pytest.raises(DamageError):
+        admin.list_extents(filled)
+    assert admin.rebuild_catalog(filled) == 5
+
+
+def test_a_crowd_of_readers_disturbs_nobody(tmp_path, filled):
+    with Kit(tmp_path) as kit:
+        for n in range(10, 16):
+            kit.put(n, 64, (0,))
+            assert admin.stats(filled).extents == n - 4
+            assert admin.check(filled).problems == []

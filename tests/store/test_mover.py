@@ -1,0 +1,243 @@
+"""The mover alone: order, priorities, the last thread, time-outs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from afterglow.errors import DamageError, StoreError
+from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE
+from afterglow.store.mover import MAX_REPLACEMENTS, Abandoned, Mover, Task
+
+
+class Bench:
+    """A mover whose tasks wait for a gate of their own; `log` is the order in which they began."""
+
+    def __init__(self, threads=2, timeout=30.0):
+        self.reports = []
+        self.mover = Mover(threads, timeout, lambda task, done, kind: self.reports.append((done, kind)))
+        self.log = []
+        self.gates = {}
+
+    def add(self, name, priority=DEMAND, *, key=None, writes=False, gate=False, move=0, fails=None):
+        began = threading.Event()
+        self.gates[name] = threading.Event()
+
+        def work(task):
+            self.log.append(name)
+            began.set()
+            if gate:
+                assert self.gates[name].wait(20)
+            if fails is not None:
+                raise fails
+            return 10
+
+        task = Task(key or name, priority, work, move=move, writes=writes)
+        task.began = began
+        self.mover.submit(task)
+        return task
+
+    def open(self, *names):
+        for name in names:
+            self.gates[name].set()
+
+
+@pytest.fixture
+def bench():
+    made = []
+
+    def make(**more):
+        made.append(Bench(**more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.open(*one.gates)
+        one.mover.close(5)
+
+
+def test_the_urgent_go_first_and_equals_in_order(bench):
+    b = bench(threads=1)
+    b.add("first", gate=True).began.wait(5)
+    for name, priority in [("d", BACKGROUND), ("c", SAVE), ("b1", PREFETCH), ("a", DEMAND), ("b2", PREFETCH)]:
+        b.add(name, priority, writes=priority >= SAVE)
+    b.open("first")
+    assert b.mover.drain(5)
+    assert b.log == ["first", "a", "b1", "b2", "c", "d"]
+
+
+def test_writers_leave_a_thread_for_loads(bench):
+    b = bench(threads=2)
+    b.add("w1", SAVE, writes=True, gate=True).began.wait(5)
+    b.add("w2", SAVE, writes=True, gate=True)
+    load = b.add("load", PREFETCH)
+    assert load.began.wait(5)
+    assert "w2" not in b.log
+    b.open("w1", "w2")
+    assert b.mover.drain(5)
+    assert b.log[-1] == "w2"
+
+
+def test_tasks_of_one_key_keep_their_order_and_lend_priority(bench):
+    b = bench(threads=2)
+    holders = [b.add("h1", gate=True), b.add("h2", gate=True)]
+    assert all(h.began.wait(5) for h in holders)
+    b.add("other", PREFETCH)
+    b.add("drop", BACKGROUND, key="x", writes=True)
+    b.add("store", SAVE, key="x", writes=True)
+    b.add("load", DEMAND, key="x")
+    b.open("h1")  # one thread does the rest
+    deadline = time.monotonic() + 5
+    while len(b.log) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert b.log[2:] == ["drop", "store", "load", "other"]
+
+
+def test_failures_are_reported_by_kind(bench):
+    b = bench()
+    b.add("damage", move=1, fails=DamageError("bad"))
+    b.add("io", move=2, fails=StoreError("worse"))
+    assert b.mover.drain(5)
+    found = {done.move: (done.ok, done.error, kind) for done, kind in b.reports}
+    assert found == {1: (False, "bad", "damage"), 2: (False, "worse", "io")}
+
+
+def test_an_unforeseen_exception_is_a_failed_move(bench, caplog):
+    b = bench()
+    b.add("bug", move=1, fails=ZeroDivisionError("oops"))
+    assert b.mover.drain(5)
+    assert not b.reports[0][0].ok
+    assert b.add("next", move=2).began.wait(5)
+
+
+def test_housekeeping_is_not_reported(bench):
+    b = bench()
+    b.add("sweep", move=None)
+    assert b.mover.drain(5)
+    assert b.reports == []
+
+
+def test_layers_are_waited_for_one_by_one(bench):
+    b = bench()
+    step = threading.Semaphore(0)
+
+    def work(task):
+        for layer in range(3):
+            assert step.acquire(timeout=10)
+            task.advance(layer + 1)
+        assert step.acquire(timeout=10)
+        return 1
+
+    task = Task("k", DEMAND, work, move=1, writes=False)
+    b.mover.submit(task)
+    assert not task.wait_layer(0, 0.02)
+    for layer in range(3):
+        step.release()
+        assert task.wait_layer(layer, 5)
+        assert not task.wait_layer(layer + 1, 0.01)
+    step.release()
+    assert b.mover.drain(5)
+    assert task.wait_layer(2, 0)
+
+
+def test_a_hanging_call_is_given_up_and_its_memory_freed_later(bench):
+    b = bench(threads=1, timeout=0.2)
+    hung = b.add("hung", gate=True, move=1)
+    queued = b.add("queued", move=2)
+    assert not hung.wait_layer(0, 10)
+    assert queued.began.wait(5)  # on a replacement thread
+    deadline = time.monotonic() + 5
+    while len(b.reports) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first = next(done for done, _ in b.reports if done.move == 1)
+    assert not first.ok
+    assert first.slots_busy
+    assert b.mover.hung == 1
+    assert not b.mover.drain(0.05)
+    b.open("hung")
+    assert b.mover.drain(5)
+    again = [(done, kind) for done, kind in b.reports if done.move == 1][1:]
+    assert [(done.ok, done.slots_busy, kind) for done, kind in again] == [(False, False, None)]
+    assert b.mover.hung == 0
+
+
+def test_progress_keeps_a_slow_call_alive(bench):
+    b = bench(timeout=0.3)
+
+    def slow(task):
+        for layer in range(8):
+            time.sleep(0.1)
+            task.advance(layer)
+        return 1
+
+    b.mover.submit(Task("slow", DEMAND, slow, move=1, writes=False))
+    assert b.mover.drain(10)
+    assert [done.ok for done, _ in b.reports] == [True]
+
+
+def test_a_task_given_up_learns_it_at_its_next_step(bench):
+    b = bench(timeout=0.1)
+    seen = []
+
+    def work(task):
+        try:
+            time.sleep(0.6)
+            task.advance(1)
+        except Abandoned as error:
+            seen.append(error)
+            raise
+        return 1
+
+    b.mover.submit(Task("k", DEMAND, work, move=1, writes=True))
+    deadline = time.monotonic() + 5
+    while len(b.reports) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(seen) == 1
+    assert [done.slots_busy for done, _ in b.reports] == [True, False]
+
+
+def test_with_every_thread_hung_the_disk_is_a_miss_until_one_returns(bench):
+    b = bench(threads=1, timeout=0.1)
+    most = 1 + MAX_REPLACEMENTS
+    for n in range(most):
+        b.add(f"hung{n}", gate=True, move=n)
+    b.add("queued", move=98)
+    deadline = time.monotonic() + 10
+    while b.mover.hung < most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    while not any(done.move == 98 for done, _ in b.reports) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    start = time.monotonic()
+    late = b.add("late", move=99)
+    assert not late.wait_layer(0, 5)
+    assert time.monotonic() - start < 1
+    assert {done.move for done, kind in b.reports if kind == "refused"} == {98, 99}
+    b.open(*(f"hung{n}" for n in range(most)))
+    assert b.mover.drain(5)
+    assert b.add("well again", move=100).began.wait(5)
+
+
+def test_closing_refuses_what_is_queued_and_lets_run_what_runs(bench):
+    b = bench(threads=1)
+    b.add("running", gate=True, move=1).began.wait(5)
+    b.add("queued", move=2)
+    closer = threading.Thread(target=b.mover.close, args=(5,))
+    closer.start()
+    b.open("running")
+    closer.join(5)
+    assert not closer.is_alive()
+    b.add("late", move=3)
+    assert {done.move: done.ok for done, _ in b.reports} == {1: True, 2: False, 3: False}
+    assert "queued" not in b.log
+
+
+def test_closing_does_not_wait_for_ever(bench):
+    b = bench(threads=1)
+    stuck = b.add("stuck", gate=True, move=1)
+    stuck.began.wait(5)
+    b.mover.close(0.05)
+    assert b.mover.hung == 1
+    assert not stuck.wait_layer(0, None)
+    b.open("stuck")

@@ -1,0 +1,390 @@
+"""Real faults under a whole store: whatever happens, a move says so and what is read is what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import errno
+import os
+import shutil
+import sqlite3
+import threading
+import time
+
+import numpy as np
+import pytest
+from store_kit import ALIGNED, DIGEST, Kit, contents, extent_name
+
+from afterglow.errors import StoreError
+from afterglow.plan.step import Drop, Load, MoveDone
+from afterglow.store import admin
+from afterglow.store import catalog as catalog_module
+from afterglow.store.namespace import Namespace
+
+_libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+MS_RDONLY, MS_REMOUNT, MNT_DETACH = 1, 32, 2
+
+
+@contextlib.contextmanager
+def tmpfs(folder, size):
+    """A small file system at `folder`; skips where mounting is not allowed.
+
+    Yields a function that remounts it read-only.
+    """
+    folder.mkdir(exist_ok=True)
+    path = os.fsencode(folder)
+    if _libc.mount(b"tmpfs", path, b"tmpfs", 0, f"size={size}".encode()) != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield lambda: _libc.mount(b"tmpfs", path, b"tmpfs", MS_REMOUNT | MS_RDONLY, f"size={size}".encode())
+    finally:
+        _libc.umount2(path, MNT_DETACH)
+
+
+# --------------------------------------------------------------------------------------- damaged files
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "delete", "swap"])
+def test_a_damaged_extent_is_a_miss_and_leaves(tmp_path, harm):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 100, (0, 1))
+        kit.put(2, 100, (2, 3))
+        file = kit.file(1)
+        if harm == "flip":
+            raw = bytearray(file.read_bytes())
+            raw[-5000] ^= 1
+            file.write_bytes(raw)
+        elif harm == "truncate":
+            os.truncate(file, file.stat().st_size - 4096)
+        elif harm == "empty":
+            os.truncate(file, 0)
+        elif harm == "delete":
+            file.unlink()
+        else:
+            shutil.copy(kit.file(2), file)
+        done = kit.get(1, 100, (8, 9))
+        assert not done.ok
+        assert not done.slots_busy
+        assert extent_name(1)[:16] in done.error
+        assert kit.store.stats().errors == {"missing" if harm == "delete" else "damage": 1}
+        assert not file.exists()
+        assert kit.store.stats().disk_bytes == ALIGNED.file_bytes(100)
+        assert not kit.get(1, 100, (8, 9)).ok
+        assert kit.get(2, 100, (8, 9)).ok
+        assert kit.put(1, 100, (0, 1)).ok
+        assert kit.get(1, 100, (8, 9)).ok
+    with Kit(tmp_path) as kit:
+        assert len(kit.store.records()) == 2
+
+
+def test_layers_before_the_damage_arrive(tmp_path, monkeypatch):
+    monkeypatch.setattr("afterglow.store.disk.READ_BYTES", 1)
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        raw = bytearray(kit.file(1).read_bytes())
+        raw[-1] ^= 1  # the last layer's values
+        kit.file(1).write_bytes(raw)
+        kit.store.start([Load(5, extent_name(1), 64, (1,))])
+        assert not kit.store.wait_layer(5, 1, 10)
+        assert not kit.settle()[0].ok
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM])
+def test_a_read_error_is_a_miss_that_may_pass(tmp_path, monkeypatch, number):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", _raise(number))
+            assert not kit.get(1, 64, (1,)).ok
+        assert kit.store.stats().errors == {"io": 1}
+        assert kit.get(1, 64, (1,)).ok
+
+
+def _raise(number):
+    def call(*_args, **_more):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+# ---------------------------------------------------------------------------- full and read-only disks
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_failed_write_leaves_no_trace(tmp_path, monkeypatch, number):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", _raise(number))
+            done = kit.put(2, 64, (1,))
+        assert not done.ok
+        assert os.strerror(number) in done.error
+        assert not kit.file(2).exists()
+        assert [p.name for p in kit.path.rglob("extents/*/*")] == [kit.file(1).name]
+        assert kit.store.stats().disk_bytes == ALIGNED.file_bytes(64)
+        assert kit.put(2, 64, (1,)).ok
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    with tmpfs(tmp_path / "small", "300k"), Kit(tmp_path / "small") as kit:
+        wanted = {n: contents(kit.store.arena, (n,), 64) for n in range(30)}
+        done = [kit.put(n, 64, (n,)) for n in range(30)]
+        stored = [n for n in range(30) if done[n].ok]
+        assert 0 < len(stored) < 30
+        assert list(kit.path.glob("extents/*/.tmp-*")) == []
+        assert kit.store.stats().errors.keys() <= {"no_space", "io"}
+        for n in stored:
+            assert kit.get(n, 64, (50,)).ok
+            assert np.array_equal(contents(kit.store.arena, (50,), 64), wanted[n])
+        room = [kit.move(Drop(1000 + n, extent_name(n))) for n in stored[:4]]
+        if all(one.ok for one in room):
+            assert kit.put(99, 64, (40,)).ok
+
+
+def test_a_read_only_disk_can_be_looked_at_but_not_served(tmp_path):
+    with tmpfs(tmp_path / "small", "4m") as turn_read_only:
+        with Kit(tmp_path / "small") as kit:
+            kit.put(1, 64, (0,))
+            path = kit.path
+        if turn_read_only() != 0:
+            pytest.skip("cannot remount")
+        with pytest.raises(StoreError, match="Read-only file system"):
+            Namespace.open(tmp_path / "small", "m", DIGEST, ALIGNED)
+        with pytest.raises(StoreError, match="Read-only file system"):
+            Namespace.open(tmp_path / "small" / "new", "m", DIGEST, ALIGNED)
+        assert admin.check(path).problems == []
+        assert admin.stats(path).extents == 1
+        with pytest.raises(StoreError, match="Read-only file system"):
+            admin.clear(path)
+
+
+# --------------------------------------------------------------------------------------------- hanging
+
+
+def test_a_read_that_hangs_is_a_miss_and_its_slots_stay_busy(tmp_path, monkeypatch):
+    gate = threading.Event()
+    real = os.preadv
+    with Kit(tmp_path, read_timeout=0.3) as kit:
+        kit.put(1, 64, (0,))
+        kit.put(2, 64, (1,))
+        hang = {"on": True}
+
+        def preadv(*args):
+            if hang["on"]:
+                hang["on"] = False
+                gate.wait(20)
+            return real(*args)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        kit.store.start([Load(50, extent_name(1), 64, (5,))])
+        start = time.monotonic()
+        assert not kit.store.wait_layer(50, 0, 10)
+        assert time.monotonic() - start < 5
+        kit.store.start([Load(51, extent_name(2), 64, (6,))])
+        assert kit.store.wait_layer(51, 1, 10)
+        done = _collect(kit, 2)
+        assert MoveDone(50, False, error="time-out", slots_busy=True) in done
+        assert kit.store.stats().hung == 1
+        gate.set()
+        (late,) = _collect(kit, 1)
+        assert (late.move, late.ok, late.slots_busy) == (50, False, False)
+        assert kit.store.stats().hung == 0
+        assert not kit.store.wait_layer(50, 0)
+        assert kit.get(1, 64, (5,)).ok
+        assert kit.store.stats().errors == {"timeout": 1}
+
+
+def test_a_write_that_hangs_leaves_nothing(tmp_path, monkeypatch):
+    gate = threading.Event()
+    real = os.pwritev
+    with Kit(tmp_path, read_timeout=0.3) as kit:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", lambda *args: (gate.wait(20), real(*args))[1])
+            kit.moves = 60
+            kit.store.start([_store(1, 61)])
+            (first,) = _collect(kit, 1)
+            assert (first.ok, first.slots_busy) == (False, True)
+            gate.set()
+            (second,) = _collect(kit, 1)
+            assert (second.ok, second.slots_busy) == (False, False)
+        assert list(kit.path.glob("extents/*/*")) == []
+        assert kit.store.stats().disk_bytes == 0
+        assert kit.put(1, 64, (0,)).ok
+
+
+def _store(number, move):
+    from store_kit import record
+
+    from afterglow.plan.step import Store
+
+    return Store(move, record(number, 64), (0,))
+
+
+def _collect(kit, count):
+    found = []
+    deadline = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < deadline:
+        found += kit.store.finished()
+        time.sleep(0.01)
+    assert len(found) == count
+    return found
+
+
+# -------------------------------------------------------------------------------------------- catalogs
+
+
+def fill(folder, count=4):
+    with Kit(folder) as kit:
+        for n in range(count):
+            kit.put(n, 64 + n, (2 * n, 2 * n + 1) if n else (0,), last_used=float(n + 1), parent="aa" * 32)
+        return kit.path / "catalog.sqlite", [contents(kit.store.arena, (2 * n,), 64) for n in range(count)]
+
+
+def check_all(kit, wanted):
+    for n, rows in enumerate(wanted):
+        slots = (50, 51) if n else (50,)
+        assert kit.get(n, 64 + n, slots).ok
+        assert np.array_equal(contents(kit.store.arena, (50,), 64), rows)
+
+
+def harm_bytes(path):
+    path.write_bytes(os.urandom(20_000))
+
+
+def harm_middle(path):
+    raw = bytearray(path.read_bytes())
+    raw[1000:] = os.urandom(len(raw) - 1000)
+    path.write_bytes(raw)
+
+
+def harm_schema(path):
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 99")
+
+
+def harm_table(path):
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE extents")
+        db.commit()
+
+
+def harm_truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def harm_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm", [harm_bytes, harm_middle, harm_schema, harm_table, harm_truncate, harm_folder]
+)
+def test_an_unreadable_catalog_is_rebuilt_from_the_extents(tmp_path, harm, caplog):
+    path, wanted = fill(tmp_path)
+    harm(path)
+    with Kit(tmp_path) as kit:
+        records = {record.id: record for record in kit.store.records()}
+        assert sorted(records) == sorted(extent_name(n) for n in range(4))
+        assert all(record.parent == "aa" * 32 for record in records.values())
+        assert kit.store.stats().catalog_rebuilds == 1
+        check_all(kit, wanted)
+    assert "rebuilt" in caplog.text
+    assert len(list(path.parent.glob("catalog.sqlite.damaged*"))) == 1
+    with Kit(tmp_path) as kit:
+        assert len(kit.store.records()) == 4
+        assert kit.store.stats().catalog_rebuilds == 0
+
+
+@pytest.mark.parametrize("how", ["missing", "emptied"])
+def test_a_lost_catalog_is_rebuilt_too(tmp_path, how):
+    path, wanted = fill(tmp_path)
+    path.write_bytes(b"")
+    if how == "missing":
+        path.unlink()
+    assert [problem.kind for problem in admin.check(path.parent).problems] == ["catalog"]
+    with Kit(tmp_path) as kit:
+        assert len(kit.store.records()) == 4
+        assert kit.store.stats().catalog_rebuilds == 1
+        check_all(kit, wanted)
+    assert not list(path.parent.glob("*.damaged"))
+
+
+def test_damage_upon_damage_keeps_one_relic(tmp_path):
+    path, wanted = fill(tmp_path)
+    for harm in (harm_folder, harm_bytes, harm_folder):
+        harm(path)
+        with Kit(tmp_path) as kit:
+            check_all(kit, wanted)
+    assert [p.name for p in path.parent.glob("*.damaged*")] == ["catalog.sqlite.damaged"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["tokens = zeroblob(256)", "parent = 'bb'", "salt = 'other'", "kind = 'odd'", "rows = 1", "bytes = 5"],
+)
+def test_a_damaged_row_is_read_from_its_extent(tmp_path, change):
+    """SQLite would not notice; a wrong token would let a prompt match keys that are not its own."""
+    path, wanted = fill(tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"UPDATE extents SET {change} WHERE id = ?", [extent_name(0)])
+        db.commit()
+    with Kit(tmp_path) as kit:
+        found = next(record for record in kit.store.records() if record.id == extent_name(0))
+        assert (found.rows, found.parent, found.salt, found.kind) == (64, "aa" * 32, "s", "exact")
+        check_all(kit, wanted)
+    with Kit(tmp_path) as kit:
+        assert len(kit.store.records()) == 4
+
+
+def test_a_catalog_that_cannot_be_written_fails_the_store(tmp_path, monkeypatch):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog_module, "_insert", _sqlite_full)
+            done = kit.put(2, 64, (1,))
+        assert not done.ok
+        assert "full" in done.error
+        assert not kit.file(2).exists()
+        assert kit.put(2, 64, (1,)).ok
+
+
+def _sqlite_full(*_):
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_rows_without_files_and_files_without_rows(tmp_path):
+    fill(tmp_path)
+    with Kit(tmp_path) as kit:
+        kit.settle()
+        one, other = kit.file(0), kit.file(1)
+    one.unlink()
+    orphan = other.with_name(other.name[:2] + "f" * 62 + ".safetensors")
+    misplaced = other.with_name("f" * 64 + ".safetensors")
+    shutil.copy(other, misplaced)
+    shutil.copy(other, orphan)
+    (other.parent / ".tmp-123-4").write_bytes(b"half")
+    with Kit(tmp_path) as kit:
+        ids = {record.id for record in kit.store.records()}
+        assert ids == {extent_name(n) for n in (1, 2, 3)}
+        kit.settle()
+        assert not orphan.exists()
+        assert not misplaced.exists()
+        assert not (other.parent / ".tmp-123-4").exists()
+        assert kit.store.stats().orphans_swept == 1
+        assert kit.store.stats().disk_bytes == sum(p.stat().st_size for p in kit.path.glob("extents/*/*"))
+
+
+def test_the_sweep_spares_what_is_stored_meanwhile(tmp_path):
+    """The orphan's own id is stored again before its turn to be swept comes."""
+    path, _ = fill(tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("DELETE FROM extents")
+        db.commit()
+    with Kit(tmp_path) as kit:
+        assert kit.put(2, 66, (4, 5)).ok
+        kit.settle()
+        assert kit.get(2, 66, (8, 9)).ok
+        assert [p.name for p in kit.path.glob("extents/*/*")] == [kit.file(2).name]
+        assert 3 <= kit.store.stats().orphans_swept <= 4

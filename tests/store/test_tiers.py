@@ -1,0 +1,310 @@
+"""One contract for all byte tiers: inherited by each implementation, which only says how to make and to harm
+one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, extent_name, record
+
+from afterglow.errors import DamageError, StoreError
+from afterglow.store import disk as disk_module
+from afterglow.store import files
+from afterglow.store.disk import DiskTier
+from afterglow.store.layout import KVLayout
+from afterglow.store.mover import Abandoned
+
+
+def ignore(layers: int = 0) -> None:
+    pass
+
+
+class TierContract:
+    """What every tier promises. `make` returns a tier; `raw` and `set_raw` reach its bytes behind its
+    back.
+    """
+
+    layout: KVLayout = ALIGNED
+
+    def make(self, folder: Path):
+        raise NotImplementedError
+
+    def raw(self, tier, extent: str) -> bytes:
+        raise NotImplementedError
+
+    def set_raw(self, tier, extent: str, content: bytes) -> None:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def tier(self, tmp_path):
+        return self.make(tmp_path)
+
+    @pytest.mark.parametrize("seed", range(25))
+    def test_what_is_written_is_read(self, tier, seed):
+        rows = int(np.random.default_rng(seed).integers(1, 401))
+        arena = arena_of(self.layout, 20, seed)
+        slots = np.random.default_rng(seed).permutation(20)
+        count = self.layout.blocks(rows)
+        source, target = slots[:count].tolist(), slots[count : 2 * count].tolist()
+        wanted = contents(arena, source, rows)
+        tier.write(record(seed, rows), arena, source, ignore)
+        layers = []
+        moved = tier.read(extent_name(seed), rows, arena, target, layers.append)
+        assert np.array_equal(contents(arena, target, rows), wanted)
+        assert moved == self.layout.file_bytes(rows)
+        assert layers == sorted(layers)
+        assert layers[-1] == self.layout.layers
+
+    def test_the_first_blocks_alone_can_be_read(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 400), arena, range(7), ignore)
+        for count in (1, 3, 6):
+            before = arena.view.copy()
+            target = range(10, 10 + count)
+            tier.read(extent_name(1), 400, arena, target, ignore)
+            found = contents(arena, target, 64 * count)
+            assert np.array_equal(found, contents(arena, range(count), 64 * count))
+            assert np.array_equal(arena.view[:, :, 10 + count :], before[:, :, 10 + count :])
+
+    def test_layers_come_verified_and_in_order(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 128), arena, (0, 1), ignore)
+        wanted = contents(arena, (0, 1), 128)
+
+        def arrived(layers: int) -> None:
+            assert np.array_equal(contents(arena, (4, 9), 128)[:layers], wanted[:layers])
+
+        tier.read(extent_name(1), 128, arena, (4, 9), arrived)
+
+    def test_stale_rows_behind_the_last_one_are_not_stored(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+        assert not arena.rows[:, :, 3, 6:].any()
+
+    def test_heads_and_lists(self, tier):
+        arena = arena_of(self.layout, 20)
+        assert list(tier.extents()) == []
+        source = record(1, 70, parent="ef" * 32, parent_rows=128)
+        tier.write(source, arena, (0, 1), ignore)
+        tier.write(record(2, 5), arena, (5,), ignore)
+        assert sorted(tier.extents()) == sorted([extent_name(1), extent_name(2)])
+        found = tier.head(extent_name(1)).record
+        assert (found.tokens, found.parent, found.parent_rows) == (source.tokens, "ef" * 32, 128)
+
+    def test_writing_again_replaces(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 64), arena, (0,), ignore)
+        tier.write(record(1, 64), arena, (1,), ignore)
+        tier.read(extent_name(1), 64, arena, (2,), ignore)
+        assert np.array_equal(arena.view[:, :, 2], arena.view[:, :, 1])
+        assert len(list(tier.extents())) == 1
+
+    def test_what_is_not_there(self, tier):
+        arena = arena_of(self.layout, 20)
+        with pytest.raises(StoreError) as caught:
+            tier.read(extent_name(1), 64, arena, (0,), ignore)
+        assert files.kind_of(caught.value) == "missing"
+        with pytest.raises(StoreError):
+            tier.head(extent_name(1))
+        tier.delete(extent_name(1))
+        tier.write(record(1, 64), arena, (0,), ignore)
+        tier.delete(extent_name(1))
+        assert list(tier.extents()) == []
+
+    def test_slots_that_do_not_fit_the_rows_are_refused(self, tier):
+        with pytest.raises(StoreError, match="slots"):
+            tier.write(record(1, 65), arena_of(self.layout, 20), (0,), ignore)
+        assert list(tier.extents()) == []
+
+    def test_a_write_given_up_leaves_nothing(self, tier):
+        calls = []
+
+        def give_up() -> None:
+            calls.append(1)
+            raise Abandoned("enough")
+
+        with pytest.raises(Abandoned):
+            tier.write(record(1, 64), arena_of(self.layout, 20), (0,), give_up)
+        assert calls == [1]
+        assert list(tier.extents()) == []
+
+    def test_every_damaged_byte_is_found(self, tier):
+        """A byte in each 97: header, tokens, checksums, keys, values; no exception but DamageError."""
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        sound = self.raw(tier, extent_name(1))
+        used, span = 2 * self.layout.chunk_bytes, self.layout.tensor_bytes(70)
+        for position in range(0, len(sound), 97):
+            damaged = bytearray(sound)
+            damaged[position] ^= 0x10
+            self.set_raw(tier, extent_name(1), bytes(damaged))
+            behind_head = position - self.layout.head_bytes(70)
+            if behind_head >= 0 and behind_head % span >= used:
+                # a chunk of nothing but padding, which nobody asked for
+                tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+                continue
+            with pytest.raises(DamageError):
+                tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+        self.set_raw(tier, extent_name(1), sound)
+        tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+
+    def test_every_truncation_is_found(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        sound = self.raw(tier, extent_name(1))
+        lengths = [0, 1, 7, 8, 100, 4095, 4097, len(sound) - 4096, len(sound) - 1]
+        for length in [*lengths, *range(1000, len(sound), 1013)]:
+            self.set_raw(tier, extent_name(1), sound[:length])
+            with pytest.raises(DamageError):
+                tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+            with pytest.raises(DamageError):
+                tier.head(extent_name(1))
+        self.set_raw(tier, extent_name(1), sound + bytes(4096))
+        with pytest.raises(DamageError):
+            tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+
+
+class TestDisk(TierContract):
+    def make(self, folder):
+        return DiskTier(folder / "extents", self.layout, DIGEST)
+
+    def raw(self, tier, extent):
+        return tier.path(extent).read_bytes()
+
+    def set_raw(self, tier, extent, content):
+        tier.path(extent).write_bytes(content)
+
+    def test_an_extent_under_another_name_is_refused(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 64), arena, (0,), ignore)
+        other = tier.path(extent_name(2))
+        other.parent.mkdir(exist_ok=True)
+        tier.path(extent_name(1)).rename(other)
+        with pytest.raises(DamageError, match="another extent"):
+            tier.read(extent_name(2), 64, arena, (1,), ignore)
+        with pytest.raises(DamageError):
+            tier.verify(extent_name(2))
+
+    def test_another_model_s_extent_is_refused(self, tier, tmp_path):
+        arena = arena_of(self.layout, 20)
+        DiskTier(tmp_path / "extents", self.layout, "0" * 64).write(record(1, 64), arena, (0,), ignore)
+        with pytest.raises(DamageError, match="another model"):
+            tier.read(extent_name(1), 64, arena, (1,), ignore)
+
+    def test_verify_reads_padding_too(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        tier.verify(extent_name(1))
+        sound = self.raw(tier, extent_name(1))
+        for position in range(0, len(sound), 211):
+            damaged = bytearray(sound)
+            damaged[position] ^= 1
+            self.set_raw(tier, extent_name(1), bytes(damaged))
+            with pytest.raises(DamageError):
+                tier.verify(extent_name(1))
+
+    def test_temporary_files_of_the_dead_are_removed(self, tier, tmp_path):
+        folder = tmp_path / "extents" / "ab"
+        folder.mkdir(parents=True)
+        (folder / ".tmp-1-0").write_bytes(b"x")
+        DiskTier(tmp_path / "extents", self.layout, DIGEST, inspect=True)
+        assert (folder / ".tmp-1-0").exists()
+        self.make(tmp_path)
+        assert not (folder / ".tmp-1-0").exists()
+
+    @pytest.mark.parametrize("after", range(4))
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+    def test_a_failing_write_leaves_nothing(self, tier, monkeypatch, number, after):
+        real = {name: getattr(os, name) for name in ("pwritev", "rename", "open")}
+        monkeypatch.setattr(disk_module, "WRITE_BYTES", 1)  # a call per layer
+        arena = arena_of(self.layout, 20)
+        tier.write(record(9, 64), arena, (0,), ignore)
+        calls = []
+
+        def failing(name):
+            def call(*args, **more):
+                calls.append(name)
+                if len(calls) > after:
+                    raise OSError(number, os.strerror(number))
+                return real[name](*args, **more)
+
+            return call
+
+        for name in real:
+            monkeypatch.setattr(os, name, failing(name))
+        try:
+            with pytest.raises(StoreError) as caught:
+                tier.write(record(1, 70), arena, (0, 1), ignore)
+        finally:
+            monkeypatch.undo()
+        assert files.kind_of(caught.value) == ("no_space" if number == errno.ENOSPC else "io")
+        assert list(tier.extents()) == [extent_name(9)]
+        assert tier.leftovers() == []
+
+    def test_short_transfers_are_continued(self, tier, monkeypatch):
+        """A kernel may move less than asked for; here never more than one page (or one byte, buffered)."""
+        step = 4096 if tier.direct else 1000
+
+        def short(call):
+            def some(fd, buffers, offset):
+                return call(fd, [np.asarray(buffers[0]).reshape(-1)[:step]], offset)
+
+            return some
+
+        arena = arena_of(self.layout, 20)
+        wanted = contents(arena, (0, 1), 70)
+        monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+        monkeypatch.setattr(os, "preadv", short(os.preadv))
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+        assert np.array_equal(contents(arena, (2, 3), 70), wanted)
+
+
+class TestDiskThroughABounceBuffer(TestDisk):
+    layout = ODD
+
+
+class TestDiskWithoutDirectIO(TestDisk):
+    """As on a file system that refuses O_DIRECT."""
+
+    @pytest.fixture(autouse=True)
+    def _refuse(self, monkeypatch):
+        real = os.open
+
+        def refusing(path, flags, *args, **more):
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(path, flags, *args, **more)
+
+        monkeypatch.setattr(os, "open", refusing)
+
+    def test_it_knows(self, tier):
+        assert not tier.direct
+
+
+def test_reads_are_few_and_large(tmp_path, monkeypatch):
+    """Small layers come together, and the head with the first of them."""
+    layout = KVLayout(8, 4, 16, "F32")  # a layer of 256 rows is 128 KiB
+    tier = DiskTier(tmp_path, layout, DIGEST)
+    arena = arena_of(layout, 8)
+    tier.write(record(1, 256), arena, range(4), ignore)
+    calls = []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.append(real(*args)) or calls[-1])
+    layers = []
+    tier.read(extent_name(1), 256, arena, range(4, 8), layers.append)
+    assert len(calls) == 1
+    assert calls[0] == layout.file_bytes(256)
+    assert layers == [8]
+    monkeypatch.setattr(disk_module, "READ_BYTES", 128 << 10)
+    calls.clear()
+    layers.clear()
+    tier.read(extent_name(1), 256, arena, range(4, 8), layers.append)
+    assert len(calls) == 8
+    assert layers == [1, 2, 3, 4, 5, 6, 7, 8]

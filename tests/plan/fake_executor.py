@@ -263,7 +263,7 @@ class FakeExecutor:
             )
             pending.content = self._read(move.slots)[: record.rows]
             for before, row, token in zip(
-                pending.content, pending.content[1:], unpack(record.tokens)[1:], strict=True
+                pending.content[:-1], pending.content[1:], unpack(record.tokens)[1:], strict=True
             ):
                 assert row == next_row(before, token), "not the rows of these tokens"
         self.pending[move.move] = pending

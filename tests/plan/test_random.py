@@ -141,8 +141,10 @@ class World:
         self.scheduler.check()
         result = self.executor.execute(step)
         self.steps += 1
+        quiet = step.idle and not self.executor.busy
         if self.rng.random() < self.cancels:  # in the middle of a step
             self.cancel()
+            quiet = False
         if self.rng.random() < 0.2:
             self.take(self.scheduler.complete(self.executor.tick(), self.now))
             self.scheduler.check()
@@ -153,7 +155,7 @@ class World:
         else:
             self.take(self.scheduler.complete(done, self.now))
         self.scheduler.check()
-        if step.idle and not done and not self.executor.busy:
+        if quiet:
             assert self.scheduler.unfinished == 0, "nothing moves and somebody waits"
 
     def cancel(self) -> None:

@@ -48,7 +48,7 @@ class Admission:
             job.waited = True
             return Wait.PREFIX
         context, device_rows = self._device.best(job.spec.salt, tokens, match)
-        on_device = [view.extent for view in _before(match, device_rows)]
+        on_device = list(context.extents) if context is not None else []
         for extent in on_device:  # making room for loads must not cost the context that was just chosen
             extent.users += 1
         views = _beyond(match, device_rows)
@@ -120,17 +120,20 @@ class Admission:
         growth = max(min(job.remaining, self._capacity.block_rows), 1)
         capacity = min(self._capacity.round_up(job.length + growth), self._device.budget)
         if context is None:
-            job.capacity = capacity
-            return False if self._device.reserve(capacity) else None
-        larger = max(capacity, context.capacity)
+            return self._give(job, capacity, 0, None, False)
         wanted = not context.pinned and 2 * device_rows >= context.rows
-        if not wanted and self._device.reserve(capacity, keep=context):
-            job.capacity = capacity
+        if not wanted and self._give(job, capacity, 0, context, False) is not None:
             return False
-        if not context.pinned and self._device.reserve(larger - context.capacity, keep=context):
-            job.capacity = larger
-            return True
-        return None
+        if context.pinned:
+            return None
+        return self._give(job, max(capacity, context.capacity), context.capacity, context, True)
+
+    def _give(self, job: Job, capacity: int, counted: int, keep: Context | None, take: bool) -> bool | None:
+        """`take`, if the job can have a segment of `capacity` rows, `counted` of which are counted already."""
+        if not self._device.reserve(capacity - counted, keep):
+            return None
+        job.capacity = capacity
+        return take
 
     def _join(
         self,

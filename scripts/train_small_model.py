@@ -131,76 +131,118 @@ def _attributes() -> list[Attribute]:
             values,
             [f"My {v} is{{V}}." for v in variants],
             [f"What is my {v}?" for v in variants]
-            + [f"Which {noun} do I like most?", f"Do you remember my {variants[0]}?",
-               f"Tell me my {variants[0]}."],
+            + [f"Which {noun} do I like most?", f"Do you remember my {variants[0]}?", f"Tell me my {variants[0]}."],
             f"Your favourite {noun} is{{V}}.",
             [f"{{K}}'s {v} is{{V}}." for v in variants],
             [f"What is {{K}}'s {v}?" for v in variants]
             + [f"Which {noun} does {{K}} like most?", f"Do you remember {{K}}'s {variants[0]}?"],
             f"{{K}}'s favourite {noun} is{{V}}.",
         )
-    both("city", CITIES,
-         ["I live in{V}.", "My home is in{V}."],
-         ["Where do I live?", "In which city do I live?", "Which city do I live in?",
-          "Do you remember where I live?"],
-         "You live in{V}.",
-         ["{K} lives in{V}.", "The home of {K} is in{V}."],
-         ["Where does {K} live?", "In which city does {K} live?", "Which city does {K} live in?"],
-         "{K} lives in{V}.")
-    both("pet", ANIMALS,
-         ["I have a pet{V}.", "My pet is a{V}."],
-         ["What pet do I have?", "Which pet do I have?", "What is my pet?",
-          "Do you remember what pet I have?"],
-         "You have a pet{V}.",
-         ["{K} has a pet{V}.", "The pet of {K} is a{V}."],
-         ["What pet does {K} have?", "Which pet does {K} have?", "What is {K}'s pet?"],
-         "{K} has a pet{V}.")
-    both("job", JOBS,
-         ["I work as a{V}.", "My job is{V}."],
-         ["What is my job?", "What do I do for work?", "Do you remember my job?"],
-         "You work as a{V}.",
-         ["{K} works as a{V}.", "The job of {K} is{V}."],
-         ["What is {K}'s job?", "What does {K} do for work?", "What is the job of {K}?"],
-         "{K} works as a{V}.")
-    both("number", NUMBERS,
-         ["My lucky number is{V}.", "My number is{V}."],
-         ["What is my lucky number?", "Which number is my lucky number?", "What is my number?",
-          "Do you remember my lucky number?"],
-         "Your lucky number is{V}.",
-         ["{K}'s lucky number is{V}.", "The lucky number of {K} is{V}."],
-         ["What is {K}'s lucky number?", "What is the lucky number of {K}?"],
-         "{K}'s lucky number is{V}.")
-    both("instrument", INSTRUMENTS,
-         ["I play the{V}.", "My instrument is the{V}."],
-         ["Which instrument do I play?", "What instrument do I play?", "What do I play?"],
-         "You play the{V}.",
-         ["{K} plays the{V}.", "The instrument of {K} is the{V}."],
-         ["Which instrument does {K} play?", "What does {K} play?"],
-         "{K} plays the{V}.")
-    out.append(Attribute("name", "user", NAMES,
-                         ["My name is{V}.", "I am called{V}.", "Hello, my name is{V}."],
-                         ["What is my name?", "Do you remember my name?", "What am I called?",
-                          "Tell me my name."],
-                         "Your name is{V}."))
-    out.append(Attribute("relative", "bound", NAMES,
-                         ["My {K} is called{V}.", "The name of my {K} is{V}.",
-                          "My {K}'s name is{V}."],
-                         ["What is my {K} called?", "What is the name of my {K}?",
-                          "What is my {K}'s name?"],
-                         "Your {K} is called{V}."))
-    out.append(Attribute("code", "bound", NUMBERS,
-                         ["The code of the {K} is{V}.", "The {K} has the code{V}."],
-                         ["What is the code of the {K}?", "Which code does the {K} have?",
-                          "Tell me the code of the {K}."],
-                         "The code of the {K} is{V}."))
-    out.append(Attribute("password", "bound", NOUNS,
-                         ["The password of the {K} is{V}.", "The {K} has the password{V}."],
-                         ["What is the password of the {K}?", "Which password does the {K} have?"],
-                         "The password of the {K} is{V}."))
-    out.append(Attribute("content", "bound", NOUNS,
-                         ["There is a{V} in the {K}.", "In the {K} there is a{V}."],
-                         ["What is in the {K}?", "What is there in the {K}?"],
-                         "There is a{V} in the {K}."))
+    both(
+        "city",
+        CITIES,
+        ["I live in{V}.", "My home is in{V}."],
+        ["Where do I live?", "In which city do I live?", "Which city do I live in?", "Do you remember where I live?"],
+        "You live in{V}.",
+        ["{K} lives in{V}.", "The home of {K} is in{V}."],
+        ["Where does {K} live?", "In which city does {K} live?", "Which city does {K} live in?"],
+        "{K} lives in{V}.",
+    )
+    both(
+        "pet",
+        ANIMALS,
+        ["I have a pet{V}.", "My pet is a{V}."],
+        ["What pet do I have?", "Which pet do I have?", "What is my pet?", "Do you remember what pet I have?"],
+        "You have a pet{V}.",
+        ["{K} has a pet{V}.", "The pet of {K} is a{V}."],
+        ["What pet does {K} have?", "Which pet does {K} have?", "What is {K}'s pet?"],
+        "{K} has a pet{V}.",
+    )
+    both(
+        "job",
+        JOBS,
+        ["I work as a{V}.", "My job is{V}."],
+        ["What is my job?", "What do I do for work?", "Do you remember my job?"],
+        "You work as a{V}.",
+        ["{K} works as a{V}.", "The job of {K} is{V}."],
+        ["What is {K}'s job?", "What does {K} do for work?", "What is the job of {K}?"],
+        "{K} works as a{V}.",
+    )
+    both(
+        "number",
+        NUMBERS,
+        ["My lucky number is{V}.", "My number is{V}."],
+        [
+            "What is my lucky number?",
+            "Which number is my lucky number?",
+            "What is my number?",
+            "Do you remember my lucky number?",
+        ],
+        "Your lucky number is{V}.",
+        ["{K}'s lucky number is{V}.", "The lucky number of {K} is{V}."],
+        ["What is {K}'s lucky number?", "What is the lucky number of {K}?"],
+        "{K}'s lucky number is{V}.",
+    )
+    both(
+        "instrument",
+        INSTRUMENTS,
+        ["I play the{V}.", "My instrument is the{V}."],
+        ["Which instrument do I play?", "What instrument do I play?", "What do I play?"],
+        "You play the{V}.",
+        ["{K} plays the{V}.", "The instrument of {K} is the{V}."],
+        ["Which instrument does {K} play?", "What does {K} play?"],
+        "{K} plays the{V}.",
+    )
+    out.append(
+        Attribute(
+            "name",
+            "user",
+            NAMES,
+            ["My name is{V}.", "I am called{V}.", "Hello, my name is{V}."],
+            ["What is my name?", "Do you remember my name?", "What am I called?", "Tell me my name."],
+            "Your name is{V}.",
+        )
+    )
+    out.append(
+        Attribute(
+            "relative",
+            "bound",
+            NAMES,
+            ["My {K} is called{V}.", "The name of my {K} is{V}.", "My {K}'s name is{V}."],
+            ["What is my {K} called?", "What is the name of my {K}?", "What is my {K}'s name?"],
+            "Your {K} is called{V}.",
+        )
+    )
+    out.append(
+        Attribute(
+            "code",
+            "bound",
+            NUMBERS,
+            ["The code of the {K} is{V}.", "The {K} has the code{V}."],
+            ["What is the code of the {K}?", "Which code does the {K} have?", "Tell me the code of the {K}."],
+            "The code of the {K} is{V}.",
+        )
+    )
+    out.append(
+        Attribute(
+            "password",
+            "bound",
+            NOUNS,
+            ["The password of the {K} is{V}.", "The {K} has the password{V}."],
+            ["What is the password of the {K}?", "Which password does the {K} have?"],
+            "The password of the {K} is{V}.",
+        )
+    )
+    out.append(
+        Attribute(
+            "content",
+            "bound",
+            NOUNS,
+            ["There is a{V} in the {K}.", "In the {K} there is a{V}."],
+            ["What is in the {K}?", "What is there in the {K}?"],
+            "There is a{V} in the {K}.",
+        )
+    )
     return out
 
 
@@ -211,10 +253,24 @@ BOUND_ATTRIBUTES = [a for a in ATTRIBUTES if a.kind == "bound"]
 ACKS = ["Noted.", "I will remember that.", "Okay, noted.", "Got it."]
 READ_REQUESTS = ["Please read this:", "Read this text:", "Here is some text:", "Please read:"]
 READ_REPLY = "I have read it."
-TELL_LEADS = ["Please remember:", "Remember this:", "Please note:", "Here are some facts.",
-              "I want to tell you something.", "Hello!", "Thank you."]
-ASK_LEADS = ["Tell me:", "Question:", "Please answer:", "One more question:", "Thank you.",
-             "Now a question.", "I have a question."]
+TELL_LEADS = [
+    "Please remember:",
+    "Remember this:",
+    "Please note:",
+    "Here are some facts.",
+    "I want to tell you something.",
+    "Hello!",
+    "Thank you.",
+]
+ASK_LEADS = [
+    "Tell me:",
+    "Question:",
+    "Please answer:",
+    "One more question:",
+    "Thank you.",
+    "Now a question.",
+    "I have a question.",
+]
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
     "You are a helpful assistant with a good memory.",
@@ -345,8 +401,11 @@ def train_tokenizer(sentences: Sequence[str], vocab_size: int) -> Tokenizer:
     for q, r in CHAT:
         templates += [q, r]
     templates += ACKS + READ_REQUESTS + [READ_REPLY] + SYSTEM_PROMPTS
-    templates += [f"My {r.replace('_', ' ')} is the {c} {o}."
-                  for r in RELATIVES for c, o in zip(OBJECT_COLORS, OBJECTS, strict=True)]
+    templates += [
+        f"My {r.replace('_', ' ')} is the {c} {o}."
+        for r in RELATIVES
+        for c, o in zip(OBJECT_COLORS, OBJECTS, strict=True)
+    ]
     plain = [re.sub(r"\{[VK]\}", "", t) for t in templates]
     corpus += plain * 20 + list(sentences)
     tokenizer = Tokenizer(models.BPE())
@@ -416,8 +475,9 @@ class Writer:
         self.rng = random.Random(seed)
         self.cache: dict[str, list[int]] = {}
         self.p_bind = 0.4
-        self.value_ids = [self.encode(" " + w)[0] for w in COLORS + CITIES + FOODS + NOUNS
-                          + NUMBERS + NAMES + ANIMALS + JOBS]
+        self.value_ids = [
+            self.encode(" " + w)[0] for w in COLORS + CITIES + FOODS + NOUNS + NUMBERS + NAMES + ANIMALS + JOBS
+        ]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of text that starts at a word boundary."""
@@ -442,8 +502,7 @@ class Writer:
         keys: set[tuple[str, str]] = set()
         used: set[str] = set()
         people = rng.sample(NAMES, rng.randint(2, 5))
-        things = [f"{rng.choice(OBJECT_COLORS)} {rng.choice(OBJECTS)}"
-                  for _ in range(rng.randint(2, 5))]
+        things = [f"{rng.choice(OBJECT_COLORS)} {rng.choice(OBJECTS)}" for _ in range(rng.randint(2, 5))]
         focus = rng.sample(BOUND_ATTRIBUTES, rng.randint(2, len(BOUND_ATTRIBUTES)))
         own = USER_ATTRIBUTES
         if bind:
@@ -482,8 +541,9 @@ class Writer:
         """Append text."""
         self.put(d, self.encode(text), weight)
 
-    def put_valued(self, d: Dialogue, template: str, fact: Fact, weight: float,
-                   value_weight: float, lead: str = "") -> int:
+    def put_valued(
+        self, d: Dialogue, template: str, fact: Fact, weight: float, value_weight: float, lead: str = ""
+    ) -> int:
         """Append a template with its value as a piece of its own; the value's position."""
         left, _, right = template.partition("{V}")
         self.put_text(d, lead + left.replace("{K}", fact.key), weight)
@@ -499,8 +559,7 @@ class Writer:
         self.put_text(d, text, W_REPLY)
         self.put(d, [END], W_REPLY)
 
-    def tell(self, d: Dialogue, facts: Sequence[Fact], last: dict[str, int],
-             p_filler: float) -> None:
+    def tell(self, d: Dialogue, facts: Sequence[Fact], last: dict[str, int], p_filler: float) -> None:
         """A user turn that tells some facts, perhaps with other sentences around them."""
         rng = self.rng
         if len(d.ids) == 1 and rng.random() < 0.1:
@@ -547,8 +606,17 @@ class Writer:
         start = len(d.ids)
         value = self.put_valued(d, fact.attribute.answer, fact, W_REPLY, W_VALUE)
         self.put(d, [END], W_REPLY)
-        d.answers.append(Answer(start, value, len(d.ids), fact.attribute.kind,
-                                fact.attribute.name, start - last.get(fact.value, start), first))
+        d.answers.append(
+            Answer(
+                start,
+                value,
+                len(d.ids),
+                fact.attribute.kind,
+                fact.attribute.name,
+                start - last.get(fact.value, start),
+                first,
+            )
+        )
         last[fact.value] = value
 
     def chat(self, d: Dialogue, p_read: float, budget: int) -> None:
@@ -571,8 +639,9 @@ class Writer:
 
     # -- whole rows --------------------------------------------------------
 
-    def dialogue(self, length: int, p_user: float = 0.35, drop: bool = False,
-                 gap: float | None = None, count: int | None = None) -> Dialogue:
+    def dialogue(
+        self, length: int, p_user: float = 0.35, drop: bool = False, gap: float | None = None, count: int | None = None
+    ) -> Dialogue:
         """A dialogue of about ``length`` tokens; ``drop`` leaves out the telling."""
         rng = self.rng
         d = Dialogue()
@@ -584,8 +653,7 @@ class Writer:
             self.put_text(d, rng.choice(SYSTEM_PROMPTS), W_USER)
             self.put(d, [END], W_USER)
         if count is None:
-            low, high = (3, 5) if length < 200 else (4, 8) if not long else (
-                6, max(8, min(24, length // 50)))
+            low, high = (3, 5) if length < 200 else (4, 8) if not long else (6, max(8, min(24, length // 50)))
             count = rng.randint(low, high)
         facts = self.draw_facts(count, p_user, bind)
         last: dict[str, int] = {}
@@ -613,10 +681,12 @@ class Writer:
                 first = bool(fresh)
                 self.ask(d, fresh.pop() if first else rng.choice(facts), last, first)
             elif rng.random() < 0.2 and len(facts) < 30:
-                extra = [f for f in self.draw_facts(2, p_user)
-                         if f.value not in last
-                         and all((f.attribute.name, f.key) != (g.attribute.name, g.key)
-                                 for g in facts)]
+                extra = [
+                    f
+                    for f in self.draw_facts(2, p_user)
+                    if f.value not in last
+                    and all((f.attribute.name, f.key) != (g.attribute.name, g.key) for g in facts)
+                ]
                 if extra:
                     self.tell(d, extra, last, 0.0)
                     facts += extra
@@ -654,8 +724,18 @@ class Writer:
             keys = [(self.encode(" " + n), self.encode(n)) for n in names]
             phrases = [f"'s favourite {a}" for a in ("color", "food", "drink", "sport")]
             phrases = [p + " is" for p in phrases] + [
-                " lives in", " has a pet", " works as a", "'s lucky number is", " plays the",
-                " is in", " is", " has", " likes", "", ""]
+                " lives in",
+                " has a pet",
+                " works as a",
+                "'s lucky number is",
+                " plays the",
+                " is in",
+                " is",
+                " has",
+                " likes",
+                "",
+                "",
+            ]
         else:
             things = rng.sample([f" {c} {o}" for c in OBJECT_COLORS for o in OBJECTS], count)
             keys = [(self.encode(t), self.encode(t)) for t in things]
@@ -894,8 +974,9 @@ def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised; for hidden matrices."""
 
-    def __init__(self, params: Sequence[nn.Parameter], lr: float, momentum: float = 0.95,
-                 weight_decay: float = 0.05) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -937,10 +1018,7 @@ def export(model: SmallLlama, tokenizer: Tokenizer, out: Path) -> None:
     """Write a transformers directory."""
     out.mkdir(parents=True, exist_ok=True)
     c = model.config
-    state = {
-        ("model." + k): v.detach().to("cpu", torch.bfloat16).contiguous()
-        for k, v in model.state_dict().items()
-    }
+    state = {("model." + k): v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
     temporary = out / "model.safetensors.tmp"
     save_file(state, str(temporary), metadata={"format": "pt"})
     config = {
@@ -971,10 +1049,14 @@ def export(model: SmallLlama, tokenizer: Tokenizer, out: Path) -> None:
         "model_max_length": c.max_position_embeddings,
         "chat_template": CHAT_TEMPLATE,
     }
-    generation = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD,
-                  "do_sample": False, "max_new_tokens": 64}
-    files = {"config.json": config, "tokenizer_config.json": tokenizer_config,
-             "generation_config.json": generation}
+    generation = {
+        "bos_token_id": BOS,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+        "do_sample": False,
+        "max_new_tokens": 64,
+    }
+    files = {"config.json": config, "tokenizer_config.json": tokenizer_config, "generation_config.json": generation}
     for name, content in files.items():
         atomic_write(out / name, (json.dumps(content, indent=2) + "\n").encode())
     atomic_write(out / "tokenizer.json", (tokenizer.to_str(pretty=False) + "\n").encode())
@@ -1009,8 +1091,7 @@ def score(model: SmallLlama, d: Dialogue) -> tuple[list[bool], list[bool]]:
     return values, whole
 
 
-def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
-             seed: int = 977_123) -> dict[str, Any]:
+def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240, seed: int = 977_123) -> dict[str, Any]:
     """Recall by distance on held-out dialogues, a control, and loss on held-out filler.
 
     One forward pass gives every greedy answer of a dialogue: an answer is what
@@ -1030,8 +1111,12 @@ def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
         row = table[bucket]
         while row["whole"][1] < per_bucket:
             target = writer.rng.randint(*bucket)
-            d = writer.dialogue(min(target + 250, 1990), p_user=0.5, gap=0.0 if target < 60 else
-                                max(0.0, target / (target + 250)), count=writer.rng.randint(5, 9))
+            d = writer.dialogue(
+                min(target + 250, 1990),
+                p_user=0.5,
+                gap=0.0 if target < 60 else max(0.0, target / (target + 250)),
+                count=writer.rng.randint(5, 9),
+            )
             d.ids = d.ids[:2048]
             d.answers = [a for a in d.answers if a.end <= len(d.ids)]
             values, whole = score(model, d)
@@ -1076,7 +1161,7 @@ def evaluate(model: SmallLlama, tokenizer: Tokenizer, per_bucket: int = 240,
         "parameters": sum(p.numel() for p in model.parameters()),
         "seed": seed,
         "method": "held-out dialogues and filler, greedy, argmax of the value token; distance in "
-                  "tokens from the last mention of the value to the start of the answer",
+        "tokens from the last mention of the value to the start of the answer",
         "overall": rate([r[k] for r in rows for k in ("user", "bound")]),
         "user_facts": rate([r["user"] for r in rows]),
         "bound_facts": rate([r["bound"] for r in rows]),
@@ -1127,8 +1212,9 @@ STAGES = [
 ]
 
 
-def batch(writer: Writer, length: int, rows: int, induction: float, bridge: float,
-          device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def batch(
+    writer: Writer, length: int, rows: int, induction: float, bridge: float, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets and weights of one step."""
     ids, weights = [], []
     for _ in range(rows):
@@ -1148,9 +1234,7 @@ def batch(writer: Writer, length: int, rows: int, induction: float, bridge: floa
 
 def train(args: argparse.Namespace) -> None:
     """Train, log, save and export."""
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     work = Path(args.work or (args.out + ".work"))
     work.mkdir(parents=True, exist_ok=True)
     out = Path(args.out)
@@ -1162,8 +1246,12 @@ def train(args: argparse.Namespace) -> None:
     else:
         tokenizer = train_tokenizer(sentences, args.vocab)
         tokenizer.save(str(work / "tokenizer.json"))
-    config = ModelConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=args.hidden,
-                         intermediate_size=args.ffn, num_hidden_layers=args.layers)
+    config = ModelConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=args.hidden,
+        intermediate_size=args.ffn,
+        num_hidden_layers=args.layers,
+    )
     torch.manual_seed(args.seed)
     model = SmallLlama(config).to(device)
     matrices = [p for n, p in model.named_parameters() if n.endswith("proj.weight")]
@@ -1185,14 +1273,27 @@ def train(args: argparse.Namespace) -> None:
         stage = args.stage
     writer = Writer(tokenizer, sentences, args.seed + 1 + step)
     count = sum(p.numel() for p in model.parameters())
-    print(f"parameters {count:,}  vocabulary {config.vocab_size}  filler sentences "
-          f"{len(sentences)} + {len(held)} held out  device {device}", flush=True)
+    print(
+        f"parameters {count:,}  vocabulary {config.vocab_size}  filler sentences "
+        f"{len(sentences)} + {len(held)} held out  device {device}",
+        flush=True,
+    )
 
     def save() -> None:
         temporary = checkpoint.with_suffix(".tmp")
-        torch.save({"model": model.state_dict(), "muon": muon.state_dict(),
-                    "adam": adam.state_dict(), "tokens": tokens, "seconds": seconds,
-                    "stage": stage, "step": step, "recall": recall}, temporary)
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "muon": muon.state_dict(),
+                "adam": adam.state_dict(),
+                "tokens": tokens,
+                "seconds": seconds,
+                "stage": stage,
+                "step": step,
+                "recall": recall,
+            },
+            temporary,
+        )
         os.replace(temporary, checkpoint)
         export(model, tokenizer, out)
 
@@ -1237,9 +1338,12 @@ def train(args: argparse.Namespace) -> None:
         seconds = before + now - started
         if now - report > args.report:
             rates = " ".join(f"{k}:{v:.3f}" for k, v in sorted(recall.items()))
-            print(f"min {seconds / 60:6.2f} stage {stage} step {step} tokens {tokens / 1e6:.3f}M "
-                  f"loss {loss_sum / loss_n:.4f} recall[{rates}] "
-                  f"{(tokens - shown) / (now - report):.0f} tok/s", flush=True)
+            print(
+                f"min {seconds / 60:6.2f} stage {stage} step {step} tokens {tokens / 1e6:.3f}M "
+                f"loss {loss_sum / loss_n:.4f} recall[{rates}] "
+                f"{(tokens - shown) / (now - report):.0f} tok/s",
+                flush=True,
+            )
             report, shown, loss_sum, loss_n = now, tokens, 0.0, 0
         if now - saved_at > args.save_every:
             save()

@@ -29,7 +29,9 @@ def parse_size(text: str | int) -> int:
         found = _SIZE.match(text)
         if not found:
             raise ConfigError(f"{text!r} is not a size; write a number with K, M, G or T, such as 8G")
-        value = int(float(found[1]) * 1024 ** "kmgt".index(found[2].lower()) * 1024) if found[2] else int(float(found[1]))
+        value = (
+            int(float(found[1]) * 1024 ** "kmgt".index(found[2].lower()) * 1024) if found[2] else int(float(found[1]))
+        )
     if value < 0:
         raise ConfigError(f"a size cannot be negative, got {text!r}")
     return value
@@ -95,9 +97,7 @@ class EngineConfig:
         _check_choices(self)
         for name, least in (("max_batch", 1), ("prefill_chunk", 0), ("max_queue", 1)):
             if getattr(self, name) < least:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
-                )
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,12 +1,12 @@
 """Every error that Afterglow raises on purpose.
 
-    AfterglowError
-    ├── UserError                 somebody asked for something that cannot be: one clear line, no traceback
-    │   ├── ModelError            a model directory that is missing, damaged or not supported
-    │   ├── ConfigError           an option with an impossible value, a port in use, a locked cache directory
-    │   └── RequestError          a request that cannot be served; carries the HTTP status and the parameter
-    └── StoreError                a tier failed; the store turns it into a miss and a counter
-        └── DamageError           stored bytes are not what was written (checksum, header, length)
+AfterglowError
+├── UserError                 somebody asked for something that cannot be: one clear line, no traceback
+│   ├── ModelError            a model directory that is missing, damaged or not supported
+│   ├── ConfigError           an option with an impossible value, a port in use, a locked cache directory
+│   └── RequestError          a request that cannot be served; carries the HTTP status and the parameter
+└── StoreError                a tier failed; the store turns it into a miss and a counter
+    └── DamageError           stored bytes are not what was written (checksum, header, length)
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class RequestError(UserError):
     `status` is the HTTP status (400 by default), `param` the field at fault, `code` OpenAI's error code.
     """
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param

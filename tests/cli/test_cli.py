@@ -70,9 +70,7 @@ def test_help_needs_no_heavy_imports() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "command", ["serve", "generate", "chat", "bench", "cache ls", "cache check", "cache clear"]
-)
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "bench", "cache ls", "cache check", "cache clear"])
 def test_help_is_sentences_with_defaults(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
     assert result.exit_code == 0
@@ -188,9 +186,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_chat_over_pipes(url: str) -> None:
-    result = afterglow(
-        "chat", "--url", url, "--system", "Be brief.", input="hello\n\n/reset\nagain\nmore\n/quit\nno\n"
-    )
+    result = afterglow("chat", "--url", url, "--system", "Be brief.", input="hello\n\n/reset\nagain\nmore\n/quit\nno\n")
     assert result.returncode == 0
     assert result.stdout.splitlines() == [REPLY] * 3
     notes = result.stderr.splitlines()
@@ -214,9 +210,7 @@ class Canned:
             yield piece
 
 
-def test_commands_and_interruptions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_and_interruptions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/system Be kind.\nhi again\n/help\n/nonsense\n"))
     speaker = Canned(["par", KeyboardInterrupt()])
     assert converse(speaker, None) == 0

@@ -87,9 +87,7 @@ class Handle:
         self.engine = engine
 
     def ask(self, prompt: list[int], reuse: bool = True, max_tokens: int = 4, **sampling: Any) -> Completion:
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True, **sampling
-        )
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True, **sampling)
         (done,) = self.engine.generate([Request(f"t{next(_ids)}", prompt, params, reuse=reuse)])
         return done
 

@@ -126,9 +126,7 @@ def test_prompt_logprobs_over_chunks_equal_whole(start: Start, model_of: Models)
     text = prompt(9, 200)
     whole = start(model_of("llama"), prefill_chunk=0).ask(text, prompt_logprobs=5)
     handle = start(model_of("llama"), prefill_chunk=16)
-    blocker = collect(
-        handle, Request("decode", prompt(8, 20), greedy(300))
-    )  # something decodes: small chunks
+    blocker = collect(handle, Request("decode", prompt(8, 20), greedy(300)))  # something decodes: small chunks
     blocker.get(timeout=10)
     pieces = handle.ask(text, prompt_logprobs=5)
     assert len(whole.prompt_logprobs) == len(pieces.prompt_logprobs) == len(text)

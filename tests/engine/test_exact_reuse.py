@@ -32,9 +32,7 @@ def same(a: Completion, b: Completion) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reuse_equals_full_prefill(
-    start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
-) -> None:
+def test_reuse_equals_full_prefill(start: Start, model_of: Models, tmp_path: Path, family: str, tier: str) -> None:
     rng = random.Random(family + tier)
     model = model_of(family)
     handle = start(model, tmp_path)
@@ -58,22 +56,20 @@ def test_reuse_equals_full_prefill(
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_next_turn_prefills_only_its_new_tokens(
-    start: Start, model_of: Models, tmp_path: Path, tier: str
-) -> None:
+def test_next_turn_prefills_only_its_new_tokens(start: Start, model_of: Models, tmp_path: Path, tier: str) -> None:
     """The last token of a reply has no KV until it is fed: exactly that one and the new ones are prefilled."""
     rng = random.Random(tier)
     model = model_of("llama")
     handle = start(model, tmp_path)
     context: list[int] = []
-    for turn in range(5):
+    rows = 0  # of the context that have KV
+    for _ in range(5):
         context += [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 80))]
-        known = handle_rows if turn else 0
         answer = handle.ask(context, max_tokens=rng.randrange(1, 40))
-        assert answer.cached.total == known
+        assert answer.cached.total == rows
         same(answer, handle.ask(context, reuse=False, max_tokens=len(answer.tokens)))
         context += answer.tokens
-        handle_rows = len(context) - 1
+        rows = len(context) - 1
         handle.engine.settle()
         if tier == "restart":
             handle.engine.close()

@@ -64,8 +64,7 @@ def test_seeded_draws_do_not_depend_on_the_batch() -> None:
 
     def draws(batch: int, row: int) -> list[int]:
         samplers = [
-            Sampler.of(SamplingParams(temperature=1.0, seed=100 + i), torch.device("cpu"))
-            for i in range(batch)
+            Sampler.of(SamplingParams(temperature=1.0, seed=100 + i), torch.device("cpu")) for i in range(batch)
         ]
         samplers[row] = Sampler.of(params, torch.device("cpu"))
         rows = logits[torch.tensor([4] * batch)]

@@ -27,7 +27,7 @@ PROMPT = [i * i % VOCAB for i in range(300)]
 
 
 @pytest.fixture
-def stored(start: Start, model_of: Models, tmp_path: Path) -> tuple[Path, Path]:  # noqa: F811
+def stored(start: Start, model_of: Models, tmp_path: Path) -> tuple[Path, Path]:
     """A closed engine whose cache directory holds PROMPT: (model, namespace directory)."""
     model = model_of("llama")
     handle = start(model, tmp_path / "cache")
@@ -56,14 +56,14 @@ def answers_as_without_cache(handle: Handle) -> int:
     return first.cached.disk
 
 
-def test_nothing_damaged(start: Start, stored: tuple[Path, Path]) -> None:  # noqa: F811
+def test_nothing_damaged(start: Start, stored: tuple[Path, Path]) -> None:
     model, namespace = stored
     assert check(namespace).ok
     assert answers_as_without_cache(start(model, namespace.parent)) >= len(PROMPT)
 
 
 @pytest.mark.parametrize("where", [0.0, 0.1, 0.3, 0.5, 0.9])
-def test_flipped_byte(start: Start, stored: tuple[Path, Path], where: float) -> None:  # noqa: F811
+def test_flipped_byte(start: Start, stored: tuple[Path, Path], where: float) -> None:
     model, namespace = stored
     victim = max(extents(namespace), key=lambda p: p.stat().st_size)
     data = bytearray(victim.read_bytes())
@@ -77,7 +77,7 @@ def test_flipped_byte(start: Start, stored: tuple[Path, Path], where: float) -> 
 
 
 @pytest.mark.parametrize("keep", [0, 7, 4096, 0.5, 0.99])
-def test_truncated_extent(start: Start, stored: tuple[Path, Path], keep: float) -> None:  # noqa: F811
+def test_truncated_extent(start: Start, stored: tuple[Path, Path], keep: float) -> None:
     model, namespace = stored
     victim = max(extents(namespace), key=lambda p: p.stat().st_size)
     size = victim.stat().st_size
@@ -86,14 +86,14 @@ def test_truncated_extent(start: Start, stored: tuple[Path, Path], keep: float) 
     assert answers_as_without_cache(start(model, namespace.parent)) < len(PROMPT)
 
 
-def test_deleted_file(start: Start, stored: tuple[Path, Path]) -> None:  # noqa: F811
+def test_deleted_file(start: Start, stored: tuple[Path, Path]) -> None:
     model, namespace = stored
     max(extents(namespace), key=lambda p: p.stat().st_size).unlink()
     assert not check(namespace).ok
     assert answers_as_without_cache(start(model, namespace.parent)) < len(PROMPT)
 
 
-def test_check_repairs(start: Start, stored: tuple[Path, Path]) -> None:  # noqa: F811
+def test_check_repairs(start: Start, stored: tuple[Path, Path]) -> None:
     model, namespace = stored
     victim = extents(namespace)[0]
     victim.write_bytes(b"not an extent")
@@ -104,7 +104,7 @@ def test_check_repairs(start: Start, stored: tuple[Path, Path]) -> None:  # noqa
 
 
 @pytest.mark.parametrize("damage", ["garbage", "missing", "emptied"])
-def test_catalog_lost(start: Start, stored: tuple[Path, Path], damage: str) -> None:  # noqa: F811
+def test_catalog_lost(start: Start, stored: tuple[Path, Path], damage: str) -> None:
     """The catalog can be rebuilt from the extents; garbage in its place is not fatal."""
     model, namespace = stored
     catalog = namespace / "catalog.sqlite"
@@ -123,7 +123,7 @@ def test_catalog_of_another_model(
     start: Start,
     stored: tuple[Path, Path],
     model_of: Models,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """Another model's catalog and extents in our namespace: none of its rows is ever served."""
     model, namespace = stored
@@ -141,7 +141,7 @@ def test_catalog_of_another_model(
     assert answers_as_without_cache(start(model, namespace.parent)) == 0
 
 
-def test_another_format_is_refused(start: Start, stored: tuple[Path, Path]) -> None:  # noqa: F811
+def test_another_format_is_refused(start: Start, stored: tuple[Path, Path]) -> None:
     model, namespace = stored
     facts = namespace / "afterglow.json"
     facts.write_text(facts.read_text().replace('"format": 1', '"format": 99'))
@@ -149,7 +149,7 @@ def test_another_format_is_refused(start: Start, stored: tuple[Path, Path]) -> N
         start(model, namespace.parent)
 
 
-def test_second_process_is_told_who_holds_the_cache(start: Start, stored: tuple[Path, Path]) -> None:  # noqa: F811
+def test_second_process_is_told_who_holds_the_cache(start: Start, stored: tuple[Path, Path]) -> None:
     model, namespace = stored
     start(model, namespace.parent)
     with pytest.raises(ConfigError, match=str(os.getpid())):
@@ -160,7 +160,7 @@ def test_save_without_space(
     start: Start,
     model_of: Models,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ENOSPC at the system call: the request is answered, the failure counted, no half-written file stays."""
 
@@ -181,7 +181,7 @@ def test_save_without_space(
     assert check(namespace).ok
 
 
-def test_read_error(start: Start, stored: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_read_error(start: Start, stored: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, namespace = stored
     handle = start(model, namespace.parent)
 
@@ -194,7 +194,7 @@ def test_read_error(start: Start, stored: tuple[Path, Path], monkeypatch: pytest
     same(first, handle.ask(PROMPT, reuse=False, max_tokens=8))
 
 
-def test_read_only_directory(start: Start, model_of: Models, tmp_path: Path) -> None:  # noqa: F811
+def test_read_only_directory(start: Start, model_of: Models, tmp_path: Path) -> None:
     """A cache directory that was asked for and cannot be written is refused in one line."""
     blocker = tmp_path / "file"
     blocker.write_text("")
@@ -227,7 +227,7 @@ def test_kill_9_while_saving_and_loading(
     start: Start,
     model_of: Models,
     tmp_path: Path,
-    after: float,  # noqa: F811
+    after: float,
 ) -> None:
     """A host tier of a few blocks makes the process save and load all the time; it is killed somewhere in it."""
     model = model_of("llama")

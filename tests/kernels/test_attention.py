@@ -53,9 +53,7 @@ HEADS = st.sampled_from([(4, 4), (4, 1), (8, 2), (8, 1), (1, 1), (6, 2)])
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    n=st.integers(0, 9), extra=st.integers(-4, 80), heads=HEADS, causal=st.booleans(), seed=st.integers(0, 9)
-)
+@given(n=st.integers(0, 9), extra=st.integers(-4, 80), heads=HEADS, causal=st.booleans(), seed=st.integers(0, 9))
 def test_attend_is_the_formula(n: int, extra: int, heads: tuple[int, int], causal: bool, seed: int) -> None:
     q, keys, values = draw(n, max(0, n + extra), *heads, seed=seed)
     close(attend(q, keys, values, scale=SCALE, causal=causal), reference(q, keys, values, SCALE, causal))
@@ -100,9 +98,7 @@ def cut(rows: int, cuts: list[int]) -> list[slice]:
     heads=HEADS,
     seed=st.integers(0, 9),
 )
-def test_any_split_merges_to_the_whole(
-    n: int, rows: int, cuts: list[int], heads: tuple[int, int], seed: int
-) -> None:
+def test_any_split_merges_to_the_whole(n: int, rows: int, cuts: list[int], heads: tuple[int, int], seed: int) -> None:
     q, keys, values = draw(n, rows, *heads, seed=seed)
     parts = [attend(q, keys[s], values[s], scale=SCALE, causal=False) for s in cut(rows, cuts)]
     close(merge(parts), reference(q, keys, values, SCALE, False))
@@ -133,9 +129,7 @@ def test_merging_nothing_with_nothing_is_nothing() -> None:
 
 def test_merge_survives_scores_that_overflow_exp() -> None:
     q, keys, values = draw(2, 30, 4, 2)
-    parts = [
-        attend(q * 300, keys[s], values[s], scale=SCALE, causal=False) for s in (slice(0, 9), slice(9, None))
-    ]
+    parts = [attend(q * 300, keys[s], values[s], scale=SCALE, causal=False) for s in (slice(0, 9), slice(9, None))]
     assert max(lse.max() for _, lse in parts) > 100
     close(merge(parts), reference(q * 300, keys, values, SCALE, False), atol=5e-4)
 

@@ -48,9 +48,7 @@ def test_rotate_into_a_strided_segment(dim: int, stored: torch.dtype, wanted: to
     expected = reference(x, positions, rope)
     # One rounding at the end: exactly the rounded float32 result.
     tolerance = 2e-6 if wanted == torch.float32 else 2**-8
-    torch.testing.assert_close(
-        segment[:, 10:50].transpose(0, 1).double(), expected, atol=2e-6, rtol=tolerance
-    )
+    torch.testing.assert_close(segment[:, 10:50].transpose(0, 1).double(), expected, atol=2e-6, rtol=tolerance)
     assert (segment[:, :10] == 7).all()
     assert (segment[:, 50:] == 7).all()
 

@@ -41,9 +41,7 @@ class Resumed:
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         keys, values = self._kept[layer]
-        segment = torch.empty_like(keys.transpose(0, 1), memory_format=torch.contiguous_format).transpose(
-            0, 1
-        )
+        segment = torch.empty_like(keys.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
         if self._old is None:
             segment.copy_(keys)
         else:
@@ -66,9 +64,7 @@ def test_kept_rows_have_no_position_and_resume_exactly(case: str, tmp_path: Path
     head = Recorder(decoder, positions[:37])
     decoder.forward(ids[:37], positions[:37], head)
     resumed = Resumed(decoder, head.kept, positions[:37], positions[37:])
-    torch.testing.assert_close(
-        decoder.forward(ids[37:], positions[37:], resumed), expected, atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(decoder.forward(ids[37:], positions[37:], resumed), expected, atol=1e-5, rtol=0)
     if decoder.spec.decoupled:
         shifted = Recorder(decoder, positions + 100)
         decoder.forward(ids, positions + 100, shifted)

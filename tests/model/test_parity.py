@@ -43,9 +43,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "case", ["llama-yarn-mscale", "llama-llama3", "llama-linear", "phi-2", "qwen2", "falcon-new"]
-)
+@pytest.mark.parametrize("case", ["llama-yarn-mscale", "llama-llama3", "llama-linear", "phi-2", "qwen2", "falcon-new"])
 def test_a_version_4_config_reads_the_same(case: str, tmp_path: Path) -> None:
     save_case(case, tmp_path)
     modern, _ = read_spec(tmp_path)

@@ -65,9 +65,7 @@ def test_inverse_frequencies(scaling: dict[str, Any], theta: float) -> None:
         rope_parameters={**scaling, "rope_theta": theta},
     )
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    rope = read_rope(
-        {"max_position_embeddings": 131072, "rope_parameters": {**scaling, "rope_theta": theta}}, 64
-    )
+    rope = read_rope({"max_position_embeddings": 131072, "rope_parameters": {**scaling, "rope_theta": theta}}, 64)
     ours = rope_table(rope["rope"])
     torch.testing.assert_close(ours.inv_freq, theirs, rtol=1e-6, atol=0)
     assert ours.attention_factor == pytest.approx(factor, rel=1e-12)

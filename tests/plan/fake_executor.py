@@ -239,11 +239,7 @@ class FakeExecutor:
         ok = self.rng.random() >= self.faults.save
         self._put(save.slots, save.draft_row, tee.rows if ok else [GARBAGE] * save.rows)
         last = self.done[-1] if self.done else None
-        if (
-            isinstance(last, SaveDone)
-            and last.draft == save.draft
-            and last.first_row + last.rows == save.draft_row
-        ):
+        if isinstance(last, SaveDone) and last.draft == save.draft and last.first_row + last.rows == save.draft_row:
             if last.ok == ok:  # in any grouping
                 self.done[-1] = SaveDone(save.draft, last.first_row, last.rows + save.rows, ok)
                 return
@@ -258,9 +254,7 @@ class FakeExecutor:
         elif isinstance(move, Store):
             record = move.record
             assert record.id not in self.files, "a file of that name is there"
-            assert not any(
-                isinstance(p.move, Store) and p.move.record.id == record.id for p in self.pending.values()
-            )
+            assert not any(isinstance(p.move, Store) and p.move.record.id == record.id for p in self.pending.values())
             pending.content = self._read(move.slots)[: record.rows]
             for before, row, token in zip(
                 pending.content[:-1], pending.content[1:], unpack(record.tokens)[1:], strict=True
@@ -283,9 +277,7 @@ class FakeExecutor:
                 return
             self._put(move.slots, 0, pending.content)
         elif isinstance(move, Store):
-            assert self._read(move.slots)[: move.record.rows] == pending.content, (
-                "slots changed while being stored"
-            )
+            assert self._read(move.slots)[: move.record.rows] == pending.content, "slots changed while being stored"
             if self.rng.random() < self.faults.store:
                 self.done.append(MoveDone(number, ok=False, error="no space"))
                 return

@@ -53,9 +53,7 @@ class World:
         self.ends: dict[int, str] = {}
         self.admitted: dict[int, Admitted] = {}
         systems = [self.words(rng.randint(0, 30)) for _ in range(2)]
-        self.histories = [
-            (rng.choice(["", "a", "b"]), list(rng.choice(systems))) for _ in range(rng.randint(2, 8))
-        ]
+        self.histories = [(rng.choice(["", "a", "b"]), list(rng.choice(systems))) for _ in range(rng.randint(2, 8))]
         self.hits = [0, 0, 0]
         self.steps = 0
         self.scheduler = self.start()

@@ -49,9 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(
-    model_dir: Path, config: ServerConfig | None = None, **engine_options: object
-) -> Iterator[Running]:
+def running(model_dir: Path, config: ServerConfig | None = None, **engine_options: object) -> Iterator[Running]:
     tokenizer = Tokenizer(model_dir)
     eos = tokenizer.token_id("<|im_end|>")
     assert eos is not None

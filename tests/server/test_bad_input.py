@@ -74,9 +74,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "says"), BAD)
-def test_bad_values_name_the_field(
-    server: Running, path: str, body: dict[str, Any], param: str, says: str
-) -> None:
+def test_bad_values_name_the_field(server: Running, path: str, body: dict[str, Any], param: str, says: str) -> None:
     before = len(server.engine.requests)
     with server.http() as http:
         answer = http.post(path, json=body)
@@ -287,9 +285,4 @@ def test_defaults_of_the_model(model_dir: Path, tmp_path: Path) -> None:
         assert http.post(CHAT, json=HI).json()["usage"]["completion_tokens"] == 3
         sampling = server.engine.requests[-1].sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
-        assert (
-            http.post(CHAT, json={**HI, "max_tokens": 5, "temperature": 0}).json()["usage"][
-                "completion_tokens"
-            ]
-            == 5
-        )
+        assert http.post(CHAT, json={**HI, "max_tokens": 5, "temperature": 0}).json()["usage"]["completion_tokens"] == 5

@@ -141,9 +141,7 @@ def test_tokenising_much_text_does_not_block_others(model_dir: Path) -> None:
 def test_a_dead_engine_is_said(model_dir: Path) -> None:
     with running(model_dir, hold=True) as server, server.http() as http:
         answers: list[httpx.Response] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(server.url + CHAT, json=HI, timeout=20))
-        )
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HI, timeout=20)))
         thread.start()
         stream = server.openai().chat.completions.create(model="fake-model", stream=True, **HI)
         wait_for(lambda: server.engine.in_flight == 2)

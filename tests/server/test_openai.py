@@ -165,9 +165,7 @@ def test_completions(server: Running) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_with_logprobs_as_evaluation_harnesses_ask(server: Running, max_tokens: int) -> None:
     ids = server.tokenizer.encode("Ada keeps her kite")
-    reply = complete(
-        server, prompt=[ids], echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234
-    )
+    reply = complete(server, prompt=[ids], echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234)
     assert reply.choices[0].logprobs is not None
     lists = reply.choices[0].logprobs
     assert lists.tokens == ["Ada", " keeps", " her", " kite", "The"][: 4 + max_tokens]

@@ -31,9 +31,7 @@ class Real:
     client: openai.OpenAI
 
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-        return self.client.chat.completions.create(
-            model="afterglow", messages=messages, temperature=0, **kwargs
-        )
+        return self.client.chat.completions.create(model="afterglow", messages=messages, temperature=0, **kwargs)
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,7 @@ WORKER = f"""
 
 @pytest.mark.parametrize("round", range(8))
 def test_killed_in_the_middle(tmp_path, round):
-    worker = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path)], stdout=subprocess.PIPE
-    )
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER), str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert worker.stdout.readline() == b"ready\n"
         time.sleep(random.Random(round).uniform(0.0, 0.15))

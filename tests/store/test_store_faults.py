@@ -278,9 +278,7 @@ def harm_folder(path):
     path.mkdir()
 
 
-@pytest.mark.parametrize(
-    "harm", [harm_bytes, harm_middle, harm_schema, harm_table, harm_truncate, harm_folder]
-)
+@pytest.mark.parametrize("harm", [harm_bytes, harm_middle, harm_schema, harm_table, harm_truncate, harm_folder])
 def test_an_unreadable_catalog_is_rebuilt_from_the_extents(tmp_path, harm, caplog):
     path, wanted = fill(tmp_path)
     harm(path)

@@ -20,10 +20,7 @@ def render(source: str, messages: list[dict[str, Any]] | None = None, **kwargs: 
 
 
 def test_what_templates_count_on() -> None:
-    assert (
-        render("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}")
-        == "hi\n"
-    )
+    assert render("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}") == "hi\n"
     assert render("{{ bos_token }}{{ {'a': '<é>'} | tojson }}") == '<s>{"a": "<é>"}'
     assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
     assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"

@@ -15,9 +15,7 @@ NAMES = ["byte_level", "byte_fallback", "metaspace", "bundled"]
 TEXT = st.text(st.sampled_from("ab kite\n.,  üß你好🙂👩\u200d👧 “”\t"), max_size=40) | st.text(max_size=30)
 
 
-def pieces(
-    tokenizer: Tokenizer, ids: list[int], context: list[int] | None = None, skip: bool = True
-) -> list[str]:
+def pieces(tokenizer: Tokenizer, ids: list[int], context: list[int] | None = None, skip: bool = True) -> list[str]:
     decoder = IncrementalDecoder(tokenizer, context or [], skip_special_tokens=skip)
     found = [decoder.push([token]) for token in ids]
     return [*found, decoder.flush()]
@@ -110,13 +108,9 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
     return text, False
 
 
-@given(
-    text=st.text("abc", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 30)), include=st.booleans()
-)
+@given(text=st.text("abc", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 30)), include=st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_stop_strings_do_not_depend_on_the_cuts(
-    text: str, stops: list[str], cuts: list[int], include: bool
-) -> None:
+def test_stop_strings_do_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
     stopper = StopStrings(stops, include=include)
     got = ""

@@ -92,9 +92,7 @@ def test_hidden_special_tokens_are_not_remembered(byte_level: Tokenizer) -> None
         ([USER, {"role": "assistant", "content": "The kite is red"}, NEXT], "b"),  # another tenant
     ],
 )
-def test_anything_else_is_tokenised_anew(
-    byte_level: Tokenizer, messages: list[dict[str, str]], salt: str
-) -> None:
+def test_anything_else_is_tokenised_anew(byte_level: Tokenizer, messages: list[dict[str, str]], salt: str) -> None:
     prompt = byte_level.encode_chat([USER], salt="a")
     assert byte_level.remember(prompt, "The kite is red", odd_ids(byte_level, "The kite is red"))
     got = byte_level.encode_chat(messages, salt=salt)

@@ -29,13 +29,9 @@ def test_same_ids_as_transformers(folders: dict[str, Path], name: str) -> None:
     ours = Tokenizer(folders[name])
     for text in [*toys.CORPUS[:4], "", " ", "a" * 500, "<s>x</s> <|im_end|> y"]:
         assert ours.encode(text) == theirs(text)["input_ids"]
-        assert (
-            ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
-        )
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
         ids = ours.encode(text)
-        assert ours.decode(ids) == theirs.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     wanted = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert ours.render_chat(MESSAGES) == wanted
     assert ours.encode_chat(MESSAGES).ids == theirs(wanted, add_special_tokens=False)["input_ids"]

@@ -81,9 +81,7 @@ def metaspace(folder: Path, *, byte_fallback: bool = True, template: str | None 
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
-    return _write(
-        folder, tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, template
-    )
+    return _write(folder, tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, template)
 
 
 def _write(folder: Path, tokenizer: Tokenizer, named: dict[str, str], template: str | None) -> Path:

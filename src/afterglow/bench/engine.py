@@ -93,8 +93,9 @@ class _Transformers:
         import torch
 
         self._torch = torch
-        self._model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-        self._config = GenerationConfig
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = model.eval()
+        self._config: Any = GenerationConfig
 
     def run(self, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
         ids = self._torch.tensor(prompts)

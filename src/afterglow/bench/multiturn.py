@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import tempfile
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.config import CacheConfig, EngineConfig
@@ -55,7 +57,7 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-def _goals(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     row = rows[-1]
     ttft, noise = row["ttft_ms"], row["spread"]
     assert isinstance(ttft, dict)
@@ -74,7 +76,7 @@ def _goals(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     ]
 
 
-def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats: int) -> dict[str, object]:
+def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats: int) -> dict[str, Any]:
     """All variants of one history length, taking turns; each turn brings new tokens of its own."""
     past = [rng.randrange(engine.vocab_size) for _ in range(history + 1)]
 
@@ -93,14 +95,14 @@ def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats
         ask(past)
         engine.settle()
         if variant != "device":
-            engine.demote(variant)
+            engine.demote(cast(Literal["host", "disk"], variant))
         ms, cached = ask(turn())
         if cached[variant] < history:
             raise RuntimeError(f"{history} tokens of history should have been in {variant}, but were: {cached}")
         engine.settle()
         return ms
 
-    found = interleaved({v: (lambda v=v: measured(v)) for v in VARIANTS}, repeats + 1)
+    found = interleaved({v: functools.partial(measured, v) for v in VARIANTS}, repeats + 1)
     kept = {v: samples[1:] for v, samples in found.items()}  # the first round warms memory and caches
     return {
         "history": history,

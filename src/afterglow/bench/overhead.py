@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx

@@ -98,9 +98,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     Console().print(table)
 
 
-def finish(
-    path: Path | None, seed: int, rows: list[dict[str, Any]], goals: list[dict[str, Any]], **more: Any
-) -> None:
+def finish(path: Path | None, seed: int, rows: list[dict[str, Any]], goals: list[dict[str, Any]], **more: Any) -> None:
     """Print the goals and write the JSON file."""
     if goals:
         show(

@@ -39,9 +39,7 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Longest reply in tokens; default: what the context holds.")
-]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest reply in tokens; default: what the context holds.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, higher is more random.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that have this much probability.")]
 TopK = Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0 is all.")]
@@ -110,9 +108,7 @@ def generate(
         list[str] | None,
         typer.Option(help="Text that ends the reply; may be given several times.", show_default=False),
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the text into the model's chat template.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the text into the model's chat template.")] = False,
 ) -> None:
     """Continue a text: from --prompt, from --file, or from standard input."""
     from afterglow.cli.generate import generate as run
@@ -137,9 +133,7 @@ def chat(
         str | None,
         typer.Option(help="Key for --url.", envvar="AFTERGLOW_API_KEY", show_default=False),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="A system message to begin with.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.", show_default=False)] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,

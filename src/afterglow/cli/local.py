@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 class Turn:
     """One reply on its way: iterate over it for the text; the rest is known afterwards."""
 
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, request: Request, stops: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, request: Request, stops: Sequence[str] = ()) -> None:
         self._engine = engine
         self._request = request
         self._assembler = Assembler(tokenizer, request.prompt, stops)

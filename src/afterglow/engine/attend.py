@@ -21,8 +21,6 @@ from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
 
 
-
-
 @dataclass(slots=True)
 class Part:
     """One run of the step: rows `where` of the flattened batch are rows [start, stop) of `context`."""

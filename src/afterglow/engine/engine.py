@@ -101,9 +101,7 @@ class Engine:
         self._failure: BaseException | None = None
 
     @classmethod
-    def load(
-        cls, model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None
-    ) -> Engine:
+    def load(cls, model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Engine:
         """Read a Hugging Face model directory (or a preset's name, `bench-100m`) and open its cache.
 
         Errors: ModelError, ConfigError.
@@ -243,9 +241,7 @@ class Engine:
         low, high = min(request.prompt), max(request.prompt)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
-            raise RequestError(
-                f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", param="prompt"
-            )
+            raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", param="prompt")
         n = len(request.prompt)
         if n + min(1, request.sampling.max_tokens) > self.max_model_len:
             raise RequestError(

@@ -17,7 +17,7 @@ from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.tee import Tee
 from afterglow.model.decoder import Decoder
-from afterglow.plan.step import Run, Save, Step, StepResult
+from afterglow.plan.step import Gather, Run, Save, Step, StepResult
 from afterglow.request import Request, TokenLogprob
 from afterglow.store.kvstore import KVStore
 
@@ -133,7 +133,8 @@ class TorchRunner:
         """The run's device segment, with what the plan wants in it before the forward."""
         job = self._jobs[run.job]
         admit = run.admit
-        part_gathers, gather_from = (), run.start
+        part_gathers: tuple[Gather, ...] = ()
+        gather_from = run.start
         if admit is not None:
             if admit.context is not None and admit.take:
                 job.context = self._contexts.pop(admit.context)
@@ -149,9 +150,7 @@ class TorchRunner:
         stop = run.start + len(run.tokens)
         return Part(run.job, where, run.start, stop, job.context, part_gathers, gather_from)
 
-    def _outputs(
-        self, runs: Sequence[Run], parts: Sequence[Part], hidden: Tensor, failed: dict[int, str]
-    ) -> RunOutput:
+    def _outputs(self, runs: Sequence[Run], parts: Sequence[Part], hidden: Tensor, failed: dict[int, str]) -> RunOutput:
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed]
         out = RunOutput(StepResult({}, failed))
         if drawing:
@@ -186,9 +185,7 @@ class TorchRunner:
         return found
 
 
-def _saves(
-    runs: Sequence[Run], parts: Sequence[Part]
-) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
+def _saves(runs: Sequence[Run], parts: Sequence[Part]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
     """The step's saves as the tee wants them: single decoded rows apart from runs of prefilled rows."""
     prefills, decodes = [], []
     for run, part in zip(runs, parts, strict=True):

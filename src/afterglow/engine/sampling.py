@@ -86,7 +86,5 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> l
         best = [[] for _ in tokens]
     return [
         TokenLogprob(token, value, rank, tuple(best[i][: tops[i]]))
-        for i, (token, value, rank) in enumerate(
-            zip(tokens, chosen.squeeze(1).tolist(), ranks, strict=True)
-        )
+        for i, (token, value, rank) in enumerate(zip(tokens, chosen.squeeze(1).tolist(), ranks, strict=True))
     ]

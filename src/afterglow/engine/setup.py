@@ -19,7 +19,6 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, default_cache_dir, format_size
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.errors import ConfigError, StoreError
-from afterglow.model.decoder import Decoder
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
 from afterglow.model.spec import ModelSpec
@@ -68,9 +67,7 @@ class Parts:
     capacity: Capacity
 
 
-def build(
-    model: str | Path, config: EngineConfig, progress: Callable[[str, int, int], None] | None
-) -> Parts:
+def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int, int], None] | None) -> Parts:
     """Read the model, open the cache, restore what it holds.
 
     Errors: ModelError, ConfigError (impossible sizes, a cache directory in use or of another format).
@@ -118,9 +115,7 @@ def build(
     )
     useless = scheduler.restore(store.records(), time.time())
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
-    blocks = arena.view(kv_dtype).view(
-        spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim
-    )
+    blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
     runner = TorchRunner(
         decoder, store, blocks, kv_dtype=kv_dtype, max_batch=config.max_batch, read_timeout=READ_TIMEOUT
     )
@@ -186,9 +181,7 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> i
     if longest <= device_rows:
         return longest
     if config.max_model_len is not None:
-        raise ConfigError(
-            f"--max-model-len {longest} does not fit --device-cache, which holds {device_rows} tokens"
-        )
+        raise ConfigError(f"--max-model-len {longest} does not fit --device-cache, which holds {device_rows} tokens")
     log.warning("contexts are limited to the %d tokens that --device-cache holds", device_rows)
     return device_rows
 

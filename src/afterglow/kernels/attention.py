@@ -108,16 +108,12 @@ def _square(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tens
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """[batch, heads, rows, head_dim] of equal head counts to out and LSE [batch, heads, queries]."""
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
-        )
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
     head_dim = q.shape[-1]
     if q.device.type == "cuda":
         if q.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, causal, False, scale=scale
-            )
+            found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
             return found[0], found[1]
         if head_dim % 8 == 0:
             found = torch.ops.aten._scaled_dot_product_efficient_attention(

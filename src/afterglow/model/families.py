@@ -152,9 +152,7 @@ def _refuse(config: Config, family: Family) -> None:
             )
     own_code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if own_code and own_code.rsplit(".", 1)[-1] != family.architecture:
-        raise ModelError(
-            f"the model brings its own code ({own_code}), which is never run; use a plain checkpoint"
-        )
+        raise ModelError(f"the model brings its own code ({own_code}), which is never run; use a plain checkpoint")
 
 
 def _short(value: Any) -> str:

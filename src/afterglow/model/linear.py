@@ -65,8 +65,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         x = torch.arange(40, dtype=dtype).reshape(5, 8) / 40
         bias = torch.arange(6, dtype=dtype)
         packed = Linear(weight, bias, pack=True)
-        return all(
-            torch.allclose(packed(x[:rows]), F.linear(x[:rows], weight, bias), atol=1e-5) for rows in (1, 5)
-        )
+        return all(torch.allclose(packed(x[:rows]), F.linear(x[:rows], weight, bias), atol=1e-5) for rows in (1, 5))
     except (RuntimeError, AttributeError, NotImplementedError, TypeError):
         return False  # an operator that is missing or has another signature in this torch

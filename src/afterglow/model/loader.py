@@ -166,9 +166,7 @@ class Checkpoint:
         for candidate in (name, name.partition(".")[2]):
             if candidate in self._files:
                 return candidate
-        raise ModelError(
-            f"{self._directory}: the weights lack {name}; they are not what config.json describes"
-        )
+        raise ModelError(f"{self._directory}: the weights lack {name}; they are not what config.json describes")
 
     def dtype_of(self, name: str) -> str:
         """The dtype of a tensor by our name; ModelError unless float32, bfloat16 or float16."""
@@ -192,8 +190,7 @@ class Checkpoint:
         self._checked(found, about.get_dtype())
         if tuple(about.get_shape()) != shape:
             raise ModelError(
-                f"{self._directory}: {found} has shape {tuple(about.get_shape())}, "
-                f"config.json asks for {shape}"
+                f"{self._directory}: {found} has shape {tuple(about.get_shape())}, config.json asks for {shape}"
             )
         try:
             tensor: Tensor = handle.get_tensor(found)

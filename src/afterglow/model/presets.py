@@ -69,9 +69,7 @@ class RandomSource:
         return tensor
 
 
-def random_model(
-    spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Decoder:
+def random_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     """A decoder of Llama's weight names with random weights; equal for equal (spec, seed)."""
     return Assembler(spec, Names(), RandomSource(seed), dtype, torch.device(device)).decoder()
 

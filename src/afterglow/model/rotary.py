@@ -134,9 +134,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float = 1.0)
     window = config.get("max_position_embeddings") or 2048
     if "original_max_position_embeddings" in REQUIRED[kind]:
         original = (
-            config.get("original_max_position_embeddings")
-            or params.get("original_max_position_embeddings")
-            or window
+            config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or window
         )
         params["original_max_position_embeddings"] = original
         if params.get("factor") is None and kind != "llama3":
@@ -144,9 +142,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float = 1.0)
     missing = [key for key in REQUIRED[kind] if params.get(key) is None]
     if missing:
         raise ModelError(f"rotary scaling {kind!r} lacks {', '.join(missing)} in config.json")
-    known = {
-        key: params[key] for key in (*REQUIRED[kind], *OPTIONAL.get(kind, ())) if params.get(key) is not None
-    }
+    known = {key: params[key] for key in (*REQUIRED[kind], *OPTIONAL.get(kind, ())) if params.get(key) is not None}
     unknown = sorted(key for key, value in params.items() if key not in known and value is not None)
     if unknown and kind != "default":
         raise ModelError(f"rotary scaling {kind!r} with {unknown[0]!r} is not supported")

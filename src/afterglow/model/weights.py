@@ -30,9 +30,7 @@ class Source(Protocol):
 class Assembler:
     """Builds the parts of one decoder from `source`."""
 
-    def __init__(
-        self, spec: ModelSpec, names: Names, source: Source, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, names: Names, source: Source, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._names, self._source = spec, names, source
         self._dtype, self._device = dtype, device
         self._pack = can_pack(dtype, device)

@@ -74,9 +74,7 @@ class Admission:
         if not job.spec.read:
             return NO_MATCH
         last = len(tokens) // 4 - 1
-        return self._index.match(
-            job.spec.salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)]
-        )
+        return self._index.match(job.spec.salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)])
 
     def _is_promised(self, job: Job, tokens: bytes, matched: int) -> bool:
         """Will another job put more of these tokens into the index, so that waiting pays?"""
@@ -165,8 +163,7 @@ class Admission:
         job.state = "prefilling"
         job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
         gathers = tuple(
-            Gather(view.extent.id, view.start, view.stop, view.extent.slots, view.extent.load)
-            for view in views
+            Gather(view.extent.id, view.start, view.stop, view.extent.slots, view.extent.load) for view in views
         )
         return Admit(context.id if context is not None else None, take, device_rows, gathers)
 

@@ -109,9 +109,7 @@ class Drafts:
             return None
         draft.answered += done.rows
         if not done.ok:
-            draft.bad_from = min(
-                done.first_row, draft.bad_from if draft.bad_from is not None else done.first_row
-            )
+            draft.bad_from = min(done.first_row, draft.bad_from if draft.bad_from is not None else done.first_row)
             if draft.bad or not draft.sealed:  # rows that never were committed do not matter
                 draft.job.saving = False
                 self._seal(draft.job, now, all_of_them=True)

@@ -36,13 +36,9 @@ class Capacity:
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:
-            raise ValueError(
-                f"an extent of {self.max_extent_rows} rows is not whole blocks of {self.block_rows}"
-            )
+            raise ValueError(f"an extent of {self.max_extent_rows} rows is not whole blocks of {self.block_rows}")
         if self.disk_bytes and len(self.file_bytes) != self.max_extent_rows // self.block_rows:
-            raise ValueError(
-                f"file_bytes needs {self.max_extent_rows // self.block_rows} sizes, one per block count"
-            )
+            raise ValueError(f"file_bytes needs {self.max_extent_rows // self.block_rows} sizes, one per block count")
 
     def blocks(self, rows: int) -> int:
         """Blocks that `rows` rows take."""
@@ -91,9 +87,7 @@ class Extent:
     dead: bool = False
 
     users: int = 0  # jobs whose context goes through it; it must stay matchable
-    contexts: dict[int, None] = field(
-        default_factory=dict
-    )  # retained device contexts that contain rows of it
+    contexts: dict[int, None] = field(default_factory=dict)  # retained device contexts that contain rows of it
 
     @property
     def rows(self) -> int:

@@ -84,9 +84,7 @@ class Job:
     held: dict[Extent, None] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)  # not yet resolved, in row order
     context: int | None = None  # what it has left on the device
-    loads: dict[Extent, None] = field(
-        default_factory=dict
-    )  # extents it has waited for: they count as disk hits
+    loads: dict[Extent, None] = field(default_factory=dict)  # extents it has waited for: they count as disk hits
     cut: int | None = None  # match no further: host slots could not be had
     rounds: int = 0  # evictions waited for
     tried: int = -1  # the scheduler's version when it was last tried, and what came of it

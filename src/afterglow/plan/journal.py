@@ -93,9 +93,7 @@ class RecordingScheduler(Scheduler):
         self._note("schedule", now=now, step=step_digest(step))
         return step
 
-    def commit(
-        self, step: Step, result: StepResult, done: Iterable[Completion], now: float
-    ) -> list[Event]:
+    def commit(self, step: Step, result: StepResult, done: Iterable[Completion], now: float) -> list[Event]:
         done = list(done)
         tokens, failed = list(result.tokens.items()), list(result.failed.items())
         self._note("commit", now=now, tokens=tokens, failed=failed, done=[_packed(item) for item in done])

@@ -35,9 +35,7 @@ class _Flight:
 class Placement:
     """Host and disk."""
 
-    def __init__(
-        self, capacity: Capacity, policy: Policy, index: Index, device: Device, counters: Counters
-    ) -> None:
+    def __init__(self, capacity: Capacity, policy: Policy, index: Index, device: Device, counters: Counters) -> None:
         self.capacity = capacity
         self.pool = SlotPool(capacity.host_slots)
         self.disk_used = 0
@@ -244,6 +242,12 @@ class Placement:
         before = -1
         while self._make_room(0) == "never" and len(self._cold) != before:
             before = len(self._cold)  # a second look at parents, now without children
+
+    def drop_clean(self) -> None:
+        """Free the slots of every extent that is also on disk and not in use."""
+        for extent in list(self._index.extents.values()):
+            if extent.host == "ready" and extent.disk == "ready" and not extent.pins and extent.store is None:
+                self._free_host(extent)
 
     def forget_all(self) -> None:
         """Forget every extent that nobody uses."""

@@ -19,9 +19,7 @@ def restore(
     for record in sorted(records, key=lambda item: item.id):
         children.setdefault(record.parent, []).append(record)
     useless: list[ExtentRecord] = []
-    stack: list[tuple[ExtentRecord, Extent | None]] = [
-        (record, None) for record in reversed(children.pop(None, []))
-    ]
+    stack: list[tuple[ExtentRecord, Extent | None]] = [(record, None) for record in reversed(children.pop(None, []))]
     while stack:
         record, parent = stack.pop()
         extent = _extent(record, parent, drafts.next_serial(), now)

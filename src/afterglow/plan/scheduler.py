@@ -82,9 +82,7 @@ class Scheduler:
         self._jobs: dict[int, Job] = {}  # not yet finished
         self._queue = JobQueue()
         self._running: list[Job] = []  # in order of admission
-        self._tails: dict[
-            int, Job
-        ] = {}  # off the device (perhaps finished), with drafts still being saved; by seq
+        self._tails: dict[int, Job] = {}  # off the device (perhaps finished), with drafts still being saved; by seq
         self._releases: list[Release] = []
         self._events: list[Event] = []
         self._open: Step | None = None  # handed out, not yet committed
@@ -149,6 +147,18 @@ class Scheduler:
         for job in self._tails.values():
             self._drafts.kill(job)
         self._placement.forget_all()
+        self._version += 1
+
+    def drop_contexts(self) -> None:
+        """Free every retained device context that no step is copying from; the next step says so."""
+        for context in list(self._device.contexts.values()):
+            self._device.free(context)
+        self._version += 1
+
+    def drop_clean_host(self) -> None:
+        """Give back the host slots of every idle extent that is also on disk."""
+        self._flushing = False
+        self._placement.drop_clean()
         self._version += 1
 
     def flush(self, now: float) -> None:

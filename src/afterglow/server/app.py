@@ -54,9 +54,7 @@ def create_app(
     app.add_middleware(Guard, state=state)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_api_route(
-        "/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra=_schema(ChatBody)
-    )
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra=_schema(ChatBody))
     app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_schema(CompletionBody))
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", model, methods=["GET"])

@@ -60,11 +60,7 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
         items: list[Any] = [given]
     elif isinstance(given, str):
         items = [given]
-    elif (
-        isinstance(given, list)
-        and given
-        and (all(isinstance(i, str) for i in given) or all(map(_is_ids, given)))
-    ):
+    elif isinstance(given, list) and given and (all(isinstance(i, str) for i in given) or all(map(_is_ids, given))):
         items = given
     else:
         raise RequestError(
@@ -73,9 +69,7 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
             param="prompt",
         )
     if len(items) * (body.n or 1) > MAX_PROMPTS:
-        raise RequestError(
-            f"at most {MAX_PROMPTS} replies per request, got {len(items)} prompts", param="prompt"
-        )
+        raise RequestError(f"at most {MAX_PROMPTS} replies per request, got {len(items)} prompts", param="prompt")
 
     def encode() -> list[_Prompt]:
         return [
@@ -101,9 +95,7 @@ def _is_ids(value: object) -> bool:
 
 
 class _Reply:
-    def __init__(
-        self, state: State, body: CompletionBody, model: str, prompts: Sequence[_Prompt], run: Run
-    ) -> None:
+    def __init__(self, state: State, body: CompletionBody, model: str, prompts: Sequence[_Prompt], run: Run) -> None:
         self._tokenizer = state.tokenizer
         self._body = body
         self._prompts = prompts

@@ -55,9 +55,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def _in_use(config: ServerConfig) -> ConfigError:
-    return ConfigError(
-        f"port {config.port} of {config.host} is in use; stop the other server or choose another --port"
-    )
+    return ConfigError(f"port {config.port} of {config.host} is in use; stop the other server or choose another --port")
 
 
 def address(sock: socket.socket) -> str:
@@ -104,9 +102,7 @@ class Service:
         app = create_app(engine, tokenizer, config, model_dir)
         self._state: State = app.state.afterglow
         if self._state.defaults.ignored:
-            log.warning(
-                "generation_config.json asks for %s: not honoured", ", ".join(self._state.defaults.ignored)
-            )
+            log.warning("generation_config.json asks for %s: not honoured", ", ".join(self._state.defaults.ignored))
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -32,8 +32,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob]) -> dic
 
     return {
         "content": [
-            {**entry(p.token, p.logprob), "top_logprobs": [entry(t, value) for t, value in p.top]}
-            for p in logprobs
+            {**entry(p.token, p.logprob), "top_logprobs": [entry(t, value) for t, value in p.top]} for p in logprobs
         ],
         "refusal": None,
     }

@@ -122,9 +122,7 @@ class Metrics:
         self._model = model_name
         self.registry.register(_EngineCollector(engine, text, model_name))
         self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT)
-        self.latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time of whole requests.", _LATENCY
-        )
+        self.latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _LATENCY)
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _GAP)
         self._responses = Counter(
             "afterglow:http_responses", "HTTP responses by status.", ("status",), registry=self.registry
@@ -161,18 +159,14 @@ class _EngineCollector(Collector):
             # all.
             self._add(families, f"afterglow:{name}", "gauge", f"Engine statistic {name}.", (), stats[name])
         hits = sum(stats.get(f"cached_tokens_{tier}", 0) for tier in ("device", "host", "disk"))
-        self._add(
-            families, "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the cache.", (), hits
-        )
+        self._add(families, "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the cache.", (), hits)
         capacity = stats.get("device_capacity_bytes", 0)
         usage = stats.get("device_used_bytes", 0) / capacity if capacity else 0.0
         self._add(families, "vllm:kv_cache_usage_perc", "gauge", "Used part of device KV, 0 to 1.", (), usage)
         for name, value in (("spliced", self._text.spliced), ("retokenised", self._text.retokenised)):
             self._add(families, "afterglow:replies", "counter", "Own replies that came back as text, by how "
                       "they became tokens.", _by("how", name), value)  # fmt: skip
-        self._add(
-            families, "afterglow:healthy", "gauge", "1 while the engine runs.", (), self._engine.healthy
-        )
+        self._add(families, "afterglow:healthy", "gauge", "1 while the engine runs.", (), self._engine.healthy)
         yield from families.values()
 
     def _add(

@@ -83,9 +83,7 @@ class Body(BaseModel):
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
         if self.cache_salt == "":
-            raise RequestError(
-                "cache_salt must be a non-empty string; leave it out for none", param="cache_salt"
-            )
+            raise RequestError("cache_salt must be a non-empty string; leave it out for none", param="cache_salt")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", param="stream_options")
         if len(self.stops) > MAX_STOPS or not all(self.stops):
@@ -106,11 +104,7 @@ class Body(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return (
-            self.include_usage
-            and self.stream_options is not None
-            and self.stream_options.continuous_usage_stats
-        )
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling(self, defaults: Defaults, max_tokens: int, logprobs: int | None) -> SamplingParams:
         def pick(name: str) -> Any:
@@ -156,9 +150,7 @@ class ChatBody(Body):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         taken = {"messages", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
         if taken:
-            raise RequestError(
-                f"chat_template_kwargs cannot set {sorted(taken)[0]}", param="chat_template_kwargs"
-            )
+            raise RequestError(f"chat_template_kwargs cannot set {sorted(taken)[0]}", param="chat_template_kwargs")
 
 
 class TokenizeBody(BaseModel):
@@ -196,9 +188,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     for name, unused in _NOT_SUPPORTED.items():
         wanted = value.get(name)
         if wanted is not None and wanted not in unused:
-            raise RequestError(
-                f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
-            )
+            raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
     try:
         body = kind.model_validate(value)
     except ValidationError as error:

@@ -76,9 +76,7 @@ class State:
 
     jobs: Jobs
 
-    def __init__(
-        self, engine: EngineLike, tokenizer: Tokenizer, config: ServerConfig, defaults: Defaults
-    ) -> None:
+    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, config: ServerConfig, defaults: Defaults) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config

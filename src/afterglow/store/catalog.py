@@ -259,9 +259,7 @@ def _record(row: tuple[Any, ...]) -> ExtentRecord | None:
             last_used=float(row[9]),
             hits=int(row[10]),
         )
-        sound = (
-            record.rows == row[6] and record.kind in get_args(Kind) and _row_crc(record, row[7]) == row[11]
-        )
+        sound = record.rows == row[6] and record.kind in get_args(Kind) and _row_crc(record, row[7]) == row[11]
     except (TypeError, ValueError):
         return None
     return record if sound else None

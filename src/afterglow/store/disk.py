@@ -32,9 +32,7 @@ from afterglow.store.tier import HostArena, runs
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
-READ_BYTES: Final = (
-    1 << 20
-)  # small layers are read together up to this; more gains nothing and delays layer 0
+READ_BYTES: Final = 1 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
 WRITE_BYTES: Final = 4 << 20
 
 Piece = list[tuple[int, int]]  # (layer, kv) of tensors that lie side by side in the file and move in one call
@@ -71,9 +69,7 @@ class DiskTier:
 
     # ------------------------------------------------------------------------------------------- writing
 
-    def write(
-        self, record: ExtentRecord, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]
-    ) -> int:
+    def write(self, record: ExtentRecord, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]) -> int:
         """Store the blocks in `slots` as the extent `record`; the rows beyond its last are blanked in the
         arena.
         """

@@ -245,9 +245,7 @@ class KVStore:
         def work(task: Task) -> int:
             rows = self._rows.get(move.extent)
             if self._tier is None or rows is None:
-                raise StoreError(f"extent {move.extent[:16]} is not on disk") from FileNotFoundError(
-                    2, "missing"
-                )
+                raise StoreError(f"extent {move.extent[:16]} is not on disk") from FileNotFoundError(2, "missing")
             try:
                 return self._tier.read(move.extent, rows, self.arena, move.slots, task.advance)
             except Abandoned:

@@ -25,9 +25,7 @@ from afterglow.config import BLOCK_ROWS
 from afterglow.errors import ConfigError
 
 ALIGNMENT: Final = 4096
-META_RESERVE: Final = (
-    1024  # room for the metadata JSON, so that the head's size does not depend on its values
-)
+META_RESERVE: Final = 1024  # room for the metadata JSON, so that the head's size does not depend on its values
 KEYS, VALUES = 0, 1
 
 _ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2}

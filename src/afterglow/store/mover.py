@@ -35,9 +35,7 @@ class Task:
     `move` is None for the store's own housekeeping, of which nothing is reported.
     """
 
-    def __init__(
-        self, key: str, priority: int, work: Callable[[Task], int], *, move: int | None, writes: bool
-    ) -> None:
+    def __init__(self, key: str, priority: int, work: Callable[[Task], int], *, move: int | None, writes: bool) -> None:
         self.key = key
         self.priority = priority
         self.work = work
@@ -84,9 +82,7 @@ class Mover:
     move; `kind` is the word for the counters when it went wrong.
     """
 
-    def __init__(
-        self, threads: int, timeout: float, report: Callable[[Task, MoveDone, str | None], None]
-    ) -> None:
+    def __init__(self, threads: int, timeout: float, report: Callable[[Task, MoveDone, str | None], None]) -> None:
         self._normal = max(1, threads)
         self._writers_most = max(1, threads - 1)
         self._timeout = timeout
@@ -115,9 +111,7 @@ class Mover:
     def submit(self, task: Task) -> None:
         """Queue a task; fails it at once where no thread is left that could ever run it."""
         with self._lock:
-            refused = (
-                "the store is closed" if self._closed else "the disk does not answer" if self._gone else None
-            )
+            refused = "the store is closed" if self._closed else "the disk does not answer" if self._gone else None
             if refused is None:
                 chain = self._chains.setdefault(task.key, deque())
                 chain.append(task)
@@ -304,10 +298,7 @@ class Mover:
                 log.warning("a move made no progress for %.1f s and was given up", self._timeout)
                 task.end(False)
             self._tell(
-                [
-                    (task, MoveDone(task.move or 0, False, error="time-out", slots_busy=True), "timeout")
-                    for task in late
-                ]
+                [(task, MoveDone(task.move or 0, False, error="time-out", slots_busy=True), "timeout") for task in late]
             )
             for task in refused:
                 self._refuse(task, "the disk does not answer")

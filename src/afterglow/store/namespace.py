@@ -161,9 +161,7 @@ def read_description(path: Path) -> Description:
         shape = KVLayout(layout["layers"], layout["kv_heads"], layout["head_dim"], layout["dtype"])
         return Description(str(found["name"]), str(found["digest"]), shape, dict(found["made_of"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{file} is incomplete ({error!r}); delete {path} or choose another --cache-dir"
-        ) from error
+        raise ConfigError(f"{file} is incomplete ({error!r}); delete {path} or choose another --cache-dir") from error
 
 
 def holder(path: Path) -> Holder | None:

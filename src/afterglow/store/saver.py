@@ -58,9 +58,7 @@ class RowSaver:
 
         self._run(draft, first_row, len(keys), 1, copy, inline)
 
-    def save_block(
-        self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool
-    ) -> None:
+    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool) -> None:
         """Copy rows of all layers at once; uint8 [layers, 2, rows, row_bytes]."""
         rows = block.shape[2]
 
@@ -96,9 +94,7 @@ class RowSaver:
     # -------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _places(
-        slots: Sequence[int], first_row: int, rows: int
-    ) -> list[tuple[tuple[int, int], tuple[int, slice]]]:
+    def _places(slots: Sequence[int], first_row: int, rows: int) -> list[tuple[tuple[int, int], tuple[int, slice]]]:
         """(rows of the source, (slot, rows of the slot)) for each slot that the rows touch."""
         places = []
         done = 0
@@ -117,9 +113,7 @@ class RowSaver:
                 copy()
             except Exception:
                 # Wrong shapes or slots are mistakes of the caller; the rows are lost, the server is not.
-                log.exception(
-                    "rows [%d, %d) of draft %d could not be saved", first_row, first_row + rows, draft
-                )
+                log.exception("rows [%d, %d) of draft %d could not be saved", first_row, first_row + rows, draft)
                 failed = True
             self._count(draft, first_row, rows, layers, failed, time.perf_counter_ns() - start)
 

@@ -81,9 +81,7 @@ class Tier(Protocol):
     that goes wrong (an extent that is not there, I/O errors, no space), and nothing else.
     """
 
-    def write(
-        self, record: ExtentRecord, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]
-    ) -> int:
+    def write(self, record: ExtentRecord, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]) -> int:
         """Store the blocks in `slots` as one extent, all of it or nothing; returns the bytes written.
 
         `progress` is called after every piece and before the extent becomes visible; when it raises, the

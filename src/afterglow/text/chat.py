@@ -30,9 +30,7 @@ def flatten_messages(messages: object) -> list[dict[str, Any]]:
             raise RequestError(f"{where} must be an object with role and content", param=where)
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise RequestError(
-                f"{where}.role must be a non-empty string, got {role!r}", param=f"{where}.role"
-            )
+            raise RequestError(f"{where}.role must be a non-empty string, got {role!r}", param=f"{where}.role")
         for name in ("tool_calls", "function_call", "audio"):
             if message.get(name):
                 raise RequestError(f"{where}.{name} is not supported", param=f"{where}.{name}")
@@ -80,18 +78,14 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._knows_developer = "developer" in source
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object) -> str:
         """The text of a conversation; the template's own complaints become a RequestError."""
         if not self._knows_developer:
             # Newer clients call the system role so; templates that do not know it would drop the message.
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         variables: dict[str, object] = {"tools": None, "documents": None, **self._variables, **kwargs}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -161,9 +155,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

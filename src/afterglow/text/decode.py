@@ -33,9 +33,7 @@ class IncrementalDecoder:
     something visible follows, so its own first token loses no more than in the text before it.
     """
 
-    def __init__(
-        self, tokenizer: Decodes, context: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Decodes, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window = list(context[-_CONTEXT:])

@@ -31,9 +31,7 @@ class Tokenizer:
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
         self.special_tokens = {name: text for name in _NAMED if (text := _token_text(named.get(name)))}
         self._add_missing_tokens(config)
-        self._added: dict[int, str] = {
-            i: token.content for i, token in self._fast.get_added_tokens_decoder().items()
-        }
+        self._added: dict[int, str] = {i: token.content for i, token in self._fast.get_added_tokens_decoder().items()}
         self._special = {
             token.content: i for i, token in self._fast.get_added_tokens_decoder().items() if token.special
         }
@@ -83,9 +81,7 @@ class Tokenizer:
 
     # ------------------------------------------------------------------------------------------------ chat
 
-    def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object
-    ) -> str:
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object) -> str:
         return self._template().render(
             flatten_messages(messages), add_generation_prompt=add_generation_prompt, **kwargs
         )

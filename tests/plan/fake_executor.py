@@ -171,8 +171,7 @@ class FakeExecutor:
             failed = self._admit(run, run.admit)
             if failed is not None:
                 result.failed[run.job] = failed
-                for save in run.saves:
-                    self.done.append(SaveDone(save.draft, save.draft_row, save.rows, ok=False))
+                self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
                 return
         segment = self.segments[run.job]
         assert run.capacity >= segment.capacity
@@ -236,7 +235,7 @@ class FakeExecutor:
     def _write(self, tee: Tee) -> None:
         self.tees.remove(tee)
         save = tee.save
-        ok = self.rng.random() >= self.faults.save
+        ok = bool(tee.rows) and self.rng.random() >= self.faults.save
         self._put(save.slots, save.draft_row, tee.rows if ok else [GARBAGE] * save.rows)
         last = self.done[-1] if self.done else None
         if isinstance(last, SaveDone) and last.draft == save.draft and last.first_row + last.rows == save.draft_row:

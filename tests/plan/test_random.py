@@ -171,6 +171,10 @@ class World:
             if self.rng.random() < 0.002:
                 self.scheduler.reset(self.now)
                 self.scheduler.check()
+            if self.rng.random() < 0.002:
+                self.scheduler.drop_contexts()
+                self.scheduler.drop_clean_host()
+                self.scheduler.check()
             self.turn()
 
     def drain(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent
 from afterglow.plan.step import JobSpec
 
@@ -150,3 +151,24 @@ class JobQueue:
     def remove(self, job: Job) -> None:
         """Leave the queue."""
         self._jobs.remove(job)
+
+
+def refuse_impossible(spec: JobSpec, max_model_len: int, device_rows: int) -> None:
+    """Raise `RequestError` for a job that could never run."""
+    rows = len(spec.prompt) // 4
+    first = min(1, spec.max_tokens)  # room for an answer, if there is to be one
+    if rows == 0 or len(spec.prompt) % 4:
+        raise RequestError("the prompt is empty", param="prompt")
+    if rows + first > max_model_len:
+        raise RequestError(
+            f"the prompt has {rows} tokens; with a context of {max_model_len} tokens it may have"
+            f" {max_model_len - first}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if rows + first > device_rows:
+        raise RequestError(
+            f"the prompt has {rows} tokens; the device cache holds {device_rows}: enlarge --device-cache",
+            param="prompt",
+            code="context_length_exceeded",
+        )

@@ -84,6 +84,14 @@ class RecordingScheduler(Scheduler):
         self._note("reset", now=now)
         super().reset(now)
 
+    def drop_contexts(self) -> None:
+        self._note("drop_contexts", now=0)
+        super().drop_contexts()
+
+    def drop_clean_host(self) -> None:
+        self._note("drop_clean_host", now=0)
+        super().drop_clean_host()
+
     def flush(self, now: float) -> None:
         self._note("flush", now=now)
         super().flush(now)
@@ -157,6 +165,10 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.reset(now)
     elif op == "flush":
         scheduler.flush(now)
+    elif op == "drop_contexts":
+        scheduler.drop_contexts()
+    elif op == "drop_clean_host":
+        scheduler.drop_clean_host()
     else:
         raise ValueError(f"a journal has no {op!r} lines")
 

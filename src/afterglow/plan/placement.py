@@ -14,7 +14,7 @@ from afterglow.plan.device import Device
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.policy import Policy, Ranking
-from afterglow.plan.slots import SlotPool
+from afterglow.plan.slots import SlotPool, watermarks
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import BACKGROUND, DEMAND, SAVE, Drop, ExtentId, Load, Move, MoveDone, Store
 
@@ -41,7 +41,7 @@ class Placement:
         self.disk_used = 0
         self.moves: list[Move] = []  # planned, not yet handed out
         self.flights: dict[int, _Flight] = {}
-        self.low, self.high = _watermarks(capacity.host_slots)
+        self.low, self.high = watermarks(capacity.host_slots)
         self._index = index
         self._device = device
         self._counters = counters
@@ -394,9 +394,3 @@ class Placement:
             assert (extent.disk == "writing") == (extent.store is not None)
             assert (extent in self._host) == (extent.host == "ready" and not extent.dead)
             assert extent.disk == "absent" or self._files[extent.id] is extent
-
-
-def _watermarks(slots: int) -> tuple[int, int]:
-    """Free slots to keep: refill below the first up to the second (CachedAttention's host buffer; 5 % and 10 %)."""
-    low = min(max(-(-slots // 20), 4), slots // 4)
-    return low, min(2 * low, slots)

@@ -12,17 +12,17 @@ thread, no tensor: the same inputs give the same steps, on an engine and in a si
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from afterglow.errors import RequestError
 from afterglow.plan.admission import Admission
+from afterglow.plan.batch import Batch
 from afterglow.plan.device import Device
 from afterglow.plan.drafts import Drafts
-from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.extent import Capacity
 from afterglow.plan.index import Index
-from afterglow.plan.jobs import Job, JobQueue, Wait
+from afterglow.plan.jobs import Job, JobQueue, Wait, refuse_impossible
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
 from afterglow.plan.restore import restore
@@ -37,14 +37,12 @@ from afterglow.plan.step import (
     ExtentRecord,
     JobSpec,
     MoveDone,
-    Release,
     Run,
     Step,
     StepResult,
 )
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
-GROWTH = 4  # blocks by which a segment grows while there is room: growing may mean copying
 LOOK_AHEAD = 64  # waiting jobs that are tried in one step
 
 WritePolicy = Literal["write_back", "write_through"]
@@ -76,18 +74,15 @@ class Scheduler:
         self._drafts = Drafts(
             capacity, self._index, self._placement, self._device, self._counters, digest, write_through
         )
+        self._batch = Batch(capacity, self._index, self._device, self._drafts)
         self._admission = Admission(
-            capacity, self._index, self._placement, self._device, self._counters, self._promising
+            capacity, self._index, self._placement, self._device, self._counters, self._batch.promising
         )
         self._jobs: dict[int, Job] = {}  # not yet finished
         self._queue = JobQueue()
-        self._running: list[Job] = []  # in order of admission
-        self._tails: dict[int, Job] = {}  # off the device (perhaps finished), with drafts still being saved; by seq
-        self._releases: list[Release] = []
         self._events: list[Event] = []
         self._open: Step | None = None  # handed out, not yet committed
-        self._flushing = False
-        self._flush_done = False
+        self._flushing = self._flush_done = False
         self._version = 0  # changes whenever an attempt to admit may end differently
         self._arrivals = 0
         self._steps = 0
@@ -96,22 +91,7 @@ class Scheduler:
 
     def submit(self, spec: JobSpec, now: float) -> None:
         """Queue a job. `RequestError` if it could never run."""
-        rows = len(spec.prompt) // 4
-        if rows == 0 or len(spec.prompt) % 4:
-            raise RequestError("the prompt is empty", param="prompt")
-        if rows >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {rows} tokens; this model takes at most {self.max_model_len - 1}"
-                f" (a context of {self.max_model_len} with room for one answer token)",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if rows + 1 > self._device.budget:
-            raise RequestError(
-                f"the prompt has {rows} tokens; the device cache holds {self._device.budget}: enlarge --device-cache",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        refuse_impossible(spec, self.max_model_len, self._device.budget)
         if spec.job in self._jobs:
             raise ValueError(f"job {spec.job} exists")
         self._arrivals += 1
@@ -144,8 +124,7 @@ class Scheduler:
         """Forget every cached row that nobody is using, in all tiers; the moves come with the next step."""
         for context in list(self._device.contexts.values()):
             self._device.free(context)
-        for job in self._tails.values():
-            self._drafts.kill(job)
+        self._batch.forget_tails()
         self._placement.forget_all()
         self._version += 1
 
@@ -193,15 +172,15 @@ class Scheduler:
         if self._flushing:
             self._flush_done = self._placement.flush(now)
         else:
-            self._placement.background(now, self._expected_slots())
+            self._placement.background(now, self._batch.expected_slots())
         step = Step(
             self._steps,
-            tuple(self._releases),
+            tuple(self._batch.releases),
             tuple(self._device.frees),
             tuple(self._placement.moves),
             tuple(runs),
         )
-        self._releases, self._device.frees, self._placement.moves = [], [], []
+        self._batch.releases, self._device.frees, self._placement.moves = [], [], []
         self._open = step
         return step
 
@@ -230,10 +209,8 @@ class Scheduler:
             self._flush_done = False
             if isinstance(item, MoveDone):
                 self._placement.complete(item, now)
-            else:
-                job = self._drafts.saved(item, now)
-                if job is not None:
-                    self._settle(job)
+            elif (job := self._drafts.saved(item, now)) is not None:
+                self._batch.settle(job)
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -242,88 +219,70 @@ class Scheduler:
     # ------------------------------------------------------------------------------- what a step consists of
 
     def _decodes(self, now: float) -> list[Run]:
-        for job in list(self._running):
+        for job in list(self._batch.running):
             if job.state == "decoding" and job.rows + 1 > job.capacity:
                 self._grow(job, now)
-        return [self._run(job, 1, None, now) for job in self._running if job.state == "decoding"]
+        return [self._run(job, 1, None, now) for job in self._batch.running if job.state == "decoding"]
 
     def _prefills(self, now: float, budget: int) -> list[Run]:
         """Prompt tokens: first of jobs that are at it, then of jobs that join."""
         runs: list[Run] = []
-        for job in self._running:
+        for job in self._batch.running:
             if job.state == "prefilling" and budget > 0:
-                runs.append(self._run(job, self._piece(job, budget), None, now))
+                runs.append(self._run(job, budget, None, now))
                 budget -= len(runs[-1].tokens)
-        for job in self._queue.first(LOOK_AHEAD):
-            others = sum(other.state == "loading" for other in self._queue if other is not job)
-            if len(self._running) + others >= self.max_batch:
+        waiting = self._queue.first(LOOK_AHEAD)
+        seats = self.max_batch - len(self._batch.running) - sum(job.state == "loading" for job in waiting)
+        for job in waiting:
+            taken = job.state == "loading"
+            if len(self._batch.running) >= self.max_batch:
                 break
+            if seats <= 0 and not taken:
+                continue
             outcome = self._try(job, budget > 0, now)
+            seats += taken - (isinstance(outcome, Admit) or outcome is Wait.LOADS)
             if isinstance(outcome, Admit):
-                runs.append(self._run(job, self._piece(job, budget), outcome, now))
+                runs.append(self._run(job, budget, outcome, now))
                 budget -= len(runs[-1].tokens)
             elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.TURN):
                 break  # first come, first served: nobody slips past for want of room
         return runs
 
-    def _piece(self, job: Job, budget: int) -> int:
-        rest = job.target - job.rows
-        return min(rest, budget) if self.prefill_chunk else rest
-
     def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
         """Attempt to admit a job, unless nothing has changed since the last time."""
-        idle = not self._running
+        idle = not self._batch.running
         if job.tried == self._version and job.verdict is not None and not idle:
             return job.verdict
         outcome = self._admission.attempt(job, now, idle, may_join)
         if isinstance(outcome, Admit):
             self._queue.remove(job)
-            self._running.append(job)
+            self._batch.running.append(job)
             return outcome
         job.state = "loading" if outcome is Wait.LOADS else "waiting"
         # A turn comes with the budget of the next step, of which the version knows nothing.
         job.tried, job.verdict = (self._version, outcome) if outcome is not Wait.TURN else (-1, None)
         return outcome
 
-    def _run(self, job: Job, rows: int, admit: Admit | None, now: float) -> Run:
-        start = job.rows
+    def _run(self, job: Job, budget: int, admit: Admit | None, now: float) -> Run:
+        start, rest = job.rows, job.length - job.rows
+        rows = min(rest, budget) if self.prefill_chunk else rest
         tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
         sample = start + rows == job.length and job.remaining > 0
         saves = self._drafts.tee(job, start, rows, now) if job.saving else ()
         return Run(job.spec.job, start, tokens, sample, job.capacity, admit, saves)
 
-    def _expected_slots(self) -> int:
-        return sum(
-            self.capacity.blocks(job.target - job.rows)
-            for job in self._running
-            if job.state == "prefilling" and job.saving
-        )
-
-    def _promising(self) -> Iterator[Job]:
-        yield from self._running
-        yield from self._tails.values()
-
     # ----------------------------------------------------------------------------------------- on the device
 
     def _grow(self, job: Job, now: float) -> None:
         """More room for a decoding job, at the cost of retained contexts, then of the job that came last."""
-        while job.running and not self._extend(job):
-            victim = max(self._running, key=lambda other: other.key)
-            if len(self._running) == 1 or job.rows >= self._device.budget:
+        while job.running and not self._batch.extend(job):
+            victim = max(self._batch.running, key=lambda other: other.key)
+            if len(self._batch.running) == 1 or job.rows >= self._device.budget:
                 self._finish(job, None, "length", now)
             else:
                 # It may be this very job: were it to push out an older one, they could do so in turns for ever.
                 self._counters.preemptions += 1
                 self._send_back(victim, now)
-
-    def _extend(self, job: Job) -> bool:
-        least = self.capacity.round_up(job.rows + 1)
-        most = self.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
-        for rows in (min(job.capacity + GROWTH * self.capacity.block_rows, most), least):
-            if least <= rows <= self._device.budget and self._device.reserve(rows - job.capacity):
-                job.capacity = rows
-                return True
-        return False
 
     def _committed(self, run: Run, result: StepResult, now: float) -> None:
         job = self._jobs[run.job]
@@ -337,6 +296,7 @@ class Scheduler:
         if job.spec.write:
             self._counters.rows_unsaved += len(run.tokens) - sum(save.rows for save in run.saves)
             self._drafts.commit(job, now)
+            self._batch.settle(job)
         if job.cancelled:
             self._finish(job, None, "cancelled", now)
         elif run.sample:
@@ -348,12 +308,8 @@ class Scheduler:
         # Only now, because a load that fails would make a liar of whoever tells earlier; and only once.
         if not job.admitted:
             job.admitted = True
-            device, host, disk = job.hits
-            self._events.append(Admitted(job.spec.job, device, host, disk))
-            self._counters.query_tokens += job.target
-            self._counters.hit_device += device
-            self._counters.hit_host += host
-            self._counters.hit_disk += disk
+            self._events.append(Admitted(job.spec.job, *job.hits))
+            self._counters.count_hits(job.target, *job.hits)
 
     def _sampled(self, job: Job, token: int, now: float) -> None:
         job.tokens += token.to_bytes(4, "little")
@@ -379,14 +335,12 @@ class Scheduler:
         else:
             self._send_back(job, now)
 
-    # ---------------------------------------------------------------------------------------------- leaving
-
     def _send_back(self, job: Job, now: float) -> None:
         """Off the device and into the queue, with what has been generated as part of the prompt."""
         self._depart(job, now, retain=False)
         job.state, job.tried = "waiting", -1
         self._queue.add(job)
-        self._settle(job)
+        self._batch.settle(job)
 
     def _finish(
         self,
@@ -409,45 +363,11 @@ class Scheduler:
             self._counters.finished += 1
         self._events.append(Emitted(job.spec.job, token, why))
         self._version += 1
-        self._settle(job)
+        self._batch.settle(job)
 
     def _depart(self, job: Job, now: float, retain: bool) -> None:
-        """Off the device. What was committed may stay there as a context, as far as the index knows it or will."""
-        self._running.remove(job)
         self._version += 1
-        self._admission.unpin(job)
-        self._drafts.leave(job, now)
-        if job.drafts:
-            self._tails[job.seq] = job
-        rows = min(job.rows, job.reach)
-        job.context = None
-        if retain and job.spec.write and rows:
-            tokens = bytes(job.tokens[: 4 * rows])
-            context = self._device.retain(job.spec.salt, tokens, rows, job.capacity)
-            views = self._index.match(job.spec.salt, tokens).views
-            self._device.contain(context, tuple(view.extent for view in views))
-            job.context = context.id
-        else:
-            self._device.release(job.capacity)
-        self._releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
-        job.rows = job.capacity = 0
-
-    def _settle(self, job: Job) -> None:
-        """If nothing of a job is on the device or being saved any more, let go of the extents it went through."""
-        if job.drafts:
-            return
-        self._tails.pop(job.seq, None)
-        if job.running:
-            return
-        for extent in job.held:
-            extent.users -= 1
-        job.held = {}
-        context = self._device.contexts.get(job.context) if job.context is not None else None
-        if context is not None:  # of what was not saved after all, nothing will ever be matched
-            context.rows = self._index.match(context.salt, context.tokens[: 4 * context.rows]).rows
-            if not context.rows:
-                self._device.free(context)
-        job.context = None
+        self._batch.depart(job, self._admission, now, retain)
 
     # ------------------------------------------------------------------------------------------- looking on
 
@@ -457,7 +377,7 @@ class Scheduler:
         return Stats(
             waiting=len(self._queue) - loading,
             loading=loading,
-            running=len(self._running),
+            running=len(self._batch.running),
             extents=len(self._index.extents),
             contexts=len(self._device.contexts),
             device_rows=self._device.used,
@@ -476,20 +396,7 @@ class Scheduler:
         self._index.check()
         self._placement.check(self._drafts.slots())
         self._drafts.check()
-        self._device.check(sum(job.capacity for job in self._running))
-        jobs = [*self._queue, *self._running]
+        self._batch.check(list(self._queue))
+        jobs = [*self._queue, *self._batch.running]
         assert sorted(job.spec.job for job in jobs) == sorted(self._jobs)
-        assert len(self._running) <= self.max_batch
-        everyone = list(dict.fromkeys([*jobs, *self._tails.values()]))
-        pins: dict[Extent, int] = {}
-        users: dict[Extent, int] = {}
-        for job in everyone:
-            for extent in job.pins:
-                pins[extent] = pins.get(extent, 0) + 1
-            for extent in job.held:
-                users[extent] = users.get(extent, 0) + 1
-            assert bool(job.drafts) or job.seq not in self._tails
-            assert job.running or not (job.capacity or job.rows)
-        for extent in self._index.extents.values():
-            assert extent.pins == pins.get(extent, 0)
-            assert extent.users == users.get(extent, 0)
+        assert len(self._batch.running) <= self.max_batch

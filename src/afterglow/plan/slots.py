@@ -82,3 +82,9 @@ class SlotPool:
             stop = self._stops.pop(right)
             del self._starts[where + 1]
         self._stops[start] = stop
+
+
+def watermarks(slots: int) -> tuple[int, int]:
+    """Free slots to keep: refill below the first up to the second (CachedAttention's host buffer; 5 % and 10 %)."""
+    low = min(max(-(-slots // 20), 4), slots // 4)
+    return low, min(2 * low, slots)

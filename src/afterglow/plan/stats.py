@@ -32,6 +32,13 @@ class Counters:
     cut_loads: int = 0  # matches cut short because no host slots could be had for them
     waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
 
+    def count_hits(self, prompt: int, device: int, host: int, disk: int) -> None:
+        """A job was admitted."""
+        self.query_tokens += prompt
+        self.hit_device += device
+        self.hit_host += host
+        self.hit_disk += disk
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:

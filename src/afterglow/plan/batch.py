@@ -1,0 +1,112 @@
+"""The jobs on the device: their room there, and what remains of them when they leave.
+
+It knows segments, retained contexts and drafts; not the queue, and not what a step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from afterglow.plan.admission import Admission
+from afterglow.plan.device import Device
+from afterglow.plan.drafts import Drafts
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.index import Index
+from afterglow.plan.jobs import Job
+from afterglow.plan.step import Release
+
+GROWTH = 4  # blocks by which a segment grows while there is room: growing may mean copying
+
+
+class Batch:
+    """Jobs that run, and jobs that have run and are still being saved."""
+
+    def __init__(self, capacity: Capacity, index: Index, device: Device, drafts: Drafts) -> None:
+        self.running: list[Job] = []  # in order of admission
+        self.releases: list[Release] = []
+        self._tails: dict[int, Job] = {}  # off the device, perhaps finished, with drafts still being saved; by seq
+        self._capacity = capacity
+        self._index = index
+        self._device = device
+        self._drafts = drafts
+
+    def extend(self, job: Job) -> bool:
+        """More room for a decoding job, at the cost of retained contexts."""
+        least = self._capacity.round_up(job.rows + 1)
+        most = self._capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
+        for rows in (min(job.capacity + GROWTH * self._capacity.block_rows, most), least):
+            if least <= rows <= self._device.budget and self._device.reserve(rows - job.capacity):
+                job.capacity = rows
+                return True
+        return False
+
+    def depart(self, job: Job, admission: Admission, now: float, retain: bool) -> None:
+        """Off the device. What was committed may stay there as a context, as far as the index knows it or will."""
+        self.running.remove(job)
+        admission.unpin(job)
+        self._drafts.leave(job, now)
+        if job.drafts:
+            self._tails[job.seq] = job
+        rows = min(job.rows, job.reach)
+        job.context = None
+        if retain and job.spec.write and rows:
+            tokens = bytes(job.tokens[: 4 * rows])
+            context = self._device.retain(job.spec.salt, tokens, rows, job.capacity)
+            views = self._index.match(job.spec.salt, tokens).views
+            self._device.contain(context, tuple(view.extent for view in views))
+            job.context = context.id
+        else:
+            self._device.release(job.capacity)
+        self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
+        job.rows = job.capacity = 0
+
+    def settle(self, job: Job) -> None:
+        """If nothing of a job is on the device or being saved any more, let go of the extents it went through."""
+        if job.drafts:
+            return
+        self._tails.pop(job.seq, None)
+        if job.running:
+            return
+        for extent in job.held:
+            extent.users -= 1
+        job.held = {}
+        context = self._device.contexts.get(job.context) if job.context is not None else None
+        if context is not None:  # of what was not saved after all, nothing will ever be matched
+            context.rows = self._index.match(context.salt, context.tokens[: 4 * context.rows]).rows
+            if not context.rows:
+                self._device.free(context)
+        job.context = None
+
+    def promising(self) -> Iterator[Job]:
+        """Jobs whose tokens are on their way into the index."""
+        yield from self.running
+        yield from self._tails.values()
+
+    def forget_tails(self) -> None:
+        """What jobs have left to be saved is not to become extents."""
+        for job in self._tails.values():
+            self._drafts.kill(job)
+
+    def expected_slots(self) -> int:
+        """Host slots that running prefills are going to need."""
+        return sum(
+            self._capacity.blocks(job.target - job.rows)
+            for job in self.running
+            if job.state == "prefilling" and job.saving
+        )
+
+    def check(self, queued: list[Job]) -> None:
+        """Budgets and reference counts against the jobs that cause them."""
+        self._device.check(sum(job.capacity for job in self.running))
+        pins: dict[Extent, int] = {}
+        users: dict[Extent, int] = {}
+        for job in dict.fromkeys([*queued, *self.running, *self._tails.values()]):
+            for extent in job.pins:
+                pins[extent] = pins.get(extent, 0) + 1
+            for extent in job.held:
+                users[extent] = users.get(extent, 0) + 1
+            assert bool(job.drafts) or job.seq not in self._tails
+            assert job.running or not (job.capacity or job.rows)
+        for extent in self._index.extents.values():
+            assert extent.pins == pins.get(extent, 0)
+            assert extent.users == users.get(extent, 0)

@@ -49,6 +49,18 @@ def test_requests_that_share_a_prefix_and_arrive_together(start: Start, model_of
     assert sum(a.cached.total for a in answers) >= 9 * 256
 
 
+@pytest.mark.parametrize("reply", [5, 40, 70])
+def test_the_next_turn_may_follow_at_once(start: Start, model_of: Models, reply: int) -> None:
+    """The last token is told before its rows are saved; whoever goes on at once still finds all of them."""
+    handle = start(model_of("llama"))
+    text, known = prompt(3, 30), 0
+    for _ in range(4):
+        answer = handle.ask(text, max_tokens=reply)
+        assert answer.cached.total == known
+        known = len(text) + reply - 1  # the last token of a reply has no KV yet
+        text = [*text, *answer.tokens, 1, 2]
+
+
 def test_salts_never_share(start: Start, model_of: Models) -> None:
     handle = start(model_of("llama"))
     text = prompt(2, 200)

@@ -83,7 +83,9 @@ class Admission:
             rows = other.promised
             if rows > matched and other.spec.salt == job.spec.salt:
                 same = min(common_rows(other.tokens, 0, tokens, 0, rows), limit)
-                if same - matched >= self._capacity.block_rows or matched < same == limit:
+                # A prefill takes a while; rows that have left the device are about to be saved: any number is worth it.
+                least = self._capacity.block_rows if other.running else 1
+                if same - matched >= least or matched < same == limit:
                     return True
         return False
 

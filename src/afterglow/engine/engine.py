@@ -312,6 +312,7 @@ class Engine:
 
     def _iterate(self) -> bool:
         """One step; False when there is nothing to do until something arrives."""
+        began = time.perf_counter()
         done = self._store.finished()
         if done:
             self._dispatch(self._scheduler.complete(done, self._now()), None)
@@ -320,7 +321,7 @@ class Engine:
         self._wake_at = step.wake_at
         if step.idle:
             return False
-        self._execute(step)
+        self._execute(step, began)
         return True
 
     def _remember_use(self) -> None:
@@ -332,8 +333,7 @@ class Engine:
             if touched:
                 self._store.touch([extent for extent, _, _ in touched], now)
 
-    def _execute(self, step: Step) -> None:
-        began = time.perf_counter()
+    def _execute(self, step: Step, began: float) -> None:
         self._runner.release(step)
         self._store.start(step.moves)
         ran = time.perf_counter()

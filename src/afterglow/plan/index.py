@@ -11,6 +11,7 @@ tokens, or tuples of them, would cost a hundred times more at 32K tokens.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -194,42 +195,43 @@ class Index:
 
 
 def _descend(place: _Place, tokens: bytes, row: int, views: list[View]) -> tuple[_Place, int]:
-    """Follow `tokens` from row `row` on, from a place on. Where it ends, and the row of `tokens` reached."""
+    """Follow `tokens` from row `row` on, from a place on. Where it ends, and the row of `tokens` reached.
+
+    It compares extent by extent and not node by node: a path may be split at every token, and as long as the tokens
+    are the extent's own, so are the nodes.
+    """
     node, offset = place
-    last = len(tokens) // 4
-    if offset < node.rows and row < last:  # first the rest of an edge
-        before = row
-        row = _along(node, offset, tokens, row, views)
-        offset += row - before
-        if offset < node.rows:
-            return _Place(node, offset), row
-    while row < last:
-        child = node.children.get(tokens[4 * row : 4 * row + 4])
-        if child is None:
+    while True:
+        if offset == node.rows:
+            child = node.children.get(tokens[4 * row : 4 * row + 4])
+            if child is None:
+                break
+            node, offset = child, 0
+        extent = node.extent
+        assert extent is not None
+        start = node.start + offset
+        same = common_rows(extent.tokens, start, tokens, row, extent.rows - start)
+        if not same:
             break
-        before = row
-        row = _along(child, 0, tokens, row, views)
-        node, offset = child, row - before
-        if offset < child.rows:
+        row += same
+        views.append(View(extent, start, start + same))
+        node = _node_at(extent, start + same)
+        offset = start + same - node.start
+        if offset < node.rows:
             break
     return _Place(node, offset), row
 
 
-def _along(node: Node, offset: int, tokens: bytes, row: int, views: list[View]) -> int:
-    """Follow one edge; adds the view that agrees, if any."""
-    assert node.extent is not None
-    start = node.start + offset
-    same = common_rows(node.extent.tokens, start, tokens, row, node.stop - start)
-    if same:
-        views.append(View(node.extent, start, start + same))
-    return row + same
+def _node_at(extent: Extent, rows: int) -> Node:
+    """The node in which the first `rows` rows of an extent end; the first, where they end before it."""
+    return extent.nodes[bisect_left(extent.nodes, rows, key=lambda node: node.stop)]
 
 
 def _locate(extent: Extent, rows: int) -> _Place:
     """The place `rows` rows into an extent. Rows before its first node lie in the edges above it."""
-    for node in extent.nodes:
-        if node.start < rows <= node.stop:
-            return _Place(node, rows - node.start)
+    node = _node_at(extent, rows)
+    if node.start < rows:
+        return _Place(node, rows - node.start)
     back = extent.nodes[0].start - rows
     above = extent.nodes[0].parent
     assert above is not None

@@ -7,12 +7,15 @@ import json
 import os
 import shutil
 import sqlite3
+from functools import partial
 
 import pytest
-from store_kit import ALIGNED, Kit, extent_name
+from store_kit import ALIGNED, DIGEST, Kit, extent_name, name_of, record
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.store import admin
+
+check = partial(admin.check, name_of=name_of)
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def sql(path, statement, *values):
 
 def test_a_sound_namespace(filled):
     seen = []
-    report = admin.check(filled, progress=lambda done, total: seen.append((done, total)))
+    report = check(filled, progress=lambda done, total: seen.append((done, total)))
     assert report.ok
     assert report.problems == []
     assert (report.extents, report.bytes) == (5, 5 * ALIGNED.file_bytes(100))
@@ -120,14 +123,14 @@ def harm_catalog_and_extent(path):
 )
 def test_each_harm_is_named_and_mended(tmp_path, filled, harm, kinds, left):
     harm(filled)
-    report = admin.check(filled)
+    report = check(filled)
     assert [problem.kind for problem in report.problems] == kinds
     assert not report.ok
-    assert [problem.kind for problem in admin.check(filled).problems] == kinds  # looking changes nothing
-    mended = admin.check(filled, repair=True)
+    assert [problem.kind for problem in check(filled).problems] == kinds  # looking changes nothing
+    mended = check(filled, repair=True)
     assert mended.ok
     assert [problem.kind for problem in mended.problems] == kinds
-    after = admin.check(filled)
+    after = check(filled)
     assert after.problems == []
     assert after.extents == left
     with Kit(tmp_path) as kit:
@@ -138,10 +141,23 @@ def test_each_harm_is_named_and_mended(tmp_path, filled, harm, kinds, left):
 
 
 def test_a_name_that_is_not_the_hash_of_its_contents(filled):
-    report = admin.check(filled, extent_id=lambda record: extent_name(3))
-    assert [problem.kind for problem in report.problems] == ["id"] * 4
-    admin.check(filled, repair=True, extent_id=lambda record: extent_name(3))
-    assert [record.id for record in admin.list_extents(filled)] == [extent_name(3)]
+    """Extent 3 is the only one whose name is right, and 6, which follows what is not there, has none to be compared with."""
+    with Kit(filled.parent) as kit:
+        kit.put(5, 100, (0, 1), parent=extent_name(3), parent_rows=64)
+        kit.put(6, 100, (0, 1), parent=extent_name(99), parent_rows=64)
+    seen = []
+
+    def lie(digest, salt, prefix, own):
+        seen.append((digest, salt, len(prefix), len(own)))
+        right = own == record(3, 100).tokens
+        return extent_name(3) if right else "f" * 64
+
+    wrong = [problem.name for problem in admin.check(filled, name_of=lie).problems if problem.kind == "id"]
+    assert sorted(wrong) == sorted(extent_name(n) for n in (0, 1, 2, 4, 5))
+    assert sorted(seen) == [(DIGEST, "s", 0, 400)] * 5 + [(DIGEST, "s", 256, 400)]
+    assert [problem.kind for problem in check(filled).problems] == []
+    admin.check(filled, repair=True, name_of=lie)
+    assert sorted(record.id for record in admin.list_extents(filled)) == sorted(extent_name(n) for n in (3, 6))
 
 
 def test_a_row_that_is_not_what_the_file_says(tmp_path, filled):
@@ -151,9 +167,9 @@ def test_a_row_that_is_not_what_the_file_says(tmp_path, filled):
         content = source.read_bytes()
         kit.put(1, 120, (0, 1), last_used=9.0)
         source.write_bytes(content)
-    assert [problem.kind for problem in admin.check(filled).problems] == ["differs"]
-    assert admin.check(filled, repair=True).ok
-    assert admin.check(filled).problems == []
+    assert [problem.kind for problem in check(filled).problems] == ["differs"]
+    assert check(filled, repair=True).ok
+    assert check(filled).problems == []
     row = next(record for record in admin.list_extents(filled) if record.id == extent_name(1))
     assert (row.rows, row.last_used) == (100, 9.0)
 
@@ -161,15 +177,15 @@ def test_a_row_that_is_not_what_the_file_says(tmp_path, filled):
 def test_beside_a_running_process(tmp_path, filled):
     with Kit(tmp_path) as kit:
         kit.put(7, 64, (0,))
-        assert admin.check(filled).problems == []
+        assert check(filled).problems == []
         (info,) = admin.list_namespaces(tmp_path)
         assert info.holder.pid == os.getpid()
         assert info.extents == 6
-        for forbidden in (admin.clear, admin.rebuild_catalog, lambda path: admin.check(path, repair=True)):
+        for forbidden in (admin.clear, admin.rebuild_catalog, lambda path: check(path, repair=True)):
             with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
                 forbidden(filled)
         flip(kit.file(7), -1)
-        assert [problem.kind for problem in admin.check(filled).problems] == ["damaged"]
+        assert [problem.kind for problem in check(filled).problems] == ["damaged"]
 
 
 def test_lists_and_figures(tmp_path, filled):
@@ -190,7 +206,7 @@ def test_other_formats_are_listed_with_their_problem(tmp_path, filled):
     assert info.description is None
     assert "format 9" in info.problem
     with pytest.raises(ConfigError, match="format 9"):
-        admin.check(filled)
+        check(filled)
     with pytest.raises(ConfigError, match="format 9"):
         admin.clear(filled)
 
@@ -199,7 +215,7 @@ def test_clear_removes_everything_but_the_namespace(tmp_path, filled):
     freed = admin.clear(filled)
     assert freed >= 5 * ALIGNED.file_bytes(100)
     assert sorted(p.name for p in filled.rglob("*")) == ["afterglow.json", "extents", "lock"]
-    assert admin.check(filled).ok
+    assert check(filled).ok
     with Kit(tmp_path) as kit:
         assert kit.store.records() == []
         assert kit.put(1, 64, (0,)).ok
@@ -207,7 +223,7 @@ def test_clear_removes_everything_but_the_namespace(tmp_path, filled):
 
 def test_rebuilding_keeps_the_extents(filled):
     assert admin.rebuild_catalog(filled) == 5
-    assert admin.check(filled).problems == []
+    assert check(filled).problems == []
     harm_catalog(filled)
     with pytest.raises(DamageError):
         admin.list_extents(filled)
@@ -219,4 +235,4 @@ def test_a_crowd_of_readers_disturbs_nobody(tmp_path, filled):
         for n in range(10, 16):
             kit.put(n, 64, (0,))
             assert admin.stats(filled).extents == n - 4
-            assert admin.check(filled).problems == []
+            assert check(filled).problems == []

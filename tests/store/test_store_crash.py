@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import Kit, contents, extent_name
+from store_kit import Kit, contents, extent_name, name_of
 
 from afterglow.store.admin import check
 
@@ -60,6 +60,6 @@ def test_killed_in_the_middle(tmp_path, round):
             assert kit.get(n, 256, (40, 41, 42, 43)).ok
             expected = contents(kit.store.arena, tuple(range(n % 20, n % 20 + 4)), 256)
             assert np.array_equal(contents(kit.store.arena, (40, 41, 42, 43), 256), expected)
-    report = check(kit.path)
+    report = check(kit.path, name_of=name_of)
     assert report.ok, report.problems
     assert report.extents == len(records)

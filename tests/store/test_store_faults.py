@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from store_kit import ALIGNED, DIGEST, Kit, contents, extent_name
+from store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, name_of
 
 from afterglow.errors import StoreError
 from afterglow.plan.step import Drop, Load, MoveDone
@@ -153,7 +153,7 @@ def test_a_read_only_disk_can_be_looked_at_but_not_served(tmp_path):
             Namespace.open(tmp_path / "small", "m", DIGEST, ALIGNED)
         with pytest.raises(StoreError, match="Read-only file system"):
             Namespace.open(tmp_path / "small" / "new", "m", DIGEST, ALIGNED)
-        assert admin.check(path).problems == []
+        assert admin.check(path, name_of=name_of).problems == []
         assert admin.stats(path).extents == 1
         with pytest.raises(StoreError, match="Read-only file system"):
             admin.clear(path)
@@ -301,7 +301,7 @@ def test_a_lost_catalog_is_rebuilt_too(tmp_path, how):
     path.write_bytes(b"")
     if how == "missing":
         path.unlink()
-    assert [problem.kind for problem in admin.check(path.parent).problems] == ["catalog"]
+    assert [problem.kind for problem in admin.check(path.parent, name_of=name_of).problems] == ["catalog"]
     with Kit(tmp_path) as kit:
         assert len(kit.store.records()) == 4
         assert kit.store.stats().catalog_rebuilds == 1

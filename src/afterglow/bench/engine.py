@@ -27,7 +27,7 @@ def main(args: Sequence[str]) -> int:
     parser = arguments("engine", __doc__ or "")
     parser.add_argument("--model", default="bench-100m", choices=sorted(PRESETS), help="preset (default bench-100m)")
     options = parser.parse_args(args)
-    repeats = 2 if options.quick else 5
+    repeats = 3 if options.quick else 5
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         save_hf(options.model, Path(folder), seed=options.seed)
         config = EngineConfig(cache=CacheConfig(disk_cache=0), max_model_len=4096, threads=options.threads)

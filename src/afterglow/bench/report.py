@@ -69,10 +69,10 @@ def interleaved(variants: dict[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Half the interquartile range over the median: what a repeat of the same thing differs by."""
-    if len(samples) < 3:
+    """Half the interquartile range (of two samples, half their distance) over the median: what a repeat differs by."""
+    if len(samples) < 2:
         return 0.0
-    low, _, high = statistics.quantiles(samples, n=4)
+    low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 2 else (min(samples), 0, max(samples))
     return (high - low) / 2 / statistics.median(samples)
 
 

@@ -25,6 +25,7 @@ from afterglow.model.spec import ModelSpec
 from afterglow.plan.extent import Capacity
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
+from afterglow.store import catalog
 from afterglow.store.kvstore import KVStore
 from afterglow.store.layout import KVLayout
 from afterglow.store.namespace import Namespace
@@ -95,7 +96,7 @@ def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int,
     capacity = Capacity(
         device_rows=_device_rows(config.cache.device_cache, row_bytes),
         host_slots=host_slots,
-        disk_bytes=config.cache.disk_cache if namespace is not None else 0,
+        disk_bytes=catalog.budget(config.cache.disk_cache, layout.file_bytes(1)) if namespace is not None else 0,
         file_bytes=tuple(
             layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
         ),

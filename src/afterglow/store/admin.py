@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from afterglow.errors import ConfigError, DamageError, StoreError
+from afterglow.plan.index import extent_id
 from afterglow.plan.step import ExtentRecord
 from afterglow.store import recovery
 from afterglow.store.catalog import Catalog, read_only, read_rows
@@ -34,7 +35,7 @@ from afterglow.store.namespace import (
 SETTLE_SECONDS: Final = 0.3  # a live server may be between a file and its row
 
 ProblemKind = Literal["damaged", "missing", "orphan", "row", "differs", "id", "catalog", "leftover"]
-ExtentId = Callable[[ExtentRecord], str]
+NameOf = Callable[[str, str, bytes, bytes], str]  # of (digest, salt, tokens before, own tokens)
 Rows = dict[str, ExtentRecord | None]
 
 
@@ -138,19 +139,18 @@ def check(
     *,
     repair: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    extent_id: ExtentId | None = None,
+    name_of: NameOf = extent_id,
 ) -> Report:
-    """Read every byte of a namespace and compare files, checksums and catalog.
+    """Read every byte of a namespace and compare files, checksums, names and catalog.
 
-    `progress(done, total)` counts extents. `extent_id` computes an extent's id from its record, to find names
-    that lie. `repair` mends what is found (see `Problem`). Raises ConfigError when there is no readable
+    `progress(done, total)` counts extents. `repair` mends what is found (see `Problem`). Raises ConfigError when there is no readable
     namespace of this version, or when `repair` meets a process that holds it; StoreError when a repair cannot
     write.
     """
     if not repair:
-        return _check(path, read_description(path), progress, extent_id, live=holder(path) is not None)
+        return _check(path, read_description(path), progress, name_of, live=holder(path) is not None)
     with Namespace.open_existing(path) as namespace:
-        report = _check(path, namespace.description, progress, extent_id, live=False)
+        report = _check(path, namespace.description, progress, name_of, live=False)
         if report.problems:
             _repair(namespace, report.problems)
             report.repaired = True
@@ -206,7 +206,7 @@ def _check(
     path: Path,
     description: Description,
     progress: Callable[[int, int], None] | None,
-    extent_id: ExtentId | None,
+    name_of: NameOf,
     *,
     live: bool,
 ) -> Report:
@@ -220,12 +220,13 @@ def _check(
         report.problems.append(Problem("catalog", CATALOG, str(error)))
     if rows is not None:
         report.problems += _pairs(path, disk, files, rows, live)
+    names = _Names(description.digest, rows or {}, name_of)
     unpaired = {problem.name for problem in report.problems if problem.kind == "orphan"}
     for done, extent in enumerate(files):
         if progress is not None:
             progress(done, len(files))
         if extent not in unpaired:
-            report.problems += _contents(disk, extent, rows, live, extent_id, report)
+            report.problems += _contents(disk, extent, rows, names, live, report)
     if progress is not None:
         progress(len(files), len(files))
     if not live:
@@ -249,12 +250,33 @@ def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool)
     yield from (Problem("missing", extent, "a row in the catalog without a file") for extent in gone)
 
 
+class _Names:
+    """What extents should be called: the hash of all that their bytes depend on, the tokens before them included."""
+
+    def __init__(self, digest: str, rows: Rows, name_of: NameOf) -> None:
+        self._digest = digest
+        self._rows = rows
+        self._name_of = name_of
+
+    def of(self, record: ExtentRecord) -> str | None:
+        """None where a row on the way to the first token is missing or damaged: then nothing can match it anyway."""
+        pieces: list[bytes] = []
+        at = record
+        while at.parent is not None:
+            parent = self._rows.get(at.parent)
+            if parent is None or len(pieces) > len(self._rows):
+                return None
+            pieces.append(parent.tokens[: 4 * at.parent_rows])
+            at = parent
+        return self._name_of(self._digest, record.salt, b"".join(reversed(pieces)), record.tokens)
+
+
 def _contents(
     disk: DiskTier,
     extent: str,
     rows: Rows | None,
+    names: _Names,
     live: bool,
-    extent_id: ExtentId | None,
     report: Report,
 ) -> Iterator[Problem]:
     """What is wrong inside one extent, or between it and its row."""
@@ -266,7 +288,7 @@ def _contents(
         return
     report.extents += 1
     report.bytes += found.file_bytes
-    if extent_id is not None and extent_id(found) != extent:
+    if names.of(found) not in (extent, None):
         yield Problem("id", extent, "its name is not the hash of its contents")
     if rows is None or extent not in rows:
         return

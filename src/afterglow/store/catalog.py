@@ -35,6 +35,9 @@ CREATE TABLE extents (
     last_used REAL NOT NULL, hits INTEGER NOT NULL, crc32c INTEGER NOT NULL
 )"""
 
+_ROW_BYTES: Final = 1024  # of the file, at most, per block of 64 rows: tokens, the other columns, half-empty pages
+_WAL_BYTES: Final = 4 * 1024**2  # what the write-ahead log grows to before SQLite starts it anew
+
 Job = Callable[[sqlite3.Connection], None]
 
 
@@ -46,6 +49,7 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.execute("BEGIN")
@@ -58,6 +62,15 @@ def connect(path: Path) -> sqlite3.Connection:
     except BaseException:
         db.close()
         raise
+
+
+def budget(disk_bytes: int, block_file_bytes: int) -> int:
+    """What of a disk budget is left for extents when the catalog of as many is to fit in it too.
+
+    `block_file_bytes`: the file of an extent of one block, the kind that needs most rows for its size.
+    """
+    left = disk_bytes - min(_WAL_BYTES, disk_bytes // 16)
+    return left * block_file_bytes // (block_file_bytes + _ROW_BYTES)
 
 
 def read_rows(db: sqlite3.Connection) -> Iterator[tuple[str, ExtentRecord | None]]:

@@ -1,0 +1,144 @@
+"""The device's budget, and the contexts kept in it: who is freed, who is found, who survives a step."""
+
+from __future__ import annotations
+
+import pytest
+from fake_executor import pack
+from tiers_kit import Tiers
+
+from afterglow.plan.device import MAX_CANDIDATES, Context, Device
+from afterglow.plan.extent import Capacity
+from afterglow.plan.stats import Counters
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device(Capacity(device_rows=102, host_slots=0, max_extent_rows=16, block_rows=4), Counters())
+
+
+def keep(device: Device, rows: int) -> Context:
+    """A context of so many rows, as a finished job leaves it."""
+    assert device.reserve(rows)
+    return device.retain("", pack([1] * rows), rows, rows)
+
+
+def test_the_budget_is_whole_blocks_and_holds(device: Device) -> None:
+    assert device.budget == 100
+    assert device.reserve(60)
+    assert not device.reserve(41)
+    assert device.reserve(40)
+    assert device.used == 100
+    device.release(60)
+    assert device.reserve(60)
+
+
+def test_the_least_recently_used_context_is_freed_first(device: Device) -> None:
+    first, second, third = keep(device, 30), keep(device, 30), keep(device, 40)
+    device.copy_from(first)  # used again: now the most recent
+    device.unpin()
+    assert device.reserve(40)
+    assert device.frees == [second.id, third.id]
+    assert list(device.contexts) == [first.id]
+    assert device.used == 70
+    device.check(running_rows=40)
+
+
+def test_no_more_contexts_are_freed_than_it_takes(device: Device) -> None:
+    first, _ = keep(device, 50), keep(device, 50)
+    assert device.reserve(50)
+    assert device.frees == [first.id]
+
+
+def test_nothing_is_freed_for_what_will_not_fit_anyway(device: Device) -> None:
+    assert device.reserve(60)  # of a running job
+    keep(device, 40)
+    assert not device.reserve(41)
+    assert device.frees == []
+    assert device.used == 100
+
+
+def test_the_context_that_a_job_goes_on_from_is_not_freed_for_it(device: Device) -> None:
+    first, second = keep(device, 50), keep(device, 50)
+    assert device.reserve(50, keep=first)
+    assert device.frees == [second.id]
+    assert not device.reserve(50, keep=first)
+
+
+def test_a_context_being_copied_survives_the_step(device: Device) -> None:
+    context = keep(device, 60)
+    device.copy_from(context)
+    assert not device.reserve(50), "its rows are read in this very step"
+    device.free(context)
+    assert device.frees == []
+    assert device.unpin()
+    assert device.frees == [context.id]
+    assert device.used == 0
+    assert not device.unpin()
+
+
+def test_a_context_that_is_taken_over_stays_counted(device: Device) -> None:
+    context = keep(device, 60)
+    device.take_over(context)
+    assert (device.used, device.frees, device.contexts) == (60, [], {})
+    device.check(running_rows=60)
+
+
+def test_a_context_vanishes_with_any_of_its_extents() -> None:
+    tiers = Tiers()
+    head = tiers.add(1)
+    tail = tiers.add(2, below=head)
+    both, first = tiers.context(head, tail), tiers.context(head)
+    tiers.device.forget(tail)
+    assert list(tiers.device.contexts) == [first.id]
+    assert tiers.device.frees == [both.id]
+    assert list(head.contexts) == [first.id]
+    tiers.check()
+
+
+# ---------------------------------------------------------------------------------- which context is the best
+
+
+def best(tiers: Tiers, tokens: list[int]) -> tuple[Context | None, int]:
+    return tiers.device.best("", pack(tokens), tiers.index.match("", pack(tokens)))
+
+
+def test_the_best_context_has_most_of_the_match() -> None:
+    tiers = Tiers()
+    head = tiers.add(1)
+    tail = tiers.add(2, below=head)
+    long = tiers.context(head, tail)
+    short = tiers.context(head)  # more recent, but shorter
+    assert best(tiers, [1] * 4 + [2] * 4 + [3]) == (long, 8)
+    assert best(tiers, [1] * 4 + [2] * 2 + [3]) == (long, 6)
+    assert best(tiers, [1] * 4 + [3]) == (short, 4), "the more recent of equals"
+    assert best(tiers, [3]) == (None, 0)
+
+
+def test_rows_of_a_context_count_only_as_far_as_the_index_knows_them() -> None:
+    tiers = Tiers()
+    head = tiers.add(1)
+    context = tiers.context(head)
+    context.tokens += pack([5] * 4)  # not saved (yet): nobody may match them
+    context.rows += 4
+    assert best(tiers, [1] * 4 + [5] * 4) == (context, 4)
+
+
+def test_a_doomed_context_is_nobodys_best() -> None:
+    tiers = Tiers()
+    head = tiers.add(1)
+    context = tiers.context(head)
+    tiers.device.copy_from(context)
+    tiers.device.free(context)
+    assert best(tiers, [1] * 4) == (None, 0)
+
+
+def test_only_some_of_the_contexts_of_a_popular_prefix_are_looked_at() -> None:
+    tiers = Tiers()
+    head = tiers.add(1, blocks=1)
+    whole = tiers.context(head)
+    for _ in range(MAX_CANDIDATES - 1):
+        tiers.context(head).rows = 1
+    assert best(tiers, [1] * 4) == (whole, 4)
+    tiers.device.budget += 100
+    tiers.context(head).rows = 1
+    assert best(tiers, [1] * 4)[1] == 1, "the older ones are not looked at"

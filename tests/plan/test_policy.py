@@ -1,0 +1,121 @@
+"""Eviction orders, and the ranking that finds victims without scanning."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers_kit import make_extent
+
+from afterglow.plan.extent import Extent
+from afterglow.plan.policy import POLICIES, Ranking
+
+
+def extent(serial: int, *, first_row: int = 0, born: float = 0.0, used: float = 0.0) -> Extent:
+    made = make_extent([serial], [0] * first_row, serial=serial, now=born)
+    made.last_used = used
+    return made
+
+
+def victims(policy: str, extents: list[Extent]) -> list[int]:
+    return [item.serial for item in sorted(extents, key=POLICIES[policy].order)]
+
+
+def test_lru_takes_what_was_not_used_for_longest() -> None:
+    assert victims("lru", [extent(1, born=9, used=1), extent(2, born=1, used=9), extent(3, born=5, used=5)]) == [
+        1,
+        3,
+        2,
+    ]
+
+
+def test_fifo_takes_what_is_oldest_however_often_it_was_used() -> None:
+    assert victims("fifo", [extent(1, born=9, used=1), extent(2, born=1, used=9), extent(3, born=5, used=5)]) == [
+        2,
+        3,
+        1,
+    ]
+
+
+def test_of_equals_the_tail_of_the_conversation_goes_first() -> None:
+    # A job touches its whole path at once; without its head the tail could not be matched, so the head stays longest.
+    chain = [extent(1, first_row=0), extent(2, first_row=64), extent(3, first_row=128)]
+    for policy in POLICIES:
+        assert victims(policy, chain) == [3, 2, 1]
+
+
+def test_the_last_word_is_the_serial_number() -> None:
+    for policy in POLICIES:
+        assert victims(policy, [extent(2), extent(1)]) == [1, 2]
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["add", "remove", "use", "visit", "take"]), st.integers(0, 7), st.integers(0, 5)
+)  # what, to which extent, and when (or how many)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=120), policy=st.sampled_from(sorted(POLICIES)))
+def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str, int, int]], policy: str) -> None:
+    extents = [extent(i, first_row=i % 3, born=float(i % 4)) for i in range(8)]
+    ranking = Ranking(POLICIES[policy])
+    members: set[int] = set()
+
+    def in_order() -> list[Extent]:
+        return sorted((extents[i] for i in members), key=POLICIES[policy].order)
+
+    for what, which, number in actions:
+        if what == "add":
+            ranking.set(extents[which], True)
+            members.add(which)
+        elif what == "remove":
+            ranking.set(extents[which], False)
+            members.discard(which)
+        elif what == "use":
+            extents[which].last_used = float(number)
+            ranking.update(extents[which])
+        else:
+            expected = in_order()[: number + 1]
+            shown: list[Extent] = []
+
+            def look(item: Extent, take: bool = what == "take", most: int = number + 1) -> bool:
+                shown.append(item)  # noqa: B023
+                if take:  # as evictions do
+                    ranking.set(item, False)
+                    members.discard(item.serial)
+                return len(shown) < most  # noqa: B023
+
+            ranking.visit(look)
+            assert shown == expected
+        assert ranking.members() == in_order()
+        assert len(ranking) == len(members)
+        assert [item in ranking for item in extents] == [i in members for i in range(8)]
+
+
+def test_outdated_entries_do_not_pile_up() -> None:
+    ranking = Ranking(POLICIES["lru"])
+    one = extent(1)
+    ranking.set(one, True)
+    for tick in range(10_000):
+        one.last_used = float(tick)
+        ranking.update(one)
+    assert len(ranking._heap) < 100
+    assert ranking.members() == [one]
+
+
+def test_who_is_put_back_while_shown_is_shown_once() -> None:
+    # An eviction may take an extent out and put it back at once (its file is dropped, its slots stay).
+    ranking = Ranking(POLICIES["lru"])
+    extents = [extent(1), extent(2)]
+    for item in extents:
+        ranking.set(item, True)
+    shown: list[int] = []
+
+    def look(item: Extent) -> bool:
+        ranking.set(item, False)
+        ranking.set(item, True)
+        shown.append(item.serial)
+        return True
+
+    ranking.visit(look)
+    assert shown == [1, 2]
+    assert ranking.members() == extents

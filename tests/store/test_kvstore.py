@@ -172,7 +172,7 @@ def test_without_a_disk_every_disk_move_fails_and_saves_work():
         assert not kit.get(1, 64, (0,)).ok
         assert kit.move(Drop(9, extent_name(1))).ok
         assert kit.store.records() == []
-        kit.store.touch([extent_name(1)], 1.0)
+        kit.store.touch([(extent_name(1), 1.0, 1)])
         assert kit.store.stats().disk_bytes == 0
 
 
@@ -194,8 +194,8 @@ def test_a_restart_finds_everything(tmp_path):
         wanted = contents(kit.store.arena, (3, 4), 100)
         kit.put(1, 100, (3, 4), parent="ab" * 32, parent_rows=64, salt="t", kind="session", last_used=5.0)
         kit.put(2, 64, (6,), last_used=3.0)
-        kit.store.touch([extent_name(1), "unknown"], 77.0)
-        kit.store.touch([extent_name(1)], 78.0)
+        kit.store.touch([(extent_name(1), 77.0, 1), ("unknown", 77.0, 1)])
+        kit.store.touch([(extent_name(1), 78.0, 2)])
     with Kit(tmp_path) as kit:
         second, first = kit.store.records()
         assert kit.store.records() == []

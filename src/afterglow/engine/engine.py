@@ -292,6 +292,7 @@ class Engine:
             if self._flush_at_end:
                 self._scheduler.flush(self._now())
                 self._settle()
+            self._store.touch(self._scheduler.take_touched())
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
             self._failure = error
@@ -329,9 +330,7 @@ class Engine:
         now = self._now()
         if now - self._touched_at >= TOUCH_SECONDS:
             self._touched_at = now
-            touched = self._scheduler.take_touched()
-            if touched:
-                self._store.touch([extent for extent, _, _ in touched], now)
+            self._store.touch(self._scheduler.take_touched())
 
     def _execute(self, step: Step, began: float) -> None:
         self._runner.release(step)

@@ -162,12 +162,12 @@ class Catalog:
         """Remove rows; returns when that is committed. Raises StoreError."""
         self._run(lambda db: _delete(db, extents))
 
-    def touch(self, extents: Iterable[str], now: float) -> None:
-        """Note a use of each extent; written within seconds, together with whatever else is written."""
+    def touch(self, uses: Iterable[tuple[str, float, int]]) -> None:
+        """Note (extent, last used, hits so far); written within seconds, together with whatever else is written."""
         with self._lock:
             first = not self._touched
-            for extent in extents:
-                self._touched[extent] = (now, self._touched.get(extent, (0.0, 0))[1] + 1)
+            for extent, last_used, hits in uses:
+                self._touched[extent] = (last_used, hits)
         if first:
             self._jobs.put("touched")
 
@@ -217,8 +217,8 @@ class Catalog:
             for job, _ in batch:
                 job(self._db)
             self._db.executemany(
-                "UPDATE extents SET last_used = ?, hits = hits + ? WHERE id = ?",
-                [(now, hits, extent) for extent, (now, hits) in touched.items()],
+                "UPDATE extents SET last_used = ?, hits = ? WHERE id = ?",
+                [(*use, extent) for extent, use in touched.items()],
             )
             self._db.execute("COMMIT")
         except Exception as error:

@@ -148,10 +148,10 @@ class KVStore:
             return move not in self._failed
         return task.wait_layer(layer, timeout)
 
-    def touch(self, ids: Sequence[str], now: float) -> None:
-        """Note in the catalog that these extents were used; written within seconds, in one transaction."""
+    def touch(self, uses: Sequence[tuple[str, float, int]]) -> None:
+        """Note in the catalog (extent, last used, hits so far); written within seconds, in one transaction."""
         if self._catalog is not None:
-            self._catalog.touch([extent for extent in ids if extent in self._rows], now)
+            self._catalog.touch([use for use in uses if use[0] in self._rows])
 
     def clear(self) -> None:
         """Remove every extent that is on disk, in the background; of this nothing is reported."""

@@ -126,6 +126,7 @@ class FakeExecutor:
         self.slots: list[list[Row]] = [[GARBAGE] * capacity.block_rows for _ in range(capacity.host_slots)]
         self.files: dict[str, list[Row]] = {}
         self.catalog: dict[str, ExtentRecord] = {}
+        self.damaged: set[str] = set()  # files that cannot be read, whatever the chances
         self.pending: dict[int, Pending] = {}
         self.hung: dict[int, Pending] = {}
         self.tees: list[Tee] = []
@@ -268,7 +269,7 @@ class FakeExecutor:
         pending = self.pending.pop(number)
         move = pending.move
         if isinstance(move, Load):
-            if self.rng.random() < self.faults.load:
+            if self.rng.random() < self.faults.load or move.extent in self.damaged:
                 busy = self.rng.random() < self.faults.busy
                 if busy:
                     self.hung[number] = Pending(move, self.rng.randint(1, 5))
@@ -284,6 +285,7 @@ class FakeExecutor:
             self.catalog[move.record.id] = move.record
         else:
             assert isinstance(move, Drop)
+            self.damaged.discard(move.extent)
             del self.files[move.extent]
             del self.catalog[move.extent]
         self.done.append(MoveDone(number, ok=True, bytes=1, seconds=1.0))

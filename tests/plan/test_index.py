@@ -137,9 +137,9 @@ test_the_index_is_what_the_model_says = IndexMachine.TestCase
 @given(a=TOKENS, b=TOKENS, a_row=st.integers(0, 10), b_row=st.integers(0, 10), rows=st.integers(0, 10))
 def test_common_rows_counts_as_a_loop_would(a: list[int], b: list[int], a_row: int, b_row: int, rows: int) -> None:
     same = 0
-    while (
-        same < rows and a_row + same < len(a) and b_row + same < len(b) and a[a_row + same] == b[b_row + same]
-    ):  # fmt: skip
+    for one, other in list(zip(a[a_row:], b[b_row:], strict=False))[:rows]:
+        if one != other:
+            break
         same += 1
     assert common_rows(pack(a), a_row, pack(b), b_row, rows) == same
     assert common_rows(bytearray(pack(a)), a_row, bytearray(pack(b)), b_row, rows) == same

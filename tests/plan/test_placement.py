@@ -1,17 +1,16 @@
-"""Host slots and disk bytes: who goes, who stays, and when room counts as free. One rule a test.
+"""Host slots: who goes, who stays, and when room counts as free. One rule a test.
 
-Files are of 100 bytes a block, every extent here has one block unless it says otherwise.
+Files are of 100 bytes a block; every extent here has one block unless it says otherwise.
 """
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers_kit import Tiers, drops, loads, stores
+from tiers_kit import Tiers, drops, stores
 
-from afterglow.plan.placement import MAX_STORE_FAILURES, STORE_BACKOFF_S
-from afterglow.plan.step import Drop, Load, Store
+from afterglow.plan.extent import Extent
+from afterglow.plan.step import Load, Move, Store
 
 # ------------------------------------------------------------------------------------------------ the host tier
 
@@ -33,7 +32,7 @@ def test_without_a_disk_the_least_recently_used_extent_is_forgotten() -> None:
     slots = tiers.placement.take_slots(1, now=5)
     assert slots is not None
     assert middle.dead
-    assert not (old.dead or young.dead)
+    assert [old.dead, young.dead] == [False, False]
     assert tiers.planned() == []
     assert tiers.counters.evicted_host == tiers.counters.dropped == 1
     tiers.placement.pool.give(slots)
@@ -282,212 +281,65 @@ def test_a_dead_extent_keeps_its_slots_and_its_name_while_a_move_is_under_way() 
     assert tiers.placement.disk_used == 0
 
 
-# --------------------------------------------------------------------------------------------------- the disk
+# -------------------------------------------------------------------------------------------------- everything
+
+ACTIONS = ["add", "below", "load", "pin", "unpin", "touch", "store", "flush", "forget", "evict", "end", "fail", "hang"]
 
 
-def test_the_disk_holds_no_more_than_its_budget() -> None:
-    tiers = Tiers(host_slots=8, disk_bytes=250)
-    extents = [tiers.add(number, now=number) for number in range(1, 4)]
-    for extent in extents:
-        tiers.placement.store(extent, now=9, why="evict")
-    assert stores(tiers.planned()) == [extents[0].id, extents[1].id]
-    assert tiers.placement.disk_used == 200
-
-
-def test_what_is_larger_than_the_disk_is_not_stored_and_costs_nobody_a_file() -> None:
-    tiers = Tiers(disk_bytes=250)
-    tiers.on_disk(1)
-    large = tiers.add(2, blocks=3)
-    assert tiers.placement.store(large, now=1, why="evict") == "never"
-    assert tiers.planned() == []
-
-
-def test_clean_copies_make_room_on_disk_before_anything_is_forgotten() -> None:
-    tiers = Tiers(disk_bytes=200)
-    cold = tiers.on_disk(1, now=1)  # the older one, but its file is all there is of it
-    clean = tiers.clean(2, now=2)
-    new = tiers.add(3, now=3)
-    assert tiers.placement.store(new, now=3, why="evict") == "soon"
-    assert drops(tiers.planned()) == [clean.id]
-    assert (clean.host, clean.disk, clean.dead) == ("ready", "absent", False)
-    assert not cold.dead
-    tiers.end_all()
-    assert tiers.placement.store(new, now=3, why="evict") == "now"
-
-
-def test_a_pinned_extent_keeps_its_file() -> None:
-    tiers = Tiers(disk_bytes=200)
-    clean, cold = tiers.clean(1), tiers.on_disk(2)
-    tiers.placement.pin(clean)
-    tiers.placement.pin(cold)
-    assert tiers.placement.store(tiers.add(3), now=3, why="evict") == "never"
-    assert tiers.planned() == []
-
-
-def test_only_leaves_that_nobody_uses_leave_the_disk() -> None:
-    tiers = Tiers(disk_bytes=300)
-    parent = tiers.on_disk(1, now=1)
-    child = tiers.on_disk(2, now=3, below=parent)
-    used = tiers.on_disk(3, now=2)
-    used.users += 1
-    new = tiers.add(4, now=4)
-    assert tiers.placement.store(new, now=4, why="evict") == "soon"
-    assert drops(tiers.planned()) == [child.id]
-    assert child.dead
-    assert not (parent.dead or used.dead)
-    tiers.end_all()
-
-
-def test_bytes_of_a_dropped_file_count_until_it_is_gone() -> None:
-    tiers = Tiers(disk_bytes=100)
-    tiers.on_disk(1)
-    new = tiers.add(2)
-    assert tiers.placement.store(new, now=1, why="evict") == "soon"
-    (drop,) = tiers.planned()
-    assert isinstance(drop, Drop)
-    assert tiers.placement.relief
-    assert tiers.placement.store(new, now=1, why="evict") == "soon"
-    assert tiers.planned() == [], "one drop is enough for it"
-    tiers.end(drop)
-    assert tiers.placement.disk_used == 0
-    assert tiers.placement.store(new, now=1, why="evict") == "now"
-
-
-def test_a_file_is_not_written_while_one_of_the_same_name_is_being_dropped() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    first = tiers.on_disk(1)
-    tiers.placement.forget(first)
-    (drop,) = tiers.planned()
-    again = tiers.add(1)
-    assert again.id == first.id
-    assert tiers.placement.store(again, now=1, why="evict") == "soon"
-    assert tiers.planned() == []
-    tiers.end(drop)
-    assert tiers.placement.store(again, now=1, why="evict") == "now"
-    tiers.end_all()
-    assert again.disk == "ready"
-
-
-def test_after_some_failures_the_disk_is_left_alone_for_a_while() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    extent = tiers.add(1)
-    for failure in range(MAX_STORE_FAILURES):
-        assert tiers.placement.store(extent, now=failure, why="evict") == "now"
-        tiers.end(tiers.planned()[0], ok=False, now=10.0)
-    assert tiers.placement.store(extent, now=10.0 + STORE_BACKOFF_S - 0.1, why="evict") == "never"
-    assert tiers.planned() == []
-    assert tiers.placement.store(extent, now=10.0 + STORE_BACKOFF_S, why="evict") == "now"
-    # It tries once: a failure more, and it waits again.
-    tiers.end(tiers.planned()[0], ok=False, now=50.0)
-    assert tiers.placement.store(extent, now=51.0, why="evict") == "never"
-
-
-def test_only_failures_in_a_row_count() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    for number in range(1, 5):
-        for ok in [False] * (MAX_STORE_FAILURES - 1) + [True]:
-            extent = tiers.add(number) if not tiers.index.extents else next(iter(tiers.index.extents.values()))
-            assert tiers.placement.store(extent, now=1.0, why="evict") == "now"
-            tiers.end(tiers.planned()[0], ok=ok, now=1.0)
-        tiers.placement.forget(extent)
-        tiers.end_all()
-
-
-def test_while_the_disk_is_left_alone_evictions_forget() -> None:
-    tiers = Tiers(host_slots=1, disk_bytes=1000)
-    extent = tiers.add(1)
-    for _ in range(MAX_STORE_FAILURES):
-        tiers.placement.store(extent, now=0, why="evict")
-        tiers.end(tiers.planned()[0], ok=False, now=0)
-    assert tiers.placement.take_slots(1, now=1) == (0,)
-    assert extent.dead
-
-
-# ------------------------------------------------------------------------------------------------- whole tiers
-
-
-def test_a_flush_writes_what_is_only_in_host_the_most_recently_used_first() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    head = tiers.add(1, now=5)
-    tail = tiers.add(2, now=5, below=head)
-    young, clean, old = tiers.add(3, now=9), tiers.clean(4, now=7), tiers.add(5, now=1)
-    assert not tiers.placement.flush(now=10)
-    assert stores(tiers.planned()) == [young.id, head.id, tail.id, old.id]
-    tiers.end_all()
-    assert tiers.placement.flush(now=10)
-    assert clean.disk == "ready"
-    assert all(extent.host == "ready" for extent in (head, tail, young, old))
-
-
-def test_a_flush_keeps_the_most_recently_used_where_the_disk_is_small() -> None:
-    tiers = Tiers(disk_bytes=300)
-    cold_old, cold_young = tiers.on_disk(1, now=1), tiers.on_disk(2, now=8)
-    host = {now: tiers.add(10 + now, now=now) for now in (3, 5, 9)}
-    for _ in range(5):
-        tiers.placement.flush(now=10)
-        tiers.end_all()
-    assert tiers.placement.flush(now=10)
-    assert cold_old.dead, "older than what took its place"
-    on_disk = [extent for extent in tiers.index.extents.values() if extent.disk == "ready"]
-    assert set(on_disk) == {cold_young, host[9], host[5]}
-
-
-def test_a_flush_does_not_drop_clean_copies() -> None:
-    # At shutdown only the disk survives: a copy in host is no reason to remove the file.
-    tiers = Tiers(disk_bytes=100)
-    clean, old = tiers.clean(1, now=2), tiers.add(2, now=1)
-    assert tiers.placement.flush(now=3)
-    assert (clean.disk, old.disk) == ("ready", "absent")
-    assert tiers.moves == []
-
-
-def test_clean_copies_can_be_dropped_from_host() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    clean, dirty, pinned = tiers.clean(1), tiers.add(2), tiers.clean(3)
-    tiers.placement.pin(pinned)
-    tiers.placement.drop_clean()
-    assert [extent.host for extent in (clean, dirty, pinned)] == ["absent", "ready", "ready"]
-    tiers.check()
-
-
-def test_forgetting_all_spares_what_is_in_use() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    head = tiers.add(1)
-    used = tiers.add(2, below=head)
-    used.users += 1
-    tail = tiers.clean(3, below=used)
-    other = tiers.on_disk(4)
-    tiers.placement.forget_all()
-    tiers.end_all()
-    assert [extent.dead for extent in (head, used, tail, other)] == [False, False, True, True]
-    assert tiers.placement.disk_used == 0
-
-
-def test_uses_are_told_once_and_only_of_what_is_on_disk() -> None:
-    tiers = Tiers(disk_bytes=1000)
-    clean, dirty, lost = tiers.clean(1), tiers.add(2), tiers.clean(3)
-    for extent in (clean, dirty, lost):
-        tiers.placement.touch(extent, now=7)
-    tiers.placement.forget(lost)
-    assert tiers.placement.take_touched() == [(clean.id, 7, 1)]
-    assert tiers.placement.take_touched() == []
-
-
-@pytest.mark.parametrize("disk_bytes", [0, 350, 10_000])
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_budgets_hold_whatever_is_asked(disk_bytes: int, data: st.DataObject) -> None:
-    tiers = Tiers(host_slots=data.draw(st.integers(1, 6)), disk_bytes=disk_bytes)
-    pinned = []
-    for now in range(1, data.draw(st.integers(1, 40))):
+@settings(max_examples=120, deadline=None)
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5)), max_size=50),
+    host_slots=st.integers(1, 6),
+    disk_bytes=st.sampled_from([0, 350, 10_000]),
+)
+def test_budgets_hold_and_pins_protect_whatever_is_asked(
+    actions: list[tuple[str, int]], host_slots: int, disk_bytes: int
+) -> None:
+    tiers = Tiers(host_slots, disk_bytes)
+    placement = tiers.placement
+    pinned: list[tuple[Extent, tuple[int, ...]]] = []
+    hung: list[Move] = []
+    for now, (what, which) in enumerate(actions, 1):
         extents = list(tiers.index.extents.values())
-        some = data.draw(st.sampled_from(extents)) if extents else None
-        what = data.draw(st.sampled_from(["add", "load", "pin", "unpin", "touch", "store", "flush", "forget", "end"]))
-        if what == "add" and tiers.placement.urge_slots(1, now) is not None:
-            below = some if some is not None and not some.dead and data.draw(st.booleans()) else None
-            tiers.placement.pool.give((0,)) if False else None
-        if some is not None and what == "load" and some.host == "absent":
-            tiers.placement.load(some, now)
+        some = extents[which % len(extents)] if extents else None
+        if what in ("add", "below"):
+            slots = placement.urge_slots(1, now)  # which may cost the parent its life
+            parent = some if what == "below" and some is not None and not some.dead else None
+            if slots is not None:
+                placement.add(tiers.insert(now, 1, parent, now), slots, which == 0, now)
+        elif what == "unpin" and pinned:
+            placement.unpin(pinned.pop()[0])
+        elif what in ("end", "fail", "hang") and tiers.moves:
+            move = tiers.moves[which % len(tiers.moves)]
+            busy = what == "hang" and isinstance(move, Load)
+            tiers.end(move, ok=what == "end" or not isinstance(move, Load | Store), busy=busy, now=now)
+            hung += [move] * busy
+        elif what == "evict":
+            placement.evict(which, now)
+        elif what == "flush":
+            placement.flush(now)
+        elif some is not None and what == "forget":
+            placement.forget(some)
+        elif some is not None and what == "touch":
+            placement.touch(some, now)
+        elif some is not None and what == "load" and some.host == "absent":
+            placement.load(some, now)
+        elif some is not None and some.host == "ready":
+            if what == "pin":
+                placement.pin(some)
+                pinned.append((some, some.slots))
+            elif what == "store" and some.disk == "absent":
+                placement.store(some, now, "evict")
         tiers.planned()
         tiers.check()
-        assert tiers.placement.disk_used <= disk_bytes
+        assert placement.disk_used <= disk_bytes
+        assert all(extent.slots == slots for extent, slots in pinned)
+    for extent, _ in pinned:
+        placement.unpin(extent)
+    tiers.end_all()
+    tiers.moves += hung
+    tiers.end_all()
+    placement.forget_all()
+    tiers.end_all()
+    assert placement.pool.free == host_slots, "nothing is lost"
+    assert placement.disk_used == 0

@@ -14,7 +14,9 @@ def expected(free: set[int], count: int, after: int | None) -> tuple[int, ...] |
     if count > len(free):
         return None
     starts = [slot for slot in sorted(free) if slot - 1 not in free]
-    for start in [after + 1] * (after is not None) + starts if after is not None else starts:
+    if after is not None:
+        starts.insert(0, after + 1)
+    for start in starts:
         if all(start + i in free for i in range(count)):
             return tuple(range(start, start + count))
     return tuple(sorted(free)[:count])
@@ -23,7 +25,8 @@ def expected(free: set[int], count: int, after: int | None) -> tuple[int, ...] |
 @settings(max_examples=100, deadline=None)
 @given(total=st.integers(0, 24), data=st.data())
 def test_slots_come_and_go_as_in_a_plain_set(total: int, data: st.DataObject) -> None:
-    pool, free, taken = SlotPool(total), set(range(total)), [()] * 0
+    pool, free = SlotPool(total), set(range(total))
+    taken: list[tuple[int, ...]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         if taken and data.draw(st.booleans()):
             slots = taken.pop(data.draw(st.integers(0, len(taken) - 1)))

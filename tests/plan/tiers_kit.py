@@ -12,7 +12,7 @@ from afterglow.plan.index import Index, extent_id
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import Drop, Load, Move, MoveDone, Store
+from afterglow.plan.step import Drop, Move, MoveDone, Store
 
 BLOCK = 4
 FILE_BYTES = (100, 200, 300, 400)  # files of extents of one to four blocks
@@ -56,7 +56,8 @@ class Tiers:
         self._serial = 0
         self._paths: dict[Extent, list[int]] = {}
 
-    def _new(self, number: int, blocks: int, below: Extent | None, now: float) -> Extent:
+    def insert(self, number: int, blocks: int, below: Extent | None, now: float) -> Extent:
+        """An extent that is matched, and nowhere yet."""
         self._serial += 1
         prefix = self._paths[below] if below is not None else []
         extent = make_extent([number] * (BLOCK * blocks), prefix, serial=self._serial, now=now)
@@ -68,13 +69,13 @@ class Tiers:
         """A fresh extent, in host only."""
         slots = self.placement.take_slots(blocks, now)
         assert slots is not None
-        extent = self._new(number, blocks, below, now)
+        extent = self.insert(number, blocks, below, now)
         self.placement.add(extent, slots, write_through=False, now=now)
         return extent
 
     def on_disk(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:
         """An extent found on disk."""
-        extent = self._new(number, blocks, below, now)
+        extent = self.insert(number, blocks, below, now)
         self.placement.restore(extent)
         return extent
 
@@ -119,10 +120,6 @@ class Tiers:
 
 def stores(moves: Sequence[Move]) -> list[str]:
     return [move.record.id for move in moves if isinstance(move, Store)]
-
-
-def loads(moves: Sequence[Move]) -> list[str]:
-    return [move.extent for move in moves if isinstance(move, Load)]
 
 
 def drops(moves: Sequence[Move]) -> list[str]:

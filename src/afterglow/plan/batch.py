@@ -67,9 +67,7 @@ class Batch:
         self._tails.pop(job.seq, None)
         if job.running:
             return
-        for extent in job.held:
-            extent.users -= 1
-        job.held = {}
+        self._let_go(job)
         context = self._device.contexts.get(job.context) if job.context is not None else None
         if context is not None:  # of what was not saved after all, nothing will ever be matched
             context.rows = self._index.match(context.salt, context.tokens[: 4 * context.rows]).rows
@@ -83,9 +81,16 @@ class Batch:
         yield from self._tails.values()
 
     def forget_tails(self) -> None:
-        """What jobs have left to be saved is not to become extents."""
+        """What jobs have left to be saved is not to become extents, and keeps none any more."""
         for job in self._tails.values():
             self._drafts.kill(job)
+            if not job.running:
+                self._let_go(job)
+
+    def _let_go(self, job: Job) -> None:
+        for extent in job.held:
+            extent.users -= 1
+        job.held = {}
 
     def expected_slots(self) -> int:
         """Host slots that running prefills are going to need."""

@@ -125,7 +125,8 @@ class Job:
         """Rows up to which it will have put its tokens into the index without anything new being asked of it."""
         if self.state == "prefilling" and self.saving:
             return self.target
-        return max((draft.stop for draft in self.drafts if draft.sealed and not draft.dead), default=0)
+        kept = (draft for draft in self.drafts if draft.rows and draft.sealed and not (draft.dead or draft.bad))
+        return max((draft.stop for draft in kept), default=0)
 
 
 class JobQueue:

@@ -117,8 +117,8 @@ def replay(lines: Iterable[str]) -> Iterator[tuple[Step, str]]:
     """The steps that a journal's inputs lead to, each with the digest of the step that was recorded."""
     scheduler: Scheduler | None = None
     step: Step | None = None
-    for line in lines:
-        entry = json.loads(line)
+    for number, line in enumerate(lines, 1):
+        entry = _parsed(line, number)
         op = entry.pop("op")
         if op == "plan":
             scheduler = _start(entry)
@@ -135,6 +135,16 @@ def replay(lines: Iterable[str]) -> Iterator[tuple[Step, str]]:
 def step_digest(step: Step) -> str:
     """Equal for equal steps, in any process."""
     return hashlib.blake2b(repr(step).encode(), digest_size=8).hexdigest()
+
+
+def _parsed(line: str, number: int) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} of the journal is not JSON: {error}") from error
+    if not isinstance(entry, dict) or "op" not in entry:
+        raise ValueError(f"line {number} of the journal has no `op`: {line[:60]!r}")
+    return entry
 
 
 def _start(entry: dict[str, Any]) -> Scheduler:

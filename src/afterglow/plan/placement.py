@@ -184,7 +184,7 @@ class Placement:
             return "never"
         if extent.id in self._files:  # the file of an older extent of the same name is still being removed
             return "soon"
-        room = self._make_room(extent.file_bytes, last_used=extent.last_used if why == "flush" else None)
+        room = self._make_room(extent.file_bytes, flushed=extent if why == "flush" else None)
         if room == "now":
             move = Store(self._next_move(), extent.record(), extent.slots, SAVE, why)
             extent.disk, extent.store = "writing", move.move
@@ -194,10 +194,11 @@ class Placement:
             self._counters.stores += 1
         return room
 
-    def _make_room(self, incoming: int, last_used: float | None = None) -> Room:
+    def _make_room(self, incoming: int, flushed: Extent | None = None) -> Room:
         """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on.
 
-        With `last_used` (at shutdown, when only the disk survives) clean copies stay, and nothing younger goes.
+        For an extent that is `flushed` (at shutdown, when only the disk survives) clean copies stay, and nothing goes
+        that is younger, or as young and nearer to the head of its conversation.
         """
         if incoming > self.capacity.disk_bytes or self.capacity.disk_bytes == 0:
             return "never"
@@ -214,14 +215,14 @@ class Placement:
                     self._rank(extent)
                     self._counters.evicted_disk += 1
                 elif short > 0 and not extent.users and not extent.has_children:
-                    if last_used is not None and extent.last_used >= last_used:
+                    if flushed is not None and _worth(extent) >= _worth(flushed):
                         return False
                     short -= extent.file_bytes
                     self._counters.evicted_disk += 1
                     self.forget(extent)
             return short > 0
 
-        if short > 0 and last_used is None:
+        if short > 0 and flushed is None:
             self._clean.visit(more)
         if short > 0:
             self._cold.visit(more)
@@ -231,7 +232,7 @@ class Placement:
         """Write what is only in host, the most recently used first. True: nothing is left to be done."""
         waiting = False
         dirty = [e for e in self._host.members() if e.disk == "absent"]
-        for extent in sorted(dirty, key=lambda e: (-e.last_used, e.first_row, e.serial)):
+        for extent in sorted(dirty, key=lambda e: (_worth(e), -e.serial), reverse=True):
             if self.store(extent, now, "flush") == "soon":
                 waiting = True
                 break  # those behind it are less worth keeping: they must not take its room
@@ -394,3 +395,8 @@ class Placement:
             assert (extent.disk == "writing") == (extent.store is not None)
             assert (extent in self._host) == (extent.host == "ready" and not extent.dead)
             assert extent.disk == "absent" or self._files[extent.id] is extent
+
+
+def _worth(extent: Extent) -> tuple[float, int]:
+    """What is used last is worth most; of a conversation, whose extents are used together, the head."""
+    return (extent.last_used, -extent.first_row)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count
 
 from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Extent
@@ -14,24 +16,40 @@ from afterglow.plan.step import ExtentRecord
 def restore(
     records: Sequence[ExtentRecord], index: Index, placement: Placement, drafts: Drafts, now: float
 ) -> list[ExtentRecord]:
-    """Put records, given in any order, below their parents. Returns those that have none, or add nothing."""
+    """Put records, given in any order, below their parents. Returns those that have none, or add nothing.
+
+    Those that end first go first, as they once came: were the longer of two there before, the shorter would add
+    nothing, and all that hangs below it would have no parent.
+    """
     children: dict[str | None, list[ExtentRecord]] = {}
     for record in sorted(records, key=lambda item: item.id):
         children.setdefault(record.parent, []).append(record)
     useless: list[ExtentRecord] = []
-    stack: list[tuple[ExtentRecord, Extent | None]] = [(record, None) for record in reversed(children.pop(None, []))]
-    while stack:
-        record, parent = stack.pop()
+    heap: list[tuple[int, int, ExtentRecord, Extent | None]] = []
+    order = count()
+
+    def offer(offered: list[ExtentRecord], parent: Extent | None) -> None:
+        for record in offered:
+            end = _first_row(record, parent) + record.rows
+            heappush(heap, (end, next(order), record, parent))
+
+    offer(children.pop(None, []), None)
+    while heap:
+        _, _, record, parent = heappop(heap)
         extent = _extent(record, parent, drafts.next_serial(), now)
         if not _insert(extent, parent, index):
             useless.append(record)
             continue
         placement.restore(extent)
-        stack += [(child, extent) for child in reversed(children.pop(record.id, []))]
+        offer(children.pop(record.id, []), extent)
     for orphans in children.values():
         useless += orphans
     placement.shrink()
     return useless
+
+
+def _first_row(record: ExtentRecord, parent: Extent | None) -> int:
+    return parent.first_row + record.parent_rows if parent else 0
 
 
 def _extent(record: ExtentRecord, parent: Extent | None, serial: int, now: float) -> Extent:
@@ -42,7 +60,7 @@ def _extent(record: ExtentRecord, parent: Extent | None, serial: int, now: float
         salt=record.salt,
         kind=record.kind,
         tokens=record.tokens,
-        first_row=parent.first_row + record.parent_rows if parent else 0,
+        first_row=_first_row(record, parent),
         file_bytes=record.file_bytes,
         born=used,
         serial=serial,

@@ -1,0 +1,139 @@
+"""A journal replayed yields the steps that were taken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from server_kit import FOREVER, Server, words
+
+from afterglow.errors import RequestError
+from afterglow.plan.journal import RecordingScheduler, replay, step_digest
+from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.step import JobSpec, Step
+
+
+class Recorded(Server):
+    """A server that keeps a journal of each of its lives."""
+
+    def __init__(self, **more: int) -> None:
+        self.journals: list[list[str]] = []
+        super().__init__(**more)  # type: ignore[arg-type]
+
+    def make(self) -> Scheduler:
+        lines: list[str] = []
+        self.journals.append(lines)
+        return RecordingScheduler(self.capacity, write=lines.append, **self.settings)  # type: ignore[arg-type]
+
+
+def eventful() -> Recorded:
+    """Two lives with everything that can happen in them."""
+    server = Recorded(device_rows=96, host_slots=24, disk_bytes=10_000, prefill_chunk=8)
+    server.submit(words(12), max_tokens=40)
+    server.submit(words(12, 1000), max_tokens=40, salt="a")  # one of them has to be sent back
+    server.submit(words(20, 2000), max_tokens=3, stop_tokens=frozenset([1, 2, 3]), read=False, session="s")
+    with pytest.raises(RequestError):
+        server.scheduler.submit(JobSpec(99, b"", 1), server.now)
+    while server.scheduler.stats().counters.preemptions == 0:
+        server.step()
+    server.finish()
+    server.scheduler.drop_contexts()
+    server.ask([*server.text(1), 7], write=False)
+    server.restart()
+    server.faults.delay = 2
+    server.submit([*server.text(1), 7], max_tokens=6)
+    server.executor.damaged = {min(server.executor.catalog)}
+    server.submit([*server.text(2), 8], max_tokens=6, salt="a", priority=-1)
+    cancelled = server.submit(words(50, 3000), max_tokens=9)
+    server.withheld = []
+    server.step()
+    server.deliver()
+    server.faults.load = server.faults.busy = 1.0  # reads fail, and hang on
+    server.ask([*server.text(3), 9])
+    step, result = server.open()
+    server.cancel(cancelled)
+    server.close(step, result)
+    server.faults.load = 0.0
+    server.finish()
+    server.faults.store = 1.0
+    server.scheduler.flush(server.now)
+    for _ in range(10):
+        server.step()
+    server.faults.store = 0.0
+    server.scheduler.drop_clean_host()
+    server.ask([*server.text(2), 8], salt="a")
+    server.scheduler.reset(server.now)
+    server.finish()
+    server.ask(words(12))
+    return server
+
+
+def test_a_replay_takes_the_same_steps() -> None:
+    server = eventful()
+    assert len(server.journals) == 2
+    replayed = [pair for lines in server.journals for pair in replay(lines)]
+    assert [step for step, _ in replayed] == server.steps
+    assert [digest for _, digest in replayed] == [step_digest(step) for step in server.steps]
+
+
+def test_the_journal_names_every_input() -> None:
+    server = eventful()
+    lines = [json.loads(line) for journal in server.journals for line in journal]
+    assert {line["op"] for line in lines} == {
+        "plan", "submit", "cancel", "restore", "reset", "drop_contexts", "drop_clean_host", "flush", "schedule",
+        "commit", "complete",
+    }  # fmt: skip
+    assert sum(line["op"] == "submit" for line in lines) == len(server.specs), "what was refused is no input"
+    assert any(line["op"] == "commit" and line["failed"] for line in lines)
+    assert server.scheduler.stats().counters.store_failures > 0
+    done = [item for line in lines for item in line.get("done", ())]
+    assert any(item["kind"] == "MoveDone" and item["slots_busy"] for item in done)
+    assert not any("\n" in line for journal in server.journals for line in journal)
+
+
+def test_another_input_gives_other_steps() -> None:
+    server = Recorded()
+    server.ask(words(30), max_tokens=5)
+    lines = server.journals[0]
+    (submit,) = [i for i, line in enumerate(lines) if json.loads(line)["op"] == "submit"]
+    lines[submit] = lines[submit].replace('"max_tokens":5', '"max_tokens":4')
+    assert any(step_digest(step) != digest for step, digest in list(replay(lines))[:6])
+
+
+def test_equal_steps_have_equal_digests() -> None:
+    assert step_digest(Step(1, frees=(2,))) == step_digest(Step(1, frees=(2,)))
+    assert step_digest(Step(1, frees=(2,))) != step_digest(Step(1, frees=(3,)))
+
+
+PLAN = Recorded().journals[0][0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([PLAN, '{"op":"sch'], "line 2 of the journal is not JSON"),
+        ([PLAN, ""], "line 2 of the journal is not JSON"),
+        ([PLAN, "[1, 2]"], "line 2 of the journal has no `op`: '\\[1, 2\\]'"),
+        ([PLAN, '{"now":1}'], "line 2 of the journal has no `op`"),
+        ([PLAN, '{"op":"dance","now":1}'], "a journal has no 'dance' lines"),
+        (['{"op":"flush","now":1}', PLAN], "a journal begins with a `plan` line"),
+        ([PLAN.replace('"format":1', '"format":7')], "has format 7; this program reads format 1"),
+    ],
+)
+def test_a_line_that_is_no_journals_is_named(lines: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(replay(lines))
+
+
+def test_a_journal_that_breaks_off_is_replayed_up_to_there() -> None:
+    # As after a crash: the last line may be half written.
+    server = Recorded()
+    server.faults.delay = FOREVER
+    server.ask(words(30), max_tokens=5)
+    lines = [*server.journals[0], server.journals[0][-1][:20]]
+    steps = []
+    with pytest.raises(ValueError, match=f"line {len(lines)} of the journal"):
+        steps += [step for step, _ in replay(lines)]
+    taken = replay(lines)
+    for step in server.steps:
+        assert next(taken)[0] == step

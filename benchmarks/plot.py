@@ -54,6 +54,7 @@ def engine(found: dict[str, Any]) -> None:
     axes.bar_label(bars, [f"{speed:.0f}" for speed in speeds], fontsize=7, padding=3)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.set_xlim(right=2 * max(speeds))
     axes.set_xlabel("tokens/s (logarithmic)")
     _finish(figure, axes, f"{found['model']}, float32: Afterglow (green) and transformers (grey)")
     figure.savefig(IMAGES / "engine.svg")

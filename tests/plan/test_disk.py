@@ -158,6 +158,33 @@ def test_a_flush_keeps_the_most_recently_used_where_the_disk_is_small() -> None:
     assert set(on_disk) == {cold_young, host[9], host[5]}
 
 
+def test_a_flush_makes_room_whatever_the_policy_and_the_tier() -> None:
+    # First in, first out would show the old files that were used last before those that nobody uses any more.
+    tiers = Tiers(disk_bytes=200, policy="fifo")
+    used, unused = tiers.on_disk(1, now=1), tiers.clean(2, now=2)
+    tiers.placement.touch(used, now=9)
+    fresh = tiers.add(3, now=8)
+    for _ in range(3):
+        tiers.placement.flush(now=10)
+        tiers.end_all()
+    assert tiers.placement.flush(now=10)
+    assert unused.dead
+    assert [used.disk, fresh.disk] == ["ready", "ready"]
+
+
+def test_what_a_stored_extent_hangs_below_is_stored_too() -> None:
+    # A prefix in constant use is never a victim; killed, the server would find files that nothing can be matched with.
+    tiers = Tiers(host_slots=4, disk_bytes=1000)
+    head = tiers.add(1, now=9)
+    middle = tiers.add(2, now=8, below=head)
+    tail = tiers.add(3, now=1, below=middle)
+    tiers.placement.evict(2, now=10)
+    assert stores(tiers.planned()) == [tail.id, middle.id, head.id]
+    tiers.end_all()
+    assert [extent.host for extent in (head, middle, tail)] == ["ready", "ready", "absent"]
+    assert [extent.disk for extent in (head, middle, tail)] == ["ready", "ready", "ready"]
+
+
 def test_a_flush_writes_a_head_rather_than_keep_its_tail() -> None:
     # The tail was evicted first; after a restart nobody could match it without the head.
     tiers = Tiers(disk_bytes=200)

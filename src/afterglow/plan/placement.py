@@ -171,6 +171,7 @@ class Placement:
         if room == "now":
             extent.evicting = True
             self._evicting_slots += slots
+            self._store_above(extent, now)
         elif room == "never":
             if extent.users or extent.has_children:
                 return 0
@@ -178,13 +179,24 @@ class Placement:
             self.forget(extent)
         return slots
 
+    def _store_above(self, extent: Extent, now: float) -> None:
+        """Write the extents that one hangs below too, while they stay in host: after a crash it is of no use without.
+
+        A prefix in constant use is never a victim itself.
+        """
+        above = self._index.extents.get(extent.parent) if extent.parent is not None else None
+        while above is not None and above.disk == "absent" and above.host == "ready":
+            if self.store(above, now, "above") != "now":
+                return
+            above = self._index.extents.get(above.parent) if above.parent is not None else None
+
     def store(self, extent: Extent, now: float, why: str) -> Room:
         """Plan to write an extent to disk, if there is room now."""
         if now < self._no_disk_until:
             return "never"
         if extent.id in self._files:  # the file of an older extent of the same name is still being removed
             return "soon"
-        room = self._make_room(extent.file_bytes, flushed=extent if why == "flush" else None)
+        room = self._make_room(extent.file_bytes)
         if room == "now":
             move = Store(self._next_move(), extent.record(), extent.slots, SAVE, why)
             extent.disk, extent.store = "writing", move.move
@@ -194,12 +206,8 @@ class Placement:
             self._counters.stores += 1
         return room
 
-    def _make_room(self, incoming: int, flushed: Extent | None = None) -> Room:
-        """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on.
-
-        For an extent that is `flushed` (at shutdown, when only the disk survives) clean copies stay, and nothing goes
-        that is younger, or as young and nearer to the head of its conversation.
-        """
+    def _make_room(self, incoming: int) -> Room:
+        """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on."""
         if incoming > self.capacity.disk_bytes or self.capacity.disk_bytes == 0:
             return "never"
         short = self.disk_used + incoming - self.capacity.disk_bytes
@@ -215,28 +223,43 @@ class Placement:
                     self._rank(extent)
                     self._counters.evicted_disk += 1
                 elif short > 0 and not extent.users and not extent.has_children:
-                    if flushed is not None and _worth(extent) >= _worth(flushed):
-                        return False
                     short -= extent.file_bytes
                     self._counters.evicted_disk += 1
                     self.forget(extent)
             return short > 0
 
-        if short > 0 and flushed is None:
+        if short > 0:
             self._clean.visit(more)
         if short > 0:
             self._cold.visit(more)
         return "soon" if short <= 0 else "never"
 
     def flush(self, now: float) -> bool:
-        """Write what is only in host, the most recently used first. True: nothing is left to be done."""
+        """Write what is only in host, what is worth most first. True: nothing is left to be done.
+
+        Only the disk survives, so what is on it and worth less makes room, whatever the policy; not what is worth more.
+        """
         waiting = False
-        dirty = [e for e in self._host.members() if e.disk == "absent"]
-        for extent in sorted(dirty, key=lambda e: (_worth(e), -e.serial), reverse=True):
+        dirty = sorted((e for e in self._host.members() if e.disk == "absent"), key=_worth, reverse=True)
+        stale = sorted((e for e in self._index.extents.values() if e.disk == "ready"), key=_worth, reverse=True)
+        for extent in dirty:
+            if extent.dead or extent.file_bytes > self.capacity.disk_bytes:
+                continue
+            while self._disk_short(extent.file_bytes) > 0 and stale and _worth(stale[-1]) < _worth(extent):
+                victim = stale.pop()
+                if not (victim.dead or victim.pins or victim.users):
+                    self._counters.evicted_disk += 1
+                    self.forget(victim)
+            if self._disk_short(extent.file_bytes) > 0:
+                continue
             if self.store(extent, now, "flush") == "soon":
                 waiting = True
-                break  # those behind it are less worth keeping: they must not take its room
+                break  # those behind it are worth less: they must not take its room
         return not waiting and not self.flights
+
+    def _disk_short(self, incoming: int) -> int:
+        """Bytes that `incoming` bytes lack once the removals under way are done."""
+        return self.disk_used - self._dropping_bytes + incoming - self.capacity.disk_bytes
 
     def shrink(self) -> None:
         """Bring the disk tier below its budget (it may have been larger before a restart)."""
@@ -397,6 +420,6 @@ class Placement:
             assert extent.disk == "absent" or self._files[extent.id] is extent
 
 
-def _worth(extent: Extent) -> tuple[float, int]:
+def _worth(extent: Extent) -> tuple[float, int, int]:
     """What is used last is worth most; of a conversation, whose extents are used together, the head."""
-    return (extent.last_used, -extent.first_row)
+    return (extent.last_used, -extent.first_row, -extent.serial)

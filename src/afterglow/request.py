@@ -58,8 +58,12 @@ class Request:
     prompt: tuple[int, ...] | list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     salt: str = ""
-    session_id: str | None = None
-    priority: int = 0
+    session_id: str | None = None  # names the conversation: one turn at a time, listings, pins, deletion
+    priority: int = 0  # lower is served first
+    cache_key: str | None = None  # of jobs that arrive together, those with equal keys are served side by side
+    ttl_s: float | None = None  # seconds that its KV is kept after the last use; None: the engine's default
+    truncation: bool = False  # drop the oldest turns where the prompt does not fit, and keep the KV of the rest
+    turns: tuple[int, ...] = ()  # prompt rows at which turns end; the first one is the end of the system prompt
     reuse: bool = True  # False: neither read nor write any cache (benchmarks, A/B demos)
 
 
@@ -87,6 +91,30 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """What was left out of a prompt: `dropped` of its tokens, so that `kept` remained. `reused`: the rest's KV was
+    kept and embedded at new positions (CachedAttention §3.4); False: it had to be recomputed."""
+
+    dropped: int
+    kept: int
+    reused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One conversation in the cache. `tokens`: rows known of it; the tiers count rows where they are fastest to reach."""
+
+    name: str
+    tokens: int
+    device: int
+    host: int
+    disk: int
+    last_used: float  # seconds since 1970
+    expires: float | None
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What one engine step brought for one request.
 
@@ -101,4 +129,5 @@ class Output:
     cached: CachedTokens = CachedTokens()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    truncation: Truncation | None = None
     error: str | None = None

@@ -14,7 +14,7 @@ from afterglow.errors import ConfigError
 BLOCK_ROWS = 64  # rows of a chunk and of a block (SPEC §III; CachedAttention leaves it open)
 MAX_EXTENT_ROWS = 1024
 
-PolicyName = Literal["lru", "fifo"]
+PolicyName = Literal["lookahead", "lru", "fifo", "lfu"]
 WritePolicy = Literal["write_back", "write_through"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -64,7 +64,9 @@ class CacheConfig:
     host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.")
     disk_cache: int = option(20 * 1024**3, "Bytes of the disk tier, over restarts; 0 switches it off.")
     cache_dir: Path | None = option(None, "Folder of the disk tier; default: the user's cache directory.")
-    policy: PolicyName = option("lru", "Eviction policy.")
+    policy: PolicyName = option(
+        "lookahead", "Eviction policy; lookahead also fetches ahead what waiting requests need."
+    )
     write_policy: WritePolicy = option(
         "write_back", "write_back: to disk on eviction and at shutdown. write_through: as soon as computed."
     )

@@ -30,7 +30,7 @@ class World:
         )
         self.max_model_len = rng.choice([120, 150, 10**6])
         self.settings = {
-            "policy": rng.choice(["lru", "fifo"]),
+            "policy": rng.choice(["lookahead", "lookahead", "lru", "fifo", "lfu"]),
             "write_policy": rng.choice(["write_back", "write_through"]),
             "prefill_chunk": rng.choice([0, 3, 16, 64]),
             "max_batch": rng.choice([1, 3, 8]),

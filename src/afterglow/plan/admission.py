@@ -104,7 +104,8 @@ class Admission:
     def _obtain(self, job: Job, views: list[View], row: int, now: float) -> list[View] | None:
         """The views whose rows are in host or on their way to it; starts the loads. None: wait for slots."""
         for i, view in enumerate(views):
-            if view.extent.host == "absent" and not self._placement.load(view.extent, now):
+            self._placement.wanted(view.extent)
+            if view.extent.host == "absent" and not self._placement.load(view.extent, now, job.key):
                 if self._placement.relief and job.rounds < MAX_ROUNDS:
                     job.rounds += 1
                     return None

@@ -14,6 +14,7 @@ from afterglow.plan.step import ExtentId, ExtentRecord, Kind
 if TYPE_CHECKING:
     from afterglow.plan.index import Node
 
+Key = tuple[int, int, int, int]  # a job's place in the queue; see `Job.key`
 HostState = Literal["absent", "loading", "ready"]
 DiskState = Literal["absent", "writing", "ready"]
 
@@ -86,12 +87,21 @@ class Extent:
     pins: int = 0  # jobs that gather from it, or are about to
     dead: bool = False
 
+    waiting: list[Key] = field(default_factory=list)  # of the queued jobs whose path goes through it, sorted
+    prefetched: bool = False  # brought to host for a job that has not come yet
+    left_host: float | None = None  # when it was last evicted from host
+
     users: int = 0  # jobs whose context goes through it; it must stay matchable
     contexts: dict[int, None] = field(default_factory=dict)  # retained device contexts that contain rows of it
 
     @property
     def rows(self) -> int:
         return len(self.tokens) // 4
+
+    @property
+    def rank(self) -> Key | None:
+        """The place in the queue of the first job that waits for it."""
+        return self.waiting[0] if self.waiting else None
 
     @property
     def has_children(self) -> bool:

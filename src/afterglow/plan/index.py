@@ -101,6 +101,7 @@ class Index:
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self.extents: dict[ExtentId, Extent] = {}
+        self.version = 0  # changes whenever a match may end differently
 
     def match(self, salt: str, tokens: bytes) -> Match:
         """The longest known prefix of `tokens`; it may end inside an extent."""
@@ -147,6 +148,7 @@ class Index:
         parent.children[node.key()] = node
         extent.nodes = [node]
         self.extents[extent.id] = extent
+        self.version += 1
         return Inserted("inserted", (*holders, extent))
 
     def remove(self, extent: Extent) -> list[Extent]:
@@ -161,6 +163,7 @@ class Index:
         for node in _subtree(top):
             assert node.extent is not None
             gone[node.extent] = None
+        self.version += 1
         for lost in gone:
             lost.nodes = []
             del self.extents[lost.id]

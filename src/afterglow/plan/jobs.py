@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Literal
 
 from afterglow.errors import RequestError
-from afterglow.plan.extent import Extent
+from afterglow.plan.extent import Extent, Key
 from afterglow.plan.step import JobSpec
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
@@ -70,6 +70,7 @@ class Job:
 
     spec: JobSpec
     seq: int
+    turn: int  # the step in which it arrived
     tokens: bytearray
     state: State = "waiting"
     target: int = 0
@@ -91,6 +92,7 @@ class Job:
     tried: int = -1  # the scheduler's version when it was last tried, and what came of it
     verdict: Wait | None = None
     waited: bool = False  # for somebody else's prefill
+    path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
 
     @property
     def length(self) -> int:
@@ -106,9 +108,10 @@ class Job:
         return self.state in ("prefilling", "decoding")
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Its place in the queue: priority, then order of arrival, which a job keeps when it is sent back."""
-        return (self.spec.priority, self.seq)
+    def key(self) -> Key:
+        """Its place in the queue: priority, then order of arrival, which a job keeps when it is sent back. Of those
+        that arrived together, jobs with equal hints go side by side."""
+        return (self.spec.priority, self.turn, self.spec.tie, self.seq)
 
     @property
     def reach(self) -> int:
@@ -144,6 +147,10 @@ class JobQueue:
     def first(self, count: int) -> list[Job]:
         """A copy of the head."""
         return self._jobs[:count]
+
+    def last_of(self, count: int) -> Job | None:
+        """The last of the first `count` jobs."""
+        return self._jobs[min(count, len(self._jobs)) - 1] if count > 0 and self._jobs else None
 
     def add(self, job: Job) -> None:
         """Line up; a job that was sent back has kept its number and so comes out in front."""

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from afterglow.plan.device import Device
-from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.extent import Capacity, Extent, Key
 from afterglow.plan.index import Index
 from afterglow.plan.policy import Policy, Ranking
 from afterglow.plan.slots import SlotPool, watermarks
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import BACKGROUND, DEMAND, SAVE, Drop, ExtentId, Load, Move, MoveDone, Store
+from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE, Drop, ExtentId, Load, Move, MoveDone, Store
 
 MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
 STORE_BACKOFF_S = 30.0
+THRASH_S = 60.0  # an extent wanted again so soon after it was evicted should have stayed
 
 Room = Literal["now", "soon", "never"]
 
@@ -42,6 +43,8 @@ class Placement:
         self.moves: list[Move] = []  # planned, not yet handed out
         self.flights: dict[int, _Flight] = {}
         self.low, self.high = watermarks(capacity.host_slots)
+        self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
+        self.urged: list[int] = []  # loads that somebody waits for now, to be handed out with the moves
         self._index = index
         self._device = device
         self._counters = counters
@@ -77,8 +80,7 @@ class Placement:
         """An extent was of use."""
         extent.last_used = now
         extent.hits += 1
-        for ranking in (self._host, self._clean, self._cold):
-            ranking.update(extent)
+        self.ranked(extent)
         if extent.disk == "ready":
             self._touched[extent] = None
 
@@ -87,10 +89,24 @@ class Placement:
         touched, self._touched = self._touched, {}
         return [(e.id, e.last_used, e.hits) for e in touched if e.disk == "ready" and not e.dead]
 
-    def take_slots(self, count: int, now: float, after: int | None = None) -> tuple[int, ...] | None:
-        """Slots at once, evicting what can go at once; or None, and evictions are on their way if there can be any."""
+    def ranked(self, extent: Extent) -> None:
+        """Something has changed that a policy's order may depend on."""
+        for ranking in (self._host, self._clean, self._cold):
+            ranking.update(extent)
+
+    def keep_free(self, low: int, high: int) -> None:
+        """The least free slots to keep (A9), as far as the tier's size allows."""
+        self.low, self.high = watermarks(self.pool.total, low, high)
+
+    def take_slots(
+        self, count: int, now: float, after: int | None = None, waiter: Key | None = None
+    ) -> tuple[int, ...] | None:
+        """Slots at once, evicting what can go at once; or None, and evictions are on their way if there can be any.
+
+        For a job in the queue (`waiter`) nothing goes that this job or one before it waits for (A10).
+        """
         if self.pool.free < count:
-            self.evict(count, now)
+            self.evict(count, now, waiter)
         return self.pool.take(count, after)
 
     def urge_slots(self, count: int, now: float, after: int | None = None) -> tuple[int, ...] | None:
@@ -103,20 +119,42 @@ class Placement:
 
     def _free_clean(self, extent: Extent, count: int) -> bool:
         if self.pool.free < count and extent.pins == 0:
-            self._counters.evicted_host += 1
-            self._free_host(extent)
+            self._evicted(extent, extent.last_used)
         return self.pool.free < count
 
-    def load(self, extent: Extent, now: float) -> bool:
+    def load(self, extent: Extent, now: float, waiter: Key | None = None) -> bool:
         """Start to bring an extent from disk to host. False: no slots now (see `relief`)."""
-        slots = self.take_slots(self.capacity.blocks(extent.rows), now)
+        return self._load(extent, now, waiter, DEMAND, "demand")
+
+    def prefetch(self, extent: Extent, now: float, waiter: Key) -> bool:
+        """The same before its job's turn has come."""
+        if not self._load(extent, now, waiter, PREFETCH, "prefetch"):
+            return False
+        extent.prefetched = True
+        self._counters.prefetches += 1
+        return True
+
+    def _load(self, extent: Extent, now: float, waiter: Key | None, priority: int, why: str) -> bool:
+        slots = self.take_slots(self.capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
-        move = Load(self._next_move(), extent.id, extent.rows, slots, DEMAND)
+        move = Load(self._next_move(), extent.id, extent.rows, slots, priority, why)
         extent.host, extent.load, extent.slots = "loading", move.move, slots
         self._start(move, extent)
         self._counters.loads += 1
+        self._counters.thrashed += extent.left_host is not None and now - extent.left_host < THRASH_S
         return True
+
+    def wanted(self, extent: Extent) -> None:
+        """A job that is about to run needs an extent: a prefetch of it was of use, or comes late."""
+        if not extent.prefetched:
+            return
+        extent.prefetched = False
+        if extent.load is not None:
+            self._counters.prefetches_late += 1
+            self.urged.append(extent.load)
+        else:
+            self._counters.prefetches_useful += 1
 
     @property
     def relief(self) -> bool:
@@ -141,18 +179,21 @@ class Placement:
 
     # ----------------------------------------------------------------------------------------- evictions
 
-    def background(self, now: float, expected: int) -> None:
+    def background(self, now: float, expected: int, waiter: Key | None = None) -> None:
         """Keep some slots free, and as many more as running prefills are going to need (at most half of all)."""
         expected = min(expected, self.pool.total // 2)
         if self.pool.free + self._evicting_slots < self.low + expected:
-            self.evict(self.high + expected, now)
+            self.evict(self.high + expected, now, waiter)
 
-    def evict(self, target: int, now: float) -> None:
-        """Let go of victims until `target` slots are free, or are going to be."""
+    def evict(self, target: int, now: float, waiter: Key | None = None) -> None:
+        """Let go of victims until `target` slots are free, or are going to be; of none that `waiter` or a job before it
+        waits for."""
         short = target - self.pool.free - self._evicting_slots
 
         def more(extent: Extent) -> bool:
             nonlocal short
+            if waiter is not None and extent.rank is not None and extent.rank <= waiter:
+                return False  # only policies that look ahead name a waiter, and they show the last in the queue first
             if short > 0 and extent.pins == 0 and extent.store is None:
                 short -= self._evict_one(extent, now)
             return short > 0
@@ -164,8 +205,7 @@ class Placement:
         """Slots that this frees now or soon."""
         slots = len(extent.slots)
         if extent.disk == "ready":
-            self._counters.evicted_host += 1
-            self._free_host(extent)
+            self._evicted(extent, now)
             return slots
         room = self.store(extent, now, "evict")
         if room == "now":
@@ -173,11 +213,22 @@ class Placement:
             self._evicting_slots += slots
             self._store_above(extent, now)
         elif room == "never":
-            if extent.users or extent.has_children:
+            if extent.users or extent.has_children or self._exempt(extent):
                 return 0
             self._counters.evicted_host += 1
             self.forget(extent)
         return slots
+
+    def _evicted(self, extent: Extent, now: float) -> None:
+        """Its rows are on disk, and leave host."""
+        self._counters.evicted_host += 1
+        self._counters.prefetches_wasted += extent.prefetched
+        extent.prefetched, extent.left_host = False, now
+        self._free_host(extent)
+
+    def _exempt(self, extent: Extent) -> bool:
+        """Does a job within the eviction window wait for it (A11)?"""
+        return extent.rank is not None and self.horizon is not None and extent.rank <= self.horizon
 
     def _store_above(self, extent: Extent, now: float) -> None:
         """Write the extents that one hangs below too, while they stay in host: after a crash it is of no use without.
@@ -222,7 +273,7 @@ class Placement:
                     short -= self._drop_file(extent, "evict")
                     self._rank(extent)
                     self._counters.evicted_disk += 1
-                elif short > 0 and not extent.users and not extent.has_children:
+                elif short > 0 and not (extent.users or extent.has_children or self._exempt(extent)):
                     short -= extent.file_bytes
                     self._counters.evicted_disk += 1
                     self.forget(extent)
@@ -365,8 +416,7 @@ class Placement:
             self._failures = 0
             extent.disk = "ready"
             if evicting and not extent.dead:
-                self._counters.evicted_host += 1
-                self._free_host(extent)
+                self._evicted(extent, now)
         else:
             extent.disk = "absent"
             del self._files[extent.id]

@@ -17,10 +17,11 @@ Order: TypeAlias = tuple[float, ...]
 
 
 class Policy(NamedTuple):
-    """A row: who goes first."""
+    """A row: who goes first. `looks_ahead`: the waiting queue counts, for eviction and for prefetching."""
 
     name: str
     order: Callable[[Extent], Order]
+    looks_ahead: bool = False
 
 
 def _lru(extent: Extent) -> Order:
@@ -32,7 +33,26 @@ def _fifo(extent: Extent) -> Order:
     return (extent.born, -extent.first_row, extent.serial)
 
 
-POLICIES: dict[str, Policy] = {row.name: row for row in (Policy("lru", _lru), Policy("fifo", _fifo))}
+def _lfu(extent: Extent) -> Order:
+    return (extent.hits, extent.last_used, -extent.first_row, extent.serial)
+
+
+def _lookahead(extent: Extent) -> Order:
+    # CachedAttention §3.3.2: first what no job waits for, then what the last in the queue waits for; of a path the tail.
+    if extent.rank is None:
+        return (0, *_lru(extent))
+    return (1, *(-part for part in extent.rank), -extent.first_row, extent.serial)
+
+
+POLICIES: dict[str, Policy] = {
+    row.name: row
+    for row in (
+        Policy("lookahead", _lookahead, looks_ahead=True),
+        Policy("lru", _lru),
+        Policy("fifo", _fifo),
+        Policy("lfu", _lfu),
+    )
+}
 
 
 class Ranking:

@@ -23,6 +23,7 @@ from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job, JobQueue, Wait, refuse_impossible
+from afterglow.plan.lookahead import LookAhead
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
 from afterglow.plan.restore import restore
@@ -80,6 +81,10 @@ class Scheduler:
         )
         self._jobs: dict[int, Job] = {}  # not yet finished
         self._queue = JobQueue()
+        looks_ahead = POLICIES[policy].looks_ahead
+        self._ahead = LookAhead(
+            capacity, self._index, self._placement, self._queue, looks_ahead, min(max_model_len, self._device.budget)
+        )
         self._events: list[Event] = []
         self._open: Step | None = None  # handed out, not yet committed
         self._flushing = self._flush_done = False
@@ -96,8 +101,8 @@ class Scheduler:
             raise ValueError(f"job {spec.job} exists")
         self._arrivals += 1
         self._counters.submitted += 1
-        job = self._jobs[spec.job] = Job(spec, self._arrivals, bytearray(spec.prompt))
-        self._queue.add(job)
+        job = self._jobs[spec.job] = Job(spec, self._arrivals, self._steps, bytearray(spec.prompt))
+        self._line_up(job)
         self._version += 1
 
     def cancel(self, job: int, now: float) -> list[Event]:
@@ -164,6 +169,7 @@ class Scheduler:
         """The next step. The one before must have been committed if it had runs."""
         assert self._open is None or not self._open.runs, "the step before has not been committed"
         self._steps += 1
+        self._ahead.watch()
         if self.prefill_chunk:
             runs = self._decodes(now)
             runs += self._prefills(now, self.prefill_chunk if runs else max(self.prefill_chunk, IDLE_PREFILL))
@@ -172,15 +178,17 @@ class Scheduler:
         if self._flushing:
             self._flush_done = self._placement.flush(now)
         else:
-            self._placement.background(now, self._batch.expected_slots())
+            self._ahead.prefetch(now)
+            self._placement.background(now, self._batch.expected_slots(), self._ahead.fetched)
         step = Step(
             self._steps,
             tuple(self._batch.releases),
             tuple(self._device.frees),
             tuple(self._placement.moves),
+            tuple(self._placement.urged),
             tuple(runs),
         )
-        self._batch.releases, self._device.frees, self._placement.moves = [], [], []
+        self._batch.releases, self._device.frees, self._placement.moves, self._placement.urged = [], [], [], []
         self._open = step
         return step
 
@@ -255,7 +263,7 @@ class Scheduler:
             return job.verdict
         outcome = self._admission.attempt(job, now, idle, may_join)
         if isinstance(outcome, Admit):
-            self._queue.remove(job)
+            self._leave_queue(job)
             self._batch.running.append(job)
             return outcome
         job.state = "loading" if outcome is Wait.LOADS else "waiting"
@@ -339,7 +347,7 @@ class Scheduler:
         """Off the device and into the queue, with what has been generated as part of the prompt."""
         self._depart(job, now, retain=False)
         job.state, job.tried = "waiting", -1
-        self._queue.add(job)
+        self._line_up(job)
         self._batch.settle(job)
 
     def _finish(
@@ -351,9 +359,10 @@ class Scheduler:
         retain: bool = True,
     ) -> None:
         if job.running:
+            self._ahead.finished(job.rows)
             self._depart(job, now, retain)
         else:
-            self._queue.remove(job)
+            self._leave_queue(job)
             self._admission.unpin(job)
         job.state = "gone"
         del self._jobs[job.spec.job]
@@ -364,6 +373,14 @@ class Scheduler:
         self._events.append(Emitted(job.spec.job, token, why))
         self._version += 1
         self._batch.settle(job)
+
+    def _line_up(self, job: Job) -> None:
+        self._queue.add(job)
+        self._ahead.joined(job)
+
+    def _leave_queue(self, job: Job) -> None:
+        self._queue.remove(job)
+        self._ahead.left(job)
 
     def _depart(self, job: Job, now: float, retain: bool) -> None:
         self._version += 1
@@ -397,6 +414,7 @@ class Scheduler:
         self._placement.check(self._drafts.slots())
         self._drafts.check()
         self._batch.check(list(self._queue))
+        self._ahead.check()
         jobs = [*self._queue, *self._batch.running]
         assert sorted(job.spec.job for job in jobs) == sorted(self._jobs)
         assert len(self._batch.running) <= self.max_batch

@@ -19,6 +19,11 @@ class Counters:
     hit_host: int = 0
     hit_disk: int = 0
     loads: int = 0
+    prefetches: int = 0
+    prefetches_useful: int = 0  # in host when the job's turn came
+    prefetches_late: int = 0  # still on their way
+    prefetches_wasted: int = 0  # evicted before they were of use
+    thrashed: int = 0  # loads of extents that had been evicted a moment before
     stores: int = 0
     evicted_host: int = 0  # extents that left the host tier
     evicted_disk: int = 0  # extents that left the disk tier to make room

@@ -198,12 +198,13 @@ class Step:
     releases: tuple[Release, ...] = ()
     frees: tuple[int, ...] = ()
     moves: tuple[Move, ...] = ()
+    urged: tuple[int, ...] = ()  # loads under way that somebody waits for now: they go before other moves
     runs: tuple[Run, ...] = ()
     wake_at: float | None = None
 
     @property
     def idle(self) -> bool:
-        return not (self.releases or self.frees or self.moves or self.runs)
+        return not (self.releases or self.frees or self.moves or self.urged or self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,7 @@ class JobSpec:
     write: bool = True
     priority: int = 0
     session: str | None = None
+    tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,140 @@
+"""Looking ahead in the queue: which extents are waited for, how far to look, what to fetch before its turn comes.
+
+CachedAttention §3.3 (spec A8-A11). It knows the queue, the index and the placement; not the device, not the batch.
+A job's item is all extents on its path; an extent that many jobs wait for has the rank of the first of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from afterglow.plan.extent import Capacity, Extent, Key
+from afterglow.plan.index import Index
+from afterglow.plan.jobs import Job, JobQueue
+from afterglow.plan.placement import Placement
+
+REMATCHED = 16  # jobs at the head whose paths are looked up anew in a step, if the index has grown
+
+
+class LookAhead:
+    """The windows of one queue. Without a policy that looks ahead it does nothing."""
+
+    def __init__(
+        self, capacity: Capacity, index: Index, placement: Placement, queue: JobQueue, enabled: bool, longest: int
+    ) -> None:
+        self.enabled = enabled
+        self._capacity = capacity
+        self._index = index
+        self._placement = placement
+        self._queue = queue
+        self._items = 0  # finished jobs, and the rows of their paths in whole blocks
+        self._item_rows = 0
+        self._longest = longest
+        self._seen = -1  # the index's version when the head of the queue was last matched
+
+    # ---------------------------------------------------------------------------------------- the queue changes
+
+    def joined(self, job: Job) -> None:
+        """A job waits."""
+        if self.enabled and job.spec.read:
+            self._follow(job)
+
+    def left(self, job: Job) -> None:
+        """A job waits no more."""
+        for extent in job.path:
+            place = bisect_left(extent.waiting, job.key)
+            del extent.waiting[place]
+            if place == 0:
+                self._placement.ranked(extent)
+        job.path = ()
+
+    def _follow(self, job: Job) -> None:
+        """Find out what a job waits for, as far as it is known now."""
+        last = job.length - 1
+        views = self._index.match(job.spec.salt, bytes(job.tokens[: 4 * last])).views
+        path = tuple(dict.fromkeys(view.extent for view in views))
+        if path == job.path:
+            return
+        self.left(job)
+        job.path = path
+        for extent in path:
+            insort(extent.waiting, job.key)
+            if extent.waiting[0] == job.key:
+                self._placement.ranked(extent)
+
+    # ---------------------------------------------------------------------------------------------- windows
+
+    def finished(self, rows: int) -> None:
+        """A job has left a path of `rows` rows behind."""
+        self._items += 1
+        self._item_rows += self._capacity.round_up(rows)
+
+    @property
+    def item_rows(self) -> float:
+        """S_kv, in rows: the mean of all finished jobs' paths; before the first one has finished, the longest."""
+        return self._item_rows / self._items if self._items else float(self._longest)
+
+    @property
+    def prefetch_window(self) -> int:
+        """Waiting jobs whose items are brought to host (A8): host room that is not pinned nor kept free, over S_kv."""
+        return int(self._host_rows() / self.item_rows)
+
+    @property
+    def eviction_window(self) -> int:
+        """Waiting jobs whose items are not let go of (A10): room in host and on disk, over S_kv."""
+        return int((self._host_rows() + self._disk_rows()) / self.item_rows)
+
+    def _host_rows(self) -> int:
+        free = self._placement.pool.total - self._placement.low
+        pinned = {extent: None for job in self._queue.first(REMATCHED) for extent in job.pins}
+        return max(0, free - sum(len(extent.slots) for extent in pinned)) * self._capacity.block_rows
+
+    def _disk_rows(self) -> float:
+        if not self._capacity.disk_bytes:
+            return 0
+        return self._capacity.disk_bytes / self._capacity.file_bytes[-1] * self._capacity.max_extent_rows
+
+    # --------------------------------------------------------------------------------------------- each step
+
+    def watch(self) -> None:
+        """Before a step is planned: who is at the head, and up to where may nothing be evicted?"""
+        if not self.enabled:
+            return
+        if self._index.version != self._seen:
+            self._seen = self._index.version
+            for job in self._queue.first(min(self.prefetch_window, REMATCHED)):
+                if job.spec.read:
+                    self._follow(job)
+        if self._items:
+            item = self._capacity.blocks(int(self.item_rows))
+            self._placement.keep_free(2 * item, 4 * item)
+        self._placement.horizon = self._key_at(self.eviction_window)
+
+    def prefetch(self, now: float) -> None:
+        """Start to bring to host what the jobs in the window wait for, in the order of the queue."""
+        if not self.enabled:
+            return
+        for job in self._queue.first(self.prefetch_window):
+            for extent in job.path:
+                if extent.dead:
+                    break
+                if extent.host == "absent" and not self._placement.prefetch(extent, now, job.key):
+                    return
+
+    @property
+    def fetched(self) -> Key | None:
+        """The last job in the prefetch window: what it and those before it wait for stays in host."""
+        return self._key_at(self.prefetch_window) if self.enabled else None
+
+    def _key_at(self, length: int) -> Key | None:
+        job = self._queue.last_of(length)
+        return job.key if job is not None else None
+
+    def check(self) -> None:
+        """Every waiting list is made of exactly the queued jobs whose paths go through it."""
+        waiting: dict[Extent, list[Key]] = {}
+        for job in self._queue:
+            for extent in job.path:
+                insort(waiting.setdefault(extent, []), job.key)
+        for extent in self._index.extents.values():
+            assert extent.waiting == waiting.get(extent, [])

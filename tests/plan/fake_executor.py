@@ -91,6 +91,7 @@ class Faults:
     busy: float = 0.5  # of failed loads: the read hangs on and writes garbage later
     delay: int = 3
     lazy_saves: float = 0.5
+    seconds: float = 1.0  # that a load says it took, for a block
 
 
 @dataclass
@@ -130,6 +131,7 @@ class FakeExecutor:
         self.pending: dict[int, Pending] = {}
         self.hung: dict[int, Pending] = {}
         self.tees: list[Tee] = []
+        self.failed: set[int] = set()  # loads
         self.done: list[Completion] = []
         self.gathered = {"device": 0, "host": 0, "computed": 0}
 
@@ -169,11 +171,12 @@ class FakeExecutor:
     def _run(self, run: Run, result: StepResult) -> None:
         text = self.texts[run.job]
         if run.admit is not None:
-            failed = self._admit(run, run.admit)
-            if failed is not None:
-                result.failed[run.job] = failed
-                self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
-                return
+            self._admit(run, run.admit)
+        failed = self._gather(run)
+        if failed is not None:
+            result.failed[run.job] = failed
+            self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
+            return
         segment = self.segments[run.job]
         assert run.capacity >= segment.capacity
         segment.capacity = run.capacity
@@ -197,7 +200,7 @@ class FakeExecutor:
             result.tokens[run.job] = token
             text.append(token)
 
-    def _admit(self, run: Run, admit: Admit) -> str | None:
+    def _admit(self, run: Run, admit: Admit) -> None:
         assert run.job not in self.segments
         rows: list[Row] = []
         capacity = run.capacity
@@ -211,11 +214,13 @@ class FakeExecutor:
             assert admit.device_rows == 0
         self.gathered["device"] += len(rows)
         self.segments[run.job] = Segment(rows, capacity)
-        for gather in admit.gathers:
+
+    def _gather(self, run: Run) -> str | None:
+        rows = self.segments[run.job].rows
+        for gather in run.gathers:
             if gather.move is not None and gather.move in self.pending:
                 self._end(gather.move)
-            bad = {item.move for item in self.done if isinstance(item, MoveDone) and not item.ok}
-            if gather.move is not None and gather.move in bad:
+            if gather.move in self.failed:
                 self.segments[run.job].rows = [GARBAGE] * len(rows)
                 return gather.extent
             content = self._read(gather.slots)
@@ -273,6 +278,7 @@ class FakeExecutor:
                 busy = self.rng.random() < self.faults.busy
                 if busy:
                     self.hung[number] = Pending(move, self.rng.randint(1, 5))
+                self.failed.add(number)
                 self.done.append(MoveDone(number, ok=False, slots_busy=busy, error="damaged"))
                 return
             self._put(move.slots, 0, pending.content)
@@ -288,7 +294,9 @@ class FakeExecutor:
             self.damaged.discard(move.extent)
             del self.files[move.extent]
             del self.catalog[move.extent]
-        self.done.append(MoveDone(number, ok=True, bytes=1, seconds=1.0))
+        rows = move.rows if isinstance(move, Load) else 0
+        seconds = self.capacity.blocks(rows) * self.faults.seconds
+        self.done.append(MoveDone(number, ok=True, bytes=self.capacity.file_size(rows) if rows else 0, seconds=seconds))
 
     def tick(self) -> list[Completion]:
         """Time passes; what has ended since the last tick."""

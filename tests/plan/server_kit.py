@@ -52,6 +52,7 @@ class Server:
         self.made: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.admitted: dict[int, Admitted] = {}
+        self.row_seconds: float | None = None  # what computing a row takes; None: every step takes a second
         self.withheld: list[Completion] | None = None  # completions that are kept back, if any are
 
     def make(self) -> Scheduler:
@@ -89,7 +90,8 @@ class Server:
         return step, self.executor.execute(step)
 
     def close(self, step: Step, result: StepResult) -> list[Event]:
-        self.now += 1.0
+        rows = sum(len(run.tokens) for run in step.runs)
+        self.now += 1.0 if self.row_seconds is None else 0.001 + self.row_seconds * rows
         done = self.executor.tick()
         if self.withheld is not None:
             self.withheld += done

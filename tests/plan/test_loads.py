@@ -25,7 +25,7 @@ def test_an_idle_engine_runs_a_job_while_its_rows_are_still_being_loaded() -> No
     step = server.step()
     assert jobs_of(step) == [job]
     assert step.runs[0].admit is not None
-    assert [gather.move for gather in step.runs[0].admit.gathers] == [move.move for move in step.moves]
+    assert [gather.move for gather in step.runs[0].gathers] == [move.move for move in step.moves]
     server.finish()
     assert server.hits(job) == (0, 0, 30)
 

@@ -36,10 +36,18 @@ class World:
             "max_batch": rng.choice([1, 3, 8]),
             "max_model_len": self.max_model_len,
             "digest": "m",
+            "source": rng.choice(["auto", "auto", "auto", "load", "recompute"]),
+            "preload": rng.choice(["layerwise", "layerwise", "layerwise", "whole"]),
+            "read_buffer": rng.choice([None, None, None, 0, 3]),
         }
         chance = rng.choice([0.0, 0.0, 0.1, 0.4])
         self.faults = Faults(
-            load=chance, store=chance, save=chance / 4, delay=rng.choice([0, 3, 8]), lazy_saves=rng.random()
+            load=chance,
+            store=chance,
+            save=chance / 4,
+            delay=rng.choice([0, 3, 8]),
+            lazy_saves=rng.random(),
+            seconds=rng.choice([0.01, 1.0, 30.0]),
         )
         self.executor = FakeExecutor(self.capacity, rng, self.faults)
         self.cancels = rng.choice([0.0, 0.02])

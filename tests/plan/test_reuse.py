@@ -75,7 +75,7 @@ def test_a_conversation_goes_on_in_the_context_that_it_has_left() -> None:
     second = server.ask([*server.text(first), 7])
     admit = server.runs(second)[0].admit
     assert admit is not None
-    assert (admit.take, admit.device_rows, admit.gathers) == (True, 24, ())
+    assert (admit.take, admit.device_rows, server.runs(second)[0].gathers) == (True, 24, ())
     assert server.hits(second) == (24, 0, 0)
 
 

@@ -17,7 +17,7 @@ from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.tee import Tee
 from afterglow.model.decoder import Decoder
-from afterglow.plan.step import Gather, Run, Save, Step, StepResult
+from afterglow.plan.step import Run, Save, Step, StepResult
 from afterglow.request import Request, TokenLogprob
 from afterglow.store.kvstore import KVStore
 
@@ -133,8 +133,6 @@ class TorchRunner:
         """The run's device segment, with what the plan wants in it before the forward."""
         job = self._jobs[run.job]
         admit = run.admit
-        part_gathers: tuple[Gather, ...] = ()
-        gather_from = run.start
         if admit is not None:
             if admit.context is not None and admit.take:
                 job.context = self._contexts.pop(admit.context)
@@ -144,11 +142,11 @@ class TorchRunner:
                 job.context = DeviceContext(self.shape, run.capacity)
                 if admit.context is not None:
                     job.context.copy_rows(self._contexts[admit.context], admit.device_rows)
-            part_gathers, gather_from = admit.gathers, admit.device_rows
         assert job.context is not None, f"job {run.job} runs without ever having been admitted"
         job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
-        return Part(run.job, where, run.start, stop, job.context, part_gathers, gather_from)
+        gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
+        return Part(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
 
     def _outputs(self, runs: Sequence[Run], parts: Sequence[Part], hidden: Tensor, failed: dict[int, str]) -> RunOutput:
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed]

@@ -8,14 +8,18 @@ vanished, been damaged or been added meanwhile is accounted for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
+from afterglow.plan.cost import Cost
 from afterglow.plan.device import Context, Device
 from afterglow.plan.extent import Capacity, View
 from afterglow.plan.index import NO_MATCH, Index, Match, common_rows
-from afterglow.plan.jobs import Job, Wait
+from afterglow.plan.jobs import Job, Stage, Wait
 from afterglow.plan.placement import Placement
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Admit, Gather
+
+Source = Literal["auto", "load", "recompute"]
 
 MAX_ROUNDS = 4  # evictions that a job waits for before it recomputes what could not be loaded
 
@@ -30,14 +34,18 @@ class Admission:
         placement: Placement,
         device: Device,
         counters: Counters,
+        cost: Cost,
         promising: Callable[[], Iterable[Job]],
+        source: Source = "auto",
     ) -> None:
         self._capacity = capacity
         self._index = index
         self._placement = placement
         self._device = device
         self._counters = counters
+        self._cost = cost
         self._promising = promising
+        self._source = source
 
     def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
         """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
@@ -52,22 +60,37 @@ class Admission:
         for extent in on_device:  # making room for loads must not cost the context that was just chosen
             extent.users += 1
         views = _beyond(match, device_rows)
-        self._repin(job, views)
-        obtained = self._obtain(job, views, device_rows, now)
+        kept = self._choose(job, views, device_rows, now)
+        self._repin(job, kept)
+        obtained = self._obtain(job, kept, now)
         for extent in on_device:
             extent.users -= 1
         if obtained is None:
             return Wait.SLOTS
+        if len(obtained) < len(kept):  # the rest cannot be had, and what lies beyond it is of no use then
+            views = views[: views.index(kept[len(obtained)])]
         loading = [view.extent for view in obtained if view.extent.host == "loading"]
         job.loads.update(dict.fromkeys(loading))
-        if loading and not idle:
+        stages = _stages(views, obtained, device_rows)
+        if not idle and not self.may_begin(job, stages[0], now):
             return Wait.LOADS
         if not may_join:
             return Wait.TURN
         take = self._reserve(job, context, device_rows)
         if take is None:
             return Wait.DEVICE
-        return self._join(job, match, context, take, device_rows, obtained, now)
+        return self._join(job, match, context, take, device_rows, views, obtained, stages, now)
+
+    def may_begin(self, job: Job, stage: Stage, now: float) -> bool:
+        """Beside running decodes: are the rows of a stage there, or so soon that nobody has to wait for them?"""
+        if self._placement.read_buffer is not None:
+            return True  # the loads go on only when the job has joined
+        under_way = [self._cost.remaining(move, now) for move in stage.loads if self._placement.is_under_way(move)]
+        if not under_way:
+            return True
+        stop = stage.stop if stage.stop is not None else job.length
+        computing = self._cost.compute(stop - stage.start, stage.start)
+        return self._cost.known and self._cost.fits(max(under_way), computing)
 
     def _match(self, job: Job, tokens: bytes) -> Match:
         """What is known of the tokens. The last one has to be computed in any case: there is no other way to logits."""
@@ -101,7 +124,48 @@ class Admission:
         """The job has gathered its rows, or never will."""
         self._repin(job, [])
 
-    def _obtain(self, job: Job, views: list[View], row: int, now: float) -> list[View] | None:
+    def _choose(self, job: Job, views: list[View], row: int, now: float) -> list[View]:
+        """The views to be used, the others are recomputed: whichever is predicted to be done first.
+
+        The tail of what is on disk is loaded while its head is recomputed: loaded rows need no recomputed ones. All of
+        both are cases of it, and so is recomputing what is in host (spec A8, A10; design: splitting).
+        """
+        cold = [i for i, view in enumerate(views) if view.extent.host != "ready"]
+        if self._source == "load" or not views or (self._source == "auto" and not self._cost.known):
+            return views
+        if self._source == "recompute":
+            return []
+        cost = self._cost
+        starts, end = [], row
+        for view in views:
+            starts.append(end)
+            end += view.stop - view.start
+        final = cost.compute(job.length - end, end)
+        gathering = cost.gather(end - row)
+        sizes = [views[i].extent.file_bytes if views[i].extent.load is None else 0 for i in cold]
+        flying = [views[i].extent.load for i in cold]
+        alone = [cost.loads([size], now) - cost.loads([0], now) if size else 0.0 for size in sizes]
+        waiting = cost.loads([0], now) if any(sizes) else 0.0
+        best, recomputed, head, left = float("inf"), 0, 0.0, sum(alone)
+        for split in range(len(cold) + 1):
+            if split:  # the view before the split is recomputed too
+                i = cold[split - 1]
+                rows = views[i].stop - views[i].start
+                follows = split > 1 and cold[split - 2] == i - 1
+                head += cost.compute(rows, starts[i]) - (cost.compute(0, 0) if follows else 0.0) - cost.gather(rows)
+                left -= alone[split - 1]
+            loading = max((cost.remaining(move, now) for move in flying[split:] if move is not None), default=0.0)
+            if any(sizes[split:]):
+                loading = max(loading, waiting + left)
+            total = max(head + gathering + final, loading + final / cost.layers)
+            if total < best:
+                best, recomputed = total, split
+        if cost.compute(job.length - row, row) < best:
+            return []
+        gone = set(cold[:recomputed])
+        return [view for i, view in enumerate(views) if i not in gone]
+
+    def _obtain(self, job: Job, views: list[View], now: float) -> list[View] | None:
         """The views whose rows are in host or on their way to it; starts the loads. None: wait for slots."""
         for i, view in enumerate(views):
             self._placement.wanted(view.extent)
@@ -109,11 +173,10 @@ class Admission:
                 if self._placement.relief and job.rounds < MAX_ROUNDS:
                     job.rounds += 1
                     return None
-                job.cut = row
+                job.cut = view.extent.first_row + view.start
                 self._counters.cut_loads += 1
                 self._repin(job, views[:i])
                 return views[:i]
-            row += view.stop - view.start
         return views
 
     def _reserve(self, job: Job, context: Context | None, device_rows: int) -> bool | None:
@@ -144,6 +207,8 @@ class Admission:
         take: bool,
         device_rows: int,
         views: list[View],
+        obtained: list[View],
+        stages: list[Stage],
         now: float,
     ) -> Admit:
         if context is not None:
@@ -152,23 +217,45 @@ class Admission:
             else:
                 self._device.copy_from(context)
         rows = device_rows + sum(view.stop - view.start for view in views)
+        gathered = sum(view.stop - view.start for view in obtained)
         held = [*_before(match, device_rows), *views]
         for extent in dict.fromkeys(view.extent for view in held):
             self._placement.touch(extent, now)
             if extent not in job.held:
                 job.held[extent] = None
                 extent.users += 1
-        disk = sum(view.stop - view.start for view in views if view.extent in job.loads)
-        job.hits = (device_rows, rows - device_rows - disk, disk)
-        job.rows = job.covered = rows
+        disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
+        job.hits = (device_rows, gathered - disk, disk)
+        self._counters.recomputed += rows - device_rows - gathered
+        job.rows, job.covered = device_rows, rows
+        job.stages = stages
         job.target = job.length
         job.saving = job.spec.write
         job.state = "prefilling"
         job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
-        gathers = tuple(
-            Gather(view.extent.id, view.start, view.stop, view.extent.slots, view.extent.load) for view in views
-        )
-        return Admit(context.id if context is not None else None, take, device_rows, gathers)
+        self._placement.urge(job.pins)
+        return Admit(context.id if context is not None else None, take, device_rows)
+
+
+def _stages(views: list[View], kept: list[View], row: int) -> list[Stage]:
+    """From views, of which those that are not `kept` are recomputed, to the parts of the prefill."""
+    stages: list[Stage] = []
+    gathers: list[Gather] = []
+    gap: int | None = None  # where the rows begin that are recomputed now
+    wanted = iter(kept)
+    following = next(wanted, None)
+    for view in views:
+        if view is following:
+            if gap is not None:
+                stages.append(Stage(tuple(gathers), gap, row))
+                gathers, gap = [], None
+            extent = view.extent
+            gathers.append(Gather(extent.id, view.start, view.stop, extent.slots, extent.load))
+            following = next(wanted, None)
+        elif gap is None:
+            gap = row
+        row += view.stop - view.start
+    return [*stages, Stage(tuple(gathers), gap if gap is not None else row, None)]
 
 
 def _before(match: Match, rows: int) -> list[View]:

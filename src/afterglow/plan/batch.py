@@ -59,6 +59,7 @@ class Batch:
             self._device.release(job.capacity)
         self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
         job.rows = job.capacity = 0
+        job.stages, job.stop = [], None
 
     def settle(self, job: Job) -> None:
         """If nothing of a job is on the device or being saved any more, let go of the extents it went through."""
@@ -95,7 +96,7 @@ class Batch:
     def expected_slots(self) -> int:
         """Host slots that running prefills are going to need."""
         return sum(
-            self._capacity.blocks(job.target - job.rows)
+            self._capacity.blocks(job.target - max(job.rows, job.covered))
             for job in self.running
             if job.state == "prefilling" and job.saving
         )

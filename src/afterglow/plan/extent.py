@@ -24,7 +24,7 @@ class Capacity:
     """What there is to place things in.
 
     `device_rows`: rows of all device segments together. `host_slots`: blocks of the host arena. `disk_bytes`: budget
-    of the disk tier, 0 switches it off. `file_bytes[b - 1]`: size of the file of an extent of `b` blocks (a table and
+    of the disk tier, 0 switches it off. `layers`: of the model, whose rows are loaded one after the other. `file_bytes[b - 1]`: size of the file of an extent of `b` blocks (a table and
     not a function, so that a journal can hold it).
     """
 
@@ -34,6 +34,7 @@ class Capacity:
     file_bytes: tuple[int, ...] = ()
     max_extent_rows: int = 1024
     block_rows: int = 64
+    layers: int = 1
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent, Key
-from afterglow.plan.step import JobSpec
+from afterglow.plan.step import Gather, JobSpec
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
 
@@ -60,6 +60,24 @@ class Draft:
         return self.sealed and self.planned == self.rows and self.answered >= self.teed
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a prefill: rows to gather, then rows [start, stop) to compute (`stop` None: to the end).
+
+    Most jobs have one. Where loading takes longer than recomputing, the head of what is on disk is computed in stages of
+    its own while the tail is loaded.
+    """
+
+    gathers: tuple[Gather, ...]
+    start: int
+    stop: int | None
+
+    @property
+    def loads(self) -> list[int]:
+        """Loads that some of its rows may still be waiting for."""
+        return [gather.move for gather in self.gathers if gather.move is not None]
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One request. `tokens` are its prompt and what it has generated; row i is token i's.
@@ -86,6 +104,8 @@ class Job:
     held: dict[Extent, None] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)  # not yet resolved, in row order
     context: int | None = None  # what it has left on the device
+    stages: list[Stage] = field(default_factory=list)  # of its prefill that have not begun
+    stop: int | None = None  # where the stage ends that has
     loads: dict[Extent, None] = field(default_factory=dict)  # extents it has waited for: they count as disk hits
     cut: int | None = None  # match no further: host slots could not be had
     rounds: int = 0  # evictions waited for

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from afterglow.plan.extent import Capacity
-from afterglow.plan.scheduler import Scheduler, WritePolicy
+from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import (
     Completion,
     Event,
@@ -36,30 +36,9 @@ class RecordingScheduler(Scheduler):
         capacity: Capacity,
         *,
         write: Callable[[str], object],
-        policy: str = "lru",
-        write_policy: WritePolicy = "write_back",
-        prefill_chunk: int = 256,
-        max_batch: int = 24,
-        max_model_len: int = 2**31,
-        digest: str = "",
+        **settings: Any,
     ) -> None:
-        settings = {
-            "policy": policy,
-            "write_policy": write_policy,
-            "prefill_chunk": prefill_chunk,
-            "max_batch": max_batch,
-            "max_model_len": max_model_len,
-            "digest": digest,
-        }
-        super().__init__(
-            capacity,
-            policy=policy,
-            write_policy=write_policy,
-            prefill_chunk=prefill_chunk,
-            max_batch=max_batch,
-            max_model_len=max_model_len,
-            digest=digest,
-        )
+        super().__init__(capacity, **settings)
         self._write = write
         self._note("plan", format=FORMAT, capacity=asdict(capacity), settings=settings)
 

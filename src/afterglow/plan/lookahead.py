@@ -17,12 +17,14 @@ REMATCHED = 16  # jobs at the head whose paths are looked up anew in a step, if 
 
 
 class LookAhead:
-    """The windows of one queue. Without a policy that looks ahead it does nothing."""
+    """The windows of one queue. Without a policy that looks ahead it does nothing; except that a read buffer (a
+    baseline) is filled for the next job."""
 
     def __init__(
-        self, capacity: Capacity, index: Index, placement: Placement, queue: JobQueue, enabled: bool, longest: int
+        self, capacity: Capacity, index: Index, placement: Placement, queue: JobQueue, windows: bool, longest: int
     ) -> None:
-        self.enabled = enabled
+        self.enabled = windows or bool(placement.read_buffer)
+        self._windows = windows
         self._capacity = capacity
         self._index = index
         self._placement = placement
@@ -77,7 +79,7 @@ class LookAhead:
     @property
     def prefetch_window(self) -> int:
         """Waiting jobs whose items are brought to host (A8): host room that is not pinned nor kept free, over S_kv."""
-        return int(self._host_rows() / self.item_rows)
+        return int(self._host_rows() / self.item_rows) if self._windows else 1
 
     @property
     def eviction_window(self) -> int:
@@ -105,6 +107,8 @@ class LookAhead:
             for job in self._queue.first(min(self.prefetch_window, REMATCHED)):
                 if job.spec.read:
                     self._follow(job)
+        if not self._windows:
+            return
         if self._items:
             item = self._capacity.blocks(int(self.item_rows))
             self._placement.keep_free(2 * item, 4 * item)
@@ -124,7 +128,7 @@ class LookAhead:
     @property
     def fetched(self) -> Key | None:
         """The last job in the prefetch window: what it and those before it wait for stays in host."""
-        return self._key_at(self.prefetch_window) if self.enabled else None
+        return self._key_at(self.prefetch_window) if self._windows else None
 
     def _key_at(self, length: int) -> Key | None:
         job = self._queue.last_of(length)

@@ -7,9 +7,11 @@ count as used from the moment a move is planned until the completion that says t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from afterglow.plan.cost import Cost
 from afterglow.plan.device import Device
 from afterglow.plan.extent import Capacity, Extent, Key
 from afterglow.plan.index import Index
@@ -36,7 +38,9 @@ class _Flight:
 class Placement:
     """Host and disk."""
 
-    def __init__(self, capacity: Capacity, policy: Policy, index: Index, device: Device, counters: Counters) -> None:
+    def __init__(
+        self, capacity: Capacity, policy: Policy, index: Index, device: Device, counters: Counters, cost: Cost
+    ) -> None:
         self.capacity = capacity
         self.pool = SlotPool(capacity.host_slots)
         self.disk_used = 0
@@ -44,10 +48,13 @@ class Placement:
         self.flights: dict[int, _Flight] = {}
         self.low, self.high = watermarks(capacity.host_slots)
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
+        self.read_buffer: int | None = None  # layers to be loaded before the job joins (a baseline); None: all of them
         self.urged: list[int] = []  # loads that somebody waits for now, to be handed out with the moves
         self._index = index
         self._device = device
+        self._in_order = policy.looks_ahead
         self._counters = counters
+        self._cost = cost
         self._host = Ranking(policy)  # ready in host
         self._clean = Ranking(policy)  # ready in both
         self._cold = Ranking(policy)  # ready on disk only
@@ -138,9 +145,10 @@ class Placement:
         slots = self.take_slots(self.capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
-        move = Load(self._next_move(), extent.id, extent.rows, slots, priority, why)
+        move = Load(self._next_move(), extent.id, extent.rows, slots, priority, why, self.read_buffer)
         extent.host, extent.load, extent.slots = "loading", move.move, slots
         self._start(move, extent)
+        self._cost.started(move.move, extent.file_bytes, now)
         self._counters.loads += 1
         self._counters.thrashed += extent.left_host is not None and now - extent.left_host < THRASH_S
         return True
@@ -155,6 +163,14 @@ class Placement:
             self.urged.append(extent.load)
         else:
             self._counters.prefetches_useful += 1
+
+    def urge(self, extents: Sequence[Extent]) -> None:
+        """A job has joined whose rows these loads bring."""
+        self.urged += [extent.load for extent in extents if extent.load is not None]
+
+    def is_under_way(self, move: int) -> bool:
+        """Has a move not ended yet?"""
+        return move in self.flights
 
     @property
     def relief(self) -> bool:
@@ -193,7 +209,7 @@ class Placement:
         def more(extent: Extent) -> bool:
             nonlocal short
             if waiter is not None and extent.rank is not None and extent.rank <= waiter:
-                return False  # only policies that look ahead name a waiter, and they show the last in the queue first
+                return short > 0 and not self._in_order  # the last in the queue came first: all others are nearer
             if short > 0 and extent.pins == 0 and extent.store is None:
                 short -= self._evict_one(extent, now)
             return short > 0
@@ -384,6 +400,7 @@ class Placement:
             if slots is not None:
                 self.pool.give(slots)
         elif isinstance(flight.move, Load):
+            self._cost.ended(done.move, done.bytes if done.ok else 0, done.seconds, now)
             self._loaded(flight.extent, done)
         elif isinstance(flight.move, Store):
             self._stored(flight.extent, done, now)

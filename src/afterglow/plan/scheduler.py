@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from afterglow.plan.admission import Admission
+from afterglow.plan.admission import Admission, Source
 from afterglow.plan.batch import Batch
+from afterglow.plan.cost import Cost, Work
 from afterglow.plan.device import Device
 from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity
@@ -36,6 +37,7 @@ from afterglow.plan.step import (
     Event,
     ExtentId,
     ExtentRecord,
+    Gather,
     JobSpec,
     MoveDone,
     Run,
@@ -47,6 +49,7 @@ IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
 LOOK_AHEAD = 64  # waiting jobs that are tried in one step
 
 WritePolicy = Literal["write_back", "write_through"]
+Preload = Literal["layerwise", "whole"]  # may a job join while its layers are on their way?
 
 
 class Scheduler:
@@ -62,22 +65,35 @@ class Scheduler:
         max_batch: int = 24,
         max_model_len: int = 2**31,
         digest: str = "",
+        source: Source = "auto",
+        preload: Preload = "layerwise",
+        read_buffer: int | None = None,
     ) -> None:
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
         self.max_batch = max_batch
         self.max_model_len = max_model_len
+        self.preload = preload
         self._counters = Counters()
         self._index = Index()
         self._device = Device(capacity, self._counters)
-        self._placement = Placement(capacity, POLICIES[policy], self._index, self._device, self._counters)
+        self._cost = Cost(capacity.layers)
+        self._placement = Placement(capacity, POLICIES[policy], self._index, self._device, self._counters, self._cost)
+        self._placement.read_buffer = read_buffer
         write_through = write_policy == "write_through" and capacity.disk_bytes > 0
         self._drafts = Drafts(
             capacity, self._index, self._placement, self._device, self._counters, digest, write_through
         )
         self._batch = Batch(capacity, self._index, self._device, self._drafts)
         self._admission = Admission(
-            capacity, self._index, self._placement, self._device, self._counters, self._batch.promising
+            capacity,
+            self._index,
+            self._placement,
+            self._device,
+            self._counters,
+            self._cost,
+            self._batch.promising,
+            source,
         )
         self._jobs: dict[int, Job] = {}  # not yet finished
         self._queue = JobQueue()
@@ -87,6 +103,7 @@ class Scheduler:
         )
         self._events: list[Event] = []
         self._open: Step | None = None  # handed out, not yet committed
+        self._opened = 0.0
         self._flushing = self._flush_done = False
         self._version = 0  # changes whenever an attempt to admit may end differently
         self._arrivals = 0
@@ -189,7 +206,7 @@ class Scheduler:
             tuple(runs),
         )
         self._batch.releases, self._device.frees, self._placement.moves, self._placement.urged = [], [], [], []
-        self._open = step
+        self._open, self._opened = step, now
         return step
 
     def commit(self, step: Step, result: StepResult, done: Iterable[Completion], now: float) -> list[Event]:
@@ -206,10 +223,21 @@ class Scheduler:
     def _commit(self, step: Step, result: StepResult, now: float) -> None:
         assert step is self._open, "not the step that was handed out"
         self._open = None
+        self._measure(step, result, now)
         if self._device.unpin():
             self._version += 1
         for run in step.runs:
             self._committed(run, result, now)
+
+    def _measure(self, step: Step, result: StepResult, now: float) -> None:
+        """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
+        waited = any(gather.move is not None for run in step.runs for gather in run.gathers)
+        if waited or result.failed or all(len(run.tokens) == 1 for run in step.runs):
+            return
+        work = Work()
+        for run in step.runs:
+            work.add(len(run.tokens), run.start, sum(gather.stop - gather.start for gather in run.gathers))
+        self._cost.passed(work, now - self._opened)
 
     def _complete(self, done: Iterable[Completion], now: float) -> None:
         for item in done:
@@ -237,6 +265,13 @@ class Scheduler:
         runs: list[Run] = []
         for job in self._batch.running:
             if job.state == "prefilling" and budget > 0:
+                if (
+                    runs
+                    and job.stages
+                    and job.rows == job.stop
+                    and not self._admission.may_begin(job, job.stages[0], now)
+                ):
+                    continue  # the others need not wait for its rows
                 runs.append(self._run(job, budget, None, now))
                 budget -= len(runs[-1].tokens)
         waiting = self._queue.first(LOOK_AHEAD)
@@ -258,7 +293,7 @@ class Scheduler:
 
     def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
         """Attempt to admit a job, unless nothing has changed since the last time."""
-        idle = not self._batch.running
+        idle = not self._batch.running and self.preload == "layerwise"
         if job.tried == self._version and job.verdict is not None and not idle:
             return job.verdict
         outcome = self._admission.attempt(job, now, idle, may_join)
@@ -267,17 +302,24 @@ class Scheduler:
             self._batch.running.append(job)
             return outcome
         job.state = "loading" if outcome is Wait.LOADS else "waiting"
-        # A turn comes with the budget of the next step, of which the version knows nothing.
-        job.tried, job.verdict = (self._version, outcome) if outcome is not Wait.TURN else (-1, None)
+        # A turn comes with the budget of the next step, rows come with time: of both the version knows nothing.
+        lasting = outcome not in (Wait.TURN, Wait.LOADS)
+        job.tried, job.verdict = (self._version, outcome) if lasting else (-1, None)
         return outcome
 
     def _run(self, job: Job, budget: int, admit: Admit | None, now: float) -> Run:
-        start, rest = job.rows, job.length - job.rows
+        start = job.rows
+        gathers: tuple[Gather, ...] = ()
+        if job.stages and (admit is not None or job.rows == job.stop):
+            stage = job.stages.pop(0)
+            start, gathers, job.stop = stage.start, stage.gathers, stage.stop
+        rest = (job.stop if job.stop is not None else job.length) - start
         rows = min(rest, budget) if self.prefill_chunk else rest
         tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
         sample = start + rows == job.length and job.remaining > 0
-        saves = self._drafts.tee(job, start, rows, now) if job.saving else ()
-        return Run(job.spec.job, start, tokens, sample, job.capacity, admit, saves)
+        new = max(start, job.covered)  # rows before it are cached already, and are only computed again
+        saves = self._drafts.tee(job, new, start + rows - new, now) if job.saving and start + rows > new else ()
+        return Run(job.spec.job, start, tokens, sample, job.capacity, admit, gathers, saves)
 
     # ----------------------------------------------------------------------------------------- on the device
 
@@ -297,12 +339,14 @@ class Scheduler:
         if run.job in result.failed:
             self._failed(job, result.failed[run.job], now)
             return
-        if run.admit is not None:
+        if job.pins and not job.stages:
             self._admission.unpin(job)
+        if not job.stages:
             self._tell_admitted(job)
-        job.rows += len(run.tokens)
+        job.rows = run.start + len(run.tokens)
         if job.spec.write:
-            self._counters.rows_unsaved += len(run.tokens) - sum(save.rows for save in run.saves)
+            new = job.rows - max(run.start, job.covered)
+            self._counters.rows_unsaved += max(0, new) - sum(save.rows for save in run.saves)
             self._drafts.commit(job, now)
             self._batch.settle(job)
         if job.cancelled:

@@ -51,7 +51,11 @@ class ExtentRecord:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one."""
+    """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one.
+
+    `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
+    layers (CachedAttention §3.2.1). None: all of them; 0: none.
+    """
 
     move: int
     extent: ExtentId
@@ -59,6 +63,7 @@ class Load:
     slots: tuple[int, ...]
     priority: int = DEMAND
     why: str = "demand"
+    ahead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,23 @@ class Drop:
     priority: int = BACKGROUND
 
 
-Move = Load | Store | Drop
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Host -> host: parts of extents become an extent of their own.
+
+    Each piece is (slots of a whole extent, first row, stop row). The pieces one after another become rows [0, rows) of
+    the blocks in `slots`, in all layers; the rest of the last block is zeroed. No slot is both read and written, and
+    the pieces' slots are full before the move is handed out.
+    """
+
+    move: int
+    pieces: tuple[tuple[tuple[int, ...], int, int], ...]
+    slots: tuple[int, ...]
+    rows: int
+    priority: int = DEMAND
+
+
+Move = Load | Store | Drop | Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +155,12 @@ class Admit:
     """How a job's context comes to the device before its first forward pass.
 
     Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone
-    afterwards, its rows beyond `device_rows` forgotten) or copied. Rows from `device_rows` on are gathered from
-    the host, in order, and end at the first row to be computed.
+    afterwards, its rows beyond `device_rows` forgotten) or copied.
     """
 
     context: int | None
     take: bool
     device_rows: int
-    gathers: tuple[Gather, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +182,8 @@ class Save:
 class Run:
     """One job's share of a step: compute `tokens` at rows [start, start + len(tokens)).
 
+    `gathers` bring in, from host and in order, the rows before `start` that are not on the device yet; mostly in a
+    job's first run, but where rows are recomputed while those behind them are loaded, also later.
     `sample`: draw the next token from the last row. `capacity`: rows that the job's device segment may hold from
     now on (already counted against the budget; never shrinks, and a retained context counts with the capacity of
     the job that it was: taken over, it goes on with at least that).
@@ -174,6 +195,7 @@ class Run:
     sample: bool
     capacity: int
     admit: Admit | None = None
+    gathers: tuple[Gather, ...] = ()
     saves: tuple[Save, ...] = ()
 
 

@@ -1,0 +1,190 @@
+"""What loading and computing take, learned from what they took. Seconds, bytes and rows; no clock, no job.
+
+Two small models are fitted while running: seconds of a read to its bytes, and seconds of a forward pass to its rows,
+its attention and the rows it gathers. Until both have seen enough nothing is predicted, and what is cached is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+READS, PASSES = 0.85, 0.95  # weight of a sample after each later one
+LEAST_SAMPLES = 3
+MILLION = 1e6  # attention products are counted in millions, so that the numbers of a fit are of one size
+
+
+class Fit:
+    """Non-negative linear regression that forgets: seconds ~ sum of weights times features, by relative error."""
+
+    def __init__(self, features: int, forget: float) -> None:
+        self.samples = 0
+        self._n = features
+        self._forget = forget
+        self._a = [[0.0] * features for _ in range(features)]
+        self._b = [0.0] * features
+        self._weights: list[float] | None = None
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        """A sample. Samples of no duration say nothing."""
+        if seconds <= 0:
+            return
+        scaled = [x / seconds for x in features]  # relative errors count: a short step is as good as a long one
+        for i, x in enumerate(scaled):
+            self._b[i] = self._forget * self._b[i] + x
+            for j, y in enumerate(scaled):
+                self._a[i][j] = self._forget * self._a[i][j] + x * y
+        self.samples += 1
+        self._weights = None
+
+    def predict(self, features: Sequence[float]) -> float | None:
+        """Seconds; None before there are enough samples."""
+        if self.samples < LEAST_SAMPLES:
+            return None
+        if self._weights is None:
+            self._weights = self._solve()
+        return sum(weight * x for weight, x in zip(self._weights, features, strict=True))
+
+    def _solve(self) -> list[float]:
+        kept = list(range(self._n))
+        while kept:
+            found = _gauss(self._a, self._b, kept)
+            worst = min(range(len(kept)), key=lambda i: found[i])
+            if found[worst] >= 0:
+                weights = [0.0] * self._n
+                for i, weight in zip(kept, found, strict=True):
+                    weights[i] = weight
+                return weights
+            del kept[worst]  # nothing takes less than no time
+        return [0.0] * self._n
+
+
+def _gauss(a: list[list[float]], b: list[float], kept: list[int]) -> list[float]:
+    """Solve for the kept features. A little ridge decides between features that always go together: rather each
+    row or byte takes longer than every call (feature 0)."""
+    n = len(kept)
+    m = [[a[i][j] * (1 + (1e-6 if i else 1e-4) * (i == j)) + 1e-18 * (i == j) for j in kept] + [b[i]] for i in kept]
+    for column in range(n):
+        pivot = max(range(column, n), key=lambda row: abs(m[row][column]))
+        m[column], m[pivot] = m[pivot], m[column]
+        if m[column][column] == 0:
+            continue
+        for row in range(n):
+            if row != column:
+                factor = m[row][column] / m[column][column]
+                m[row] = [x - factor * y for x, y in zip(m[row], m[column], strict=True)]
+    return [m[i][n] / m[i][i] if m[i][i] else 0.0 for i in range(n)]
+
+
+@dataclass(slots=True)
+class Work:
+    """What a forward pass does: `rows` computed, `attended` products of rows and context, `gathered` rows."""
+
+    rows: int = 0
+    attended: float = 0.0
+    gathered: int = 0
+
+    def add(self, rows: int, start: int, gathered: int = 0) -> None:
+        """One job's share: `rows` rows from row `start` on, after gathering `gathered`."""
+        self.rows += rows
+        self.attended += rows * (start + rows / 2)
+        self.gathered += gathered
+
+    def features(self) -> tuple[float, ...]:
+        return (1.0, self.rows, self.attended / MILLION, self.gathered)
+
+
+class Cost:
+    """Predictions for one engine."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.read_at: float | None = None  # when a read was last measured
+        self._read = Fit(2, READS)
+        self._pass = Fit(4, PASSES)
+        self._ends: dict[int, float] = {}  # loads under way: when they are going to end
+        self._last_end = 0.0
+
+    # ------------------------------------------------------------------------------------------- learning
+
+    def started(self, move: int, size: int, now: float) -> None:
+        """A load has been asked for; loads follow one another."""
+        seconds = self._read.predict((1.0, size)) or 0.0
+        self._last_end = self._ends[move] = max(now, self._last_end) + seconds
+
+    def ended(self, move: int, size: int, seconds: float, now: float) -> None:
+        """A load has ended after reading `size` bytes in `seconds` (0 bytes: it failed)."""
+        self._ends.pop(move, None)
+        if not self._ends:
+            self._last_end = now
+        if size:
+            self._read.add((1.0, size), seconds)
+            self.read_at = now
+
+    def passed(self, work: Work, seconds: float) -> None:
+        """A forward pass that waited for nothing took this long."""
+        self._pass.add(work.features(), seconds)
+
+    # ----------------------------------------------------------------------------------------- predicting
+
+    @property
+    def known(self) -> bool:
+        """Can loading be compared with computing?"""
+        return self._read.samples >= LEAST_SAMPLES and self._pass.samples >= LEAST_SAMPLES
+
+    def compute(self, rows: int, start: int, gathered: int = 0) -> float:
+        """Seconds to compute `rows` rows from row `start` on. 0 before anything is known."""
+        work = Work()
+        work.add(rows, start, gathered)
+        return self._pass.predict(work.features()) or 0.0
+
+    def gather(self, rows: int) -> float:
+        """Seconds that a forward pass takes longer for gathering `rows` rows."""
+        return (self._pass.predict((0.0, 0.0, 0.0, rows)) or 0.0) if rows else 0.0
+
+    def loads(self, sizes: Sequence[int], now: float) -> float:
+        """Seconds until loads of these sizes, asked for now, have ended."""
+        alone = sum(self._read.predict((1.0, size)) or 0.0 for size in sizes)
+        return max(0.0, self._last_end - now) + alone if sizes else 0.0
+
+    def remaining(self, move: int, now: float) -> float:
+        """Seconds until a load under way ends."""
+        return max(0.0, self._ends.get(move, now) - now)
+
+    def fits(self, loading: float, computing: float) -> bool:
+        """May a pass of `computing` seconds begin although its loads take another `loading` seconds?
+
+        The last layer's rows must be there when its turn comes (CachedAttention §3.2.1; the exact read buffer of
+        spec A4, in time instead of layers: n t_load - (n - 1) t_compute <= lead).
+        """
+        return loading <= computing * (self.layers - 1) / self.layers
+
+
+def read_buffer_layers(layers: int, load: float, compute: float, *, exact: bool = True) -> int:
+    """Layers that must be loaded before a job starts, so that it never waits. `load` and `compute` are per layer.
+
+    The paper's formula (§3.2.1) is one layer's compute short; `exact` adds it. At least one layer, because the first
+    cannot be loaded while nothing is computed.
+    """
+    if load <= 0:
+        return 0
+    lead = layers * load - (layers - 1 if exact else layers) * compute
+    return min(layers, max(1, math.ceil(lead / load - 1e-9)))
+
+
+def stall(layers: int, load: float, compute: float, buffered: int) -> float:
+    """Seconds that a job of `layers` layers waits in all, if `buffered` layers are there when it starts and the load
+    goes on (event by event, no formula)."""
+    clock = waited = 0.0
+    for layer in range(layers):
+        ready = (layer + 1 - buffered) * load
+        waited += max(0.0, ready - clock)
+        clock = max(clock, ready) + compute
+    return waited
+
+
+def write_buffer_bytes(save: float, overlapped: float, rate: float, limit: int) -> int:
+    """Bytes still to be saved when a job ends (spec A7): what `save` seconds of saving have left after `overlapped`
+    seconds of computing, at `rate` bytes/s; at most `limit`."""
+    return min(limit, int(max(0.0, save - overlapped) * rate))

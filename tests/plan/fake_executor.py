@@ -16,6 +16,7 @@ from afterglow.plan.extent import Capacity
 from afterglow.plan.step import (
     Admit,
     Completion,
+    Copy,
     Drop,
     ExtentRecord,
     JobSpec,
@@ -29,6 +30,7 @@ from afterglow.plan.step import (
     StepResult,
     Store,
 )
+from afterglow.plan.truncation import is_private, tenant_of
 
 Row = bytes
 GARBAGE: Row = b"garbage"
@@ -52,14 +54,40 @@ class Text:
         self.rows: list[Row] = []
         for token in tokens:
             self.append(token)
+            TENANT[self.rows[-1]] = salt
 
     def append(self, token: int) -> None:
         self.rows.append(next_row(self.rows[-1] if self.rows else self.start, token))
         self.tokens.append(token)
 
 
+@dataclass
+class PrivateText:
+    """A prompt that was cut. What its rows contain depends on what of them could be kept, so only their tokens and their
+    tenant are known; what is computed on top of kept rows is marked with the epoch, and so is nothing else."""
+
+    salt: str
+    tokens: list[int]
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def compute(self, before: list[Row], tokens: list[int]) -> list[Row]:
+        rows = list(before)
+        for token in tokens:
+            rows.append(next_row(b"epoch " + self.salt.encode() + (rows[-1] if rows else b""), token))
+            TENANT[rows[-1]] = tenant_of(self.salt)
+        return rows[len(before) :]
+
+
+TOKEN: dict[Row, int] = {}  # of every row there ever was
+TENANT: dict[Row, str] = {}
+
+
 def next_row(before: Row, token: int) -> Row:
-    return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
+    row = hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
+    TOKEN[row] = token
+    return row
 
 
 def sample(row: Row) -> int:
@@ -121,7 +149,7 @@ class FakeExecutor:
         self.capacity = capacity
         self.rng = rng
         self.faults = faults
-        self.texts: dict[int, Text] = {}
+        self.texts: dict[int, Text | PrivateText] = {}
         self.segments: dict[int, Segment] = {}
         self.contexts: dict[int, Segment] = {}
         self.slots: list[list[Row]] = [[GARBAGE] * capacity.block_rows for _ in range(capacity.host_slots)]
@@ -140,7 +168,8 @@ class FakeExecutor:
         return bool(self.pending or self.hung or self.tees or self.done)
 
     def submit(self, spec: JobSpec) -> None:
-        self.texts[spec.job] = Text(spec.salt, unpack(spec.prompt))
+        text = PrivateText if is_private(spec.salt) else Text
+        self.texts[spec.job] = text(spec.salt, unpack(spec.prompt))
 
     # ------------------------------------------------------------------------------------------- a step
 
@@ -181,11 +210,16 @@ class FakeExecutor:
         assert run.capacity >= segment.capacity
         segment.capacity = run.capacity
         assert len(segment.rows) == run.start
-        assert segment.rows == text.rows[: run.start], "rows that are not the job's own"
         stop = run.start + len(run.tokens)
         assert list(run.tokens) == text.tokens[run.start : stop]
         assert run.tokens
-        segment.rows += text.rows[run.start : stop]
+        if isinstance(text, PrivateText):
+            assert [TOKEN[row] for row in segment.rows] == text.tokens[: run.start], "rows of other tokens"
+            assert {TENANT[row] for row in segment.rows} <= {tenant_of(text.salt)}, "rows of another tenant"
+            segment.rows += text.compute(segment.rows, list(run.tokens))
+        else:
+            assert segment.rows == text.rows[: run.start], "rows that are not the job's own"
+            segment.rows += text.rows[run.start : stop]
         self.gathered["computed"] += len(run.tokens)
         for save in run.saves:
             assert run.start <= save.job_row
@@ -261,10 +295,13 @@ class FakeExecutor:
             assert record.id not in self.files, "a file of that name is there"
             assert not any(isinstance(p.move, Store) and p.move.record.id == record.id for p in self.pending.values())
             pending.content = self._read(move.slots)[: record.rows]
-            for before, row, token in zip(
-                pending.content[:-1], pending.content[1:], unpack(record.tokens)[1:], strict=True
-            ):
-                assert row == next_row(before, token), "not the rows of these tokens"
+            assert [TOKEN[row] for row in pending.content] == unpack(record.tokens), "not the rows of these tokens"
+        elif isinstance(move, Copy):
+            rows = [row for slots, a, b in move.pieces for row in self._read(slots)[a:b]]
+            assert len(rows) == move.rows
+            assert len(move.slots) == self.capacity.blocks(move.rows)
+            assert not {slot for slots, _, _ in move.pieces for slot in slots} & set(move.slots)
+            pending.content = rows
         self.pending[move.move] = pending
         written = sum(p.move.record.file_bytes for p in self.pending.values() if isinstance(p.move, Store))
         stored = sum(record.file_bytes for record in self.catalog.values())
@@ -289,6 +326,13 @@ class FakeExecutor:
                 return
             self.files[move.record.id] = pending.content
             self.catalog[move.record.id] = move.record
+        elif isinstance(move, Copy):
+            again = [row for slots, a, b in move.pieces for row in self._read(slots)[a:b]]
+            assert again == pending.content, "slots changed while being copied"
+            if self.rng.random() < self.faults.store:
+                self.done.append(MoveDone(number, ok=False, error="gone"))
+                return
+            self._put(move.slots, 0, pending.content)
         else:
             assert isinstance(move, Drop)
             self.damaged.discard(move.extent)

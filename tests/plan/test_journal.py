@@ -80,7 +80,7 @@ def test_the_journal_names_every_input() -> None:
     server = eventful()
     lines = [json.loads(line) for journal in server.journals for line in journal]
     assert {line["op"] for line in lines} == {
-        "plan", "submit", "cancel", "restore", "reset", "drop_contexts", "drop_clean_host", "flush", "schedule",
+        "plan", "submit", "cancel", "restore", "reset", "drop_contexts", "drop_clean_host", "flush", "schedule", "recall",
         "commit", "complete",
     }  # fmt: skip
     assert sum(line["op"] == "submit" for line in lines) == len(server.specs), "what was refused is no input"

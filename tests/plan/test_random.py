@@ -7,10 +7,12 @@ import random
 import pytest
 from fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
 
+from afterglow.errors import RequestError
 from afterglow.plan.extent import Capacity
 from afterglow.plan.journal import RecordingScheduler, replay, step_digest
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
+from afterglow.plan.truncation import is_private, tenant_of
 
 
 class World:
@@ -57,6 +59,8 @@ class World:
         self.now = 0.0
         self.last_job = 0
         self.specs: dict[int, JobSpec] = {}
+        self.originals: dict[int, list[int]] = {}  # prompts as they were asked for
+        self.notes: dict[str, dict[str, str]] = {}
         self.answers: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.admitted: dict[int, Admitted] = {}
@@ -83,7 +87,11 @@ class World:
         if rng.random() < 0.15:  # somebody edits what was said
             prompt = prompt[: rng.randint(1, len(prompt))]
         longest = min(self.max_model_len - 1, self.capacity.device_rows // self.capacity.block_rows * 4, 130)
-        prompt = prompt[: min(longest, self.capacity.device_rows - 8)]
+        cut = self.max_model_len < 1000 and rng.random() < 0.3
+        if cut:
+            prompt = prompt[: 2 * longest]
+        else:
+            prompt = prompt[: min(longest, self.capacity.device_rows - 8)]
         self.last_job += 1
         spec = JobSpec(
             self.last_job,
@@ -94,11 +102,18 @@ class World:
             read=rng.random() < 0.95,
             write=rng.random() < 0.95,
             priority=rng.choice([0, 0, 0, 1]),
+            truncation=cut,
+            turns=tuple(sorted(rng.sample(range(len(prompt)), min(len(prompt), rng.randint(0, 6))))) if cut else (),
         )
-        self.specs[spec.job] = spec
+        try:
+            self.scheduler.submit(spec, self.now)
+        except RequestError:
+            assert cut
+            return
+        self.originals[spec.job] = prompt
+        self.specs[spec.job] = spec = self.scheduler._jobs[spec.job].spec  # as it was cut
         self.answers[spec.job] = []
         self.executor.submit(spec)
-        self.scheduler.submit(spec, self.now)
 
     def take(self, events: list[Event]) -> None:
         for event in events:
@@ -125,7 +140,9 @@ class World:
         made = self.answers[event.job]
         expected, why = answer(spec, self.max_model_len)
         length = len(spec.prompt) // 4 + len(made)
-        if event.finish == "cancelled":
+        if is_private(spec.salt):
+            assert made == self.executor.texts[event.job].tokens[length - len(made) : length]
+        elif event.finish == "cancelled":
             assert made == expected[: len(made)]
         elif made == expected:
             assert event.finish == why
@@ -133,10 +150,10 @@ class World:
             assert event.finish == "length"
             assert made == expected[: len(made)]
             assert length > self.capacity.device_rows // self.capacity.block_rows * self.capacity.block_rows
-        if length < 90 and self.rng.random() < 0.8:
-            text = self.executor.texts[event.job].tokens
+        text = self.originals[event.job] + made
+        if len(text) < (200 if spec.truncation else 90) and self.rng.random() < 0.8:
             place = self.rng.randrange(len(self.histories))
-            self.histories[place] = (spec.salt, list(text))
+            self.histories[place] = (tenant_of(spec.salt), text)
 
     # ----------------------------------------------------------------------------------------------- time
 
@@ -212,7 +229,13 @@ class World:
         old = self.executor
         self.executor = FakeExecutor(self.capacity, self.rng, self.faults)
         self.executor.files, self.executor.catalog = old.files, old.catalog
+        for kind, key, value in self.scheduler.take_notes():
+            if value is None:
+                self.notes.get(kind, {}).pop(key, None)
+            else:
+                self.notes.setdefault(kind, {})[key] = value
         self.scheduler = self.start()
+        self.scheduler.recall(self.notes)
         records = list(old.catalog.values())
         self.rng.shuffle(records)
         for record in self.scheduler.restore(records, self.now):

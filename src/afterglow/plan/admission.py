@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from afterglow.plan.compaction import Compaction
 from afterglow.plan.cost import Cost
 from afterglow.plan.device import Context, Device
 from afterglow.plan.extent import Capacity, View
@@ -35,6 +36,7 @@ class Admission:
         device: Device,
         counters: Counters,
         cost: Cost,
+        compaction: Compaction,
         promising: Callable[[], Iterable[Job]],
         source: Source = "auto",
     ) -> None:
@@ -44,11 +46,14 @@ class Admission:
         self._device = device
         self._counters = counters
         self._cost = cost
+        self._compaction = compaction
         self._promising = promising
         self._source = source
 
     def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
         """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
+        if job.origin is not None and (wait := self._revive(job, now)) is not None:
+            return wait
         tokens = bytes(job.tokens)
         match = self._match(job, tokens)
         if job.spec.read and job.cut is None and self._is_promised(job, tokens, match.rows):
@@ -80,6 +85,45 @@ class Admission:
         if take is None:
             return Wait.DEVICE
         return self._join(job, match, context, take, device_rows, views, obtained, stages, now)
+
+    def _revive(self, job: Job, now: float) -> Wait | None:
+        """Bring what survived a truncation to where the job looks for it. None: done, or not to be done."""
+        origin = job.origin
+        assert origin is not None
+        if job.copies:
+            if self._compaction.under_way(job.copies):
+                return Wait.LOADS
+            self._revived(job)
+            return None
+        views = self._compaction.surviving(origin.salt, origin.tokens, origin.kept)
+        rows = sum(view.stop - view.start for view in views)
+        if not job.spec.read or rows <= self._match(job, bytes(job.tokens)).rows or not self._pays(views, rows, now):
+            self._revived(job)
+            return None
+        self._repin(job, views)
+        obtained = self._obtain(job, views, now)
+        if obtained is None:
+            return Wait.SLOTS
+        job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
+        if any(view.extent.host == "loading" for view in obtained):
+            return Wait.LOADS
+        job.carried = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
+        job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, now)
+        if job.copies:
+            return Wait.LOADS
+        self._revived(job)
+        return None
+
+    def _revived(self, job: Job) -> None:
+        job.origin, job.copies, job.cut = None, [], None
+        self.unpin(job)
+
+    def _pays(self, views: list[View], rows: int, now: float) -> bool:
+        """Is loading and copying them faster than computing what remains of the prompt from its first token?"""
+        if self._source != "auto" or not self._cost.known:
+            return self._source != "recompute"
+        sizes = [view.extent.file_bytes for view in views if view.extent.host == "absent"]
+        return self._cost.loads(sizes, now) <= self._cost.compute(rows, 0)
 
     def may_begin(self, job: Job, stage: Stage, now: float) -> bool:
         """Beside running decodes: are the rows of a stage there, or so soon that nobody has to wait for them?"""
@@ -225,6 +269,7 @@ class Admission:
                 job.held[extent] = None
                 extent.users += 1
         disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
+        disk += min(job.carried, gathered - disk)
         job.hits = (device_rows, gathered - disk, disk)
         self._counters.recomputed += rows - device_rows - gathered
         job.rows, job.covered = device_rows, rows

@@ -14,6 +14,7 @@ from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job
 from afterglow.plan.step import Release
+from afterglow.plan.truncation import tenant_of
 
 GROWTH = 4  # blocks by which a segment grows while there is room: growing may mean copying
 
@@ -81,9 +82,11 @@ class Batch:
         yield from self.running
         yield from self._tails.values()
 
-    def forget_tails(self) -> None:
-        """What jobs have left to be saved is not to become extents, and keeps none any more."""
+    def forget_tails(self, tenant: str | None) -> None:
+        """What jobs (of one tenant, or all) have left to be saved is not to become extents, and keeps none any more."""
         for job in self._tails.values():
+            if tenant not in (None, tenant_of(job.spec.salt)):
+                continue
             self._drafts.kill(job)
             if not job.running:
                 self._let_go(job)
@@ -101,11 +104,13 @@ class Batch:
             if job.state == "prefilling" and job.saving
         )
 
-    def check(self, queued: list[Job]) -> None:
-        """Budgets and reference counts against the jobs that cause them."""
+    def check(self, queued: list[Job], copied: list[Extent]) -> None:
+        """Budgets and reference counts against the jobs (and copies, which read `copied`) that cause them."""
         self._device.check(sum(job.capacity for job in self.running))
         pins: dict[Extent, int] = {}
         users: dict[Extent, int] = {}
+        for extent in copied:
+            pins[extent] = pins.get(extent, 0) + 1
         for job in dict.fromkeys([*queued, *self.running, *self._tails.values()]):
             for extent in job.pins:
                 pins[extent] = pins.get(extent, 0) + 1

@@ -17,6 +17,7 @@ from afterglow.plan.jobs import Draft, Job
 from afterglow.plan.placement import Placement
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Save, SaveDone
+from afterglow.plan.truncation import is_private
 
 
 class Drafts:
@@ -140,7 +141,7 @@ class Drafts:
         extent = Extent(
             name,
             job.spec.salt,
-            "exact",
+            "session" if is_private(job.spec.salt) else "exact",
             own,
             draft.first_row,
             size,

@@ -11,6 +11,7 @@ from typing import Literal
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent, Key
 from afterglow.plan.step import Gather, JobSpec
+from afterglow.plan.truncation import Origin
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
 
@@ -112,6 +113,10 @@ class Job:
     tried: int = -1  # the scheduler's version when it was last tried, and what came of it
     verdict: Wait | None = None
     waited: bool = False  # for somebody else's prefill
+    dropped: int = 0  # tokens of the caller's prompt that were left out
+    origin: Origin | None = None  # where the rest's rows may be, before they have been copied
+    copies: list[int] = field(default_factory=list)  # moves that do so
+    carried: int = 0  # rows of those that were on disk
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,9 +59,13 @@ class RecordingScheduler(Scheduler):
         self._note("restore", now=now, records=listing)
         return super().restore(records, now)
 
-    def reset(self, now: float) -> None:
-        self._note("reset", now=now)
-        super().reset(now)
+    def reset(self, now: float, tenant: str | None = None) -> None:
+        self._note("reset", now=now, tenant=tenant)
+        super().reset(now, tenant)
+
+    def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
+        self._note("recall", now=0, notes=dict(notes))
+        super().recall(notes)
 
     def drop_contexts(self) -> None:
         self._note("drop_contexts", now=0)
@@ -138,6 +142,7 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
     if op == "submit":
         values = entry["spec"]
         values |= {"prompt": bytes.fromhex(values["prompt"]), "stop_tokens": frozenset(values["stop_tokens"])}
+        values["turns"] = tuple(values["turns"])
         scheduler.submit(JobSpec(**values), now)
     elif op == "cancel":
         scheduler.cancel(entry["job"], now)
@@ -151,7 +156,9 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
     elif op == "complete":
         scheduler.complete([_unpacked(item) for item in entry["done"]], now)
     elif op == "reset":
-        scheduler.reset(now)
+        scheduler.reset(now, entry["tenant"])
+    elif op == "recall":
+        scheduler.recall(entry["notes"])
     elif op == "flush":
         scheduler.flush(now)
     elif op == "drop_contexts":

@@ -18,7 +18,8 @@ from afterglow.plan.index import Index
 from afterglow.plan.policy import Policy, Ranking
 from afterglow.plan.slots import SlotPool, watermarks
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE, Drop, ExtentId, Load, Move, MoveDone, Store
+from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE, Copy, Drop, ExtentId, Load, Move, MoveDone, Store
+from afterglow.plan.truncation import tenant_of
 
 MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
 STORE_BACKOFF_S = 30.0
@@ -176,6 +177,16 @@ class Placement:
     def relief(self) -> bool:
         """Are there moves under way that will free slots?"""
         return self._evicting_slots > 0 or self._dropping_bytes > 0
+
+    def copy(self, pieces: list[tuple[tuple[int, ...], int, int]], slots: tuple[int, ...], rows: int) -> int:
+        """Plan to copy rows within host; whoever asks keeps the slots, and the sources pinned, until it has ended."""
+        move = Copy(self._next_move(), tuple(pieces), slots, rows)
+        self.moves.append(move)
+        return move.move
+
+    def quarantine(self, move: int, slots: tuple[int, ...]) -> None:
+        """A move was given up, but may still write into these slots until it says that it has ended."""
+        self._quarantine[move] = slots
 
     # ------------------------------------------------------------------------------------------ arrivals
 
@@ -340,10 +351,14 @@ class Placement:
             if extent.host == "ready" and extent.disk == "ready" and not extent.pins and extent.store is None:
                 self._free_host(extent)
 
-    def forget_all(self) -> None:
-        """Forget every extent that nobody uses."""
+    def forget_all(self, tenant: str | None = None) -> None:
+        """Forget every extent that nobody uses; of one tenant, or of all."""
         while True:
-            leaves = [e for e in self._index.extents.values() if not (e.pins or e.users or e.has_children)]
+            leaves = [
+                e
+                for e in self._index.extents.values()
+                if not (e.pins or e.users or e.has_children) and tenant in (None, tenant_of(e.salt))
+            ]
             if not leaves:
                 return
             for extent in leaves:
@@ -416,7 +431,7 @@ class Placement:
             self._rank(extent)
         else:
             if done.slots_busy:
-                self._quarantine[done.move] = extent.slots
+                self.quarantine(done.move, extent.slots)
             else:
                 self.pool.give(extent.slots)
             extent.slots, extent.host = (), "absent"

@@ -11,6 +11,7 @@ from afterglow.plan.extent import Extent
 from afterglow.plan.index import Index
 from afterglow.plan.placement import Placement
 from afterglow.plan.step import ExtentRecord
+from afterglow.plan.truncation import is_private
 
 
 def restore(
@@ -72,7 +73,7 @@ def _extent(record: ExtentRecord, parent: Extent | None, serial: int, now: float
 
 
 def _insert(extent: Extent, parent: Extent | None, index: Index) -> bool:
-    if extent.kind != "exact" or not extent.rows or extent.id in index.extents:
+    if extent.kind != ("session" if is_private(extent.salt) else "exact") or not extent.rows or extent.id in index.extents:
         return False
     if parent is None:
         return index.insert(extent, b"").outcome == "inserted"

@@ -12,12 +12,13 @@ thread, no tensor: the same inputs give the same steps, on an engine and in a si
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from afterglow.plan.admission import Admission, Source
 from afterglow.plan.batch import Batch
+from afterglow.plan.compaction import Compaction
 from afterglow.plan.cost import Cost, Work
 from afterglow.plan.device import Device
 from afterglow.plan.drafts import Drafts
@@ -44,6 +45,7 @@ from afterglow.plan.step import (
     Step,
     StepResult,
 )
+from afterglow.plan.truncation import Epochs, Rules, TruncationPolicy, cut, is_private, tenant_of
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
 LOOK_AHEAD = 64  # waiting jobs that are tried in one step
@@ -68,6 +70,9 @@ class Scheduler:
         source: Source = "auto",
         preload: Preload = "layerwise",
         read_buffer: int | None = None,
+        relative_positions: bool = True,
+        truncation_ratio: float = 0.5,
+        truncation_policy: TruncationPolicy = "oldest",
     ) -> None:
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
@@ -85,6 +90,11 @@ class Scheduler:
             capacity, self._index, self._placement, self._device, self._counters, digest, write_through
         )
         self._batch = Batch(capacity, self._index, self._device, self._drafts)
+        self._compaction = Compaction(capacity, self._index, self._placement, digest, self._drafts.next_serial)
+        self._epochs = Epochs()
+        self._relative = relative_positions
+        self._rules = Rules(min(max_model_len, self._device.budget), truncation_ratio, truncation_policy)
+        self._write_through = write_through
         self._admission = Admission(
             capacity,
             self._index,
@@ -92,6 +102,7 @@ class Scheduler:
             self._device,
             self._counters,
             self._cost,
+            self._compaction,
             self._batch.promising,
             source,
         )
@@ -113,12 +124,20 @@ class Scheduler:
 
     def submit(self, spec: JobSpec, now: float) -> None:
         """Queue a job. `RequestError` if it could never run."""
+        found = None
+        if spec.truncation:
+            found = cut(self._epochs, self._rules, spec.salt, spec.prompt, spec.max_tokens, spec.turns, self._relative)
+        if found is not None:
+            spec = replace(spec, prompt=found.prompt, salt=found.salt)
         refuse_impossible(spec, self.max_model_len, self._device.budget)
         if spec.job in self._jobs:
             raise ValueError(f"job {spec.job} exists")
         self._arrivals += 1
         self._counters.submitted += 1
         job = self._jobs[spec.job] = Job(spec, self._arrivals, self._steps, bytearray(spec.prompt))
+        if found is not None:
+            job.dropped, job.origin = found.dropped, found.origin
+            self._counters.truncations += 1
         self._line_up(job)
         self._version += 1
 
@@ -142,12 +161,15 @@ class Scheduler:
             return []
         return restore(records, self._index, self._placement, self._drafts, now)
 
-    def reset(self, now: float) -> None:
-        """Forget every cached row that nobody is using, in all tiers; the moves come with the next step."""
+    def reset(self, now: float, tenant: str | None = None) -> None:
+        """Forget every cached row that nobody is using, in all tiers, of one tenant (by salt) or of all; the moves come
+        with the next step."""
         for context in list(self._device.contexts.values()):
-            self._device.free(context)
-        self._batch.forget_tails()
-        self._placement.forget_all()
+            if tenant in (None, tenant_of(context.salt)):
+                self._device.free(context)
+        self._batch.forget_tails(tenant)
+        self._placement.forget_all(tenant)
+        self._epochs.forget_tenant(tenant)
         self._version += 1
 
     def drop_contexts(self) -> None:
@@ -169,12 +191,20 @@ class Scheduler:
     @property
     def flushed(self) -> bool:
         """After `flush`, and a step: is all that can be saved on disk, and no move under way?"""
-        return self._flush_done and not (self._placement.flights or len(self._drafts))
+        return self._flush_done and not (self._placement.flights or len(self._drafts) or len(self._compaction))
 
     @property
     def unfinished(self) -> int:
         """Jobs that wait or run."""
         return len(self._jobs)
+
+    def take_notes(self) -> list[tuple[str, str, str | None]]:
+        """(kind, key, value) of what is to be remembered over restarts besides extents; None: no more."""
+        return [("epoch", key, value) for key, value in self._epochs.take_notes()]
+
+    def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
+        """Take over what `take_notes` has said before a restart: key to value, by kind."""
+        self._epochs.recall(notes.get("epoch", {}))
 
     def take_touched(self) -> list[tuple[ExtentId, float, int]]:
         """(id, last used, hits) of extents on disk that were used since the last call, for the catalog."""
@@ -243,6 +273,8 @@ class Scheduler:
         for item in done:
             self._version += 1
             self._flush_done = False
+            if isinstance(item, MoveDone) and self._compaction.ended(item, self._write_through, now):
+                continue
             if isinstance(item, MoveDone):
                 self._placement.complete(item, now)
             elif (job := self._drafts.saved(item, now)) is not None:
@@ -360,7 +392,8 @@ class Scheduler:
         # Only now, because a load that fails would make a liar of whoever tells earlier; and only once.
         if not job.admitted:
             job.admitted = True
-            self._events.append(Admitted(job.spec.job, *job.hits))
+            embedded = is_private(job.spec.salt) and any(job.hits)
+            self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded))
             self._counters.count_hits(job.target, *job.hits)
 
     def _sampled(self, job: Job, token: int, now: float) -> None:
@@ -447,7 +480,7 @@ class Scheduler:
             host_slots_total=self._placement.pool.total,
             disk_bytes=self._placement.disk_used,
             disk_bytes_total=self.capacity.disk_bytes,
-            moves_in_flight=len(self._placement.flights),
+            moves_in_flight=len(self._placement.flights) + len(self._compaction),
             saves_in_flight=len(self._drafts),
             counters=replace(self._counters),
         )
@@ -455,9 +488,9 @@ class Scheduler:
     def check(self) -> None:
         """Everything that must hold between calls, at the cost of looking at everything. For tests."""
         self._index.check()
-        self._placement.check(self._drafts.slots())
+        self._placement.check(self._drafts.slots() + self._compaction.slots())
         self._drafts.check()
-        self._batch.check(list(self._queue))
+        self._batch.check(list(self._queue), self._compaction.pins())
         self._ahead.check()
         jobs = [*self._queue, *self._batch.running]
         assert sorted(job.spec.job for job in jobs) == sorted(self._jobs)

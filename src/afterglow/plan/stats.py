@@ -35,6 +35,7 @@ class Counters:
     duplicates: int = 0  # sealed drafts whose rows were there already
     orphans: int = 0  # sealed drafts whose prefix was gone
     recomputed: int = 0  # cached rows that were computed again, because that was predicted to be faster
+    truncations: int = 0  # prompts that were cut
     cut_loads: int = 0  # matches cut short because no host slots could be had for them
     waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
 

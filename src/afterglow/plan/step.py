@@ -255,18 +255,23 @@ class JobSpec:
     write: bool = True
     priority: int = 0
     session: str | None = None
+    truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.truncation`)
+    turns: tuple[int, ...] = ()  # prompt rows at which turns end, the first one the system prompt
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job,
-    and only after the loads have come, so that it is true."""
+    and only after the loads have come, so that it is true. `dropped` tokens of the prompt were left out; `embedded`:
+    and those that remained are such as had seen them, at new positions."""
 
     job: int
     device: int
     host: int
     disk: int
+    dropped: int = 0
+    embedded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,128 @@
+"""What survives a truncation becomes extents of its own: rows are copied in host, without their positions.
+
+It knows where surviving rows lie and where they go; not why they survive (`truncation`), not what is computed on them.
+A copy pins what it reads until it has ended, whoever asked for it; its extents can be matched when all their bytes are
+there, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from afterglow.plan.extent import Capacity, Extent, View
+from afterglow.plan.index import Index, extent_id
+from afterglow.plan.placement import Placement
+from afterglow.plan.step import MoveDone
+from afterglow.plan.truncation import Rows
+
+
+@dataclass(eq=False, slots=True)
+class _Copying:
+    extent: Extent
+    prefix: bytes
+    slots: tuple[int, ...]
+    sources: list[Extent]
+
+
+class Compaction:
+    """Copies under way."""
+
+    def __init__(
+        self, capacity: Capacity, index: Index, placement: Placement, digest: str, next_serial: Callable[[], int]
+    ) -> None:
+        self._capacity = capacity
+        self._index = index
+        self._placement = placement
+        self._digest = digest
+        self._next_serial = next_serial
+        self._copies: dict[int, _Copying] = {}  # by move
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def surviving(self, salt: str, tokens: bytes, kept: tuple[Rows, ...]) -> list[View]:
+        """Views of the kept rows, up to the first that is not cached."""
+        views: list[View] = []
+        row = 0
+        ranges = list(kept)
+        for view in self._index.match(salt, tokens).views:
+            stop = row + view.stop - view.start
+            while ranges and ranges[0][0] < stop:
+                a, b = max(ranges[0][0], row), min(ranges[0][1], stop)
+                views.append(View(view.extent, view.start + a - row, view.start + b - row))
+                if b < ranges[0][1]:
+                    break
+                ranges.pop(0)
+            row = stop
+        return views
+
+    def begin(self, salt: str, prompt: bytes, views: list[View], now: float) -> list[int]:
+        """Copy these rows (all in host) into extents for the head of a prompt. The moves; fewer where room is short."""
+        moves: list[int] = []
+        rows = sum(view.stop - view.start for view in views)
+        for first in range(0, rows, self._capacity.max_extent_rows):
+            count = min(self._capacity.max_extent_rows, rows - first)
+            slots = self._placement.take_slots(self._capacity.blocks(count), now)
+            if slots is None:
+                break
+            pieces = _cut(views, first, first + count)
+            own, prefix = prompt[4 * first : 4 * (first + count)], prompt[: 4 * first]
+            extent = Extent(
+                extent_id(self._digest, salt, prefix, own),
+                salt,
+                "session",
+                own,
+                first,
+                self._capacity.file_size(count),
+                born=now,
+                serial=self._next_serial(),
+                last_used=now,
+            )
+            sources = [view.extent for view in pieces]
+            for source in sources:
+                self._placement.pin(source)
+            move = self._placement.copy([(v.extent.slots, v.start, v.stop) for v in pieces], slots, count)
+            self._copies[move] = _Copying(extent, prefix, slots, sources)
+            moves.append(move)
+        return moves
+
+    def ended(self, done: MoveDone, write_through: bool, now: float) -> bool:
+        """A copy has ended, if it was one."""
+        copying = self._copies.pop(done.move, None)
+        if copying is None:
+            return False
+        for source in copying.sources:
+            self._placement.unpin(source)
+        inserted = done.ok and self._index.insert(copying.extent, copying.prefix).outcome == "inserted"
+        if done.slots_busy:
+            self._placement.quarantine(done.move, copying.slots)
+        elif inserted:
+            self._placement.add(copying.extent, copying.slots, write_through, now)
+        else:
+            self._placement.pool.give(copying.slots)
+        return True
+
+    def under_way(self, moves: list[int]) -> bool:
+        """Is one of these copies still going on?"""
+        return any(move in self._copies for move in moves)
+
+    def slots(self) -> list[int]:
+        """All slots that are being copied to."""
+        return [slot for copying in self._copies.values() for slot in copying.slots]
+
+    def pins(self) -> list[Extent]:
+        """What is being copied from, once per pin."""
+        return [source for copying in self._copies.values() for source in copying.sources]
+
+
+def _cut(views: list[View], start: int, stop: int) -> list[View]:
+    """Rows [start, stop) of what the views show."""
+    found, row = [], 0
+    for view in views:
+        size = view.stop - view.start
+        a, b = max(start - row, 0), min(stop - row, size)
+        if a < b:
+            found.append(View(view.extent, view.start + a, view.start + b))
+        row += size
+    return found

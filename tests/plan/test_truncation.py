@@ -1,0 +1,287 @@
+"""Prompts that do not fit: what is left out, and that the KV of the rest is found again, and by nobody else."""
+
+from __future__ import annotations
+
+import pytest
+from fake_executor import pack
+from hypothesis import given
+from hypothesis import strategies as st
+from server_kit import Server, words
+
+from afterglow.errors import RequestError
+from afterglow.plan.step import Copy, Run
+from afterglow.plan.truncation import (
+    EPOCHS,
+    Epoch,
+    Epochs,
+    Rules,
+    complement,
+    count,
+    cut,
+    digest_of,
+    keep,
+    ranges_of,
+    tenant_of,
+    union,
+)
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)
+
+
+@given(RANGES, st.integers(0, 70))
+def test_ranges_are_sets_of_rows(ranges: list[tuple[int, int]], rows: int) -> None:
+    members = {i for a, b in ranges for i in range(a, b)}
+    united = union(ranges)
+    assert {i for a, b in united for i in range(a, b)} == members
+    assert count(united) == len(members)
+    rest = complement(united, rows)
+    assert {i for a, b in rest for i in range(a, b)} == set(range(rows)) - members
+    assert keep(pack(list(range(rows))), united) == pack(sorted(set(range(rows)) - members))
+
+
+def test_a_discarding_list_is_checked() -> None:
+    assert ranges_of([1, 2, 5], 9) == ((1, 3), (5, 6))
+    assert ranges_of([], 9) == ()
+    for bad in ([2, 1], [1, 1], [-1], [9], list(range(9))):
+        with pytest.raises(RequestError, match="discard"):
+            ranges_of(bad, 9)
+
+
+# --------------------------------------------------------------------------------------------- what is left out
+
+
+def test_whole_turns_go_the_oldest_first_and_never_the_system_prompt() -> None:
+    rules = Rules(window=100)
+    assert rules.drop(110, (10, 30, 50, 70, 90), ()) == ((10, 70),)
+    assert rules.drop(110, (0, 60, 90), ()) == ((0, 60),)
+    assert rules.drop(110, (10, 90), ()) == ((10, 90),)  # of the last turn nothing
+
+
+def test_without_turns_the_plain_half_of_the_window_is_kept() -> None:
+    assert Rules(window=100).drop(110, (), ()) == ((0, 60),)
+    assert Rules(window=100).drop(110, (10,), ()) == ((10, 70),)  # after the system prompt
+    assert Rules(window=100, ratio=0.25).drop(110, (), ()) == ((0, 35),)
+
+
+def test_sinks_and_recent() -> None:
+    assert Rules(window=100, policy="sinks_and_recent").drop(110, (), ()) == ((4, 64),)
+
+
+def test_what_was_dropped_stays_dropped() -> None:
+    dropped = Rules(window=100).drop(180, (10, 30, 50, 70, 90, 130, 160), ((10, 70),))
+    assert dropped == ((10, 160),)
+
+
+@given(st.integers(1, 300), st.lists(st.integers(0, 300), unique=True), st.integers(0, 40))
+def test_a_cut_prompt_fits_or_is_refused(rows: int, turns: list[int], max_tokens: int) -> None:
+    rules, epochs, tokens = Rules(window=100), Epochs(), pack(list(range(rows)))
+    turns = sorted(turn for turn in turns if turn < rows)
+    try:
+        found = cut(epochs, rules, "a", tokens, max_tokens, turns, relative=True)
+    except RequestError:
+        return  # even the last turn is too long
+    if found is None:
+        assert rules.fits(rows, max_tokens)
+        return
+    assert rules.fits(len(found.prompt) // 4, max_tokens)
+    assert found.dropped == rows - len(found.prompt) // 4
+    assert tenant_of(found.salt) == "a"
+    if rules.fits(len(found.prompt) // 4 + 1, max_tokens):
+        again = cut(epochs, rules, "a", tokens + pack([7]), max_tokens, turns, relative=True)
+        assert again is not None
+        assert (again.salt, again.prompt) == (found.salt, found.prompt + pack([7]))
+
+
+def test_a_second_truncation_starts_from_the_first() -> None:
+    rules, epochs = Rules(window=100), Epochs()
+    tokens = pack(list(range(110)))
+    first = cut(epochs, rules, "a", tokens, 1, (10, 30, 50, 70, 90), relative=True)
+    assert first is not None
+    assert first.origin is not None
+    assert (first.origin.salt, first.origin.kept) == ("a", ((0, 10), (70, 110)))
+    longer = pack(list(range(170)))
+    second = cut(epochs, rules, "a", longer, 1, (10, 30, 50, 70, 90, 120, 150), relative=True)
+    assert second is not None
+    assert second.origin is not None
+    assert second.origin.salt == first.salt
+    assert second.origin.tokens == keep(longer, [(10, 70)])
+    assert second.dropped == 140
+    assert second.prompt == keep(longer, [(10, 150)])
+    assert second.origin.kept == ((0, 10), (90, 110))
+
+
+def test_epochs_are_remembered_over_a_restart_and_bounded() -> None:
+    epochs = Epochs()
+    for i in range(EPOCHS + 5):
+        epochs.add(Epoch("t", 3, digest_of(pack([i, 2, 3])), ((0, 1),)))
+    assert len(epochs) == EPOCHS
+    notes = epochs.take_notes()
+    assert sum(value is None for _, value in notes) == 5
+    later = Epochs()
+    later.recall({key: value for key, value in notes if value is not None} | {"bad": "{", "worse": "[1]"})
+    assert later.find("t", pack([EPOCHS, 2, 3, 4])) is not None
+    assert later.find("other", pack([EPOCHS, 2, 3, 4])) is None
+    assert later.find("t", pack([EPOCHS, 2])) is None
+    assert later.take_notes() == []
+    later.forget_tenant("t")
+    assert len(later) == 0
+
+
+# --------------------------------------------------------------------------------------------- a whole scheduler
+
+WINDOW = 64
+TURNS = (8, 20, 32, 44)  # a system prompt of 8 tokens, turns of 12
+
+
+def history(rows: int, conversation: int = 1) -> list[int]:
+    return [*words(8, 50), *words(rows - 8, 1000 * conversation)]
+
+
+def serving(**settings: object) -> Server:
+    return Server(max_model_len=WINDOW, disk_bytes=100_000, **settings)
+
+
+def turns_of(rows: int) -> tuple[int, ...]:
+    return tuple(range(8, rows - 3, 12))
+
+
+def talk(server: Server, rows: int, **more: object) -> int:
+    return server.ask(history(rows), truncation=True, turns=turns_of(rows), **more)
+
+
+def copies(server: Server) -> list[Copy]:
+    return [move for step in server.steps for move in step.moves if isinstance(move, Copy)]
+
+
+def first_run(server: Server, job: int) -> Run:
+    return server.runs(job)[0]
+
+
+def test_the_kv_of_what_survives_is_kept() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56):
+        talk(server, rows)
+    assert copies(server) == []
+    job = talk(server, 68)  # 8 + 12 * 5: does not fit
+    told = server.admitted[job]
+    assert told.dropped == 36
+    assert told.embedded
+    assert server.executor.texts[job].tokens[:-1] == [*history(68)[:8], *history(68)[44:]]
+    assert sum(server.hits(job)) == 8 + 12, "the system prompt and the turn that was known"
+    assert server.computed(job) == 12
+    assert sum(move.rows for move in copies(server)) == 20
+    server.nothing_left_behind()
+
+
+def test_the_next_turn_of_a_stateless_client_goes_on_from_there() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56, 68):
+        talk(server, rows)
+    made = len(copies(server))
+    job = talk(server, 80)
+    assert server.admitted[job].dropped == 36
+    assert sum(server.hits(job)) == 32
+    assert server.computed(job) == 12
+    assert len(copies(server)) == made, "what survived has been copied once"
+
+
+def test_the_second_truncation_keeps_the_rest_again() -> None:
+    server = serving()
+    for rows in range(20, 140, 12):
+        job = talk(server, rows)
+        assert server.computed(job) <= 20, "never more than a turn (and at first the system prompt)"
+    assert server.scheduler.stats().counters.truncations >= 4
+    server.nothing_left_behind()
+
+
+def test_nobody_finds_truncated_rows_in_the_prefix_index() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56, 68):
+        talk(server, rows)
+    cut_prompt = [*history(68)[:8], *history(68)[44:]]
+    job = server.ask([*cut_prompt, 7])  # exactly those tokens, but never truncated
+    assert sum(server.hits(job)) == 8, "of the system prompt only"
+
+
+@pytest.mark.parametrize("more", [{"salt": "b"}, {"truncation": False}])
+def test_only_the_same_tenant_and_only_with_truncation(more: dict[str, object]) -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56, 68):
+        talk(server, rows)
+    if "salt" in more:
+        job = talk(server, 80, **more)
+        assert server.hits(job) == (0, 0, 0)
+        assert not server.admitted[job].embedded
+    else:
+        with pytest.raises(RequestError, match="context"):
+            server.ask(history(80), **more)
+
+
+def test_it_survives_a_restart() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56, 68):
+        talk(server, rows)
+    server.restart()
+    job = talk(server, 80)
+    assert server.hits(job) == (0, 0, 32)
+    assert server.computed(job) == 12
+
+
+def test_what_survives_is_fetched_from_disk() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56):
+        talk(server, rows)
+    server.restart()
+    job = talk(server, 68)
+    assert server.hits(job) == (0, 0, 20)
+    assert server.computed(job) == 12
+
+
+def test_learned_positions_are_computed_anew_and_say_so() -> None:
+    server = serving(relative_positions=False)
+    for rows in (20, 32, 44, 56):
+        talk(server, rows)
+    job = talk(server, 68)
+    told = server.admitted[job]
+    assert (told.dropped, told.embedded) == (36, False)
+    assert sum(server.hits(job)) == 8, "the system prompt is a prefix like any other"
+    again = talk(server, 80)
+    assert sum(server.hits(again)) == 32, "and so is what was computed"
+    assert copies(server) == []
+
+
+def test_a_copy_that_fails_costs_a_prefill() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56):
+        talk(server, rows)
+    server.faults.store = 1.0
+    job = talk(server, 68)
+    assert server.computed(job) == 32
+    assert server.hits(job) == (0, 0, 0)
+    server.faults.store = 0.0
+    server.nothing_left_behind()
+
+
+def test_a_job_that_is_cancelled_while_its_rows_are_copied() -> None:
+    server = serving()
+    for rows in (20, 32, 44, 56):
+        talk(server, rows)
+    server.faults.delay = 3
+    job = server.submit(history(68), truncation=True, turns=turns_of(68))
+    server.step()
+    assert copies(server)
+    server.cancel(job)
+    server.nothing_left_behind()
+
+
+def test_without_room_for_the_copy_the_rest_is_computed() -> None:
+    server = serving(host_slots=0)
+    for rows in (20, 32, 44, 56, 68):
+        job = talk(server, rows)
+    assert server.computed(job) == 32
+
+
+def test_a_last_turn_that_does_not_fit_is_refused() -> None:
+    server = serving()
+    with pytest.raises(RequestError, match="shorten the system prompt or the last message"):
+        server.submit(history(100), truncation=True, turns=(8, 20))

@@ -82,7 +82,7 @@ def test_bytes_of_a_dropped_file_count_until_it_is_gone() -> None:
 def test_a_file_is_not_written_while_one_of_the_same_name_is_being_dropped() -> None:
     tiers = Tiers(disk_bytes=1000)
     first = tiers.on_disk(1)
-    tiers.placement.forget(first)
+    tiers.placement.forget(first, "deleted")
     (drop,) = tiers.planned()
     again = tiers.add(1)
     assert again.id == first.id
@@ -115,7 +115,7 @@ def test_only_failures_in_a_row_count() -> None:
             extent = tiers.add(number) if not tiers.index.extents else next(iter(tiers.index.extents.values()))
             assert tiers.placement.store(extent, now=1.0, why="evict") == "now"
             tiers.end(tiers.planned()[0], ok=ok, now=1.0)
-        tiers.placement.forget(extent)
+        tiers.placement.forget(extent, "deleted")
         tiers.end_all()
 
 
@@ -236,6 +236,6 @@ def test_uses_are_told_once_and_only_of_what_is_on_disk() -> None:
     clean, dirty, lost = tiers.clean(1), tiers.add(2), tiers.clean(3)
     for extent in (clean, dirty, lost):
         tiers.placement.touch(extent, now=7)
-    tiers.placement.forget(lost)
+    tiers.placement.forget(lost, "deleted")
     assert tiers.placement.take_touched() == [(clean.id, 7, 1)]
     assert tiers.placement.take_touched() == []

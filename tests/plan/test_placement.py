@@ -254,7 +254,7 @@ def test_a_dead_extent_keeps_its_slots_while_somebody_reads_them() -> None:
     tiers = Tiers(host_slots=1)
     extent = tiers.add(1)
     tiers.placement.pin(extent)
-    tiers.placement.forget(extent)
+    tiers.placement.forget(extent, "deleted")
     tiers.check()
     assert extent.slots == (0,)
     tiers.placement.unpin(extent)
@@ -268,8 +268,8 @@ def test_a_dead_extent_keeps_its_slots_and_its_name_while_a_move_is_under_way() 
     tiers.placement.load(loading, now=1)
     tiers.placement.store(storing, now=1, why="evict")
     load, store = tiers.planned()
-    tiers.placement.forget(loading)
-    tiers.placement.forget(storing)
+    tiers.placement.forget(loading, "deleted")
+    tiers.placement.forget(storing, "deleted")
     tiers.check()
     assert tiers.placement.pool.free == 0
     tiers.end(load)
@@ -319,7 +319,7 @@ def test_budgets_hold_and_pins_protect_whatever_is_asked(
         elif what == "flush":
             placement.flush(now)
         elif some is not None and what == "forget":
-            placement.forget(some)
+            placement.forget(some, "deleted")
         elif some is not None and what == "touch":
             placement.touch(some, now)
         elif some is not None and what == "load" and some.host == "absent":

@@ -33,11 +33,14 @@ class World:
         self.max_model_len = rng.choice([120, 150, 10**6])
         self.settings = {
             "policy": rng.choice(["lookahead", "lookahead", "lru", "fifo", "lfu"]),
-            "write_policy": rng.choice(["write_back", "write_through"]),
+            "write_policy": rng.choice(["write_back", "write_through", "write_through_selective"]),
             "prefill_chunk": rng.choice([0, 3, 16, 64]),
             "max_batch": rng.choice([1, 3, 8]),
             "max_model_len": self.max_model_len,
             "digest": "m",
+            "warm_start": rng.random() < 0.5,
+            "tenant_quota": rng.choice([None, None, 1500]),
+            "relative_positions": rng.random() < 0.9,
             "source": rng.choice(["auto", "auto", "auto", "load", "recompute"]),
             "preload": rng.choice(["layerwise", "layerwise", "layerwise", "whole"]),
             "read_buffer": rng.choice([None, None, None, 0, 3]),
@@ -102,6 +105,9 @@ class World:
             read=rng.random() < 0.95,
             write=rng.random() < 0.95,
             priority=rng.choice([0, 0, 0, 1]),
+            session=rng.choice([None, None, "s", "t", "u"]),
+            ttl=rng.choice([None, None, None, 5.0, 40.0]),
+            tie=rng.choice([0, 0, 7]),
             truncation=cut,
             turns=tuple(sorted(rng.sample(range(len(prompt)), min(len(prompt), rng.randint(0, 6))))) if cut else (),
         )
@@ -194,13 +200,25 @@ class World:
             if self.rng.random() < self.cancels:
                 self.cancel()
             if self.rng.random() < 0.002:
-                self.scheduler.reset(self.now)
+                self.scheduler.reset(self.now, self.rng.choice([None, "", "a"]))
+                self.scheduler.check()
+            if self.rng.random() < 0.01:
+                self.manage()
                 self.scheduler.check()
             if self.rng.random() < 0.002:
                 self.scheduler.drop_contexts()
                 self.scheduler.drop_clean_host()
                 self.scheduler.check()
             self.turn()
+
+    def manage(self) -> None:
+        """What an operator may do with conversations."""
+        tenant, name = self.rng.choice(["", "a", "b"]), self.rng.choice(["s", "t", "u"])
+        known = {state.name for state in self.scheduler.sessions(tenant)}
+        if self.rng.random() < 0.5:
+            assert self.scheduler.forget_session(tenant, name) == (name in known)
+        else:
+            assert self.scheduler.pin_session(tenant, name, self.rng.random() < 0.3) == (name in known)
 
     def drain(self) -> None:
         for _ in range(20_000):

@@ -9,6 +9,7 @@ from fake_executor import pack, unpack
 from afterglow.plan.cost import Cost
 from afterglow.plan.device import Context, Device
 from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.ghosts import Ghosts
 from afterglow.plan.index import Index, extent_id
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
@@ -52,7 +53,9 @@ class Tiers:
         self.counters = Counters()
         self.index = Index()
         self.device = Device(self.capacity, self.counters)
-        self.placement = Placement(self.capacity, POLICIES[policy], self.index, self.device, self.counters, Cost(1))
+        self.placement = Placement(
+            self.capacity, POLICIES[policy], self.index, self.device, self.counters, Cost(1), Ghosts()
+        )
         self.moves: list[Move] = []  # handed out and not ended
         self._serial = 0
         self._paths: dict[Extent, list[int]] = {}

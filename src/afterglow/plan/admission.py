@@ -14,6 +14,7 @@ from afterglow.plan.compaction import Compaction
 from afterglow.plan.cost import Cost
 from afterglow.plan.device import Context, Device
 from afterglow.plan.extent import Capacity, View
+from afterglow.plan.ghosts import Ghosts, Reason
 from afterglow.plan.index import NO_MATCH, Index, Match, common_rows
 from afterglow.plan.jobs import Job, Stage, Wait
 from afterglow.plan.placement import Placement
@@ -37,6 +38,7 @@ class Admission:
         counters: Counters,
         cost: Cost,
         compaction: Compaction,
+        ghosts: Ghosts,
         promising: Callable[[], Iterable[Job]],
         source: Source = "auto",
     ) -> None:
@@ -47,6 +49,7 @@ class Admission:
         self._counters = counters
         self._cost = cost
         self._compaction = compaction
+        self._ghosts = ghosts
         self._promising = promising
         self._source = source
 
@@ -108,7 +111,7 @@ class Admission:
         if any(view.extent.host == "loading" for view in obtained):
             return Wait.LOADS
         job.carried = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
-        job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, now)
+        job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, job.spec.ttl, now)
         if job.copies:
             return Wait.LOADS
         self._revived(job)
@@ -264,7 +267,7 @@ class Admission:
         gathered = sum(view.stop - view.start for view in obtained)
         held = [*_before(match, device_rows), *views]
         for extent in dict.fromkeys(view.extent for view in held):
-            self._placement.touch(extent, now)
+            self._placement.touch(extent, now, job.spec.ttl)
             if extent not in job.held:
                 job.held[extent] = None
                 extent.users += 1
@@ -272,6 +275,10 @@ class Admission:
         disk += min(job.carried, gathered - disk)
         job.hits = (device_rows, gathered - disk, disk)
         self._counters.recomputed += rows - device_rows - gathered
+        why: Reason = "cold"
+        if job.spec.read and match.rows < job.length - 1:
+            why = self._ghosts.why(job.spec.salt, bytes(job.tokens), match, self._index)
+        job.missed = (why, job.length - rows)
         job.rows, job.covered = device_rows, rows
         job.stages = stages
         job.target = job.length

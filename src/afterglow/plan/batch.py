@@ -13,6 +13,7 @@ from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job
+from afterglow.plan.sessions import Sessions
 from afterglow.plan.step import Release
 from afterglow.plan.truncation import tenant_of
 
@@ -22,7 +23,7 @@ GROWTH = 4  # blocks by which a segment grows while there is room: growing may m
 class Batch:
     """Jobs that run, and jobs that have run and are still being saved."""
 
-    def __init__(self, capacity: Capacity, index: Index, device: Device, drafts: Drafts) -> None:
+    def __init__(self, capacity: Capacity, index: Index, device: Device, drafts: Drafts, sessions: Sessions) -> None:
         self.running: list[Job] = []  # in order of admission
         self.releases: list[Release] = []
         self._tails: dict[int, Job] = {}  # off the device, perhaps finished, with drafts still being saved; by seq
@@ -30,6 +31,7 @@ class Batch:
         self._index = index
         self._device = device
         self._drafts = drafts
+        self._sessions = sessions
 
     def extend(self, job: Job) -> bool:
         """More room for a decoding job, at the cost of retained contexts."""
@@ -62,13 +64,16 @@ class Batch:
         job.rows = job.capacity = 0
         job.stages, job.stop = [], None
 
-    def settle(self, job: Job) -> None:
+    def settle(self, job: Job, now: float) -> None:
         """If nothing of a job is on the device or being saved any more, let go of the extents it went through."""
         if job.drafts:
             return
         self._tails.pop(job.seq, None)
         if job.running:
             return
+        if job.spec.session is not None and job.spec.write:
+            extents = [view.extent for view in self._index.match(job.spec.salt, bytes(job.tokens)).views]
+            self._sessions.used(tenant_of(job.spec.salt), job.spec.session, extents, job.length, job.spec.ttl, now)
         self._let_go(job)
         context = self._device.contexts.get(job.context) if job.context is not None else None
         if context is not None:  # of what was not saved after all, nothing will ever be matched

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from afterglow.plan.extent import Capacity, Extent, View
 from afterglow.plan.index import Index, extent_id
@@ -23,6 +24,7 @@ class _Copying:
     prefix: bytes
     slots: tuple[int, ...]
     sources: list[Extent]
+    ttl: float | None
 
 
 class Compaction:
@@ -57,7 +59,7 @@ class Compaction:
             row = stop
         return views
 
-    def begin(self, salt: str, prompt: bytes, views: list[View], now: float) -> list[int]:
+    def begin(self, salt: str, prompt: bytes, views: list[View], ttl: float | None, now: float) -> list[int]:
         """Copy these rows (all in host) into extents for the head of a prompt. The moves; fewer where room is short."""
         moves: list[int] = []
         rows = sum(view.stop - view.start for view in views)
@@ -83,7 +85,7 @@ class Compaction:
             for source in sources:
                 self._placement.pin(source)
             move = self._placement.copy([(v.extent.slots, v.start, v.stop) for v in pieces], slots, count)
-            self._copies[move] = _Copying(extent, prefix, slots, sources)
+            self._copies[move] = _Copying(extent, prefix, slots, sources, ttl)
             moves.append(move)
         return moves
 
@@ -94,11 +96,14 @@ class Compaction:
             return False
         for source in copying.sources:
             self._placement.unpin(source)
-        inserted = done.ok and self._index.insert(copying.extent, copying.prefix).outcome == "inserted"
+        size = copying.extent.file_bytes
+        room = done.ok and self._placement.within_quota(copying.extent.salt, size)
+        inserted = room and self._index.insert(copying.extent, copying.prefix).outcome == "inserted"
         if done.slots_busy:
             self._placement.quarantine(done.move, copying.slots)
         elif inserted:
             self._placement.add(copying.extent, copying.slots, write_through, now)
+            self._placement.expire(copying.extent, now + copying.ttl if copying.ttl is not None else inf)
         else:
             self._placement.pool.give(copying.slots)
         return True

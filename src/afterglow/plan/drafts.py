@@ -10,6 +10,8 @@ their step has been committed and their bytes are saved, never before.
 
 from __future__ import annotations
 
+from math import inf
+
 from afterglow.plan.device import Device
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index, extent_id
@@ -149,6 +151,10 @@ class Drafts:
             serial=self._serial,
             last_used=now,
         )
+        if not self._placement.within_quota(job.spec.salt, size):
+            self._counters.rows_unsaved += draft.rows
+            job.saving = False
+            return False
         outcome, holders = self._index.insert(extent, prefix)
         if outcome == "orphan":
             self._counters.orphans += 1
@@ -167,6 +173,7 @@ class Drafts:
             self._counters.duplicates += 1
             return False
         self._placement.add(extent, slots, self._write_through, now)
+        self._placement.expire(extent, now + job.spec.ttl if job.spec.ttl is not None else inf)
         return True
 
     def next_serial(self) -> int:

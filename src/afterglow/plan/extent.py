@@ -7,6 +7,7 @@ the device (which owns `contexts`) and the jobs (which count themselves in `user
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from afterglow.plan.step import ExtentId, ExtentRecord, Kind
@@ -91,6 +92,10 @@ class Extent:
     waiting: list[Key] = field(default_factory=list)  # of the queued jobs whose path goes through it, sorted
     prefetched: bool = False  # brought to host for a job that has not come yet
     left_host: float | None = None  # when it was last evicted from host
+
+    expires: float = -inf  # when nobody needs it any more; whoever uses it puts that off
+    sessions: int = 0  # conversations with a name that have used it
+    kept: int = 0  # those of them that are pinned: it does not leave the last tier
 
     users: int = 0  # jobs whose context goes through it; it must stay matchable
     contexts: dict[int, None] = field(default_factory=dict)  # retained device contexts that contain rows of it

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from afterglow.plan.extent import Extent, View
@@ -111,6 +112,15 @@ class Index:
         views: list[View] = []
         _, rows = _descend(_Place(root, 0), tokens, 0, views)
         return Match(tuple(views), rows)
+
+    def elsewhere(self, salt: str, tokens: bytes, rows: int, most: int) -> bool:
+        """Does another tenant (of the first `most`) have these first `rows` tokens? For counting only: nobody is told."""
+        for other, root in islice(self._roots.items(), most):
+            child = root.children.get(tokens[:4]) if other != salt else None
+            if child is not None and child.extent is not None:
+                if common_rows(child.extent.tokens, child.start, tokens, 0, rows) == rows:
+                    return True
+        return False
 
     def insert(self, extent: Extent, prefix_tokens: bytes) -> Inserted:
         """Hang an extent below its prefix.

@@ -10,8 +10,9 @@ from typing import Literal
 
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent, Key
+from afterglow.plan.ghosts import Reason
 from afterglow.plan.step import Gather, JobSpec
-from afterglow.plan.truncation import Origin
+from afterglow.plan.truncation import Origin, tenant_of
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
 
@@ -116,6 +117,7 @@ class Job:
     dropped: int = 0  # tokens of the caller's prompt that were left out
     origin: Origin | None = None  # where the rest's rows may be, before they have been copied
     copies: list[int] = field(default_factory=list)  # moves that do so
+    missed: tuple[Reason, int] = ("cold", 0)  # why its match ended where it did, and the rows after that
     carried: int = 0  # rows of those that were on disk
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
 
@@ -137,6 +139,11 @@ class Job:
         """Its place in the queue: priority, then order of arrival, which a job keeps when it is sent back. Of those
         that arrived together, jobs with equal hints go side by side."""
         return (self.spec.priority, self.turn, self.spec.tie, self.seq)
+
+    @property
+    def conversation(self) -> tuple[str, str] | None:
+        """Whose turns run one after the other."""
+        return (tenant_of(self.spec.salt), self.spec.session) if self.spec.session is not None else None
 
     @property
     def reach(self) -> int:

@@ -67,6 +67,14 @@ class RecordingScheduler(Scheduler):
         self._note("recall", now=0, notes=dict(notes))
         super().recall(notes)
 
+    def pin_session(self, tenant: str, name: str, pinned: bool) -> bool:
+        self._note("pin_session", now=0, tenant=tenant, name=name, pinned=pinned)
+        return super().pin_session(tenant, name, pinned)
+
+    def forget_session(self, tenant: str, name: str) -> bool:
+        self._note("forget_session", now=0, tenant=tenant, name=name)
+        return super().forget_session(tenant, name)
+
     def drop_contexts(self) -> None:
         self._note("drop_contexts", now=0)
         super().drop_contexts()
@@ -157,6 +165,10 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.complete([_unpacked(item) for item in entry["done"]], now)
     elif op == "reset":
         scheduler.reset(now, entry["tenant"])
+    elif op == "pin_session":
+        scheduler.pin_session(entry["tenant"], entry["name"], entry["pinned"])
+    elif op == "forget_session":
+        scheduler.forget_session(entry["tenant"], entry["name"])
     elif op == "recall":
         scheduler.recall(entry["notes"])
     elif op == "flush":

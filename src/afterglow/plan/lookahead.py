@@ -68,6 +68,8 @@ class LookAhead:
 
     def finished(self, rows: int) -> None:
         """A job has left a path of `rows` rows behind."""
+        if not rows:
+            return  # it never ran
         self._items += 1
         self._item_rows += self._capacity.round_up(rows)
 

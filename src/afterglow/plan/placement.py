@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
 from typing import Literal
 
 from afterglow.plan.cost import Cost
 from afterglow.plan.device import Device
 from afterglow.plan.extent import Capacity, Extent, Key
+from afterglow.plan.ghosts import Ghosts, Reason
 from afterglow.plan.index import Index
-from afterglow.plan.policy import Policy, Ranking
+from afterglow.plan.policy import POLICIES, Policy, Ranking
 from afterglow.plan.slots import SlotPool, watermarks
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE, Copy, Drop, ExtentId, Load, Move, MoveDone, Store
@@ -23,6 +26,7 @@ from afterglow.plan.truncation import tenant_of
 
 MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
 STORE_BACKOFF_S = 30.0
+EXPIRY_RETRY_S = 60.0  # when what has expired but is still needed is looked at again
 THRASH_S = 60.0  # an extent wanted again so soon after it was evicted should have stayed
 
 Room = Literal["now", "soon", "never"]
@@ -40,7 +44,15 @@ class Placement:
     """Host and disk."""
 
     def __init__(
-        self, capacity: Capacity, policy: Policy, index: Index, device: Device, counters: Counters, cost: Cost
+        self,
+        capacity: Capacity,
+        policy: Policy,
+        index: Index,
+        device: Device,
+        counters: Counters,
+        cost: Cost,
+        ghosts: Ghosts,
+        selective: bool = False,
     ) -> None:
         self.capacity = capacity
         self.pool = SlotPool(capacity.host_slots)
@@ -68,6 +80,13 @@ class Placement:
         self._failures = 0
         self._no_disk_until = 0.0
         self._touched: dict[Extent, None] = {}
+        self._expiring: list[tuple[float, int, Extent]] = []  # a heap; entries may be out of date
+        self._ghosts = ghosts
+        self._selective = selective
+        self._warming: list[Extent] = []  # to be brought back after a restart, the first one last
+        self.quota: int | None = None  # bytes of extents that a tenant may have, in whatever tier
+        self._tenants: dict[str, Ranking] = {}  # with a quota: whose extents are whose
+        self._tenant_bytes: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------------- asked by jobs
 
@@ -84,13 +103,48 @@ class Placement:
         if extent.dead:
             self._reap(extent)
 
-    def touch(self, extent: Extent, now: float) -> None:
-        """An extent was of use."""
+    def touch(self, extent: Extent, now: float, ttl: float | None = None) -> None:
+        """An extent was of use, and is to be kept for `ttl` seconds more (None: for ever)."""
+        self.expire(extent, now + ttl if ttl is not None else inf)
         extent.last_used = now
         extent.hits += 1
         self.ranked(extent)
+        if self._selective and extent.host == "ready" and extent.disk == "absent":
+            self.store(extent, now, "second use")
         if extent.disk == "ready":
             self._touched[extent] = None
+
+    def keep(self, extent: Extent) -> None:
+        """It must not leave the last tier until it is released as often."""
+        extent.kept += 1
+
+    def release(self, extent: Extent) -> None:
+        """The opposite of `keep`."""
+        extent.kept -= 1
+
+    def expire(self, extent: Extent, when: float) -> None:
+        """Nobody needs it after that, unless somebody has said, or says, later."""
+        if when > extent.expires:
+            extent.expires = when
+            if when < inf:
+                heappush(self._expiring, (when, extent.serial, extent))
+
+    def sweep(self, now: float) -> None:
+        """Forget what has expired (A15), unless it is queued for, in use, or something hangs below it."""
+        while self._expiring and self._expiring[0][0] <= now:
+            when, _, extent = heappop(self._expiring)
+            if extent.dead or extent.expires != when:
+                continue
+            if extent.users or extent.pins or extent.rank is not None or extent.kept or extent.has_children:
+                extent.expires = -inf
+                self.expire(extent, now + EXPIRY_RETRY_S)
+            else:
+                self.forget(extent, "expired")
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When to sweep next."""
+        return self._expiring[0][0] if self._expiring else None
 
     def take_touched(self) -> list[tuple[ExtentId, float, int]]:
         """(id, last used, hits) of the extents on disk that were touched since the last call, for the catalog."""
@@ -101,6 +155,8 @@ class Placement:
         """Something has changed that a policy's order may depend on."""
         for ranking in (self._host, self._clean, self._cold):
             ranking.update(extent)
+        if (own := self._tenants.get(tenant_of(extent.salt))) is not None:
+            own.update(extent)
 
     def keep_free(self, low: int, high: int) -> None:
         """The least free slots to keep (A9), as far as the tier's size allows."""
@@ -194,6 +250,7 @@ class Placement:
         """A new extent, in the index, whose rows lie in `slots`."""
         extent.slots, extent.host = slots, "ready"
         self._rank(extent)
+        self._belongs(extent)
         if write_through:
             self.store(extent, now, "write_through")
 
@@ -203,6 +260,36 @@ class Placement:
         self._files[extent.id] = extent
         self.disk_used += extent.file_bytes
         self._rank(extent)
+        self._belongs(extent)
+
+    def within_quota(self, salt: str, size: int) -> bool:
+        """Make room for `size` more bytes of a tenant, at the cost of its own least recently used. False: there is none."""
+        tenant = tenant_of(salt)
+        if self.quota is None or self._tenant_bytes.get(tenant, 0) + size <= self.quota:
+            return True
+
+        def more(extent: Extent) -> bool:
+            if not (extent.users or extent.pins or extent.kept or extent.has_children):
+                self.forget(extent, "evicted")
+            return self.quota is not None and self._tenant_bytes.get(tenant, 0) + size > self.quota
+
+        if tenant in self._tenants:
+            self._tenants[tenant].visit(more)
+        return self._tenant_bytes.get(tenant, 0) + size <= self.quota
+
+    def _belongs(self, extent: Extent) -> None:
+        if self.quota is not None:
+            tenant = tenant_of(extent.salt)
+            self._tenants.setdefault(tenant, Ranking(POLICIES["lru"])).set(extent, member=True)
+            self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + extent.file_bytes
+
+    def _belongs_no_more(self, extent: Extent) -> None:
+        if self.quota is not None:
+            tenant = tenant_of(extent.salt)
+            self._tenants[tenant].set(extent, member=False)
+            self._tenant_bytes[tenant] -= extent.file_bytes
+            if not self._tenant_bytes[tenant]:
+                del self._tenants[tenant], self._tenant_bytes[tenant]
 
     # ----------------------------------------------------------------------------------------- evictions
 
@@ -240,10 +327,10 @@ class Placement:
             self._evicting_slots += slots
             self._store_above(extent, now)
         elif room == "never":
-            if extent.users or extent.has_children or self._exempt(extent):
+            if extent.users or extent.kept or extent.has_children or self._exempt(extent):
                 return 0
             self._counters.evicted_host += 1
-            self.forget(extent)
+            self.forget(extent, "evicted")
         return slots
 
     def _evicted(self, extent: Extent, now: float) -> None:
@@ -296,14 +383,14 @@ class Placement:
         def more(extent: Extent) -> bool:
             nonlocal short
             if extent.pins == 0:
-                if extent.host == "ready" and short > 0:
+                if extent.host == "ready" and short > 0 and not extent.kept:
                     short -= self._drop_file(extent, "evict")
                     self._rank(extent)
                     self._counters.evicted_disk += 1
-                elif short > 0 and not (extent.users or extent.has_children or self._exempt(extent)):
+                elif short > 0 and not (extent.users or extent.kept or extent.has_children or self._exempt(extent)):
                     short -= extent.file_bytes
                     self._counters.evicted_disk += 1
-                    self.forget(extent)
+                    self.forget(extent, "evicted")
             return short > 0
 
         if short > 0:
@@ -325,9 +412,9 @@ class Placement:
                 continue
             while self._disk_short(extent.file_bytes) > 0 and stale and _worth(stale[-1]) < _worth(extent):
                 victim = stale.pop()
-                if not (victim.dead or victim.pins or victim.users):
+                if not (victim.dead or victim.pins or victim.users or victim.kept):
                     self._counters.evicted_disk += 1
-                    self.forget(victim)
+                    self.forget(victim, "evicted")
             if self._disk_short(extent.file_bytes) > 0:
                 continue
             if self.store(extent, now, "flush") == "soon":
@@ -338,6 +425,25 @@ class Placement:
     def _disk_short(self, incoming: int) -> int:
         """Bytes that `incoming` bytes lack once the removals under way are done."""
         return self.disk_used - self._dropping_bytes + incoming - self.capacity.disk_bytes
+
+    def warm_up(self) -> None:
+        """After a restart: remember what was used most, to bring it back to host when there is nothing else to do."""
+        cold = sorted(self._cold.members(), key=lambda e: (-e.hits, -e.last_used, e.first_row, e.serial))
+        room = self.pool.total // 2
+        for extent in cold:
+            room -= self.capacity.blocks(extent.rows)
+            if room < 0:
+                break
+            self._warming.append(extent)
+        self._warming.reverse()
+
+    def warm(self, now: float) -> None:
+        """Bring one of them back, if nothing moves and host is not half full again."""
+        while self._warming and not self.flights:
+            extent = self._warming.pop()
+            if extent.dead or extent.host != "absent" or self.pool.free <= self.pool.total // 2:
+                continue
+            self._load(extent, now, None, BACKGROUND, "warm start")
 
     def shrink(self) -> None:
         """Bring the disk tier below its budget (it may have been larger before a restart)."""
@@ -362,14 +468,16 @@ class Placement:
             if not leaves:
                 return
             for extent in leaves:
-                self.forget(extent)
+                self.forget(extent, "deleted")
 
     # -------------------------------------------------------------------------------------------- the end
 
-    def forget(self, extent: Extent) -> None:
+    def forget(self, extent: Extent, why: Reason) -> None:
         """Remove an extent from the index and all tiers, and what hangs below it."""
         for lost in self._index.remove(extent):
             lost.dead = True
+            self._belongs_no_more(lost)
+            self._ghosts.add(lost, why)
             self._dead[lost] = None
             self._counters.dropped += 1
             self._rank(lost)
@@ -380,7 +488,7 @@ class Placement:
         """What the disk has of an extent is not what was written, or did not come."""
         if not extent.dead:
             self._counters.damaged += 1
-            self.forget(extent)
+            self.forget(extent, "damaged")
 
     def _reap(self, extent: Extent) -> None:
         """Give back what a dead extent holds, as far as nobody reads or writes it."""
@@ -490,6 +598,9 @@ class Placement:
         assert self._evicting_slots == sum(len(e.slots) for e in extents if e.evicting)
         dropping = [f.extent for f in self.flights.values() if isinstance(f.move, Drop)]
         assert self._dropping_bytes == sum(extent.file_bytes for extent in dropping)
+        for tenant, used in self._tenant_bytes.items():
+            own = [e for e in self._index.extents.values() if tenant_of(e.salt) == tenant]
+            assert used == sum(e.file_bytes for e in own)
         for extent in extents:
             assert extent.pins >= 0
             assert extent.users >= 0

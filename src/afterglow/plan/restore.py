@@ -73,7 +73,11 @@ def _extent(record: ExtentRecord, parent: Extent | None, serial: int, now: float
 
 
 def _insert(extent: Extent, parent: Extent | None, index: Index) -> bool:
-    if extent.kind != ("session" if is_private(extent.salt) else "exact") or not extent.rows or extent.id in index.extents:
+    if (
+        extent.kind != ("session" if is_private(extent.salt) else "exact")
+        or not extent.rows
+        or extent.id in index.extents
+    ):
         return False
     if parent is None:
         return index.insert(extent, b"").outcome == "inserted"

@@ -23,12 +23,14 @@ from afterglow.plan.cost import Cost, Work
 from afterglow.plan.device import Device
 from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity
+from afterglow.plan.ghosts import Ghosts
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job, JobQueue, Wait, refuse_impossible
 from afterglow.plan.lookahead import LookAhead
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
 from afterglow.plan.restore import restore
+from afterglow.plan.sessions import Sessions, SessionState
 from afterglow.plan.stats import Counters, Stats
 from afterglow.plan.step import (
     Admit,
@@ -50,7 +52,7 @@ from afterglow.plan.truncation import Epochs, Rules, TruncationPolicy, cut, is_p
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
 LOOK_AHEAD = 64  # waiting jobs that are tried in one step
 
-WritePolicy = Literal["write_back", "write_through"]
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 Preload = Literal["layerwise", "whole"]  # may a job join while its layers are on their way?
 
 
@@ -73,6 +75,8 @@ class Scheduler:
         relative_positions: bool = True,
         truncation_ratio: float = 0.5,
         truncation_policy: TruncationPolicy = "oldest",
+        tenant_quota: int | None = None,
+        warm_start: bool = False,
     ) -> None:
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
@@ -83,18 +87,25 @@ class Scheduler:
         self._index = Index()
         self._device = Device(capacity, self._counters)
         self._cost = Cost(capacity.layers)
-        self._placement = Placement(capacity, POLICIES[policy], self._index, self._device, self._counters, self._cost)
+        self._ghosts = Ghosts()
+        selective = write_policy == "write_through_selective" and capacity.disk_bytes > 0
+        self._placement = Placement(
+            capacity, POLICIES[policy], self._index, self._device, self._counters, self._cost, self._ghosts, selective
+        )
         self._placement.read_buffer = read_buffer
+        self._placement.quota = tenant_quota
+        self._sessions = Sessions(self._index, self._placement)
         write_through = write_policy == "write_through" and capacity.disk_bytes > 0
         self._drafts = Drafts(
             capacity, self._index, self._placement, self._device, self._counters, digest, write_through
         )
-        self._batch = Batch(capacity, self._index, self._device, self._drafts)
+        self._batch = Batch(capacity, self._index, self._device, self._drafts, self._sessions)
         self._compaction = Compaction(capacity, self._index, self._placement, digest, self._drafts.next_serial)
         self._epochs = Epochs()
         self._relative = relative_positions
         self._rules = Rules(min(max_model_len, self._device.budget), truncation_ratio, truncation_policy)
         self._write_through = write_through
+        self._warm_start = warm_start
         self._admission = Admission(
             capacity,
             self._index,
@@ -103,6 +114,7 @@ class Scheduler:
             self._counters,
             self._cost,
             self._compaction,
+            self._ghosts,
             self._batch.promising,
             source,
         )
@@ -159,7 +171,10 @@ class Scheduler:
         """Take over what the catalog says is on disk, in any order. Returns those of no use, to be deleted."""
         if not self.capacity.disk_bytes:
             return []
-        return restore(records, self._index, self._placement, self._drafts, now)
+        useless = restore(records, self._index, self._placement, self._drafts, now)
+        if self._warm_start:
+            self._placement.warm_up()
+        return useless
 
     def reset(self, now: float, tenant: str | None = None) -> None:
         """Forget every cached row that nobody is using, in all tiers, of one tenant (by salt) or of all; the moves come
@@ -168,6 +183,7 @@ class Scheduler:
             if tenant in (None, tenant_of(context.salt)):
                 self._device.free(context)
         self._batch.forget_tails(tenant)
+        self._sessions.forget_tenant(tenant)
         self._placement.forget_all(tenant)
         self._epochs.forget_tenant(tenant)
         self._version += 1
@@ -200,11 +216,26 @@ class Scheduler:
 
     def take_notes(self) -> list[tuple[str, str, str | None]]:
         """(kind, key, value) of what is to be remembered over restarts besides extents; None: no more."""
-        return [("epoch", key, value) for key, value in self._epochs.take_notes()]
+        epochs = [("epoch", key, value) for key, value in self._epochs.take_notes()]
+        return epochs + [("session", key, value) for key, value in self._sessions.take_notes()]
 
     def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
-        """Take over what `take_notes` has said before a restart: key to value, by kind."""
+        """Take over what `take_notes` has said before a restart: key to value, by kind. After `restore`."""
         self._epochs.recall(notes.get("epoch", {}))
+        self._sessions.recall(notes.get("session", {}))
+
+    def sessions(self, tenant: str) -> list[SessionState]:
+        """One tenant's conversations that have a name, the last used first."""
+        return self._sessions.listing(tenant)
+
+    def pin_session(self, tenant: str, name: str, pinned: bool) -> bool:
+        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
+        return self._sessions.pin(tenant, name, pinned)
+
+    def forget_session(self, tenant: str, name: str) -> bool:
+        """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""
+        self._version += 1
+        return self._sessions.forget(tenant, name)
 
     def take_touched(self) -> list[tuple[ExtentId, float, int]]:
         """(id, last used, hits) of extents on disk that were used since the last call, for the catalog."""
@@ -216,6 +247,7 @@ class Scheduler:
         """The next step. The one before must have been committed if it had runs."""
         assert self._open is None or not self._open.runs, "the step before has not been committed"
         self._steps += 1
+        self._placement.sweep(now)
         self._ahead.watch()
         if self.prefill_chunk:
             runs = self._decodes(now)
@@ -227,6 +259,8 @@ class Scheduler:
         else:
             self._ahead.prefetch(now)
             self._placement.background(now, self._batch.expected_slots(), self._ahead.fetched)
+            if not self._jobs:
+                self._placement.warm(now)
         step = Step(
             self._steps,
             tuple(self._batch.releases),
@@ -234,6 +268,7 @@ class Scheduler:
             tuple(self._placement.moves),
             tuple(self._placement.urged),
             tuple(runs),
+            self._placement.next_expiry,
         )
         self._batch.releases, self._device.frees, self._placement.moves, self._placement.urged = [], [], [], []
         self._open, self._opened = step, now
@@ -278,7 +313,7 @@ class Scheduler:
             if isinstance(item, MoveDone):
                 self._placement.complete(item, now)
             elif (job := self._drafts.saved(item, now)) is not None:
-                self._batch.settle(job)
+                self._batch.settle(job, now)
 
     def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -295,18 +330,15 @@ class Scheduler:
     def _prefills(self, now: float, budget: int) -> list[Run]:
         """Prompt tokens: first of jobs that are at it, then of jobs that join."""
         runs: list[Run] = []
+        decoding = any(job.state == "decoding" for job in self._batch.running)
         for job in self._batch.running:
             if job.state == "prefilling" and budget > 0:
-                if (
-                    runs
-                    and job.stages
-                    and job.rows == job.stop
-                    and not self._admission.may_begin(job, job.stages[0], now)
-                ):
+                next_stage = job.stages[0] if job.stages and job.rows == job.stop else None
+                if decoding and next_stage is not None and not self._admission.may_begin(job, next_stage, now):
                     continue  # the others need not wait for its rows
                 runs.append(self._run(job, budget, None, now))
                 budget -= len(runs[-1].tokens)
-        waiting = self._queue.first(LOOK_AHEAD)
+        waiting = self._their_turn(self._queue.first(LOOK_AHEAD))
         seats = self.max_batch - len(self._batch.running) - sum(job.state == "loading" for job in waiting)
         for job in waiting:
             taken = job.state == "loading"
@@ -322,6 +354,16 @@ class Scheduler:
             elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.TURN):
                 break  # first come, first served: nobody slips past for want of room
         return runs
+
+    def _their_turn(self, waiting: list[Job]) -> list[Job]:
+        """Without those whose conversation has another turn that runs, or waits before them (A1)."""
+        busy = {job.conversation for job in self._batch.running}
+        found = []
+        for job in waiting:
+            if job.conversation is None or job.conversation not in busy:
+                found.append(job)
+                busy.add(job.conversation)
+        return found
 
     def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
         """Attempt to admit a job, unless nothing has changed since the last time."""
@@ -380,7 +422,7 @@ class Scheduler:
             new = job.rows - max(run.start, job.covered)
             self._counters.rows_unsaved += max(0, new) - sum(save.rows for save in run.saves)
             self._drafts.commit(job, now)
-            self._batch.settle(job)
+            self._batch.settle(job, now)
         if job.cancelled:
             self._finish(job, None, "cancelled", now)
         elif run.sample:
@@ -395,6 +437,7 @@ class Scheduler:
             embedded = is_private(job.spec.salt) and any(job.hits)
             self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded))
             self._counters.count_hits(job.target, *job.hits)
+            self._counters.count_miss(*job.missed)
 
     def _sampled(self, job: Job, token: int, now: float) -> None:
         job.tokens += token.to_bytes(4, "little")
@@ -425,7 +468,7 @@ class Scheduler:
         self._depart(job, now, retain=False)
         job.state, job.tried = "waiting", -1
         self._line_up(job)
-        self._batch.settle(job)
+        self._batch.settle(job, now)
 
     def _finish(
         self,
@@ -449,7 +492,7 @@ class Scheduler:
             self._counters.finished += 1
         self._events.append(Emitted(job.spec.job, token, why))
         self._version += 1
-        self._batch.settle(job)
+        self._batch.settle(job, now)
 
     def _line_up(self, job: Job) -> None:
         self._queue.add(job)

@@ -39,6 +39,17 @@ class Counters:
     cut_loads: int = 0  # matches cut short because no host slots could be had for them
     waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
 
+    missed_cold: int = 0  # prompt tokens that were computed: never seen before
+    missed_evicted: int = 0  # they, or what they hang below, had left all tiers to make room
+    missed_expired: int = 0
+    missed_damaged: int = 0
+    missed_deleted: int = 0
+    missed_salt: int = 0  # another tenant has them
+
+    def count_miss(self, why: str, tokens: int) -> None:
+        """A job has computed tokens that were not cached."""
+        setattr(self, f"missed_{why}", getattr(self, f"missed_{why}") + tokens)
+
     def count_hits(self, prompt: int, device: int, host: int, disk: int) -> None:
         """A job was admitted."""
         self.query_tokens += prompt

@@ -254,7 +254,8 @@ class JobSpec:
     read: bool = True
     write: bool = True
     priority: int = 0
-    session: str | None = None
+    session: str | None = None  # the conversation's name: its turns run one after the other
+    ttl: float | None = None  # seconds for which its rows are kept after the last use; None: for ever
     truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.truncation`)
     turns: tuple[int, ...] = ()  # prompt rows at which turns end, the first one the system prompt
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side

@@ -1,0 +1,184 @@
+"""Conversations by name: which extents they have used, whether they are pinned, and how they end.
+
+It knows extents and placement; not jobs, not queues. A conversation is one tenant's; its extents may be others' too (a
+system prompt), and those outlive it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from afterglow.plan.extent import Extent
+from afterglow.plan.index import Index
+from afterglow.plan.placement import Placement
+
+MOST = 65_536  # conversations that are remembered by name; pinned ones are never forgotten
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One conversation. `extents`: all that its turns have used, dead ones among them."""
+
+    tenant: str
+    name: str
+    used: float
+    rows: int = 0
+    ttl: float | None = None
+    pinned: bool = False
+    extents: dict[Extent, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """A conversation as callers see it. The tiers count rows where they are fastest to reach."""
+
+    name: str
+    rows: int
+    device: int
+    host: int
+    disk: int
+    used: float
+    expires: float | None
+    pinned: bool
+
+
+class Sessions:
+    """All conversations with a name."""
+
+    def __init__(self, index: Index, placement: Placement) -> None:
+        self._index = index
+        self._placement = placement
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # least recently used first
+        self._notes: dict[str, str | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def used(self, tenant: str, name: str, extents: Iterable[Extent], rows: int, ttl: float | None, now: float) -> None:
+        """A turn of a conversation has ended and left a context of `rows` rows."""
+        key = (tenant, name)
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(tenant, name, now)
+        self._sessions.move_to_end(key)
+        session.used, session.rows, session.ttl = now, rows, ttl
+        for dead in [extent for extent in session.extents if extent.dead]:
+            del session.extents[dead]
+        self._add(session, extents)
+        self._note(session)
+        for old, other in list(self._sessions.items())[: max(0, len(self._sessions) - MOST)]:
+            if not other.pinned:
+                self._drop(old)
+
+    def _add(self, session: Session, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            if extent not in session.extents and not extent.dead:
+                session.extents[extent] = None
+                extent.sessions += 1
+                if session.pinned:
+                    self._placement.keep(extent)
+
+    def listing(self, tenant: str) -> list[SessionState]:
+        """One tenant's conversations, the last used first."""
+        own = [session for session in self._sessions.values() if session.tenant == tenant]
+        return [_state(session) for session in sorted(own, key=lambda item: -item.used)]
+
+    def pin(self, tenant: str, name: str, pinned: bool) -> bool:
+        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
+        session = self._sessions.get((tenant, name))
+        if session is None:
+            return False
+        if session.pinned != pinned:
+            session.pinned = pinned
+            for extent in session.extents:
+                if not extent.dead:
+                    (self._placement.keep if pinned else self._placement.release)(extent)
+            self._note(session)
+        return True
+
+    def forget(self, tenant: str, name: str) -> bool:
+        """Remove a conversation and all that only it has used, from all tiers. False: there is none of that name."""
+        session = self._sessions.get((tenant, name))
+        if session is None:
+            return False
+        self.pin(tenant, name, False)
+        own = sorted((e for e in session.extents if not e.dead), key=lambda e: -e.first_row)
+        self._drop((tenant, name))
+        for extent in own:
+            if not (extent.dead or extent.sessions or extent.users or extent.pins or extent.has_children):
+                self._placement.forget(extent, "deleted")
+        return True
+
+    def forget_tenant(self, tenant: str | None) -> None:
+        """Forget the names (not the rows) of one tenant's conversations, or of all; pins end with them."""
+        for key in list(self._sessions):
+            if tenant is None or key[0] == tenant:
+                self.pin(*key, pinned=False)
+                self._drop(key)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        session = self._sessions.pop(key)
+        for extent in session.extents:
+            extent.sessions -= 1
+        self._notes[_key(session)] = None
+
+    # ------------------------------------------------------------------------------------------- over restarts
+
+    def _note(self, session: Session) -> None:
+        tails = [extent.id for extent in session.extents if not extent.dead]
+        facts = [session.tenant, session.name, session.used, session.rows, session.ttl, session.pinned, tails]
+        self._notes[_key(session)] = json.dumps(facts)
+
+    def take_notes(self) -> list[tuple[str, str | None]]:
+        """What has changed since the last call."""
+        notes, self._notes = self._notes, {}
+        return list(notes.items())
+
+    def recall(self, notes: Mapping[str, str]) -> None:
+        """After a restart, when the extents are there again. What cannot be read is ignored."""
+        found: list[Session] = []
+        for text in notes.values():
+            try:
+                tenant, name, used, rows, ttl, pinned, ids = json.loads(text)
+                session = Session(tenant, name, float(used), int(rows), ttl, bool(pinned))
+                extents = [self._index.extents[item] for item in ids if item in self._index.extents]
+            except (ValueError, TypeError):
+                continue
+            self._add(session, extents)
+            found.append(session)
+        for session in sorted(found, key=lambda item: (item.used, item.tenant, item.name)):
+            self._sessions[(session.tenant, session.name)] = session
+            if session.ttl is not None:
+                for extent in session.extents:
+                    self._placement.expire(extent, session.used + session.ttl)
+
+
+def _key(session: Session) -> str:
+    return f"{session.tenant}/{session.name}"
+
+
+def _state(session: Session) -> SessionState:
+    device = host = disk = 0
+    for extent in session.extents:
+        if extent.dead:
+            continue
+        if extent.contexts:
+            device += extent.rows
+        elif extent.host == "ready":
+            host += extent.rows
+        else:
+            disk += extent.rows
+    expires = max((e.expires for e in session.extents if not e.dead), default=float("inf"))
+    return SessionState(
+        session.name,
+        session.rows,
+        device,
+        host,
+        disk,
+        session.used,
+        expires if expires < float("inf") and not session.pinned else None,
+        session.pinned,
+    )

@@ -15,7 +15,10 @@ BLOCK_ROWS = 64  # rows of a chunk and of a block (SPEC §III; CachedAttention l
 MAX_EXTENT_ROWS = 1024
 
 PolicyName = Literal["lookahead", "lru", "fifo", "lfu"]
-WritePolicy = Literal["write_back", "write_through"]
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+SourceName = Literal["auto", "load", "recompute"]
+PreloadName = Literal["layerwise", "whole"]
+TruncationName = Literal["oldest", "sinks_and_recent"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -29,9 +32,10 @@ def parse_size(text: str | int) -> int:
         found = _SIZE.match(text)
         if not found:
             raise ConfigError(f"{text!r} is not a size; write a number with K, M, G or T, such as 8G")
-        value = (
-            int(float(found[1]) * 1024 ** "kmgt".index(found[2].lower()) * 1024) if found[2] else int(float(found[1]))
-        )
+        number = min(float(found[1]), 1e30)
+        value = int(number * 1024 ** "kmgt".index(found[2].lower()) * 1024) if found[2] else int(number)
+    if value > 2**62:
+        raise ConfigError(f"{str(text)[:40]} is more than any machine holds")
     if value < 0:
         raise ConfigError(f"a size cannot be negative, got {text!r}")
     return value
@@ -68,12 +72,34 @@ class CacheConfig:
         "lookahead", "Eviction policy; lookahead also fetches ahead what waiting requests need."
     )
     write_policy: WritePolicy = option(
-        "write_back", "write_back: to disk on eviction and at shutdown. write_through: as soon as computed."
+        "write_back",
+        "write_back: to disk on eviction and at shutdown. write_through: as soon as computed. write_through_selective: "
+        "from the second use on.",
     )
+    source: SourceName = option(
+        "auto", "Where cached KV comes from: auto loads or recomputes, whichever is predicted to be faster."
+    )
+    preload: PreloadName = option(
+        "layerwise", "layerwise: a layer's compute waits for that layer's KV only. whole: for all of it (a baseline)."
+    )
+    read_buffer: int | None = option(
+        None, "Layers that may be loaded before a request's turn comes (a baseline); default: all of them."
+    )
+    ttl: float | None = option(None, "Seconds after its last use at which KV is erased from all tiers; default: never.")
+    tenant_quota: int | None = option(
+        None, "Bytes of KV that one tenant may have in host and on disk; default: no limit."
+    )
+    warm_start: bool = option(True, "After a restart, bring what was used most back to host memory.")
     reuse: bool = option(True, "Reuse KV at all; off for comparisons.")
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        if self.read_buffer is not None and self.read_buffer < 0:
+            raise ConfigError(f"--read-buffer is a number of layers, 0 or more, got {self.read_buffer}")
+        if self.ttl is not None and not self.ttl > 0:
+            raise ConfigError(f"--ttl must be more than 0 seconds, got {self.ttl}")
+        if self.tenant_quota is not None and self.tenant_quota < 1:
+            raise ConfigError(f"--tenant-quota must be at least 1 byte, got {self.tenant_quota}")
         for name in ("device_cache", "host_cache", "disk_cache"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be negative, got {getattr(self, name)}")
@@ -93,6 +119,12 @@ class EngineConfig:
         512, "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers."
     )
     max_queue: int = option(1024, "Waiting requests before new ones are refused with status 429.")
+    truncation_ratio: float = option(
+        0.5, "Part of the context window that is cut away where a conversation outgrows it (the papers' 0.5)."
+    )
+    truncation_policy: TruncationName = option(
+        "oldest", "What is cut: the oldest turns, or all but the first few and the most recent tokens."
+    )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
 
     def __post_init__(self) -> None:
@@ -100,6 +132,8 @@ class EngineConfig:
         for name, least in (("max_batch", 1), ("prefill_chunk", 0), ("max_queue", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.truncation_ratio < 1:
+            raise ConfigError(f"--truncation-ratio must lie between 0 and 1, got {self.truncation_ratio}")
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -107,7 +141,15 @@ class EngineConfig:
 
 
 def _check_choices(config: object) -> None:
-    choices = {"policy": PolicyName, "write_policy": WritePolicy, "dtype": DtypeName, "kv_dtype": DtypeName}
+    choices = {
+        "policy": PolicyName,
+        "write_policy": WritePolicy,
+        "source": SourceName,
+        "preload": PreloadName,
+        "truncation_policy": TruncationName,
+        "dtype": DtypeName,
+        "kv_dtype": DtypeName,
+    }
     for f in fields(config):  # type: ignore[arg-type]
         if f.name in choices and getattr(config, f.name) not in get_args(choices[f.name]):
             raise ConfigError(

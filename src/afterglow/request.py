@@ -39,10 +39,10 @@ class SamplingParams:
             if not ok:
                 raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}", param=name)
 
-        check(self.max_tokens >= 0, "max_tokens", "0 or more")
+        check(0 <= self.max_tokens < 2**31, "max_tokens", "0 or more, and below 2^31")
         check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
         check(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
-        check(self.top_k >= -1, "top_k", "-1 or 0 (off) or a positive number")
+        check(-1 <= self.top_k < 2**31, "top_k", "-1 or 0 (off) or a positive number below 2^31")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):

@@ -103,6 +103,8 @@ def start() -> Iterator[Callable[..., Handle]]:
             "host_cache": 1024**2 * 4,
             "disk_cache": 1024**2 * 64 if cache_dir else 0,
             "cache_dir": cache_dir,
+            "source": "load",  # models this small are always faster to compute than to load
+            "warm_start": False,
         }
         cache.update({k: options.pop(k) for k in list(options) if k in CacheConfig.__dataclass_fields__})
         engine = Engine.load(model, EngineConfig(cache=CacheConfig(**cache), **options))

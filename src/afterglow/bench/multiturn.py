@@ -30,7 +30,7 @@ def main(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     repeats = 3 if options.quick else 9
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-", dir=options.cache_dir) as folder:
-        cache = CacheConfig(cache_dir=Path(folder))
+        cache = CacheConfig(cache_dir=Path(folder), source="load", warm_start=False)
         config = EngineConfig(cache=cache, max_model_len=4096, threads=options.threads)
         engine = Engine.load(options.model, config)
         engine.start()

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from afterglow.config import EngineConfig
 from afterglow.engine.runner import Runner, RunOutput
@@ -23,18 +23,22 @@ from afterglow.engine.setup import Parts, build
 from afterglow.engine.stats import EngineStats, Totals, collect
 from afterglow.errors import RequestError
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Step
+from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Run, Step
+from afterglow.plan.truncation import refuse_uncuttable
 from afterglow.request import (
     CachedTokens,
     FinishReason,
     Output,
     Request,
+    SessionInfo,
     TokenLogprob,
+    Truncation,
 )
 from afterglow.store.kvstore import KVStore
 
 log = logging.getLogger("afterglow.engine")
 
+T = TypeVar("T")
 Sink = Callable[[Output], None]
 Progress = Callable[[str, int, int], None]
 
@@ -49,6 +53,8 @@ class _Live:
     job: int
     request: Request
     sink: Sink
+    spec: JobSpec
+    truncation: Truncation | None = None
     admitted: bool = False
     cached: CachedTokens = CachedTokens()
     generated: int = 0
@@ -76,6 +82,7 @@ class Engine:
         self.model_name = parts.model_name
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.vocab_size
+        self.conversations = parts.conversations  # responses that clients go on from by id
         self.eos_token_ids = parts.eos_token_ids
         self._eos = frozenset(parts.eos_token_ids)
         self._scheduler: Scheduler = parts.scheduler
@@ -142,7 +149,7 @@ class Engine:
             self._next_job += 1
             self._jobs[request.id] = job
             self._waiting += 1
-        live = _Live(job, request, sink)
+        live = _Live(job, request, sink, _spec(job, request, self.config, self._eos))
         if request.sampling.prompt_logprobs is not None:
             live.prompt_logprobs.append(None)
         self._send(lambda: self._accept(live))
@@ -164,7 +171,12 @@ class Engine:
         first: dict[str, float] = {}
         left = len(gathered)
         while left:
-            at, output = inbox.get()
+            try:
+                at, output = inbox.get(timeout=0.5)
+            except queue.Empty:
+                if self.healthy:
+                    continue
+                raise RequestError("the engine has stopped", status=503, code="unavailable") from None
             first.setdefault(output.request_id, at - began)
             gathered[output.request_id].append(output)
             left -= output.finish_reason is not None
@@ -182,9 +194,31 @@ class Engine:
             parts.host_block_bytes,
         )
 
-    def reset_cache(self) -> None:
-        """Forget every cached row that no running request needs, in all tiers."""
-        self._send(lambda: self._scheduler.reset(self._now()))
+    def reset_cache(self, salt: str | None = None) -> None:
+        """Forget every cached row that no running request needs, in all tiers; of one tenant, or of all (None)."""
+        tenant = _salt_id(salt) if salt is not None else None
+        self._send(lambda: self._scheduler.reset(self._now(), tenant))
+
+    def sessions(self, salt: str) -> list[SessionInfo]:
+        """One tenant's conversations that have a name, the last used first."""
+        found = self._ask(lambda: self._scheduler.sessions(_salt_id(salt)))
+        return [SessionInfo(s.name, s.rows, s.device, s.host, s.disk, s.used, s.expires, s.pinned) for s in found]
+
+    def pin_session(self, salt: str, name: str, pinned: bool) -> bool:
+        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
+        return self._ask(lambda: self._scheduler.pin_session(_salt_id(salt), name, pinned))
+
+    def forget_session(self, salt: str, name: str) -> bool:
+        """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""
+        return self._ask(lambda: self._scheduler.forget_session(_salt_id(salt), name))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """The answer of the engine's thread."""
+        answers: list[T] = []
+        self._on_thread(lambda: answers.append(question()))
+        if not answers:
+            raise RequestError("the engine has stopped", status=503, code="unavailable")
+        return answers[0]
 
     def _now(self) -> float:
         """Seconds since 1970 that never go backwards: the catalog compares them over restarts."""
@@ -232,6 +266,7 @@ class Engine:
             self._send(lambda: self._stop(flush))
             self._thread.join(DRAIN_SECONDS + 10)
         self._store.close()
+        self.conversations.close()
 
     # --------------------------------------------------------------------------------- the engine's own thread
 
@@ -243,7 +278,13 @@ class Engine:
             bad = low if low < 0 else high
             raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", param="prompt")
         n = len(request.prompt)
-        if n + min(1, request.sampling.max_tokens) > self.max_model_len:
+        if request.truncation and request.sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "log-probabilities of a prompt need all of it: switch truncation off", param="truncation"
+            )
+        if request.truncation:
+            refuse_uncuttable(self._scheduler.rules, n, request.sampling.max_tokens, request.turns)
+        elif n + min(1, request.sampling.max_tokens) > self.max_model_len:
             raise RequestError(
                 f"this model's context is {self.max_model_len} tokens, and the prompt alone has {n}; "
                 "shorten it or start the server with a larger --max-model-len",
@@ -261,27 +302,14 @@ class Engine:
             self._inbox.put(self._woken.clear)
 
     def _accept(self, live: _Live) -> None:
-        request, sampling = live.request, live.request.sampling
-        stop = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop |= self._eos
         self._live[live.job] = live
-        self._runner.register(live.job, request)
-        spec = JobSpec(
-            job=live.job,
-            prompt=_token_bytes(request.prompt),
-            max_tokens=sampling.max_tokens,
-            stop_tokens=stop,
-            salt=_salt_id(request.salt),
-            read=request.reuse and self.config.cache.reuse and sampling.prompt_logprobs is None,
-            write=request.reuse and self.config.cache.reuse,
-            priority=request.priority,
-            session=request.session_id,
-        )
         try:
-            self._scheduler.submit(spec, self._now())
-        except RequestError as error:
-            self._finish(live, Output(request.id, (), "error", error=str(error)))
+            self._runner.register(live.job, live.request)
+            self._scheduler.submit(live.spec, self._now())
+        except Exception as error:  # one request's fault must not be everybody's
+            if not isinstance(error, RequestError):
+                log.exception("a request could not be accepted")
+            self._finish(live, Output(live.request.id, (), "error", error=str(error)))
 
     def _main(self) -> None:
         try:
@@ -292,7 +320,7 @@ class Engine:
             if self._flush_at_end:
                 self._scheduler.flush(self._now())
                 self._settle()
-            self._store.touch(self._scheduler.take_touched())
+            self._remember()
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
             self._failure = error
@@ -330,27 +358,51 @@ class Engine:
         now = self._now()
         if now - self._touched_at >= TOUCH_SECONDS:
             self._touched_at = now
-            self._store.touch(self._scheduler.take_touched())
+            self._remember()
+
+    def _remember(self) -> None:
+        self._store.touch(self._scheduler.take_touched())
+        notes: dict[str, list[tuple[str, str | None]]] = {}
+        for kind, key, value in self._scheduler.take_notes():
+            notes.setdefault(kind, []).append((key, value))
+        for kind, items in notes.items():
+            self._store.note(kind, items)
 
     def _execute(self, step: Step, began: float) -> None:
         self._runner.release(step)
         self._store.start(step.moves)
+        if step.urged:
+            self._store.urge(step.urged)
+            for move in step.urged:
+                self._store.release(move)
         ran = time.perf_counter()
         out = self._runner.run(step)
         ended = time.perf_counter()
+        prefilled = sum(self._prompt_rows(run) for run in step.runs)
         events = self._scheduler.commit(step, out.result, self._store.finished(), self._now())
         self._dispatch(events, out)
-        self._totals.step(step, ran - began + time.perf_counter() - ended, ended - ran)
+        self._totals.step(ran - began + time.perf_counter() - ended, ended - ran, prefilled)
+
+    def _prompt_rows(self, run: Run) -> int:
+        """Rows of a run that belong to the prompt, not to the reply."""
+        live = self._live[run.job]
+        dropped = live.truncation.dropped if live.truncation is not None else 0
+        return max(0, min(len(run.tokens), len(live.request.prompt) - dropped - run.start))
 
     def _dispatch(self, events: Sequence[Event], out: RunOutput | None) -> None:
-        for job, found in (out.prompt_logprobs if out else {}).items():
-            self._live[job].prompt_logprobs.extend(found)
+        for job, (start, found) in (out.prompt_logprobs if out else {}).items():
+            known = self._live[job].prompt_logprobs
+            del known[start + 1 :]  # a job that was sent back starts again
+            known.extend(found)
         for event in events:
             live = self._live.get(event.job)
             if live is None:
                 continue
             if isinstance(event, Admitted):
                 live.cached = CachedTokens(event.device, event.host, event.disk)
+                if event.dropped:
+                    kept = len(live.request.prompt) - event.dropped
+                    live.truncation = Truncation(event.dropped, kept, event.embedded)
                 self._leave_queue(live)
                 self._totals.admitted(len(live.request.prompt), live.cached)
             else:
@@ -369,6 +421,7 @@ class Engine:
             live.cached,
             (logprob,) if logprob else (),
             tuple(live.prompt_logprobs) if first else (),
+            live.truncation if first else None,
         )
         if event.finish is None:
             live.sink(output)
@@ -426,10 +479,44 @@ def _completion(outputs: Sequence[Output], ttft_s: float) -> Completion:
     )
 
 
+def _spec(job: int, request: Request, config: EngineConfig, eos: frozenset[int]) -> JobSpec:
+    """A request as the plan sees it. Errors: RequestError for names that are no text."""
+    sampling = request.sampling
+    return JobSpec(
+        job=job,
+        prompt=_token_bytes(request.prompt),
+        max_tokens=sampling.max_tokens,
+        stop_tokens=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos),
+        salt=_salt_id(request.salt),
+        read=request.reuse and config.cache.reuse and sampling.prompt_logprobs is None,
+        write=request.reuse and config.cache.reuse,
+        priority=request.priority,
+        session=request.session_id,
+        ttl=request.ttl_s if request.ttl_s is not None else config.cache.ttl,
+        truncation=request.truncation,
+        turns=request.turns,
+        tie=_tie(request.cache_key),
+    )
+
+
+def _tie(cache_key: str | None) -> int:
+    """A number that is equal for equal keys, in any process."""
+    if cache_key is None:
+        return 0
+    return int.from_bytes(hashlib.blake2b(_utf8(cache_key, "prompt_cache_key"), digest_size=6).digest(), "little")
+
+
+def _utf8(text: str, param: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{param} is not valid Unicode: {error.reason}", param=param) from error
+
+
 def _token_bytes(tokens: Sequence[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
 def _salt_id(salt: str) -> str:
     """The salt as the plan and the disk know it: a digest, so that no tenant's secret is written anywhere."""
-    return hashlib.sha256(salt.encode()).hexdigest()[:32] if salt else ""
+    return hashlib.sha256(_utf8(salt, "cache_salt")).hexdigest()[:32] if salt else ""

@@ -30,7 +30,9 @@ class RunOutput:
 
     result: StepResult
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(
+        default_factory=dict
+    )  # by job: from which row on
 
 
 class Runner(Protocol):
@@ -169,7 +171,7 @@ class TorchRunner:
             job = self._jobs[run.job]
             top = job.request.sampling.prompt_logprobs
             if top is not None and run.start < len(job.request.prompt) and run.job not in failed:
-                out.prompt_logprobs[run.job] = self._prompt_logprobs(job.request, part, hidden, top)
+                out.prompt_logprobs[run.job] = (run.start, self._prompt_logprobs(job.request, part, hidden, top))
         return out
 
     def _prompt_logprobs(self, request: Request, part: Part, hidden: Tensor, top: int) -> list[TokenLogprob]:

@@ -64,7 +64,7 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return probs
     ordered, order = probs.sort(dim=-1, descending=True)
     rank = torch.arange(vocab, device=logits.device)
-    ordered = torch.where(rank < column([float(k) for k in top_k]), ordered, 0.0)
+    ordered = torch.where(rank < column([float(min(k, vocab)) for k in top_k]), ordered, 0.0)
     ordered = ordered / ordered.sum(dim=-1, keepdim=True)
     before = ordered.cumsum(dim=-1) - ordered  # mass of the more likely tokens
     ordered = torch.where(before < column([p.top_p if p.top_p < 1 else 2.0 for p in params]), ordered, 0.0)

@@ -26,6 +26,7 @@ from afterglow.plan.extent import Capacity
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
 from afterglow.store import catalog
+from afterglow.store.conversations import Conversations
 from afterglow.store.kvstore import KVStore
 from afterglow.store.layout import KVLayout
 from afterglow.store.namespace import Namespace
@@ -66,6 +67,7 @@ class Parts:
     device_row_bytes: int
     host_block_bytes: int
     capacity: Capacity
+    conversations: Conversations
 
 
 def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int, int], None] | None) -> Parts:
@@ -92,19 +94,20 @@ def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int,
     layout = KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype])
     row_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
     host_slots = config.cache.host_cache // arena_bytes(layout, 1) if config.cache.reuse else 0
-    namespace = _namespace(str(model), digest, layout, config)
+    device_rows = _device_rows(config.cache.device_cache, row_bytes)
+    max_model_len = _max_model_len(spec, config, device_rows)
+    arena = allocate(arena_bytes(layout, host_slots), pin=device.type == "cuda")
+    notify = Notify()
+    store, namespace = _open_store(str(model), digest, layout, host_slots, arena, notify, config)
     capacity = Capacity(
-        device_rows=_device_rows(config.cache.device_cache, row_bytes),
+        device_rows=device_rows,
         host_slots=host_slots,
         disk_bytes=catalog.budget(config.cache.disk_cache, layout.file_bytes(1)) if namespace is not None else 0,
         file_bytes=tuple(
             layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
         ),
+        layers=spec.layers,
     )
-    max_model_len = _max_model_len(spec, config, capacity.device_rows)
-    arena = allocate(arena_bytes(layout, host_slots), pin=device.type == "cuda")
-    notify = Notify()
-    store = KVStore(layout, host_slots, arena.numpy(), namespace=namespace, notify=notify, read_timeout=READ_TIMEOUT)
     scheduler = Scheduler(
         capacity,
         policy=config.cache.policy,
@@ -113,8 +116,17 @@ def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int,
         max_batch=config.max_batch,
         max_model_len=max_model_len,
         digest=digest,
+        source=config.cache.source,
+        preload=config.cache.preload,
+        read_buffer=config.cache.read_buffer,
+        relative_positions=decoder.rope is not None,
+        truncation_ratio=config.truncation_ratio,
+        truncation_policy=config.truncation_policy,
+        tenant_quota=config.cache.tenant_quota,
+        warm_start=config.cache.warm_start,
     )
     useless = scheduler.restore(store.records(), time.time())
+    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session")})
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
     blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
     runner = TorchRunner(
@@ -133,6 +145,7 @@ def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int,
         device_row_bytes=row_bytes,
         host_block_bytes=arena_bytes(layout, 1),
         capacity=capacity,
+        conversations=Conversations(namespace.path if namespace is not None else None),
     )
 
 
@@ -146,7 +159,10 @@ def allocate(num_bytes: int, pin: bool) -> Tensor:
     if pin:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(-1, math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE, flags=flags)
+    try:
+        memory = mmap.mmap(-1, math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE, flags=flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(f"--host-cache {format_size(num_bytes)} cannot be had on this machine: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=num_bytes))
@@ -187,20 +203,33 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> i
     return device_rows
 
 
-def _namespace(model: str, digest: str, layout: KVLayout, config: EngineConfig) -> Namespace | None:
-    """The disk tier's folder; None without one. A default folder that cannot be written costs a warning, one that
-    was asked for is an error."""
+def _open_store(
+    model: str, digest: str, layout: KVLayout, slots: int, arena: Tensor, notify: Notify, config: EngineConfig
+) -> tuple[KVStore, Namespace | None]:
+    """The store, and its folder if it has a disk tier and can have it. A default folder that cannot be used costs a
+    warning, one that was asked for is an error."""
+
+    def store(namespace: Namespace | None) -> KVStore:
+        return KVStore(layout, slots, arena.numpy(), namespace=namespace, notify=notify, read_timeout=READ_TIMEOUT)
+
     if config.cache.disk_cache == 0 or not config.cache.reuse:
-        return None
+        return store(None), None
     folder = config.cache.cache_dir or default_cache_dir()
-    name = Path(model).name or "model"
+    namespace = None
     try:
-        return Namespace.open(folder, name, digest, layout)
+        namespace = Namespace.open(folder, Path(model).name or "model", digest, layout)
+        return store(namespace), namespace
     except StoreError as error:
+        if namespace is not None:
+            namespace.close()
         if config.cache.cache_dir is not None:
             raise ConfigError(f"--cache-dir {folder} cannot be used: {error}") from None
         log.warning("running without a disk tier: %s", error)
-        return None
+        return store(None), None
+    except BaseException:
+        if namespace is not None:
+            namespace.close()
+        raise
 
 
 def cores() -> int:

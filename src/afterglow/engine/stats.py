@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from afterglow.plan.extent import Capacity
 from afterglow.plan.stats import Stats
-from afterglow.plan.step import Step
 from afterglow.request import CachedTokens
 from afterglow.store.kvstore import StoreStats
 
@@ -49,6 +48,8 @@ class EngineStats:
     store_failures: int = 0
     unsaved_rows: int = 0
     preemptions: int = 0
+    plan: Stats | None = None  # all that the plan counts
+    store: StoreStats | None = None  # all that the store counts
 
 
 @dataclass(slots=True)
@@ -73,11 +74,11 @@ class Totals:
     def finished(self, reason: str) -> None:
         self.finishes[reason] = self.finishes.get(reason, 0) + 1
 
-    def step(self, step: Step, plan_seconds: float, forward_seconds: float) -> None:
+    def step(self, plan_seconds: float, forward_seconds: float, prefilled: int) -> None:
         self.steps += 1
         self.plan_seconds += plan_seconds
         self.forward_seconds += forward_seconds
-        self.prefilled_tokens += sum(len(run.tokens) for run in step.runs if len(run.tokens) > 1)
+        self.prefilled_tokens += prefilled
 
 
 def collect(
@@ -121,4 +122,6 @@ def collect(
         store_failures=counters.store_failures,
         unsaved_rows=counters.rows_unsaved,
         preemptions=counters.preemptions,
+        plan=plan,
+        store=store,
     )

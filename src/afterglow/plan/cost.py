@@ -133,6 +133,18 @@ class Cost:
         """Can loading be compared with computing?"""
         return self._read.samples >= LEAST_SAMPLES and self._pass.samples >= LEAST_SAMPLES
 
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes/s of a read of a megabyte."""
+        seconds = self._read.predict((1.0, MILLION))
+        return MILLION / seconds if seconds else None
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Rows/s of a prefill of 512 rows."""
+        seconds = self.compute(512, 0)
+        return 512 / seconds if seconds else None
+
     def compute(self, rows: int, start: int, gathered: int = 0) -> float:
         """Seconds to compute `rows` rows from row `start` on. 0 before anything is known."""
         work = Work()

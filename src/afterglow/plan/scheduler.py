@@ -103,7 +103,7 @@ class Scheduler:
         self._compaction = Compaction(capacity, self._index, self._placement, digest, self._drafts.next_serial)
         self._epochs = Epochs()
         self._relative = relative_positions
-        self._rules = Rules(min(max_model_len, self._device.budget), truncation_ratio, truncation_policy)
+        self.rules = Rules(min(max_model_len, self._device.budget), truncation_ratio, truncation_policy)
         self._write_through = write_through
         self._warm_start = warm_start
         self._admission = Admission(
@@ -138,7 +138,7 @@ class Scheduler:
         """Queue a job. `RequestError` if it could never run."""
         found = None
         if spec.truncation:
-            found = cut(self._epochs, self._rules, spec.salt, spec.prompt, spec.max_tokens, spec.turns, self._relative)
+            found = cut(self._epochs, self.rules, spec.salt, spec.prompt, spec.max_tokens, spec.turns, self._relative)
         if found is not None:
             spec = replace(spec, prompt=found.prompt, salt=found.salt)
         refuse_impossible(spec, self.max_model_len, self._device.budget)
@@ -512,6 +512,11 @@ class Scheduler:
         """Numbers for metrics."""
         loading = sum(job.state == "loading" for job in self._queue)
         return Stats(
+            prefetch_window=self._ahead.prefetch_window,
+            eviction_window=self._ahead.eviction_window,
+            read_rate=self._cost.read_rate,
+            prefill_rate=self._cost.prefill_rate,
+            sessions=len(self._sessions),
             waiting=len(self._queue) - loading,
             loading=loading,
             running=len(self._batch.running),

@@ -62,6 +62,11 @@ class Counters:
 class Stats:
     """A snapshot."""
 
+    prefetch_window: int  # waiting jobs whose rows are fetched ahead
+    eviction_window: int  # waiting jobs whose rows stay in some tier
+    read_rate: float | None  # bytes/s from disk, as measured; None: not yet
+    prefill_rate: float | None  # rows/s of a prefill of 512 rows, as measured
+    sessions: int  # conversations with a name
     waiting: int
     loading: int
     running: int

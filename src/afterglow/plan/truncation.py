@@ -214,6 +214,18 @@ class Epochs:
                 continue
 
 
+def refuse_uncuttable(rules: Rules, rows: int, max_tokens: int, turns: Sequence[int]) -> None:
+    """RequestError for a prompt that would not fit whatever is left out of it."""
+    left = rows - count(rules.drop(rows, turns, ()))
+    if not rules.fits(rows, max_tokens) and not rules.fits(left, max_tokens):
+        raise RequestError(
+            f"the prompt has {rows} tokens, of which {left} remain when all that may be dropped is dropped; the context"
+            f" is {rules.window} tokens: shorten the system prompt or the last message",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A prompt that was cut: its tokens, the salt under which its rows lie, and where the first of them may come from."""
@@ -241,13 +253,7 @@ def cut(
         return Cut(epoch.compact(tokens), epoch.salt if relative else tenant, count(dropped), None)
     before = epoch
     dropped = rules.drop(rows, turns, dropped)
-    if not rules.fits(rows - count(dropped), max_tokens):
-        raise RequestError(
-            f"the prompt has {rows} tokens, of which {rows - count(dropped)} remain when all that may be dropped is"
-            f" dropped; the context is {rules.window} tokens: shorten the system prompt or the last message",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    refuse_uncuttable(rules, rows, max_tokens, turns)
     epoch = Epoch(tenant, rows, digest_of(tokens), dropped)
     epochs.add(epoch)
     compact = epoch.compact(tokens)

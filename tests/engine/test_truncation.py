@@ -1,0 +1,173 @@
+"""A conversation that outgrows its window: the KV of what survives is kept, at new positions, and nothing else is.
+
+The reference recomputes it by hand: keys and values of the whole text, those of what survived taken out and embedded anew,
+the new tokens computed on top of them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from afterglow.errors import RequestError
+from afterglow.kernels.attention import attend
+from afterglow.model.decoder import Attention, Decoder
+from afterglow.model.loader import load_model
+from afterglow.request import Output, Request, SamplingParams
+from tests.engine.conftest import FAMILIES, VOCAB, Handle
+
+Start = Callable[..., Handle]
+Models = Callable[[str], Path]
+
+IDS = count()
+WINDOW = 256
+SYSTEM = 24
+TURN = 40
+ROTARY = sorted(set(FAMILIES) - {"opt"})
+
+
+class Growing:
+    """`Attend` over plain tensors: un-rotated keys and values of the context, and what comes after it."""
+
+    def __init__(self, decoder: Decoder, kept: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        self.decoder = decoder
+        self.rows = dict(kept or {})
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x)
+        if layer in self.rows:
+            k, v = torch.cat([self.rows[layer][0], k]), torch.cat([self.rows[layer][1], v])
+        self.rows[layer] = (k.clone(), v.clone())
+        rope = self.decoder.rope
+        assert rope is not None
+        q = attention.rotate(q, rope.cos_sin(torch.arange(len(k) - len(q), len(k))))
+        k = attention.rotate(k, rope.cos_sin(torch.arange(len(k))))
+        return attend(q, k, v, scale=attention.scale, causal=True)[0].flatten(1)
+
+
+@torch.inference_mode()
+def reference(decoder: Decoder, seen: list[int], dropped: tuple[int, int], new: list[int]) -> Tensor:
+    """Log-probabilities after `new`, when `dropped` of `seen` has been cut out after all of it was computed."""
+    full = Growing(decoder)
+    decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
+    a, b = dropped
+    kept = {i: (torch.cat([k[:a], k[b:]]), torch.cat([v[:a], v[b:]])) for i, (k, v) in full.rows.items()}
+    rows = len(seen) - (b - a)
+    positions = torch.arange(rows, rows + len(new))
+    hidden = decoder.forward(torch.tensor(new), positions, Growing(decoder, kept))
+    return torch.log_softmax(decoder.logits(hidden[-1:])[0].float(), dim=-1)
+
+
+def ask(handle: Handle, tokens: list[int], turns: tuple[int, ...]) -> list[Output]:
+    """All outputs of a turn."""
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=VOCAB, ignore_eos=True)
+    outputs: list[Output] = []
+    ended = threading.Event()
+
+    def take(output: Output) -> None:
+        outputs.append(output)
+        if output.finish_reason is not None:
+            ended.set()
+
+    handle.engine.submit(Request(f"turn-{next(IDS)}", tokens, params, truncation=True, turns=turns), take)
+    assert ended.wait(60)
+    return outputs
+
+
+def turns_of(rows: int) -> tuple[int, ...]:
+    return tuple(range(SYSTEM, rows - 1, TURN))
+
+
+def logprobs(outputs: list[Output]) -> Tensor:
+    (first,) = outputs[0].logprobs
+    found = torch.empty(VOCAB)
+    for token, value in first.top:
+        found[token] = value
+    return found
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk", "restart"])
+@pytest.mark.parametrize("family", ROTARY)
+def test_what_survives_is_embedded_at_new_positions(
+    start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
+) -> None:
+    rng = random.Random(family + tier)
+    model = model_of(family)
+    handle = start(model, tmp_path, max_model_len=WINDOW)
+    text = [rng.randrange(VOCAB) for _ in range(SYSTEM)]
+    for _ in range(5):
+        text += [rng.randrange(VOCAB) for _ in range(TURN)]
+        (reply, *_) = ask(handle, text, turns_of(len(text)))
+    handle.engine.settle()
+    if tier == "restart":
+        handle.engine.close()
+        handle = start(model, tmp_path, max_model_len=WINDOW)
+    elif tier != "device":
+        handle.engine.demote(tier)
+    new = [(reply.tokens[0] + 1) % VOCAB, *(rng.randrange(VOCAB) for _ in range(TURN - 1))]  # not what was replied
+    outputs = ask(handle, text + new, turns_of(len(text) + TURN))
+    told = outputs[0].truncation
+    assert told is not None
+    assert told.reused
+    assert told.dropped == 4 * TURN
+    dropped = (SYSTEM, SYSTEM + 4 * TURN)
+    survived = len(text) - told.dropped
+    assert outputs[0].cached.total == survived
+    decoder = load_model(model, dtype="float32", device="cpu", max_model_len=None)
+    expected = reference(decoder, text, dropped, new)
+    assert (logprobs(outputs) - expected).abs().max() < 1e-4
+    plain = reference(decoder, text[:SYSTEM] + text[dropped[1] :], (0, 0), new)
+    assert (logprobs(outputs) - plain).abs().max() > 1e-4, "what survives has seen what was dropped"
+    again = ask(handle, text + new + [1] * TURN, turns_of(len(text) + 2 * TURN))
+    assert again[0].cached.total >= survived + TURN, "the next turn goes on from there"
+
+
+def test_learned_positions_are_recomputed_and_say_so(start: Start, model_of: Models, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    handle = start(model_of("opt"), tmp_path, max_model_len=WINDOW)
+    text = [rng.randrange(VOCAB) for _ in range(SYSTEM + 6 * TURN)]
+    for rows in range(SYSTEM + TURN, len(text) + 1, TURN):
+        outputs = ask(handle, text[:rows], turns_of(rows))
+    assert outputs[0].truncation is not None
+    assert not outputs[0].truncation.reused
+    compact = text[:SYSTEM] + text[SYSTEM + outputs[0].truncation.dropped :]
+    fresh = handle.ask(compact, reuse=False, max_tokens=2)
+    assert fresh.tokens == tuple(t for output in outputs for t in output.tokens)
+
+
+def test_a_prompt_that_cannot_be_cut_is_refused_at_once(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"), max_model_len=WINDOW)
+    with pytest.raises(RequestError, match="shorten the system prompt or the last message"):
+        ask(handle, [1] * 600, (SYSTEM, SYSTEM + 10))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_recomputed_head_and_a_loaded_tail_give_the_same_logits(
+    start: Start, model_of: Models, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(family)
+    handle = start(model_of(family), tmp_path)
+    text: list[int] = []
+    for _ in range(5):  # extents of several sizes
+        text += [rng.randrange(VOCAB) for _ in range(rng.randrange(20, 70))]
+        handle.ask(text, max_tokens=3)
+    text += [rng.randrange(VOCAB) for _ in range(30)]
+    expected = handle.ask(text, reuse=False, max_tokens=3)
+    for kept in (slice(1, None, 2), slice(0, None, 2), slice(3, None), slice(0, 0)):
+        handle.engine.settle()
+        handle.engine.demote("disk")
+        admission = handle.engine._scheduler._admission
+        monkeypatch.setattr(admission, "_choose", lambda job, views, row, now, kept=kept: views[kept])
+        found = handle.ask([*text[:-1], text[-1]], max_tokens=3)
+        assert found.tokens == expected.tokens
+        for a, b in zip(found.logprobs, expected.logprobs, strict=True):
+            assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4)
+        text = [*text, 0]
+        expected = handle.ask(text, reuse=False, max_tokens=3)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from afterglow.config import EngineConfig
+from afterglow.config import EngineConfig, PreloadName
 from afterglow.engine.runner import Runner, RunOutput
 from afterglow.engine.setup import Parts, build
 from afterglow.engine.stats import EngineStats, Totals, collect
@@ -35,6 +35,7 @@ from afterglow.request import (
     Truncation,
 )
 from afterglow.store.kvstore import KVStore
+from afterglow.store.throttle import Throttle
 
 log = logging.getLogger("afterglow.engine")
 
@@ -81,6 +82,7 @@ class Engine:
         self.model_dir = parts.model_dir
         self.model_name = parts.model_name
         self.max_model_len = parts.max_model_len
+        self.capacity = parts.capacity
         self.vocab_size = parts.vocab_size
         self.conversations = parts.conversations  # responses that clients go on from by id
         self.eos_token_ids = parts.eos_token_ids
@@ -108,13 +110,20 @@ class Engine:
         self._failure: BaseException | None = None
 
     @classmethod
-    def load(cls, model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Engine:
+    def load(
+        cls,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+        throttle: Throttle | None = None,
+    ) -> Engine:
         """Read a Hugging Face model directory (or a preset's name, `bench-100m`) and open its cache.
 
+        `throttle` slows the disk tier down, for benchmarks.
         Errors: ModelError, ConfigError.
         """
         config = config or EngineConfig()
-        return cls(build(model, config, progress), config)
+        return cls(build(model, config, progress, throttle), config)
 
     # ------------------------------------------------------------------------------- for callers, any thread
 
@@ -227,6 +236,10 @@ class Engine:
     def settle(self) -> None:
         """Wait until nothing runs and every save and move has ended (benchmarks, tests)."""
         self._on_thread(self._settle)
+
+    def baseline(self, preload: PreloadName, read_buffer: int | None) -> None:
+        """Go on as one of CachedAttention's baselines: no pre-loading, or a read buffer of so many layers (benchmarks)."""
+        self._on_thread(lambda: self._scheduler.baseline(preload, read_buffer))
 
     def demote(self, tier: Literal["host", "disk"]) -> None:
         """Push all idle KV down to `tier`, so that it is in no faster one (benchmarks, tests)."""

@@ -30,6 +30,7 @@ from afterglow.store.conversations import Conversations
 from afterglow.store.kvstore import KVStore
 from afterglow.store.layout import KVLayout
 from afterglow.store.namespace import Namespace
+from afterglow.store.throttle import Throttle
 from afterglow.store.tier import arena_bytes
 
 log = logging.getLogger("afterglow.engine")
@@ -70,8 +71,13 @@ class Parts:
     conversations: Conversations
 
 
-def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int, int], None] | None) -> Parts:
-    """Read the model, open the cache, restore what it holds.
+def build(
+    model: str | Path,
+    config: EngineConfig,
+    progress: Callable[[str, int, int], None] | None,
+    throttle: Throttle | None = None,
+) -> Parts:
+    """Read the model, open the cache, restore what it holds. `throttle` slows the disk tier down, for benchmarks.
 
     Errors: ModelError, ConfigError (impossible sizes, a cache directory in use or of another format).
     """
@@ -98,7 +104,10 @@ def build(model: str | Path, config: EngineConfig, progress: Callable[[str, int,
     max_model_len = _max_model_len(spec, config, device_rows)
     arena = allocate(arena_bytes(layout, host_slots), pin=device.type == "cuda")
     notify = Notify()
-    store, namespace = _open_store(str(model), digest, layout, host_slots, arena, notify, config)
+    make_store = functools.partial(
+        KVStore, layout, host_slots, arena.numpy(), notify=notify, read_timeout=READ_TIMEOUT, throttle=throttle
+    )
+    store, namespace = _open_store(str(model), digest, layout, make_store, config)
     capacity = Capacity(
         device_rows=device_rows,
         host_slots=host_slots,
@@ -204,28 +213,24 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> i
 
 
 def _open_store(
-    model: str, digest: str, layout: KVLayout, slots: int, arena: Tensor, notify: Notify, config: EngineConfig
+    model: str, digest: str, layout: KVLayout, store: Callable[..., KVStore], config: EngineConfig
 ) -> tuple[KVStore, Namespace | None]:
     """The store, and its folder if it has a disk tier and can have it. A default folder that cannot be used costs a
     warning, one that was asked for is an error."""
-
-    def store(namespace: Namespace | None) -> KVStore:
-        return KVStore(layout, slots, arena.numpy(), namespace=namespace, notify=notify, read_timeout=READ_TIMEOUT)
-
     if config.cache.disk_cache == 0 or not config.cache.reuse:
-        return store(None), None
+        return store(namespace=None), None
     folder = config.cache.cache_dir or default_cache_dir()
     namespace = None
     try:
         namespace = Namespace.open(folder, Path(model).name or "model", digest, layout)
-        return store(namespace), namespace
+        return store(namespace=namespace), namespace
     except StoreError as error:
         if namespace is not None:
             namespace.close()
         if config.cache.cache_dir is not None:
             raise ConfigError(f"--cache-dir {folder} cannot be used: {error}") from None
         log.warning("running without a disk tier: %s", error)
-        return store(None), None
+        return store(namespace=None), None
     except BaseException:
         if namespace is not None:
             namespace.close()

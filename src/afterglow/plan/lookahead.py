@@ -23,7 +23,6 @@ class LookAhead:
     def __init__(
         self, capacity: Capacity, index: Index, placement: Placement, queue: JobQueue, windows: bool, longest: int
     ) -> None:
-        self.enabled = windows or bool(placement.read_buffer)
         self._windows = windows
         self._capacity = capacity
         self._index = index
@@ -33,6 +32,11 @@ class LookAhead:
         self._item_rows = 0
         self._longest = longest
         self._seen = -1  # the index's version when the head of the queue was last matched
+
+    @property
+    def enabled(self) -> bool:
+        """Is anything fetched before its turn?"""
+        return self._windows or bool(self._placement.read_buffer)
 
     # ---------------------------------------------------------------------------------------- the queue changes
 

@@ -188,6 +188,11 @@ class Scheduler:
         self._epochs.forget_tenant(tenant)
         self._version += 1
 
+    def baseline(self, preload: Preload, read_buffer: int | None) -> None:
+        """Change how jobs join whose rows are still being loaded, between jobs (A21)."""
+        self.preload, self._placement.read_buffer = preload, read_buffer
+        self._version += 1
+
     def drop_contexts(self) -> None:
         """Free every retained device context that no step is copying from; the next step says so."""
         for context in list(self._device.contexts.values()):

@@ -146,7 +146,7 @@ def _variants(
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats + 1):
         for name, buffered in variants.items():
-            engine.baseline("whole" if buffered is None else "layerwise", buffered)
+            engine.baseline(preload="whole" if buffered is None else "layerwise", read_buffer=buffered)
             history = words(rng, engine, HISTORY)
             asked(engine, history)
             engine.settle()

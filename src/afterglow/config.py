@@ -119,6 +119,7 @@ class EngineConfig:
         512, "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers."
     )
     max_queue: int = option(1024, "Waiting requests before new ones are refused with status 429.")
+    journal: Path | None = option(None, "File to record every input of the planner in, to replay or simulate it later.")
     truncation_ratio: float = option(
         0.5, "Part of the context window that is cut away where a conversation outgrows it (the papers' 0.5)."
     )
@@ -129,15 +130,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        for name, least in (("max_batch", 1), ("prefill_chunk", 0), ("max_queue", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        for name, least, most in (("max_batch", 1, 4096), ("prefill_chunk", 0, 2**20), ("max_queue", 1, 2**20)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must lie between {least} and {most}, got {getattr(self, name)}"
+                )
         if not 0 < self.truncation_ratio < 1:
             raise ConfigError(f"--truncation-ratio must lie between 0 and 1, got {self.truncation_ratio}")
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.threads is not None and self.threads > 1024:
+            raise ConfigError(f"--threads must be at most 1024, got {self.threads}")
 
 
 def _check_choices(config: object) -> None:

@@ -26,8 +26,11 @@ from afterglow.cli.chat import Messages, converse
 from afterglow.cli.environment import find_model, physical_cores
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.errors import ModelError
+from afterglow.server.presence import address_of, announce
 from afterglow.server.settings import ServerConfig
-from tests.server.conftest import REPLY, running
+from afterglow.store.layout import KVLayout
+from afterglow.store.namespace import Namespace
+from tests.server.conftest import REPLY, Running, running
 from tests.text import toys
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -70,7 +73,16 @@ def test_help_needs_no_heavy_imports() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "bench", "cache ls", "cache check", "cache clear"])
+COMMANDS = (
+    "serve",
+    "generate",
+    "chat",
+    "bench",
+    *(f"cache {name}" for name in ("ls", "stats", "pin", "unpin", "rm", "check", "clear")),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_sentences_with_defaults(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
     assert result.exit_code == 0
@@ -231,6 +243,83 @@ def test_an_error_of_the_server_ends_a_pipe(url: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+# ------------------------------------------------------------------------------------------ cache of a server
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = ServerConfig(port=0, grace=0.5, api_key=("one", "two"))
+    with running(toys.byte_level(tmp_path_factory.mktemp("keyed")), config) as server:
+        for key, name in (("one", "mine"), ("two", "theirs")):
+            server.openai(key).chat.completions.create(
+                model="fake-model", messages=[{"role": "user", "content": "hi"}], extra_body={"session_id": name}
+            )
+        yield server
+
+
+def ask(server: Running, *args: str, key: str = "one") -> subprocess.CompletedProcess[str]:
+    return inside("cache", *args, "--server", server.url, "--api-key", key)
+
+
+def test_a_named_server_tells_each_key_its_own(keyed: Running) -> None:
+    found = [json.loads(ask(keyed, "ls", "--json", key=key).stdout) for key in ("one", "two")]
+    assert [[session["name"] for session in sessions] for sessions in found] == [["mine"], ["theirs"]]
+    assert ask(keyed, "pin", "mine").returncode == 0
+    assert "yes" in ask(keyed, "ls").stdout
+    assert ask(keyed, "pin", "theirs").returncode == 1
+    assert ask(keyed, "rm", "theirs").returncode == 1
+    assert "sessions" in ask(keyed, "stats").stdout
+    assert "engine" not in json.loads(ask(keyed, "stats", "--json").stdout)
+    assert json.loads(ask(keyed, "rm", "--json", "theirs", key="two").stdout)[0]["deleted"] is True
+    assert ask(keyed, "ls", key="two").stdout == "nothing is stored\n"
+    salted = inside("cache", "ls", "--server", keyed.url, "--api-key", "one", "--cache-salt", "x", "--json")
+    assert json.loads(salted.stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--server", "{url}", "--api-key", "wrong"), "wants another key; give it with --api-key"),
+        (("--server", "{url}"), "wants another key"),
+        (("--server", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
+        (("--server", "http://[bad"), "no server answers at"),
+        (("--server", "{url}/nonsense", "--api-key", "one"), "there is no /nonsense/v1/cache"),
+    ],
+)
+@pytest.mark.parametrize("command", [("ls",), ("stats",), ("pin", "x"), ("rm", "x")])
+def test_what_a_server_does_not_do_is_said(
+    keyed: Running, command: tuple[str, ...], args: tuple[str, ...], says: str
+) -> None:
+    result = inside("cache", *command, *(arg.format(url=keyed.url) for arg in args))
+    assert result.returncode in (1, 2)
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_holder_that_is_no_server_is_said(tmp_path: Path) -> None:
+    layout = KVLayout(1, 1, 8, "F32")
+    with Namespace.open(tmp_path, "m", "0" * 64, layout):
+        listed = inside("cache", "ls", "m-", "--cache-dir", str(tmp_path))
+        assert listed.returncode == 0
+        assert f"process {os.getpid()}" in listed.stderr
+        assert "does not say where it listens; try --server" in listed.stderr
+        assert listed.stdout == "nothing is stored\n"
+        assert inside("cache", "stats", "--cache-dir", str(tmp_path)).returncode == 0
+        pinned = inside("cache", "pin", "x", "--cache-dir", str(tmp_path))
+        assert pinned.returncode == 2
+        assert "try --server" in pinned.stderr
+        # A server that has died without giving its address back, and one that listens everywhere.
+        announce(next(tmp_path.iterdir()), "http://0.0.0.0:9")
+        assert address_of(next(tmp_path.iterdir())) == "http://127.0.0.1:9"
+        listed = inside("cache", "ls", "m-", "--cache-dir", str(tmp_path))
+        assert (listed.returncode, listed.stdout) == (0, "nothing is stored\n")
+        assert "no server answers at http://127.0.0.1:9" in listed.stderr
+        with Namespace.open(tmp_path, "n", "1" * 64, layout):
+            several = inside("cache", "pin", "x", "--cache-dir", str(tmp_path))
+            assert "several namespaces are held" in several.stderr
+    assert address_of(next(tmp_path.iterdir())) is None
+
+
 # ---------------------------------------------------------------------------------- with the bundled model
 
 needs_model = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
@@ -273,6 +362,20 @@ class Served:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
+    def respond(self, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/v1/responses", json={"temperature": 0, **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that fails shall not leave its server behind."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
     def end(self, *signals: signal.Signals) -> tuple[int, str]:
         for number in signals:
             self.process.send_signal(number)
@@ -284,29 +387,41 @@ class Served:
 @needs_model
 def test_serve_restart_and_cache_commands(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "My name is Ada and I live near the old mill by the river."}]
-    server = Served(tmp_path)
-    first = server.ask(messages=messages, max_tokens=8)
-    held = inside("cache", "clear", "--yes", "--cache-dir", str(tmp_path))
-    assert held.returncode == 2
-    assert str(server.process.pid) in held.stderr
-    code, log = server.end(signal.SIGTERM)
+    folder = ("--cache-dir", str(tmp_path))
+    with Served(tmp_path) as server:
+        first = server.ask(messages=messages, max_tokens=8)
+        other = [{"role": "user", "content": "Ada's boat is blue, and it is kept in the harbour."}]
+        second = server.ask(messages=other, max_tokens=8, session_id="ada/1")
+        server.respond(input="My name is Ada.", max_output_tokens=4)
+        held = inside("cache", "clear", "--yes", *folder)
+        assert held.returncode == 2
+        assert str(server.process.pid) in held.stderr
+        check_conversations(server, second["usage"]["prompt_tokens"], *folder)
+        code, log = server.end(signal.SIGTERM)
     assert code == 0, log
     assert "Traceback" not in log
     assert re.search(r"POST /v1/chat/completions 200 prompt=\d+ cached=0 generated=\d+ ttft=\d+ms", log)
 
-    listed = json.loads(inside("cache", "ls", "--json", "--cache-dir", str(tmp_path)).stdout)
+    listed = json.loads(inside("cache", "ls", "--json", *folder).stdout)
     assert len(listed) == 1
     assert listed[0]["tokens"] >= first["usage"]["prompt_tokens"]
-    checked = inside("cache", "check", "--cache-dir", str(tmp_path))
+    assert (listed[0]["held_by"], listed[0]["listens_at"]) == (None, None)
+    checked = inside("cache", "check", *folder)
     assert checked.returncode == 0
     assert "sound" in checked.stdout
-    assert "tokens" in inside("cache", "stats", "--cache-dir", str(tmp_path)).stdout
+    assert "tokens" in inside("cache", "stats", *folder).stdout
+    extents = json.loads(inside("cache", "ls", listed[0]["namespace"], "--json", *folder).stdout)
+    assert extents[0]["kind"] == "exact"
+    nobody = inside("cache", "pin", "ada/1", *folder)
+    assert nobody.returncode == 2
+    assert "only where a server runs" in nobody.stderr
 
-    server = Served(tmp_path)
-    again = server.ask(messages=messages, max_tokens=8)
-    assert again["choices"][0]["message"] == first["choices"][0]["message"]
-    assert again["usage"]["cached_tokens_details"]["disk"] == first["usage"]["prompt_tokens"] - 1
-    assert server.end(signal.SIGINT)[0] == 0
+    with Served(tmp_path) as server:
+        again = server.ask(messages=messages, max_tokens=8)
+        assert again["choices"][0]["message"] == first["choices"][0]["message"]
+        tiers = again["usage"]["cached_tokens_details"]
+        assert tiers["disk"] + tiers["host"] == first["usage"]["prompt_tokens"] - 1
+        assert server.end(signal.SIGINT)[0] == 0
 
     extent = next(tmp_path.glob("*/extents/*/*.safetensors"))
     extent.write_bytes(extent.read_bytes()[:-4096] + b"x" * 4096)
@@ -318,22 +433,51 @@ def test_serve_restart_and_cache_commands(tmp_path: Path) -> None:
     assert inside("cache", "clear", "--cache-dir", str(tmp_path)).returncode == 2
     assert inside("cache", "clear", "--yes", "--cache-dir", str(tmp_path)).returncode == 0
     assert json.loads(inside("cache", "ls", "--json", "--cache-dir", str(tmp_path)).stdout)[0]["extents"] == 0
+    assert not list(tmp_path.glob("*/conversations*"))
+
+
+def check_conversations(server: Served, prompt_tokens: int, *folder: str) -> None:
+    """Through the server that the lock file names."""
+    namespace = json.loads(inside("cache", "ls", "--json", *folder).stdout)[0]
+    assert namespace["listens_at"] == server.url
+    name = namespace["namespace"]
+    deadline = time.monotonic() + 10  # what was just computed is still being saved
+    while True:
+        found = json.loads(inside("cache", "ls", name, "--json", *folder).stdout)
+        if found and sum(found[0]["cached_tokens"].values()) >= prompt_tokens - 1:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    assert [session["name"] for session in found] == ["ada/1"]
+    assert inside("cache", "pin", "ada/1", *folder).stdout == "ada/1: pinned\n"
+    table = inside("cache", "ls", name, *folder).stdout.splitlines()
+    assert re.match(r"ada/1 +\d+ .* yes$", table[1])
+    assert inside("cache", "unpin", "ada/1", "--namespace", name, *folder).returncode == 0
+    live = json.loads(inside("cache", "stats", "--json", *folder).stdout)[0]["server"]
+    assert (live["sessions"]["count"], live["sessions"]["pinned"], live["responses"]["count"]) == (1, 0, 1)
+    assert inside("cache", "ls", name, "--extents", *folder).stdout == "nothing is stored\n"  # it is all in memory
+    gone = inside("cache", "rm", "ada/1", "nobody", *folder)
+    assert (gone.returncode, gone.stdout) == (1, "ada/1: removed\n")
+    assert "there is no conversation 'nobody'" in gone.stderr
+    assert json.loads(inside("cache", "ls", name, "--json", *folder).stdout) == []
 
 
 @needs_model
 def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
-    server = Served(tmp_path, "--grace", "60")
-    with httpx.stream(
-        "POST",
-        f"{server.url}/v1/chat/completions",
-        json={
-            "messages": [{"role": "user", "content": "hi"}],
-            "stream": True,
-            "ignore_eos": True,
-            "max_tokens": 2000,
-        },
-        timeout=30,
-    ) as stream:
+    with (
+        Served(tmp_path, "--grace", "60") as server,
+        httpx.stream(
+            "POST",
+            f"{server.url}/v1/chat/completions",
+            json={
+                "messages": [{"role": "user", "content": "hi"}],
+                "stream": True,
+                "ignore_eos": True,
+                "max_tokens": 2000,
+            },
+            timeout=30,
+        ) as stream,
+    ):
         lines = stream.iter_lines()
         next(lines)
         began = time.monotonic()
@@ -344,7 +488,8 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 @needs_model
 def test_a_cache_directory_of_another_format(tmp_path: Path) -> None:
-    Served(tmp_path).end(signal.SIGTERM)
+    with Served(tmp_path) as server:
+        server.end(signal.SIGTERM)
     description = next(tmp_path.glob("*/afterglow.json"))
     description.write_text(re.sub(r'("format": ?)\d+', r"\g<1>999", description.read_text()))
     result = afterglow("generate", "-p", "x", "--max-tokens", "1", "--cache-dir", str(tmp_path), *SMALL)

@@ -25,7 +25,7 @@ def reference(logits: list[float], p: SamplingParams) -> dict[int, float]:
     total = sum(weights[i] for i in order)
     kept, mass = [], 0.0
     for i in order:
-        if mass >= p.top_p and kept:
+        if p.top_p < 1 and mass >= p.top_p and kept:
             break
         kept.append(i)
         mass += weights[i] / total

@@ -55,7 +55,7 @@ def test_figure_9_of_the_paper() -> None:
     ahead.watch()
     assert (ahead.prefetch_window, ahead.eviction_window) == (2, 6)
 
-    ahead.prefetch(now=1)
+    ahead.prefetch(now=1, reserve=0)
     placement.background(now=1, expected=0, waiter=ahead.fetched)
     moves = tiers.planned()
     loads = [move for move in moves if isinstance(move, Load)]

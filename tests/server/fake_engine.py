@@ -1,7 +1,8 @@
 """A fake engine for tests of the server: right interface, no model.
 
 It answers with the tokens of a fixed text, one per step, and remembers prompts per salt so that "cached"
-tokens are honest: the longest common prefix with what was answered before, reported as `host`.
+tokens are honest: the longest common prefix with what was answered before, reported as `host`. Where a prompt is too
+long and may be truncated it leaves out the oldest turns, or, if it was told of none, tokens.
 """
 
 from __future__ import annotations
@@ -10,13 +11,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
-from afterglow.request import CachedTokens, FinishReason, Output, Request, TokenLogprob
+from afterglow.request import (
+    CachedTokens,
+    FinishReason,
+    Output,
+    Request,
+    SessionInfo,
+    TokenLogprob,
+    Truncation,
+)
+from afterglow.store.conversations import Conversations
 
 Sink = Callable[[Output], None]
+
+
+@dataclass
+class Live:
+    request: Request
+    sink: Sink
+    prompt: list[int]  # what is left of it
+    cached: CachedTokens
+    truncation: Truncation | None
+    count: int = 0
 
 
 class FakeEngine:
@@ -33,6 +54,7 @@ class FakeEngine:
         max_queue: int = 64,
         step_seconds: float = 0.0,
         hold: bool = False,
+        conversations: Conversations | None = None,
     ) -> None:
         self.model_dir = Path()
         self.reply = reply
@@ -46,11 +68,14 @@ class FakeEngine:
             self.gate.set()
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
-        self.resets = 0
+        self.resets: list[str | None] = []
+        self.conversations = conversations or Conversations(None)
+        self.named: dict[tuple[str, str], SessionInfo] = {}
+        self.fail: str | None = None  # the error that ends the next request
         self.closed: bool | None = None
         self.healthy = True
         self._known: dict[str, list[list[int]]] = {}
-        self._live: dict[str, tuple[Request, Sink, int, CachedTokens]] = {}
+        self._live: dict[str, Live] = {}
         self._inbox: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, daemon=True)
 
@@ -73,14 +98,30 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self._live), waiting=self._inbox.qsize(), device_capacity_bytes=100)
 
-    def reset_cache(self) -> None:
-        self.resets += 1
-        self._known.clear()
+    def reset_cache(self, salt: str | None = None) -> None:
+        self.resets.append(salt)
+        for known in [salt] if salt is not None else list(self._known):
+            self._known.pop(known, None)
+        for key in [key for key in self.named if salt in (None, key[0])]:
+            del self.named[key]
+
+    def sessions(self, salt: str) -> list[SessionInfo]:
+        return [info for (owner, _), info in self.named.items() if owner == salt]
+
+    def forget_session(self, salt: str, name: str) -> bool:
+        return self.named.pop((salt, name), None) is not None
+
+    def pin_session(self, salt: str, name: str, pinned: bool) -> bool:
+        info = self.named.get((salt, name))
+        if info is not None:
+            self.named[salt, name] = replace(info, pinned=pinned)
+        return info is not None
 
     def close(self, flush: bool = True) -> None:
         self.closed = flush
         self._inbox.put(None)
         self._thread.join(5)
+        self.conversations.close()
 
     def die(self) -> None:
         self.healthy = False
@@ -100,20 +141,36 @@ class FakeEngine:
                 time.sleep(self.step_seconds)
             for request_id in list(self._live):
                 if request_id in self.cancelled:
-                    _, sink, *_ = self._live.pop(request_id)
-                    sink(Output(request_id, (), "cancelled"))
+                    self._live.pop(request_id).sink(Output(request_id, (), "cancelled"))
                 elif self.gate.is_set():
                     self._step(request_id)
 
     def _admit(self, request: Request, sink: Sink) -> None:
-        prompt = list(request.prompt)
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            sink(Output(request.id, (), "error", error=error))
+            return
+        prompt, truncation = self._truncate(request)
         known = max((_common(prompt, other) for other in self._known.get(request.salt, ())), default=0)
         cached = CachedTokens(host=min(known, len(prompt) - 1))
-        self._live[request.id] = (request, sink, 0, cached)
+        if truncation is not None:
+            truncation = replace(truncation, reused=cached.total > 0)
+        self._live[request.id] = Live(request, sink, prompt, cached, truncation)
+
+    def _truncate(self, request: Request) -> tuple[list[int], Truncation | None]:
+        prompt, limit = list(request.prompt), self.max_model_len
+        if not request.truncation or len(prompt) + min(request.sampling.max_tokens, limit // 8) <= limit:
+            return prompt, None
+        head = request.turns[0] if request.turns else 0
+        last = len(prompt) - (limit // 2 - head)
+        start = next((row for row in request.turns[1:] if row >= last), last if len(request.turns) < 2 else 0)
+        start = start or request.turns[-1]
+        prompt = prompt[:head] + prompt[start:]
+        return prompt, Truncation(start - head, len(prompt), reused=False)
 
     def _step(self, request_id: str) -> None:
-        request, sink, count, cached = self._live[request_id]
-        sampling = request.sampling
+        live = self._live[request_id]
+        sampling, count = live.request.sampling, live.count
         tokens: tuple[int, ...] = ()
         finish: FinishReason | None = None
         if sampling.max_tokens == 0:
@@ -124,19 +181,28 @@ class FakeEngine:
             tokens = (token,)
             if token in (*self.eos_token_ids, *sampling.stop_token_ids) and not sampling.ignore_eos:
                 finish = "stop"
-            elif count + 1 >= sampling.max_tokens:
+            elif count + 1 >= sampling.max_tokens or len(live.prompt) + count + 1 >= self.max_model_len:
                 finish = "length"
         logprobs = ()
         if sampling.logprobs is not None:
             logprobs = tuple(_logprob(t, sampling.logprobs) for t in tokens)
         echo: tuple[TokenLogprob | None, ...] = ()
         if sampling.prompt_logprobs is not None and count == 0:
-            echo = (None, *(_logprob(t, sampling.prompt_logprobs) for t in request.prompt[1:]))
-        self._live[request_id] = (request, sink, count + 1, cached)
+            echo = (None, *(_logprob(t, sampling.prompt_logprobs) for t in live.prompt[1:]))
+        live.count += 1
         if finish is not None:
             del self._live[request_id]
-            self._known.setdefault(request.salt, []).append([*request.prompt, *self.reply[:count]])
-        sink(Output(request_id, tokens, finish, cached, logprobs, echo))
+            self._remember(live, count)
+        live.sink(Output(request_id, tokens, finish, live.cached, logprobs, echo, live.truncation))
+
+    def _remember(self, live: Live, count: int) -> None:
+        request = live.request
+        rows = [*live.prompt, *self.reply[:count]]
+        self._known.setdefault(request.salt, []).append(rows)
+        if (name := request.session_id) is not None:
+            expires = None if request.ttl_s is None else 1000.0 + request.ttl_s
+            pinned = (request.salt, name) in self.named and self.named[request.salt, name].pinned
+            self.named[request.salt, name] = SessionInfo(name, len(rows), 0, len(rows), 0, 1000.0, expires, pinned)
 
 
 def _common(a: list[int], b: list[int]) -> int:

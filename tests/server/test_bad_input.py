@@ -193,7 +193,7 @@ def test_wrong_keys(guarded: Running, header: str | None) -> None:
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert http.get("/health", headers=headers).status_code == 200  # type: ignore[arg-type]
-    assert guarded.engine.resets == 0
+    assert guarded.engine.resets == []
 
 
 def test_right_keys(guarded: Running) -> None:
@@ -242,14 +242,6 @@ def test_tenants_never_share(guarded: Running) -> None:
     assert guarded.engine.requests[-1].salt == salts[0]
     assert len(set(salts)) == 6
     assert not any("key-" in salt for salt in salts)
-    # Sessions are named within a tenant.
-    sessions = []
-    for key in ("key-one", "key-two"):
-        guarded.openai(key).chat.completions.create(
-            model="fake-model", extra_body={"session_id": "x"}, max_tokens=1, **HI
-        )
-        sessions.append(guarded.engine.requests[-1].session_id)
-    assert len(set(sessions)) == 2
     guarded.engine.gate.clear()
 
 

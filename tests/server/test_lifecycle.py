@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 import time
@@ -16,8 +17,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from afterglow.engine.stats import EngineStats
-from afterglow.server.metrics import ROWS
+from afterglow.plan.stats import Counters, Stats
+from afterglow.server.metrics import flatten
+from afterglow.server.names import REPEATED, ROWS
 from afterglow.server.stream import ClientGone, EventStream, event
+from afterglow.store.kvstore import StoreStats
 from tests.server.conftest import Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -204,6 +208,23 @@ def test_the_metrics_are_valid_and_complete(server: Running) -> None:
 
 
 def test_every_number_of_the_engine_has_a_name() -> None:
-    fields = set(EngineStats.__dataclass_fields__)
-    assert {row.field for row in ROWS} == fields
+    numbers = dict.fromkeys((f.name for f in dataclasses.fields(Stats)), 0)
+    plan = Stats(**{**numbers, "counters": Counters()})  # type: ignore[arg-type]
+    table = flatten(EngineStats(plan=plan, store=StoreStats(errors={"io": 1})))
+    assert {row.field for row in ROWS} | REPEATED == set(table)
+    assert not {row.field for row in ROWS} & REPEATED
     assert len({(row.name, row.labels) for row in ROWS}) == len(ROWS)
+
+
+def test_numbers_that_are_not_known_yet_are_left_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = dict.fromkeys((f.name for f in dataclasses.fields(Stats)), 3)
+    plan = Stats(**{**numbers, "read_rate": None, "counters": Counters(truncations=7)})  # type: ignore[arg-type]
+    with running(model_dir) as server, server.http() as http:
+        stats = EngineStats(plan=plan, store=StoreStats(errors={"io": 2}))
+        monkeypatch.setattr(server.engine, "stats", lambda: stats)
+        text = http.get("/metrics").text
+        found = http.get("/v1/cache/stats").json()
+    assert 'afterglow:truncated_prompts_total{model_name="fake-model"} 7.0' in text
+    assert 'afterglow:store_errors_total{kind="io",model_name="fake-model"} 2.0' in text
+    assert "read_bytes_per_second" not in text
+    assert found["engine"]["plan"]["counters"]["truncations"] == 7

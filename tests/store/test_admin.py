@@ -236,3 +236,32 @@ def test_a_crowd_of_readers_disturbs_nobody(tmp_path, filled):
             kit.put(n, 64, (0,))
             assert admin.stats(filled).extents == n - 4
             assert check(filled).problems == []
+
+
+def test_damaged_notes_are_found_and_dropped(filled):
+    with Kit(filled.parent) as kit:
+        kit.store.note("reply", [("a", "one"), ("b", "two")])
+    assert check(filled).problems == []
+    sql(filled, "UPDATE notes SET value = 'other' WHERE key = CAST('a' AS BLOB)")
+    report = check(filled)
+    assert [(problem.kind, problem.name) for problem in report.problems] == [("note", "1")]
+    assert not report.ok
+    assert check(filled, repair=True).ok
+    assert check(filled).problems == []
+    with Kit(filled.parent) as kit:
+        assert kit.store.notes("reply") == {"b": "two"}
+        assert kit.store.stats().notes_damaged == 0
+
+
+def test_a_catalog_of_before_there_were_notes_is_sound(filled):
+    sql(filled, "DROP TABLE notes")
+    assert check(filled).problems == []
+    assert len(admin.list_extents(filled)) == 5
+
+
+def test_clearing_forgets_notes_too(filled):
+    with Kit(filled.parent) as kit:
+        kit.store.note("reply", [("a", "one")])
+    admin.clear(filled)
+    with Kit(filled.parent) as kit:
+        assert kit.store.notes("reply") == {}

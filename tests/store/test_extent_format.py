@@ -14,7 +14,7 @@ from store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, record
 
 from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.store.disk import DiskTier
-from afterglow.store.extent import decode_head, encode_head, peek_rows
+from afterglow.store.extent import crc32c, decode_head, encode_head, peek_rows
 from afterglow.store.layout import KVLayout
 
 layouts = st.builds(
@@ -89,6 +89,19 @@ def test_heads_of_something_else_are_refused(layout, digest, expect, says):
     raw, _ = head_of(ALIGNED, 65)
     with pytest.raises(DamageError, match=says):
         decode_head(raw, layout, digest, **expect)
+
+
+def test_a_head_with_anything_behind_its_tensor_table_is_refused():
+    raw, _ = head_of(ALIGNED, 65)
+    end = 8 + int.from_bytes(raw[:8], "little")
+    assert raw[end - 1 :][:1] == b" "
+    changed = bytearray(raw)
+    changed[end - 1 : end] = b"}"
+    crc_at = raw.index(b"head_crc32c") + len(b'head_crc32c":"')
+    changed[crc_at : crc_at + 8] = b"0" * 8
+    changed[crc_at : crc_at + 8] = b"%08x" % crc32c(bytes(changed))
+    with pytest.raises(DamageError, match="layout"):
+        decode_head(bytes(changed), ALIGNED, DIGEST)
 
 
 def test_names_that_do_not_fit_are_refused():

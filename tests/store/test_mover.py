@@ -9,7 +9,8 @@ import pytest
 
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE
-from afterglow.store.mover import MAX_REPLACEMENTS, Abandoned, Mover, Task
+from afterglow.store.mover import MAX_REPLACEMENTS, Mover
+from afterglow.store.task import Abandoned, Task
 
 
 class Bench:

@@ -269,6 +269,13 @@ def harm_table(path):
         db.commit()
 
 
+def harm_schema_text(path):
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("UPDATE sqlite_master SET sql = CAST(x'9020ff' AS TEXT) WHERE name = 'extents'")
+        db.commit()
+
+
 def harm_truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -278,7 +285,9 @@ def harm_folder(path):
     path.mkdir()
 
 
-@pytest.mark.parametrize("harm", [harm_bytes, harm_middle, harm_schema, harm_table, harm_truncate, harm_folder])
+@pytest.mark.parametrize(
+    "harm", [harm_bytes, harm_middle, harm_schema, harm_table, harm_schema_text, harm_truncate, harm_folder]
+)
 def test_an_unreadable_catalog_is_rebuilt_from_the_extents(tmp_path, harm, caplog):
     path, wanted = fill(tmp_path)
     harm(path)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,8 @@ from afterglow.store import disk as disk_module
 from afterglow.store import files
 from afterglow.store.disk import DiskTier
 from afterglow.store.layout import KVLayout
-from afterglow.store.mover import Abandoned
+from afterglow.store.partial import LayeredDisk
+from afterglow.store.task import Abandoned
 
 
 def ignore(layers: int = 0) -> None:
@@ -270,6 +273,138 @@ class TestDiskThroughABounceBuffer(TestDisk):
     layout = ODD
 
 
+class TestLayeredDisk(TestDisk):
+    """The contract of a tier that reads extents in parts."""
+
+    layout = KVLayout(4, 2, 8, "F32")
+
+    def make(self, folder):
+        return LayeredDisk(folder / "extents", self.layout, DIGEST)
+
+    @pytest.mark.parametrize("joined", [1, 1 << 20])
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_any_two_parts_make_the_whole(self, tier, monkeypatch, joined, count):
+        monkeypatch.setattr(disk_module, "READ_BYTES", joined)
+        arena, layers = arena_of(self.layout, 20), self.layout.layers
+        tier.write(record(1, 150), arena, (0, 1, 2), ignore)
+        wanted = contents(arena, range(count), min(150, 64 * count))
+        whole = tier.read(extent_name(1), 150, arena, range(5, 5 + count), ignore)
+        target = (12, 10, 15)[:count]
+        for cut in range(1, layers):
+            arena.view[:, :, target] = 7
+            seen = []
+            moved = tier.read(extent_name(1), 150, arena, target, seen.append, 0, cut)
+            found = contents(arena, target, wanted.shape[2])
+            assert np.array_equal(found[:cut], wanted[:cut])
+            assert (found[cut:] == 7).all()
+            assert seen[-1] == cut
+            moved += tier.read(extent_name(1), 150, arena, target, seen.append, cut)
+            assert moved == whole
+            assert seen == sorted(seen)
+            assert seen[-1] == layers
+            assert np.array_equal(contents(arena, target, wanted.shape[2]), wanted)
+
+    def test_a_part_verifies_the_head_and_its_own_chunks(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        sound = self.raw(tier, extent_name(1))
+        in_layer = [self.layout.offset(70, layer, 1) for layer in range(self.layout.layers)]
+        for position, found in [(300, True), (in_layer[0], False), (in_layer[1], True), (in_layer[3], False)]:
+            damaged = bytearray(sound)
+            damaged[position] ^= 1
+            self.set_raw(tier, extent_name(1), bytes(damaged))
+            if found:
+                with pytest.raises(DamageError):
+                    tier.read(extent_name(1), 70, arena, (2, 3), ignore, 1, 3)
+            else:
+                tier.read(extent_name(1), 70, arena, (2, 3), ignore, 1, 3)
+        self.set_raw(tier, extent_name(1), sound)
+        with pytest.raises(DamageError, match="rows"):
+            tier.read(extent_name(1), 64, arena, (2,), ignore, 1, 3)
+
+    def test_a_part_of_what_is_not_there(self, tier):
+        with pytest.raises(StoreError) as caught:
+            tier.read(extent_name(1), 64, arena_of(self.layout, 20), (0,), ignore, 1, 2)
+        assert files.kind_of(caught.value) == "missing"
+
+    def test_a_part_that_cannot_be_read(self, tier, monkeypatch):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 64), arena, (0,), ignore)
+
+        def fails(*_args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", fails)
+        with pytest.raises(StoreError) as caught:
+            tier.read(extent_name(1), 64, arena, (1,), ignore, 1, 2)
+        assert files.kind_of(caught.value) == "io"
+
+
+class TestLayeredDiskThroughABounceBuffer(TestLayeredDisk):
+    layout = KVLayout(4, 1, 6, "BF16")
+
+
+class TestPartsOfADisk(TestLayeredDisk):
+    """DiskTier reads parts of extents by itself."""
+
+    def make(self, folder):
+        return DiskTier(folder / "extents", self.layout, DIGEST)
+
+
+class TestDiskPieceByPiece(TestPartsOfADisk):
+    """Extents of several pieces: each is verified, or its checksums computed, while the next is on its way."""
+
+    @pytest.fixture(autouse=True)
+    def _small_pieces(self, monkeypatch):
+        monkeypatch.setattr(disk_module, "READ_BYTES", 1)
+        monkeypatch.setattr(disk_module, "WRITE_BYTES", 1)
+
+    @pytest.mark.parametrize(("part", "before"), [("head", []), (0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
+    def test_what_comes_before_the_damage_arrives(self, tier, part, before):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        damaged = bytearray(self.raw(tier, extent_name(1)))
+        damaged[300 if part == "head" else self.layout.offset(70, part, 1)] ^= 1
+        self.set_raw(tier, extent_name(1), bytes(damaged))
+        layers = []
+        with pytest.raises(DamageError, match="checksum" if part == "head" else f"layer {part}, values, chunk 0"):
+            tier.read(extent_name(1), 70, arena, (2, 3), layers.append)
+        assert layers == before
+
+    @pytest.mark.parametrize("call", range(4))
+    def test_a_read_that_fails_half_way(self, tier, monkeypatch, call):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        real, left = os.preadv, [call]
+
+        def fails(*args):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args)
+
+        monkeypatch.setattr(os, "preadv", fails)
+        layers = []
+        with pytest.raises(StoreError) as caught:
+            tier.read(extent_name(1), 70, arena, (2, 3), layers.append)
+        assert files.kind_of(caught.value) == "io"
+        assert layers == list(range(1, call))
+
+    def test_layers_come_in_the_thread_that_asked(self, tier):
+        arena = arena_of(self.layout, 20)
+        tier.write(record(1, 70), arena, (0, 1), ignore)
+        threads = []
+        tier.read(extent_name(1), 70, arena, (2, 3), lambda _: threads.append(threading.get_ident()))
+        assert threads == [threading.get_ident()] * self.layout.layers
+
+    def test_the_head_is_written_last(self, tier, monkeypatch):
+        """It holds the checksums of all the rest."""
+        real, offsets = os.pwritev, []
+        monkeypatch.setattr(os, "pwritev", lambda *args: offsets.append(args[2]) or real(*args))
+        tier.write(record(1, 70), arena_of(self.layout, 20), (0, 1), ignore)
+        assert offsets == [*(self.layout.offset(70, layer, 0) for layer in (1, 2, 3)), 0]
+
+
 class TestDiskWithoutDirectIO(TestDisk):
     """As on a file system that refuses O_DIRECT."""
 
@@ -308,3 +443,44 @@ def test_reads_are_few_and_large(tmp_path, monkeypatch):
     tier.read(extent_name(1), 256, arena, range(4, 8), layers.append)
     assert len(calls) == 8
     assert layers == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_memory_for_transfers_is_aligned():
+    for size in (1, 4096, 5000, 1 << 20, (3 << 20) + 1):
+        memory = files.aligned_memory(size)
+        assert memory.nbytes == size
+        assert memory.ctypes.data % 4096 == 0
+        memory[:] = 1
+
+
+class TestHelper:
+    def test_results_and_exceptions_come_back(self):
+        helper = files.Helper()
+        waiting = [helper.start(lambda n=n: n * n) for n in range(20)]
+        assert [wait() for wait in waiting] == [n * n for n in range(20)]
+        wait = helper.start(lambda: 1 // 0)
+        after = helper.start(lambda: "well")
+        with pytest.raises(ZeroDivisionError):
+            wait()
+        assert after() == "well"
+
+    def test_its_thread_ends_when_idle_and_starts_again(self, monkeypatch):
+        monkeypatch.setattr(files, "HELPER_SECONDS", 0.01)
+        helper = files.Helper()
+        before = threading.active_count()
+        for _ in range(3):
+            thread = helper.start(threading.current_thread)()
+            assert thread is not threading.current_thread()
+            until = time.monotonic() + 10
+            while thread.is_alive() and time.monotonic() < until:
+                time.sleep(0.002)
+            assert not thread.is_alive()
+        assert threading.active_count() == before
+
+    def test_nothing_is_lost_while_the_thread_ends(self, monkeypatch):
+        monkeypatch.setattr(files, "HELPER_SECONDS", 0.0001)
+        helper = files.Helper()
+        for n in range(500):
+            assert helper.start(lambda n=n: n)() == n
+            if n % 3 == 0:
+                time.sleep(0.0001)

@@ -16,7 +16,9 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None, **kwargs: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages or HI, **kwargs)
+    prompt = kwargs.pop("add_generation_prompt", True)
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    return template.render(messages or HI, add_generation_prompt=prompt, variables=kwargs)
 
 
 def test_what_templates_count_on() -> None:
@@ -97,25 +99,5 @@ def test_template_files_go_before_the_configuration(tmp_path: Path) -> None:
     assert Tokenizer(folder).render_chat(HI) == "jinja"
 
 
-def test_turn_boundaries(byte_level: Tokenizer, llama: Tokenizer) -> None:
-    messages = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so?"}]
-    for tokenizer in (byte_level, llama):
-        text = tokenizer.render_chat(messages, add_generation_prompt=False)
-        boundaries = tokenizer.turn_boundaries(messages)
-        assert boundaries is not None
-        assert boundaries[-1] == len(text)
-        for count, offset in enumerate(boundaries, 1):
-            assert tokenizer.render_chat(messages[:count], add_generation_prompt=False) == text[:offset]
-
-
-def test_a_template_without_the_prefix_property_has_no_boundaries() -> None:
-    last_only = ChatTemplate("{% for m in messages %}{{ '!' if loop.last }}{{ m.content }}{% endfor %}")
-    assert last_only.turn_boundaries([*HI, *HI]) is None
-
-
-def test_a_prefix_that_is_refused_ends_with_the_next_one() -> None:
-    needs_user = ChatTemplate(
-        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-        "{{ raise_exception('no user') }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    assert needs_user.turn_boundaries([{"role": "system", "content": "sys"}, *HI]) == [5, 5]
+def test_variables_cannot_replace_what_the_server_passes() -> None:
+    assert render("{{ messages[0].content }}{{ self is defined }}", self=1, messages=[], context=2).startswith("hi")

@@ -94,15 +94,3 @@ def test_without_a_template_only_chat_is_refused(tmp_path: Path) -> None:
     assert tokenizer.encode("fine")
     with pytest.raises(RequestError, match="no chat template; use /v1/completions"):
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-
-
-def test_token_offsets(byte_level: Tokenizer) -> None:
-    text = byte_level.render_chat(MESSAGES, add_generation_prompt=False)
-    boundaries = byte_level.turn_boundaries(MESSAGES)
-    assert boundaries is not None
-    counts = byte_level.token_offsets(text, boundaries)
-    ids = byte_level.encode(text)
-    for chars, count in zip(boundaries, counts, strict=True):
-        assert count is not None
-        assert byte_level.decode(ids[:count], False) == text[:chars]
-    assert byte_level.token_offsets("kite kite", [2]) == [None]

@@ -5,30 +5,40 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from afterglow.cli.progress import progress
+from afterglow.cli.remote import Access, Server, find_server, server_of
 from afterglow.config import default_cache_dir, format_size
 from afterglow.errors import ConfigError, StoreError
-from afterglow.store import admin
+from afterglow.server.presence import address_of
+from afterglow.store import admin, conversations
 from afterglow.store.admin import NamespaceInfo
+from afterglow.store.namespace import Namespace
 
 
-def ls(cache_dir: Path | None, namespace: str | None, as_json: bool) -> int:
-    """Namespaces; with `namespace`, its extents."""
+def ls(cache_dir: Path | None, namespace: str | None, extents: bool, access: Access, as_json: bool) -> int:
+    """Namespaces; of one, or of a server, the conversations; the extents where no server can be asked."""
+    if access.server is not None:
+        return _conversations(Server(access.server, access), as_json)
     found = _select(cache_dir, namespace)
-    if namespace is None:
+    if namespace is None and not extents:
         if as_json:
             _print_json([_facts(info) for info in found])
         else:
             _table(("namespace", "extents", "tokens", "size", "last used", "held by"), map(_row, found))
             _say_problems(found)
         return 0
-    records = admin.list_extents(found[0].path)
+    if found and found[0].holder is not None and not extents:
+        try:
+            return _conversations(server_of(found[0], access), as_json)
+        except ConfigError as error:
+            print(f"afterglow: {error}; these are the extents on disk:", file=sys.stderr)
+    records = [record for info in found for record in admin.list_extents(info.path)]
     if as_json:
         _print_json(
             [
@@ -64,22 +74,94 @@ def ls(cache_dir: Path | None, namespace: str | None, as_json: bool) -> int:
     return 0
 
 
-def stats(cache_dir: Path | None, namespace: str | None, as_json: bool) -> int:
-    found = _select(cache_dir, namespace)
+def _conversations(server: Server, as_json: bool) -> int:
+    sessions = server.sessions()
     if as_json:
-        _print_json([_facts(info) for info in found])
+        _print_json(sessions)
         return 0
-    for info in found:
-        facts = _facts(info)
-        print(facts.pop("namespace"))
-        for name, value in facts.items():
-            if name == "bytes":
-                value = format_size(value)
-            elif name == "last_used":
-                value = _ago(value)
-            if value is not None:
-                print(f"  {name.replace('_', ' '):14} {value}")
+    _table(
+        ("conversation", "tokens", "device", "host", "disk", "last used", "expires", "pinned"),
+        (
+            (
+                session["name"],
+                str(session["tokens"]),
+                *(str(session["cached_tokens"][tier]) for tier in ("device", "host", "disk")),
+                _ago(session["last_used"]),
+                "never" if session["expires"] is None else _until(session["expires"]),
+                "yes" if session["pinned"] else "-",
+            )
+            for session in sessions
+        ),
+    )
     return 0
+
+
+def stats(cache_dir: Path | None, namespace: str | None, access: Access, as_json: bool) -> int:
+    """What is on disk, and what each server that holds a part of it says."""
+    if access.server is not None:
+        said = Server(access.server, access).stats()
+        if as_json:
+            _print_json(said)
+        else:
+            _lines(said)
+        return 0
+    reports = []
+    for info in _select(cache_dir, namespace):
+        facts, live = _facts(info), None
+        if info.holder is not None:
+            try:
+                live = server_of(info, access).stats()
+            except ConfigError as error:
+                print(f"afterglow: {error}; this is what is on disk", file=sys.stderr)
+        reports.append({**facts, "server": live})
+        if not as_json:
+            print(facts.pop("namespace"))
+            for name, value in facts.items():
+                if name == "bytes":
+                    value = format_size(value)
+                elif name == "last_used":
+                    value = _ago(value)
+                if value is not None:
+                    print(f"  {name.replace('_', ' '):14} {value}")
+            if live is not None:
+                print("  its server, for this key")
+                _lines(live, "    ")
+    if as_json:
+        _print_json(reports)
+    return 0
+
+
+def pin(
+    cache_dir: Path | None, namespace: str | None, names: Sequence[str], pinned: bool, access: Access, as_json: bool
+) -> int:
+    server = find_server(_namespaces(cache_dir, namespace, access), access)
+    return _each(names, lambda name: server.pin(name, pinned), "pinned" if pinned else "not pinned any more", as_json)
+
+
+def remove(cache_dir: Path | None, namespace: str | None, names: Sequence[str], access: Access, as_json: bool) -> int:
+    server = find_server(_namespaces(cache_dir, namespace, access), access)
+    return _each(names, server.remove, "removed", as_json)
+
+
+def _each(names: Sequence[str], ask: Callable[[str], dict[str, Any]], done: str, as_json: bool) -> int:
+    """Returns 1 if one of them could not be done."""
+    answers, failed = [], False
+    for name in names:
+        try:
+            answers.append(ask(name))
+            if not as_json:
+                print(f"{name}: {done}")
+        except ConfigError as error:
+            failed = True
+            answers.append({"name": name, "error": str(error)})
+            print(f"{name}: {error}", file=sys.stderr)
+    if as_json:
+        _print_json(answers)
+    return 1 if failed else 0
+
+
+def _namespaces(cache_dir: Path | None, namespace: str | None, access: Access) -> Sequence[NamespaceInfo]:
+    return [] if access.server is not None else _select(cache_dir, namespace)
 
 
 def check(cache_dir: Path | None, namespace: str | None, repair: bool, as_json: bool) -> int:
@@ -132,7 +214,7 @@ def clear(cache_dir: Path | None, namespace: str | None, yes: bool, as_json: boo
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return 1
-    freed = {info.path.name: admin.clear(info.path) for info in found}
+    freed = {info.path.name: _clear(info) for info in found}
     if as_json:
         _print_json([{"namespace": name, "bytes_freed": size} for name, size in freed.items()])
     else:
@@ -141,6 +223,18 @@ def clear(cache_dir: Path | None, namespace: str | None, yes: bool, as_json: boo
         if not freed:
             print("there was nothing to delete")
     return 0
+
+
+def _clear(info: NamespaceInfo) -> int:
+    """Remove the extents, and the texts of stored responses. Errors: ConfigError, if somebody holds them."""
+    before = admin.folder_bytes(info.path)
+    admin.clear(info.path)
+    with Namespace.open_existing(info.path):
+        try:
+            conversations.erase(info.path)
+        except OSError as error:
+            raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
+    return max(0, before - admin.folder_bytes(info.path))
 
 
 def _select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceInfo]:
@@ -172,12 +266,15 @@ def _facts(info: NamespaceInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "last_used": info.last_used,
         "held_by": str(info.holder) if info.holder else None,
+        "listens_at": address_of(info.path),
         "problem": info.problem,
     }
 
 
 def _row(info: NamespaceInfo) -> tuple[str, ...]:
     holder = f"pid {info.holder.pid}" if info.holder else "-"
+    if url := address_of(info.path):
+        holder += f" at {url}"
     sizes = (str(info.extents), str(info.rows), format_size(info.bytes))
     return (info.path.name, *sizes, _ago(info.last_used), holder)
 
@@ -196,6 +293,21 @@ def _ago(moment: float | None) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def _until(moment: float) -> str:
+    """In how much time."""
+    return f"in {_ago(2 * time.time() - moment).removesuffix(' ago')}" if moment > time.time() else "now"
+
+
+def _lines(facts: Mapping[str, Any], indent: str = "") -> None:
+    """Nested figures, one line each."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            print(f"{indent}{name.replace('_', ' ')}")
+            _lines(value, indent + "  ")
+        elif name != "object" and value is not None:
+            print(f"{indent}{name.replace('_', ' '):22} {value}")
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -17,6 +17,8 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     """Returns the exit code: 0 after an orderly end, 1 if the address cannot be had."""
     if not server.api_key and (key := os.environ.get("AFTERGLOW_API_KEY")):
         server = replace(server, api_key=(key,))
+    if server.admin_key is None and (key := os.environ.get("AFTERGLOW_ADMIN_KEY")):
+        server = replace(server, admin_key=key)
     folder = find_model(model)
     if not server.served_model_name:
         server = replace(server, served_model_name=(model_name(model, folder.resolve()),))

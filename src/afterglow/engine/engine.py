@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from afterglow.config import EngineConfig, PreloadName
+from afterglow.config import EngineConfig, PreloadName, SourceName
 from afterglow.engine.runner import Runner, RunOutput
 from afterglow.engine.setup import Parts, build
 from afterglow.engine.stats import EngineStats, Totals, collect
@@ -94,6 +94,7 @@ class Engine:
         self._epoch = time.time() - time.monotonic()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._touched_at = 0.0
+        self._store_failures = 0  # that have been told of
         parts.notify.target = self._wake
         self._woken = threading.Event()
         self._live: dict[int, _Live] = {}
@@ -237,9 +238,12 @@ class Engine:
         """Wait until nothing runs and every save and move has ended (benchmarks, tests)."""
         self._on_thread(self._settle)
 
-    def baseline(self, preload: PreloadName, read_buffer: int | None) -> None:
-        """Go on as one of CachedAttention's baselines: no pre-loading, or a read buffer of so many layers (benchmarks)."""
-        self._on_thread(lambda: self._scheduler.baseline(preload, read_buffer))
+    def baseline(
+        self, *, preload: PreloadName = "layerwise", read_buffer: int | None = None, source: SourceName = "load"
+    ) -> None:
+        """Go on as one of CachedAttention's baselines: no pre-loading, a read buffer of so many layers, or one of the two
+        ways to cached rows alone (benchmarks)."""
+        self._on_thread(lambda: self._scheduler.baseline(preload, read_buffer, source))
 
     def demote(self, tier: Literal["host", "disk"]) -> None:
         """Push all idle KV down to `tier`, so that it is in no faster one (benchmarks, tests)."""
@@ -280,6 +284,8 @@ class Engine:
             self._thread.join(DRAIN_SECONDS + 10)
         self._store.close()
         self.conversations.close()
+        if self._parts.journal is not None:
+            self._parts.journal.close()
 
     # --------------------------------------------------------------------------------- the engine's own thread
 
@@ -374,6 +380,10 @@ class Engine:
             self._remember()
 
     def _remember(self) -> None:
+        counters = self._scheduler.stats().counters
+        failed, self._store_failures = counters.store_failures - self._store_failures, counters.store_failures
+        if failed:
+            log.warning("%d extents could not be written to disk: is it full, or read-only?", failed)
         self._store.touch(self._scheduler.take_touched())
         notes: dict[str, list[tuple[str, str | None]]] = {}
         for kind, key, value in self._scheduler.take_notes():

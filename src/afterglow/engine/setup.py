@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
 from afterglow.model.spec import ModelSpec
 from afterglow.plan.extent import Capacity
+from afterglow.plan.journal import RecordingScheduler
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
 from afterglow.store import catalog
@@ -36,6 +38,7 @@ from afterglow.store.tier import arena_bytes
 log = logging.getLogger("afterglow.engine")
 
 READ_TIMEOUT = 30.0  # seconds without progress after which a read counts as lost
+SMALLEST_HOST_SLOTS = 8
 SMALLEST_DEVICE_ROWS = 4 * BLOCK_ROWS
 HUGE_PAGE = 2 * 1024**2
 
@@ -69,6 +72,7 @@ class Parts:
     host_block_bytes: int
     capacity: Capacity
     conversations: Conversations
+    journal: TextIO | None
 
 
 def build(
@@ -101,6 +105,8 @@ def build(
     row_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
     host_slots = config.cache.host_cache // arena_bytes(layout, 1) if config.cache.reuse else 0
     device_rows = _device_rows(config.cache.device_cache, row_bytes)
+    if config.cache.reuse:
+        _check_host(config.cache.host_cache, host_slots, arena_bytes(layout, 1), device_rows)
     max_model_len = _max_model_len(spec, config, device_rows)
     arena = allocate(arena_bytes(layout, host_slots), pin=device.type == "cuda")
     notify = Notify()
@@ -117,7 +123,8 @@ def build(
         ),
         layers=spec.layers,
     )
-    scheduler = Scheduler(
+    scheduler, journal = _scheduler(
+        config,
         capacity,
         policy=config.cache.policy,
         write_policy=config.cache.write_policy,
@@ -154,6 +161,7 @@ def build(
         device_row_bytes=row_bytes,
         host_block_bytes=arena_bytes(layout, 1),
         capacity=capacity,
+        journal=journal,
         conversations=Conversations(namespace.path if namespace is not None else None),
     )
 
@@ -202,6 +210,22 @@ def _device_rows(budget: int, row_bytes: int) -> int:
     return rows
 
 
+def _check_host(budget: int, slots: int, block_bytes: int, device_rows: int) -> None:
+    """What is not saved to host can be reused from nowhere: without a host tier there is no reuse at all."""
+    if slots < SMALLEST_HOST_SLOTS:
+        raise ConfigError(
+            f"--host-cache {format_size(budget)} holds {slots} blocks of this model ({format_size(block_bytes)} each);"
+            f" give it at least {format_size(SMALLEST_HOST_SLOTS * block_bytes)}, or switch reuse off with --no-reuse"
+        )
+    if slots * BLOCK_ROWS < device_rows:
+        log.info(
+            "--host-cache holds %d tokens and --device-cache %d: what leaves host for want of room leaves the device too,"
+            " unless there is a disk tier",
+            slots * BLOCK_ROWS,
+            device_rows,
+        )
+
+
 def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> int:
     longest = spec.context(config.max_model_len)
     if longest <= device_rows:
@@ -210,6 +234,17 @@ def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> i
         raise ConfigError(f"--max-model-len {longest} does not fit --device-cache, which holds {device_rows} tokens")
     log.warning("contexts are limited to the %d tokens that --device-cache holds", device_rows)
     return device_rows
+
+
+def _scheduler(config: EngineConfig, capacity: Capacity, **settings: Any) -> tuple[Scheduler, TextIO | None]:
+    """The plan, and the file that its inputs are recorded in, if they are."""
+    if config.journal is None:
+        return Scheduler(capacity, **settings), None
+    try:
+        journal = config.journal.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--journal {config.journal} cannot be written: {error.strerror}") from None
+    return RecordingScheduler(capacity, write=lambda line: journal.write(f"{line}\n"), **settings), journal
 
 
 def _open_store(

@@ -23,6 +23,7 @@ from afterglow.plan.step import Admit, Gather
 
 Source = Literal["auto", "load", "recompute"]
 
+UNKNOWN_HOLD_S = 0.05  # how long to wait for slots before it is known what computing takes
 MAX_ROUNDS = 4  # evictions that a job waits for before it recomputes what could not be loaded
 
 
@@ -41,6 +42,7 @@ class Admission:
         ghosts: Ghosts,
         promising: Callable[[], Iterable[Job]],
         source: Source = "auto",
+        whole: bool = False,
     ) -> None:
         self._capacity = capacity
         self._index = index
@@ -51,7 +53,8 @@ class Admission:
         self._compaction = compaction
         self._ghosts = ghosts
         self._promising = promising
-        self._source = source
+        self.source = source
+        self.whole = whole  # are all rows to be there before a job joins (a baseline)?
 
     def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
         """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
@@ -64,14 +67,15 @@ class Admission:
             job.waited = True
             return Wait.PREFIX
         context, device_rows = self._device.best(job.spec.salt, tokens, match)
-        on_device = list(context.extents) if context is not None else []
-        for extent in on_device:  # making room for loads must not cost the context that was just chosen
+        guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
+        for extent in guarded:  # making room must cost neither the context that was just chosen nor what was matched
             extent.users += 1
         views = _beyond(match, device_rows)
         kept = self._choose(job, views, device_rows, now)
         self._repin(job, kept)
         obtained = self._obtain(job, kept, now)
-        for extent in on_device:
+        room = obtained is None or not may_join or self.may_save(job, match.rows, job.length, now)
+        for extent in guarded:
             extent.users -= 1
         if obtained is None:
             return Wait.SLOTS
@@ -84,6 +88,8 @@ class Admission:
             return Wait.LOADS
         if not may_join:
             return Wait.TURN
+        if not room:
+            return Wait.SAVES
         take = self._reserve(job, context, device_rows)
         if take is None:
             return Wait.DEVICE
@@ -109,6 +115,7 @@ class Admission:
             return Wait.SLOTS
         job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
         if any(view.extent.host == "loading" for view in obtained):
+            self._placement.open_gates_of(job.pins)  # a copy needs all layers
             return Wait.LOADS
         job.carried = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
         job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, job.spec.ttl, now)
@@ -123,8 +130,8 @@ class Admission:
 
     def _pays(self, views: list[View], rows: int, now: float) -> bool:
         """Is loading and copying them faster than computing what remains of the prompt from its first token?"""
-        if self._source != "auto" or not self._cost.known:
-            return self._source != "recompute"
+        if self.source != "auto" or not self._cost.known:
+            return self.source != "recompute"
         sizes = [view.extent.file_bytes for view in views if view.extent.host == "absent"]
         return self._cost.loads(sizes, now) <= self._cost.compute(rows, 0)
 
@@ -135,6 +142,8 @@ class Admission:
         under_way = [self._cost.remaining(move, now) for move in stage.loads if self._placement.is_under_way(move)]
         if not under_way:
             return True
+        if self.whole:
+            return False
         stop = stage.stop if stage.stop is not None else job.length
         computing = self._cost.compute(stop - stage.start, stage.start)
         return self._cost.known and self._cost.fits(max(under_way), computing)
@@ -171,6 +180,27 @@ class Admission:
         """The job has gathered its rows, or never will."""
         self._repin(job, [])
 
+    def may_save(self, job: Job, start: int, stop: int, now: float) -> bool:
+        """Back-pressure (A7): are there slots for rows [start, stop), or is it not worth waiting for them?
+
+        Rows that are not saved are computed again next turn: a job waits for slots that are being freed for at most as
+        long as that takes.
+        """
+        if not job.spec.write or start >= stop:
+            return True
+        need = min(self._capacity.blocks(stop - start) + 1, self._placement.pool.total // 2)
+        if self._placement.room_for_rows(need, now) or not self._placement.relief:
+            return True
+        if job.held_since is None:
+            job.held_since = now
+            self._counters.holds += 1
+        return now >= self.deadline(job, start, stop)
+
+    def deadline(self, job: Job, start: int, stop: int) -> float:
+        """Until when a job that is held waits for slots."""
+        since = job.held_since if job.held_since is not None else 0.0
+        return since + (self._cost.compute(stop - start, start) if self._cost.known else UNKNOWN_HOLD_S)
+
     def _choose(self, job: Job, views: list[View], row: int, now: float) -> list[View]:
         """The views to be used, the others are recomputed: whichever is predicted to be done first.
 
@@ -178,9 +208,9 @@ class Admission:
         both are cases of it, and so is recomputing what is in host (spec A8, A10; design: splitting).
         """
         cold = [i for i, view in enumerate(views) if view.extent.host != "ready"]
-        if self._source == "load" or not views or (self._source == "auto" and not self._cost.known):
+        if self.source == "load" or not views or (self.source == "auto" and not self._cost.known):
             return views
-        if self._source == "recompute":
+        if self.source == "recompute":
             return []
         cost = self._cost
         starts, end = [], row
@@ -274,12 +304,15 @@ class Admission:
         disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
         disk += min(job.carried, gathered - disk)
         job.hits = (device_rows, gathered - disk, disk)
-        self._counters.recomputed += rows - device_rows - gathered
+        if job.cut is not None:  # for want of slots the match was cut short; what lies beyond is cached all the same
+            job.cut = None
+            match = self._match(job, bytes(job.tokens))
+        self._counters.recomputed += match.rows - device_rows - gathered
         why: Reason = "cold"
         if job.spec.read and match.rows < job.length - 1:
             why = self._ghosts.why(job.spec.salt, bytes(job.tokens), match, self._index)
-        job.missed = (why, job.length - rows)
-        job.rows, job.covered = device_rows, rows
+        job.missed = (why, job.length - match.rows)
+        job.rows, job.covered, job.held_since = device_rows, rows, None
         job.stages = stages
         job.target = job.length
         job.saving = job.spec.write

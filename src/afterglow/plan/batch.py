@@ -5,7 +5,7 @@ It knows segments, retained contexts and drafts; not the queue, and not what a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from afterglow.plan.admission import Admission
 from afterglow.plan.device import Device
@@ -71,10 +71,14 @@ class Batch:
         self._tails.pop(job.seq, None)
         if job.running:
             return
-        if job.spec.session is not None and job.spec.write:
-            extents = [view.extent for view in self._index.match(job.spec.salt, bytes(job.tokens)).views]
-            self._sessions.used(tenant_of(job.spec.salt), job.spec.session, extents, job.length, job.spec.ttl, now)
+        held = list(job.held)
+        if held and job.spec.session is not None and job.spec.write and not job.disowned:
+            match = self._index.match(job.spec.salt, bytes(job.tokens))
+            extents = [view.extent for view in match.views]
+            self._sessions.used(tenant_of(job.spec.salt), job.spec.session, extents, match.rows, now)
         self._let_go(job)
+        if job.disowned:
+            self._sessions.discard(held)
         context = self._device.contexts.get(job.context) if job.context is not None else None
         if context is not None:  # of what was not saved after all, nothing will ever be matched
             context.rows = self._index.match(context.salt, context.tokens[: 4 * context.rows]).rows
@@ -96,10 +100,22 @@ class Batch:
             if not job.running:
                 self._let_go(job)
 
+    def disown(self, tenant: str, name: str, jobs: Iterable[Job]) -> None:
+        """A conversation has been deleted: what its turns (those among `jobs`, and those that are still being saved) use
+        and leave goes when they end."""
+        for job in (*jobs, *self._tails.values()):
+            if job.conversation == (tenant, name):
+                job.disowned = True
+
     def _let_go(self, job: Job) -> None:
         for extent in job.held:
             extent.users -= 1
         job.held = {}
+
+    def path_rows(self, job: Job) -> int:
+        """Rows of all extents that a job goes through or leaves, in whole blocks."""
+        rows = [*(extent.rows for extent in job.held), *(draft.rows for draft in job.drafts)]
+        return sum(self._capacity.round_up(count) for count in rows)
 
     def expected_slots(self) -> int:
         """Host slots that running prefills are going to need."""

@@ -14,6 +14,7 @@ from afterglow.plan.step import ExtentId, ExtentRecord, Kind
 
 if TYPE_CHECKING:
     from afterglow.plan.index import Node
+    from afterglow.plan.sessions import Session
 
 Key = tuple[int, int, int, int]  # a job's place in the queue; see `Job.key`
 HostState = Literal["absent", "loading", "ready"]
@@ -94,7 +95,8 @@ class Extent:
     left_host: float | None = None  # when it was last evicted from host
 
     expires: float = -inf  # when nobody needs it any more; whoever uses it puts that off
-    sessions: int = 0  # conversations with a name that have used it
+    timed: bool = False  # will it be looked at when it may have expired?
+    sessions: dict[Session, None] = field(default_factory=dict)  # conversations with a name that have used it
     kept: int = 0  # those of them that are pinned: it does not leave the last tier
 
     users: int = 0  # jobs whose context goes through it; it must stay matchable

@@ -35,9 +35,11 @@ class Ghosts:
         """Why does a match end where it ends?"""
         view = match.views[-1] if match.views else None
         place = (view.extent.id, view.stop) if view is not None else (salt, 0)
-        found = self._reasons.get((*place, tokens[4 * match.rows : 4 * match.rows + HEAD]))
-        if found is not None:
-            return found
+        following = tokens[4 * match.rows : 4 * match.rows + HEAD]
+        for size in range(len(following), 0, -4):  # some are shorter than a head
+            found = self._reasons.get((*place, following[:size]))
+            if found is not None:
+                return found
         if view is None and index.elsewhere(salt, tokens, HEAD // 4, SALTS):
             return "salt"
         return "cold"

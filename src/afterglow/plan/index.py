@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from afterglow.plan.extent import Extent, View
 from afterglow.plan.step import ExtentId
+from afterglow.plan.truncation import tenant_of
 
 Outcome = Literal["inserted", "duplicate", "orphan"]
 
@@ -116,7 +117,7 @@ class Index:
     def elsewhere(self, salt: str, tokens: bytes, rows: int, most: int) -> bool:
         """Does another tenant (of the first `most`) have these first `rows` tokens? For counting only: nobody is told."""
         for other, root in islice(self._roots.items(), most):
-            child = root.children.get(tokens[:4]) if other != salt else None
+            child = root.children.get(tokens[:4]) if tenant_of(other) != tenant_of(salt) else None
             if child is not None and child.extent is not None:
                 if common_rows(child.extent.tokens, child.start, tokens, 0, rows) == rows:
                     return True

@@ -22,6 +22,7 @@ class Wait(Enum):
 
     PREFIX = "another job computes its next tokens"
     SLOTS = "host slots are being freed for its loads"
+    SAVES = "host slots are being freed for its new rows"
     LOADS = "its extents are on their way from disk"
     DEVICE = "there is no room on the device"
     TURN = "there is no room in the step"
@@ -100,6 +101,7 @@ class Job:
     generated: int = 0
     saving: bool = False
     cancelled: bool = False
+    disowned: bool = False  # its conversation was deleted meanwhile
     admitted: bool = False  # its caller has been told
     hits: tuple[int, int, int] = (0, 0, 0)
     pins: list[Extent] = field(default_factory=list)
@@ -113,6 +115,7 @@ class Job:
     rounds: int = 0  # evictions waited for
     tried: int = -1  # the scheduler's version when it was last tried, and what came of it
     verdict: Wait | None = None
+    held_since: float | None = None  # when it began to wait for slots for its new rows
     waited: bool = False  # for somebody else's prefill
     dropped: int = 0  # tokens of the caller's prompt that were left out
     origin: Origin | None = None  # where the rest's rows may be, before they have been copied
@@ -169,6 +172,7 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
+        self._turns: dict[tuple[str, str], list[int]] = {}  # of each conversation, in the order in which they came
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -187,10 +191,20 @@ class JobQueue:
     def add(self, job: Job) -> None:
         """Line up; a job that was sent back has kept its number and so comes out in front."""
         insort(self._jobs, job, key=lambda item: item.key)
+        if job.conversation is not None:
+            insort(self._turns.setdefault(job.conversation, []), job.seq)
 
     def remove(self, job: Job) -> None:
         """Leave the queue."""
         self._jobs.remove(job)
+        if job.conversation is not None:
+            self._turns[job.conversation].remove(job.seq)
+            if not self._turns[job.conversation]:
+                del self._turns[job.conversation]
+
+    def is_next_turn(self, job: Job) -> bool:
+        """Does no earlier turn of its conversation wait, whatever their priorities?"""
+        return job.conversation is None or self._turns[job.conversation][0] == job.seq
 
 
 def refuse_impossible(spec: JobSpec, max_model_len: int, device_rows: int) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from afterglow.plan.admission import Source
 from afterglow.plan.extent import Capacity
-from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.scheduler import Preload, Scheduler
 from afterglow.plan.step import (
     Completion,
     Event,
@@ -74,6 +75,10 @@ class RecordingScheduler(Scheduler):
     def forget_session(self, tenant: str, name: str) -> bool:
         self._note("forget_session", now=0, tenant=tenant, name=name)
         return super().forget_session(tenant, name)
+
+    def baseline(self, preload: Preload, read_buffer: int | None, source: Source) -> None:
+        self._note("baseline", now=0, values=[preload, read_buffer, source])
+        super().baseline(preload, read_buffer, source)
 
     def drop_contexts(self) -> None:
         self._note("drop_contexts", now=0)
@@ -173,6 +178,8 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.recall(entry["notes"])
     elif op == "flush":
         scheduler.flush(now)
+    elif op == "baseline":
+        scheduler.baseline(*entry["values"])
     elif op == "drop_contexts":
         scheduler.drop_contexts()
     elif op == "drop_clean_host":

@@ -56,9 +56,7 @@ class LookAhead:
 
     def _follow(self, job: Job) -> None:
         """Find out what a job waits for, as far as it is known now."""
-        last = job.length - 1
-        views = self._index.match(job.spec.salt, bytes(job.tokens[: 4 * last])).views
-        path = tuple(dict.fromkeys(view.extent for view in views))
+        path = self._path(job.spec.salt, bytes(job.tokens[:-4]))
         if path == job.path:
             return
         self.left(job)
@@ -68,14 +66,27 @@ class LookAhead:
             if extent.waiting[0] == job.key:
                 self._placement.ranked(extent)
 
+    def _path(self, salt: str, tokens: bytes) -> tuple[Extent, ...]:
+        return tuple(dict.fromkeys(view.extent for view in self._index.match(salt, tokens).views))
+
+    def awaited(self) -> dict[Extent, None]:
+        """All that queued jobs wait for, looked up anew: the windows follow no more than they need."""
+        found: dict[Extent, None] = {}
+        for job in self._queue:
+            if job.spec.read:
+                found.update(dict.fromkeys(self._path(job.spec.salt, bytes(job.tokens[:-4]))))
+                if job.origin is not None:
+                    found.update(dict.fromkeys(self._path(job.origin.salt, job.origin.tokens)))
+        return found
+
     # ---------------------------------------------------------------------------------------------- windows
 
     def finished(self, rows: int) -> None:
-        """A job has left a path of `rows` rows behind."""
+        """A job has left a path of `rows` rows behind, in whole blocks."""
         if not rows:
             return  # it never ran
         self._items += 1
-        self._item_rows += self._capacity.round_up(rows)
+        self._item_rows += rows
 
     @property
     def item_rows(self) -> float:
@@ -106,6 +117,9 @@ class LookAhead:
 
     def watch(self) -> None:
         """Before a step is planned: who is at the head, and up to where may nothing be evicted?"""
+        if self._items:
+            item = self._capacity.blocks(int(self.item_rows))
+            self._placement.keep_free(2 * item, 4 * item)
         if not self.enabled:
             return
         if self._index.version != self._seen:
@@ -113,22 +127,27 @@ class LookAhead:
             for job in self._queue.first(min(self.prefetch_window, REMATCHED)):
                 if job.spec.read:
                     self._follow(job)
-        if not self._windows:
-            return
-        if self._items:
-            item = self._capacity.blocks(int(self.item_rows))
-            self._placement.keep_free(2 * item, 4 * item)
-        self._placement.horizon = self._key_at(self.eviction_window)
+        if self._windows:
+            self._placement.horizon = self._key_at(self.eviction_window)
 
-    def prefetch(self, now: float) -> None:
-        """Start to bring to host what the jobs in the window wait for, in the order of the queue."""
+    def coming(self, jobs: int) -> int:
+        """Host slots that the rows of the next jobs are going to need, at most a quarter of all."""
+        need = 0
+        for job in self._queue.first(jobs):
+            known = sum(extent.rows for extent in job.path)
+            need += self._capacity.blocks(max(0, job.length - known)) + 1
+        return min(need, self._placement.pool.total // 4)
+
+    def prefetch(self, now: float, reserve: int) -> None:
+        """Start to bring to host what the jobs in the window wait for, in the order of the queue; `reserve` slots are left
+        for rows that are about to be computed."""
         if not self.enabled:
             return
         for job in self._queue.first(self.prefetch_window):
             for extent in job.path:
                 if extent.dead:
                     break
-                if extent.host == "absent" and not self._placement.prefetch(extent, now, job.key):
+                if extent.host == "absent" and not self._placement.prefetch(extent, now, job.key, reserve):
                     return
 
     @property

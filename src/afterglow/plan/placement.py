@@ -7,7 +7,7 @@ count as used from the moment a move is planned until the completion that says t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -63,6 +63,9 @@ class Placement:
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
         self.read_buffer: int | None = None  # layers to be loaded before the job joins (a baseline); None: all of them
         self.urged: list[int] = []  # loads that somebody waits for now, to be handed out with the moves
+        self._gated: dict[int, Extent] = {}  # loads that stop at the read buffer until they are urged
+        self._lazy: dict[int, None] = {}  # loads that let others go before them until they are urged
+        self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self._index = index
         self._device = device
         self._in_order = policy.looks_ahead
@@ -126,25 +129,49 @@ class Placement:
         """Nobody needs it after that, unless somebody has said, or says, later."""
         if when > extent.expires:
             extent.expires = when
-            if when < inf:
-                heappush(self._expiring, (when, extent.serial, extent))
+            if when < inf and not extent.timed:  # who is looked at before its time is looked at again
+                self._look_at(extent, when)
 
-    def sweep(self, now: float) -> None:
-        """Forget what has expired (A15), unless it is queued for, in use, or something hangs below it."""
+    def _look_at(self, extent: Extent, when: float) -> None:
+        extent.timed = True
+        heappush(self._expiring, (when, extent.serial, extent))
+
+    def sweep(self, now: float, awaited: Callable[[], Container[Extent]]) -> None:
+        """Forget what has expired (A15), unless it is queued for (`awaited`), in use, or something hangs below it."""
+        due: list[Extent] = []
         while self._expiring and self._expiring[0][0] <= now:
-            when, _, extent = heappop(self._expiring)
-            if extent.dead or extent.expires != when:
+            _, _, extent = heappop(self._expiring)
+            extent.timed = False
+            if extent.dead or extent.expires == inf:
                 continue
-            if extent.users or extent.pins or extent.rank is not None or extent.kept or extent.has_children:
-                extent.expires = -inf
-                self.expire(extent, now + EXPIRY_RETRY_S)
+            if extent.expires > now:
+                self._look_at(extent, extent.expires)
             else:
-                self.forget(extent, "expired")
+                due.append(extent)
+        queued: Container[Extent] | None = None
+
+        def needed(extent: Extent) -> bool:
+            nonlocal queued
+            if extent.users or extent.pins or extent.rank is not None or extent.kept or extent.has_children:
+                return True
+            queued = queued if queued is not None else awaited()
+            return extent in queued
+
+        for extent in sorted(due, key=lambda e: -e.first_row):  # children go before their parents
+            if extent.dead:
+                continue
+            if needed(extent):
+                self._look_at(extent, now + EXPIRY_RETRY_S)
+                continue
+            above: Extent | None = extent
+            while above is not None and -inf < above.expires <= now and not needed(above):
+                last, above = above, self._above(above)  # which may have waited for its last child only
+                self.forget(last, "expired")
 
     @property
-    def next_expiry(self) -> float | None:
-        """When to sweep next."""
-        return self._expiring[0][0] if self._expiring else None
+    def next_expiry(self) -> float:
+        """When to sweep next; infinity: never."""
+        return self._expiring[0][0] if self._expiring else inf
 
     def take_touched(self) -> list[tuple[ExtentId, float, int]]:
         """(id, last used, hits) of the extents on disk that were touched since the last call, for the catalog."""
@@ -177,21 +204,34 @@ class Placement:
         """The same for rows that would be lost: clean copies go before their turn, rather than none go in time."""
         slots = self.take_slots(count, now, after)
         if slots is None:
-            self._clean.visit(lambda extent: self._free_clean(extent, count))
+            self._clean.visit(lambda extent: self._free_clean(extent, count, now))
             slots = self.pool.take(count, after)
         return slots
 
-    def _free_clean(self, extent: Extent, count: int) -> bool:
+    def room_for_rows(self, count: int, now: float) -> bool:
+        """Are there slots for rows that are about to be computed? If not, some may be on their way (`relief`)."""
+        slots = self.urge_slots(count, now)
+        if slots is None:
+            return False
+        self.pool.give(slots)
+        return True
+
+    def _free_clean(self, extent: Extent, count: int, now: float) -> bool:
         if self.pool.free < count and extent.pins == 0:
-            self._evicted(extent, extent.last_used)
+            self._evicted(extent, now)
         return self.pool.free < count
 
     def load(self, extent: Extent, now: float, waiter: Key | None = None) -> bool:
         """Start to bring an extent from disk to host. False: no slots now (see `relief`)."""
         return self._load(extent, now, waiter, DEMAND, "demand")
 
-    def prefetch(self, extent: Extent, now: float, waiter: Key) -> bool:
-        """The same before its job's turn has come."""
+    def prefetch(self, extent: Extent, now: float, waiter: Key, reserve: int = 0) -> bool:
+        """The same before its job's turn has come. `reserve` slots are to stay free."""
+        need = self.capacity.blocks(extent.rows) + reserve
+        if reserve and self.pool.free < need:
+            self.evict(need, now, waiter)
+            if self.pool.free < need:
+                return False
         if not self._load(extent, now, waiter, PREFETCH, "prefetch"):
             return False
         extent.prefetched = True
@@ -202,7 +242,12 @@ class Placement:
         slots = self.take_slots(self.capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
-        move = Load(self._next_move(), extent.id, extent.rows, slots, priority, why, self.read_buffer)
+        ahead = self.read_buffer if priority != BACKGROUND else None
+        move = Load(self._next_move(), extent.id, extent.rows, slots, priority, why, ahead)
+        if ahead is not None:
+            self._gated[move.move] = extent
+        if priority != DEMAND:
+            self._lazy[move.move] = None
         extent.host, extent.load, extent.slots = "loading", move.move, slots
         self._start(move, extent)
         self._cost.started(move.move, extent.file_bytes, now)
@@ -212,18 +257,33 @@ class Placement:
 
     def wanted(self, extent: Extent) -> None:
         """A job that is about to run needs an extent: a prefetch of it was of use, or comes late."""
-        if not extent.prefetched:
-            return
-        extent.prefetched = False
-        if extent.load is not None:
-            self._counters.prefetches_late += 1
-            self.urged.append(extent.load)
-        else:
-            self._counters.prefetches_useful += 1
+        if extent.load in self._lazy and extent.load not in self._gated:
+            self.urge([extent])
+        if extent.prefetched:
+            extent.prefetched = False
+            self._counters.prefetches_late += extent.load is not None
+            self._counters.prefetches_useful += extent.load is None
 
     def urge(self, extents: Sequence[Extent]) -> None:
         """A job has joined whose rows these loads bring."""
-        self.urged += [extent.load for extent in extents if extent.load is not None]
+        for extent in extents:
+            if extent.load is not None and extent.load not in self.urged:
+                self._gated.pop(extent.load, None)
+                self._lazy.pop(extent.load, None)
+                self.urged.append(extent.load)
+
+    def open_gates_of(self, extents: Sequence[Extent]) -> None:
+        """Loads that stop at the read buffer are to go on, although no job has joined."""
+        self.urge([extent for extent in extents if extent.load in self._gated])
+
+    def open_gates(self, all_of_them: bool) -> None:
+        """Those of which nobody waits for the rest would stop for ever, and keep their slots."""
+        abandoned = [
+            extent
+            for extent in self._gated.values()
+            if all_of_them or self.read_buffer is None or extent.dead or not (extent.pins or extent.rank is not None)
+        ]
+        self.open_gates_of(abandoned)
 
     def is_under_way(self, move: int) -> bool:
         """Has a move not ended yet?"""
@@ -268,14 +328,19 @@ class Placement:
         if self.quota is None or self._tenant_bytes.get(tenant, 0) + size <= self.quota:
             return True
 
+        quota, gone = self.quota, True
+
         def more(extent: Extent) -> bool:
+            nonlocal gone
             if not (extent.users or extent.pins or extent.kept or extent.has_children):
                 self.forget(extent, "evicted")
-            return self.quota is not None and self._tenant_bytes.get(tenant, 0) + size > self.quota
+                gone = True
+            return self._tenant_bytes.get(tenant, 0) + size > quota
 
-        if tenant in self._tenants:
+        while gone and size <= quota < self._tenant_bytes.get(tenant, 0) + size:
+            gone = False  # parents are looked at again, now without children
             self._tenants[tenant].visit(more)
-        return self._tenant_bytes.get(tenant, 0) + size <= self.quota
+        return self._tenant_bytes.get(tenant, 0) + size <= quota
 
     def _belongs(self, extent: Extent) -> None:
         if self.quota is not None:
@@ -288,7 +353,7 @@ class Placement:
             tenant = tenant_of(extent.salt)
             self._tenants[tenant].set(extent, member=False)
             self._tenant_bytes[tenant] -= extent.file_bytes
-            if not self._tenant_bytes[tenant]:
+            if not self._tenants[tenant]:
                 del self._tenants[tenant], self._tenant_bytes[tenant]
 
     # ----------------------------------------------------------------------------------------- evictions
@@ -336,9 +401,14 @@ class Placement:
     def _evicted(self, extent: Extent, now: float) -> None:
         """Its rows are on disk, and leave host."""
         self._counters.evicted_host += 1
-        self._counters.prefetches_wasted += extent.prefetched
-        extent.prefetched, extent.left_host = False, now
+        self._not_prefetched(extent)
+        extent.left_host = now
         self._free_host(extent)
+
+    def _not_prefetched(self, extent: Extent) -> None:
+        """It leaves host, or is forgotten: if it was prefetched, that was of no use."""
+        self._counters.prefetches_wasted += extent.prefetched
+        extent.prefetched = False
 
     def _exempt(self, extent: Extent) -> bool:
         """Does a job within the eviction window wait for it (A11)?"""
@@ -430,31 +500,63 @@ class Placement:
         """After a restart: remember what was used most, to bring it back to host when there is nothing else to do."""
         cold = sorted(self._cold.members(), key=lambda e: (-e.hits, -e.last_used, e.first_row, e.serial))
         room = self.pool.total // 2
+        chosen: dict[Extent, None] = {}
         for extent in cold:
-            room -= self.capacity.blocks(extent.rows)
+            for part in self._unchosen(extent, chosen):
+                room -= self.capacity.blocks(part.rows)
+                if room >= 0:
+                    chosen[part] = None
             if room < 0:
                 break
-            self._warming.append(extent)
-        self._warming.reverse()
+        self._warming = list(reversed(chosen))
+
+    def _unchosen(self, extent: Extent, chosen: dict[Extent, None]) -> list[Extent]:
+        """An extent and what it can be reached through only, from the top: a parent was perhaps used less lately."""
+        path: list[Extent] = []
+        above: Extent | None = extent
+        while above is not None and above not in chosen:
+            path.append(above)
+            above = self._above(above)
+        return path[::-1]
+
+    def _above(self, extent: Extent) -> Extent | None:
+        """What an extent is matched through."""
+        node = extent.nodes[0].parent
+        return node.extent if node is not None else None
 
     def warm(self, now: float) -> None:
-        """Bring one of them back, if nothing moves and host is not half full again."""
+        """Bring one of them back, if nothing moves and at most half of host is full then."""
         while self._warming and not self.flights:
             extent = self._warming.pop()
-            if extent.dead or extent.host != "absent" or self.pool.free <= self.pool.total // 2:
-                continue
-            self._load(extent, now, None, BACKGROUND, "warm start")
+            full = self.pool.total - self.pool.free + self.capacity.blocks(extent.rows)
+            if not extent.dead and extent.host == "absent" and full <= self.pool.total // 2:
+                self._load(extent, now, None, BACKGROUND, "warm start")
 
     def shrink(self) -> None:
-        """Bring the disk tier below its budget (it may have been larger before a restart)."""
+        """Bring the disk tier below its budget, and tenants below their quota (they may have been larger before a restart).
+        Pins hold as long as they fit."""
+        for tenant in list(self._tenants):
+            self.within_quota(tenant, 0)
+        self._shrink_disk(pinned_too=False)
+        self._shrink_disk(pinned_too=True)
+
+    def _shrink_disk(self, pinned_too: bool) -> None:
+        def more(extent: Extent) -> bool:
+            if not (extent.users or extent.pins or extent.has_children or (extent.kept and not pinned_too)):
+                self._counters.evicted_disk += 1
+                self.forget(extent, "evicted")
+            return self._disk_short(0) > 0
+
         before = -1
-        while self._make_room(0) == "never" and len(self._cold) != before:
+        while self._disk_short(0) > 0 and len(self._cold) != before:
             before = len(self._cold)  # a second look at parents, now without children
+            self._cold.visit(more)
 
     def drop_clean(self) -> None:
         """Free the slots of every extent that is also on disk and not in use."""
         for extent in list(self._index.extents.values()):
             if extent.host == "ready" and extent.disk == "ready" and not extent.pins and extent.store is None:
+                self._not_prefetched(extent)
                 self._free_host(extent)
 
     def forget_all(self, tenant: str | None = None) -> None:
@@ -476,8 +578,11 @@ class Placement:
         """Remove an extent from the index and all tiers, and what hangs below it."""
         for lost in self._index.remove(extent):
             lost.dead = True
+            self._not_prefetched(lost)
             self._belongs_no_more(lost)
             self._ghosts.add(lost, why)
+            if lost.sessions:
+                self.lost.append(lost)
             self._dead[lost] = None
             self._counters.dropped += 1
             self._rank(lost)
@@ -523,6 +628,8 @@ class Placement:
             if slots is not None:
                 self.pool.give(slots)
         elif isinstance(flight.move, Load):
+            self._gated.pop(done.move, None)
+            self._lazy.pop(done.move, None)
             self._cost.ended(done.move, done.bytes if done.ok else 0, done.seconds, now)
             self._loaded(flight.extent, done)
         elif isinstance(flight.move, Store):
@@ -586,21 +693,24 @@ class Placement:
         self._clean.set(extent, live and host and disk)
         self._cold.set(extent, live and disk and extent.host == "absent")
 
-    def check(self, other_slots: list[int]) -> None:
-        """Every slot has one owner (`other_slots`: the drafts'), bytes add up, live extents are somewhere."""
+    def check(self, other_slots: list[int], restored: bool = False) -> None:
+        """Every slot has one owner (`other_slots`: the drafts'), bytes add up, live extents are somewhere. `restored`:
+        budgets may have been larger before a restart, and no step was planned since."""
         self.pool.check()
         extents = [*self._index.extents.values(), *self._dead]
         owned = [slot for extent in extents for slot in extent.slots]
         owned += [slot for slots in self._quarantine.values() for slot in slots]
         assert sorted(owned + other_slots + self.pool.listing()) == list(range(self.pool.total))
         assert self.disk_used == sum(extent.file_bytes for extent in self._files.values())
-        assert self.disk_used - self._dropping_bytes <= self.capacity.disk_bytes  # more only after a restart
+        assert restored or self._disk_short(0) <= 0
         assert self._evicting_slots == sum(len(e.slots) for e in extents if e.evicting)
         dropping = [f.extent for f in self.flights.values() if isinstance(f.move, Drop)]
         assert self._dropping_bytes == sum(extent.file_bytes for extent in dropping)
         for tenant, used in self._tenant_bytes.items():
             own = [e for e in self._index.extents.values() if tenant_of(e.salt) == tenant]
             assert used == sum(e.file_bytes for e in own)
+            assert restored or self.quota is None or used <= self.quota or any(e.kept for e in own)
+        assert all(flight in self.flights for flight in self._gated)
         for extent in extents:
             assert extent.pins >= 0
             assert extent.users >= 0
@@ -613,6 +723,6 @@ class Placement:
             assert extent.disk == "absent" or self._files[extent.id] is extent
 
 
-def _worth(extent: Extent) -> tuple[float, int, int]:
-    """What is used last is worth most; of a conversation, whose extents are used together, the head."""
-    return (extent.last_used, -extent.first_row, -extent.serial)
+def _worth(extent: Extent) -> tuple[bool, float, int, int]:
+    """What is pinned is worth most, then what was used last; of a conversation, whose extents are used together, the head."""
+    return (extent.kept > 0, extent.last_used, -extent.first_row, -extent.serial)

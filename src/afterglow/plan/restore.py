@@ -15,9 +15,15 @@ from afterglow.plan.truncation import is_private
 
 
 def restore(
-    records: Sequence[ExtentRecord], index: Index, placement: Placement, drafts: Drafts, now: float
+    records: Sequence[ExtentRecord],
+    index: Index,
+    placement: Placement,
+    drafts: Drafts,
+    now: float,
+    ttl: float | None = None,
 ) -> list[ExtentRecord]:
-    """Put records, given in any order, below their parents. Returns those that have none, or add nothing.
+    """Put records, given in any order, below their parents; they are kept `ttl` seconds from their last use on, or longer
+    if somebody says so. Returns those that have no parent, or add nothing.
 
     Those that end first go first, as they once came: were the longer of two there before, the shorter would add
     nothing, and all that hangs below it would have no parent.
@@ -42,10 +48,11 @@ def restore(
             useless.append(record)
             continue
         placement.restore(extent)
+        if ttl is not None:
+            placement.expire(extent, extent.last_used + ttl)
         offer(children.pop(record.id, []), extent)
     for orphans in children.values():
         useless += orphans
-    placement.shrink()
     return useless
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from math import inf
 from typing import Literal
 
 from afterglow.plan.admission import Admission, Source
@@ -77,7 +79,9 @@ class Scheduler:
         truncation_policy: TruncationPolicy = "oldest",
         tenant_quota: int | None = None,
         warm_start: bool = False,
+        ttl: float | None = None,
     ) -> None:
+        """`ttl`: for what a restart finds on disk and no conversation with a name says otherwise of (jobs bring theirs)."""
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
         self.max_batch = max_batch
@@ -106,6 +110,8 @@ class Scheduler:
         self.rules = Rules(min(max_model_len, self._device.budget), truncation_ratio, truncation_policy)
         self._write_through = write_through
         self._warm_start = warm_start
+        self._ttl = ttl
+        self._restored = False  # since the last step
         self._admission = Admission(
             capacity,
             self._index,
@@ -117,6 +123,7 @@ class Scheduler:
             self._ghosts,
             self._batch.promising,
             source,
+            preload == "whole",
         )
         self._jobs: dict[int, Job] = {}  # not yet finished
         self._queue = JobQueue()
@@ -130,6 +137,7 @@ class Scheduler:
         self._flushing = self._flush_done = False
         self._version = 0  # changes whenever an attempt to admit may end differently
         self._arrivals = 0
+        self._wake = inf  # when to look again if nothing happens
         self._steps = 0
 
     # ------------------------------------------------------------------------------------------- wishes
@@ -171,10 +179,8 @@ class Scheduler:
         """Take over what the catalog says is on disk, in any order. Returns those of no use, to be deleted."""
         if not self.capacity.disk_bytes:
             return []
-        useless = restore(records, self._index, self._placement, self._drafts, now)
-        if self._warm_start:
-            self._placement.warm_up()
-        return useless
+        self._restored = True
+        return restore(records, self._index, self._placement, self._drafts, now, self._ttl)
 
     def reset(self, now: float, tenant: str | None = None) -> None:
         """Forget every cached row that nobody is using, in all tiers, of one tenant (by salt) or of all; the moves come
@@ -188,9 +194,11 @@ class Scheduler:
         self._epochs.forget_tenant(tenant)
         self._version += 1
 
-    def baseline(self, preload: Preload, read_buffer: int | None) -> None:
-        """Change how jobs join whose rows are still being loaded, between jobs (A21)."""
+    def baseline(self, preload: Preload, read_buffer: int | None, source: Source) -> None:
+        """Change how jobs come to their rows, between jobs (A21)."""
+        self._admission.source = source
         self.preload, self._placement.read_buffer = preload, read_buffer
+        self._admission.whole = preload == "whole"
         self._version += 1
 
     def drop_contexts(self) -> None:
@@ -238,9 +246,13 @@ class Scheduler:
         return self._sessions.pin(tenant, name, pinned)
 
     def forget_session(self, tenant: str, name: str) -> bool:
-        """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""
+        """Remove a conversation and what only it has used from all tiers, what its turns still use when they end. False:
+        there is none of that name."""
+        if not self._sessions.forget(tenant, name):
+            return False
+        self._batch.disown(tenant, name, self._jobs.values())
         self._version += 1
-        return self._sessions.forget(tenant, name)
+        return True
 
     def take_touched(self) -> list[tuple[ExtentId, float, int]]:
         """(id, last used, hits) of extents on disk that were used since the last call, for the catalog."""
@@ -252,7 +264,13 @@ class Scheduler:
         """The next step. The one before must have been committed if it had runs."""
         assert self._open is None or not self._open.runs, "the step before has not been committed"
         self._steps += 1
-        self._placement.sweep(now)
+        restored, self._restored = self._restored, False
+        if restored:
+            self._placement.shrink()  # not before pins are known again
+        self._placement.sweep(now, self._ahead.awaited)
+        if restored and self._warm_start:
+            self._placement.warm_up()
+        self._wake = self._placement.next_expiry
         self._ahead.watch()
         if self.prefill_chunk:
             runs = self._decodes(now)
@@ -262,10 +280,12 @@ class Scheduler:
         if self._flushing:
             self._flush_done = self._placement.flush(now)
         else:
-            self._ahead.prefetch(now)
-            self._placement.background(now, self._batch.expected_slots(), self._ahead.fetched)
+            expected = self._batch.expected_slots() + self._ahead.coming(2)
+            self._ahead.prefetch(now, expected)
+            self._placement.background(now, expected, self._ahead.fetched)
             if not self._jobs:
                 self._placement.warm(now)
+        self._placement.open_gates(all_of_them=self._flushing)
         step = Step(
             self._steps,
             tuple(self._batch.releases),
@@ -273,7 +293,7 @@ class Scheduler:
             tuple(self._placement.moves),
             tuple(self._placement.urged),
             tuple(runs),
-            self._placement.next_expiry,
+            self._wake if self._wake < inf else None,
         )
         self._batch.releases, self._device.frees, self._placement.moves, self._placement.urged = [], [], [], []
         self._open, self._opened = step, now
@@ -339,11 +359,17 @@ class Scheduler:
         for job in self._batch.running:
             if job.state == "prefilling" and budget > 0:
                 next_stage = job.stages[0] if job.stages and job.rows == job.stop else None
-                if decoding and next_stage is not None and not self._admission.may_begin(job, next_stage, now):
+                alone = not decoding and self.preload == "layerwise"
+                if not alone and next_stage is not None and not self._admission.may_begin(job, next_stage, now):
                     continue  # the others need not wait for its rows
+                stop = min(job.length, job.rows + budget)
+                if not self._admission.may_save(job, max(job.rows, job.covered), stop, now):
+                    self._wake = min(self._wake, self._admission.deadline(job, job.rows, stop))
+                    continue
+                job.held_since = None
                 runs.append(self._run(job, budget, None, now))
                 budget -= len(runs[-1].tokens)
-        waiting = self._their_turn(self._queue.first(LOOK_AHEAD))
+        waiting = self._their_turn()
         seats = self.max_batch - len(self._batch.running) - sum(job.state == "loading" for job in waiting)
         for job in waiting:
             taken = job.state == "loading"
@@ -356,19 +382,15 @@ class Scheduler:
             if isinstance(outcome, Admit):
                 runs.append(self._run(job, budget, outcome, now))
                 budget -= len(runs[-1].tokens)
-            elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.TURN):
+            elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.SAVES, Wait.TURN):
                 break  # first come, first served: nobody slips past for want of room
         return runs
 
-    def _their_turn(self, waiting: list[Job]) -> list[Job]:
-        """Without those whose conversation has another turn that runs, or waits before them (A1)."""
-        busy = {job.conversation for job in self._batch.running}
-        found = []
-        for job in waiting:
-            if job.conversation is None or job.conversation not in busy:
-                found.append(job)
-                busy.add(job.conversation)
-        return found
+    def _their_turn(self) -> list[Job]:
+        """The first in the queue, but for those whose conversation has another turn that runs, or came before them (A1)."""
+        busy = {job.conversation for job in self._batch.running} - {None}
+        turns = (job for job in self._queue if job.conversation not in busy and self._queue.is_next_turn(job))
+        return list(islice(turns, LOOK_AHEAD))
 
     def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
         """Attempt to admit a job, unless nothing has changed since the last time."""
@@ -382,7 +404,9 @@ class Scheduler:
             return outcome
         job.state = "loading" if outcome is Wait.LOADS else "waiting"
         # A turn comes with the budget of the next step, rows come with time: of both the version knows nothing.
-        lasting = outcome not in (Wait.TURN, Wait.LOADS)
+        lasting = outcome not in (Wait.TURN, Wait.LOADS, Wait.SAVES)
+        if outcome is Wait.SAVES:
+            self._wake = min(self._wake, self._admission.deadline(job, 0, job.length))
         job.tried, job.verdict = (self._version, outcome) if lasting else (-1, None)
         return outcome
 
@@ -484,7 +508,7 @@ class Scheduler:
         retain: bool = True,
     ) -> None:
         if job.running:
-            self._ahead.finished(job.rows)
+            self._ahead.finished(self._batch.path_rows(job))
             self._depart(job, now, retain)
         else:
             self._leave_queue(job)
@@ -541,7 +565,7 @@ class Scheduler:
     def check(self) -> None:
         """Everything that must hold between calls, at the cost of looking at everything. For tests."""
         self._index.check()
-        self._placement.check(self._drafts.slots() + self._compaction.slots())
+        self._placement.check(self._drafts.slots() + self._compaction.slots(), self._restored)
         self._drafts.check()
         self._batch.check(list(self._queue), self._compaction.pins())
         self._ahead.check()

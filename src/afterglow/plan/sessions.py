@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from afterglow.plan.extent import Extent
 from afterglow.plan.index import Index
@@ -20,13 +21,12 @@ MOST = 65_536  # conversations that are remembered by name; pinned ones are neve
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One conversation. `extents`: all that its turns have used, dead ones among them."""
+    """One conversation. `extents`: all that its turns have used and that are still there."""
 
     tenant: str
     name: str
     used: float
     rows: int = 0
-    ttl: float | None = None
     pinned: bool = False
     extents: dict[Extent, None] = field(default_factory=dict)
 
@@ -55,18 +55,18 @@ class Sessions:
         self._notes: dict[str, str | None] = {}
 
     def __len__(self) -> int:
+        self._bury()
         return len(self._sessions)
 
-    def used(self, tenant: str, name: str, extents: Iterable[Extent], rows: int, ttl: float | None, now: float) -> None:
+    def used(self, tenant: str, name: str, extents: Iterable[Extent], rows: int, now: float) -> None:
         """A turn of a conversation has ended and left a context of `rows` rows."""
+        self._bury()
         key = (tenant, name)
         session = self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = Session(tenant, name, now)
         self._sessions.move_to_end(key)
-        session.used, session.rows, session.ttl = now, rows, ttl
-        for dead in [extent for extent in session.extents if extent.dead]:
-            del session.extents[dead]
+        session.used, session.rows = now, rows
         self._add(session, extents)
         self._note(session)
         for old, other in list(self._sessions.items())[: max(0, len(self._sessions) - MOST)]:
@@ -77,40 +77,45 @@ class Sessions:
         for extent in extents:
             if extent not in session.extents and not extent.dead:
                 session.extents[extent] = None
-                extent.sessions += 1
+                extent.sessions[session] = None
                 if session.pinned:
                     self._placement.keep(extent)
 
     def listing(self, tenant: str) -> list[SessionState]:
         """One tenant's conversations, the last used first."""
+        self._bury()
         own = [session for session in self._sessions.values() if session.tenant == tenant]
         return [_state(session) for session in sorted(own, key=lambda item: -item.used)]
 
     def pin(self, tenant: str, name: str, pinned: bool) -> bool:
         """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
+        self._bury()
         session = self._sessions.get((tenant, name))
         if session is None:
             return False
         if session.pinned != pinned:
             session.pinned = pinned
             for extent in session.extents:
-                if not extent.dead:
-                    (self._placement.keep if pinned else self._placement.release)(extent)
+                (self._placement.keep if pinned else self._placement.release)(extent)
             self._note(session)
+            self._drop_if_empty(session)
         return True
 
     def forget(self, tenant: str, name: str) -> bool:
         """Remove a conversation and all that only it has used, from all tiers. False: there is none of that name."""
         session = self._sessions.get((tenant, name))
-        if session is None:
+        if session is None or not self.pin(tenant, name, False):
             return False
-        self.pin(tenant, name, False)
-        own = sorted((e for e in session.extents if not e.dead), key=lambda e: -e.first_row)
+        own = list(session.extents)
         self._drop((tenant, name))
-        for extent in own:
+        self.discard(own)
+        return True
+
+    def discard(self, extents: Iterable[Extent]) -> None:
+        """Remove those that no conversation with a name has used and nobody needs."""
+        for extent in sorted(extents, key=lambda e: -e.first_row):
             if not (extent.dead or extent.sessions or extent.users or extent.pins or extent.has_children):
                 self._placement.forget(extent, "deleted")
-        return True
 
     def forget_tenant(self, tenant: str | None) -> None:
         """Forget the names (not the rows) of one tenant's conversations, or of all; pins end with them."""
@@ -120,58 +125,77 @@ class Sessions:
                 self._drop(key)
 
     def _drop(self, key: tuple[str, str]) -> None:
-        session = self._sessions.pop(key)
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
         for extent in session.extents:
-            extent.sessions -= 1
+            del extent.sessions[session]
         self._notes[_key(session)] = None
+
+    def _bury(self) -> None:
+        """Take note of what has been forgotten meanwhile. A name goes with the last row, unless it is pinned."""
+        lost, self._placement.lost = self._placement.lost, []
+        for extent in lost:
+            for session in extent.sessions:
+                del session.extents[extent]
+                self._drop_if_empty(session)
+            extent.sessions = {}
+
+    def _drop_if_empty(self, session: Session) -> None:
+        if not (session.extents or session.pinned):
+            self._drop((session.tenant, session.name))
 
     # ------------------------------------------------------------------------------------------- over restarts
 
     def _note(self, session: Session) -> None:
-        tails = [extent.id for extent in session.extents if not extent.dead]
-        facts = [session.tenant, session.name, session.used, session.rows, session.ttl, session.pinned, tails]
+        expires = {extent.id: extent.expires if extent.expires < inf else None for extent in session.extents}
+        facts = [session.tenant, session.name, session.used, session.rows, session.pinned, expires]
         self._notes[_key(session)] = json.dumps(facts)
 
     def take_notes(self) -> list[tuple[str, str | None]]:
         """What has changed since the last call."""
+        self._bury()
         notes, self._notes = self._notes, {}
         return list(notes.items())
 
     def recall(self, notes: Mapping[str, str]) -> None:
         """After a restart, when the extents are there again. What cannot be read is ignored."""
         found: list[Session] = []
-        for text in notes.values():
+        for key, text in notes.items():
             try:
-                tenant, name, used, rows, ttl, pinned, ids = json.loads(text)
-                session = Session(tenant, name, float(used), int(rows), ttl, bool(pinned))
-                extents = [self._index.extents[item] for item in ids if item in self._index.extents]
-            except (ValueError, TypeError):
+                tenant, name, used, rows, pinned, expires = json.loads(text)
+                session = Session(tenant, name, float(used), int(rows), bool(pinned))
+                times = {item: float(when) if when is not None else inf for item, when in expires.items()}
+            except (ValueError, TypeError, AttributeError):
                 continue
-            self._add(session, extents)
+            if key != _key(session):
+                continue
+            there = {self._index.extents[item]: when for item, when in times.items() if item in self._index.extents}
+            if not (there or session.pinned):
+                self._notes[key] = None
+                continue
+            self._add(session, there)
+            for extent, when in there.items():
+                self._placement.expire(extent, when)
             found.append(session)
         for session in sorted(found, key=lambda item: (item.used, item.tenant, item.name)):
             self._sessions[(session.tenant, session.name)] = session
-            if session.ttl is not None:
-                for extent in session.extents:
-                    self._placement.expire(extent, session.used + session.ttl)
 
 
 def _key(session: Session) -> str:
-    return f"{session.tenant}/{session.name}"
+    return json.dumps([session.tenant, session.name])
 
 
 def _state(session: Session) -> SessionState:
     device = host = disk = 0
     for extent in session.extents:
-        if extent.dead:
-            continue
         if extent.contexts:
             device += extent.rows
         elif extent.host == "ready":
             host += extent.rows
         else:
             disk += extent.rows
-    expires = max((e.expires for e in session.extents if not e.dead), default=float("inf"))
+    expires = max((extent.expires for extent in session.extents), default=inf)
     return SessionState(
         session.name,
         session.rows,
@@ -179,6 +203,6 @@ def _state(session: Session) -> SessionState:
         host,
         disk,
         session.used,
-        expires if expires < float("inf") and not session.pinned else None,
+        expires if expires < inf and not session.pinned else None,
         session.pinned,
     )

@@ -34,8 +34,9 @@ class Counters:
     rows_unsaved: int = 0
     duplicates: int = 0  # sealed drafts whose rows were there already
     orphans: int = 0  # sealed drafts whose prefix was gone
-    recomputed: int = 0  # cached rows that were computed again, because that was predicted to be faster
+    recomputed: int = 0  # cached rows that were computed again: that was predicted to be faster, or they found no slots
     truncations: int = 0  # prompts that were cut
+    holds: int = 0  # prefills that waited for host slots to be freed, so that their rows could be saved
     cut_loads: int = 0  # matches cut short because no host slots could be had for them
     waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
 

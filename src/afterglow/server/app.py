@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,33 @@ from starlette.responses import JSONResponse, Response
 
 from afterglow import __version__
 from afterglow.errors import RequestError
+from afterglow.server.cache import (
+    cache_stats,
+    delete_session,
+    list_sessions,
+    pin_session,
+    reset_prefix_cache,
+    unpin_session,
+)
 from afterglow.server.chat import chat_completions
 from afterglow.server.completions import completions
+from afterglow.server.defaults import Defaults
 from afterglow.server.errors import engine_dead, error_response
 from afterglow.server.guard import Guard
 from afterglow.server.jobs import EngineLike, Jobs
 from afterglow.server.metrics import CONTENT_TYPE
+from afterglow.server.responses import create_response
 from afterglow.server.schema import (
     ChatBody,
     CompletionBody,
-    Defaults,
     DetokenizeBody,
+    ResponseBody,
     TokenizeBody,
     read_body,
 )
 from afterglow.server.settings import ServerConfig
-from afterglow.server.state import State
+from afterglow.server.state import Record, State
+from afterglow.server.stored import delete_response, get_response, input_items
 from afterglow.text import Tokenizer
 
 
@@ -56,14 +67,11 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra=_schema(ChatBody))
     app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_schema(CompletionBody))
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/models/{model:path}", model, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/version", version, methods=["GET"])
-    app.add_api_route("/metrics", metrics, methods=["GET"])
+    app.add_api_route("/v1/responses", create_response, methods=["POST"], openapi_extra=_schema(ResponseBody))
+    for path, route, method in _ROUTES:
+        app.add_api_route(path, route, methods=[method])
     app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_schema(TokenizeBody))
     app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_schema(DetokenizeBody))
-    app.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"])
     return app
 
 
@@ -109,6 +117,9 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
+    """Numbers of all tenants together."""
+    record: Record = request.scope["afterglow.record"]
+    record.caller.check_admin()
     return Response(_state(request).metrics.text(), media_type=CONTENT_TYPE)
 
 
@@ -122,12 +133,9 @@ async def tokenize(request: Request) -> Response:
     def work() -> list[int]:
         if body.prompt is not None:
             return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        text = state.tokenizer.render_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            **(body.chat_template_kwargs or {}),
-        )
-        return state.tokenizer.encode(text, add_special_tokens=False)
+        return state.tokenizer.encode_chat(
+            body.messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
+        ).ids
 
     ids = await state.tokenise(len(body.prompt or str(body.messages)), work)
     return JSONResponse({"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids})
@@ -142,11 +150,22 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": state.tokenizer.decode(body.tokens, False)})
 
 
-async def reset_prefix_cache(request: Request) -> Response:
-    state = _state(request)
-    state.engine.reset_cache()
-    state.tokenizer.replies.clear()
-    return JSONResponse({"status": "ok"})
+_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] = (
+    ("/v1/responses/{response}", get_response, "GET"),
+    ("/v1/responses/{response}", delete_response, "DELETE"),
+    ("/v1/responses/{response}/input_items", input_items, "GET"),
+    ("/v1/cache/sessions", list_sessions, "GET"),
+    ("/v1/cache/sessions/{name:path}", delete_session, "DELETE"),
+    ("/v1/cache/sessions/{name:path}/pin", pin_session, "POST"),
+    ("/v1/cache/sessions/{name:path}/unpin", unpin_session, "POST"),
+    ("/v1/cache/stats", cache_stats, "GET"),
+    ("/v1/models", models, "GET"),
+    ("/v1/models/{model:path}", model, "GET"),
+    ("/health", health, "GET"),
+    ("/version", version, "GET"),
+    ("/metrics", metrics, "GET"),
+    ("/reset_prefix_cache", reset_prefix_cache, "POST"),
+)
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

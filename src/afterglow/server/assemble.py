@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from afterglow.errors import RequestError
-from afterglow.request import CachedTokens, Output, TokenLogprob
+from afterglow.request import CachedTokens, Output, TokenLogprob, Truncation
 from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
 
 Finish = Literal["stop", "length"]
@@ -41,6 +41,7 @@ class Assembler:
         self.text = ""
         self.tokens: list[int] = []
         self.cached = CachedTokens()
+        self.truncation: Truncation | None = None
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.finish: Finish | None = None
 
@@ -55,6 +56,7 @@ class Assembler:
             raise RequestError("the server is shutting down", status=503, code="unavailable")
         if not self.tokens:
             self.cached = output.cached
+            self.truncation = output.truncation
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
         text = ""

@@ -14,8 +14,9 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.request import TokenLogprob
 from afterglow.server.logprobs import chat_logprobs
+from afterglow.server.run import Run
 from afterglow.server.schema import ChatBody, read_body
-from afterglow.server.state import Record, Run, State, salt_of
+from afterglow.server.state import Record, State, Wish
 from afterglow.server.stream import DONE, EventStream, event, to_json, while_connected
 from afterglow.text import ChatPrompt
 
@@ -25,13 +26,18 @@ async def chat_completions(http: HttpRequest) -> Response:
     record: Record = http.scope["afterglow.record"]
     body = await read_body(http, ChatBody)
     model = state.check_model(body.model)
-    salt = salt_of(record.tenant, body.cache_salt)
-    prompt = await _encode(state, body, salt)
+    if body.messages is None:
+        raise RequestError("messages is required", param="messages")
+    salt = state.tenants.salt(record.caller, body.cache_salt)
+    cut = (body.truncation or state.config.chat_truncation) == "auto"
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    wish = Wish(wanted, "messages")
+    prompt = await state.encode_chat(body.messages, salt, body.chat_template_kwargs, wish, cut=cut)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    room = state.room_for(prompt.ids, wanted, None, "messages")
-    sampling = body.sampling(state.defaults, room, logprobs)
-    run = Run(state, record, state.choices(http, body, [(prompt.ids, sampling)], salt), body.n or 1)
+    sampling = body.sampling(state.defaults, state.room_for(prompt.ids, wish, cut), logprobs)
+    n = body.n or 1
+    choices = state.choices(http, body, [(prompt.ids, sampling)], salt, n=n, cut=cut, turns=prompt.turns)
+    run = Run(state, record, choices, n, prompt.uncut)
     reply = _Reply(state, body, model, prompt, run)
     if body.stream:
         return EventStream(reply.stream(), run.close)
@@ -39,14 +45,6 @@ async def chat_completions(http: HttpRequest) -> Response:
         return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
     finally:
         run.close()
-
-
-async def _encode(state: State, body: ChatBody, salt: str) -> ChatPrompt:
-    if body.messages is None:
-        raise RequestError("messages is required", param="messages")
-    kwargs = body.chat_template_kwargs or {}
-    size = len(str(body.messages)) if isinstance(body.messages, list) else 0
-    return await state.tokenise(size, lambda: state.tokenizer.encode_chat(body.messages, salt=salt, **kwargs))
 
 
 class _Reply:

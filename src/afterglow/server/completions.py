@@ -15,8 +15,9 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.server.assemble import Piece
 from afterglow.server.logprobs import CompletionLogprobs, join
+from afterglow.server.run import Run
 from afterglow.server.schema import CompletionBody, read_body
-from afterglow.server.state import Record, Run, State, salt_of
+from afterglow.server.state import Record, State, Wish
 from afterglow.server.stream import DONE, EventStream, event, to_json, while_connected
 
 DEFAULT_MAX_TOKENS = 16
@@ -37,13 +38,14 @@ async def completions(http: HttpRequest) -> Response:
     prompts = await _prompts(state, body)
     jobs = []
     for prompt in prompts:
-        room = state.room_for(prompt.ids, body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+        room = state.room_for(prompt.ids, Wish(body.max_tokens, "prompt", default=DEFAULT_MAX_TOKENS))
         sampling = body.sampling(state.defaults, room, body.logprobs)
         if body.echo and body.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
         jobs.append((prompt.ids, sampling))
-    choices = state.choices(http, body, jobs, salt_of(record.tenant, body.cache_salt))
-    run = Run(state, record, choices, body.n or 1)
+    n = body.n or 1
+    choices = state.choices(http, body, jobs, state.tenants.salt(record.caller, body.cache_salt), n=n)
+    run = Run(state, record, choices, n)
     reply = _Reply(state, body, model, prompts, run)
     if body.stream:
         return EventStream(reply.stream(), run.close)

@@ -65,17 +65,16 @@ class Guard:
             self._account(scope, record, status or CLIENT_GONE)
 
     def _check_key(self, path: str, headers: Headers, record: Record) -> None:
-        tenants = self._state.tenants
-        if not tenants or path in OPEN_PATHS:
+        if path in OPEN_PATHS:
             return
-        tenant = tenants.identify(headers.get("authorization", ""))
-        if tenant is None:
+        caller = self._state.tenants.identify(headers.get("authorization", ""))
+        if caller is None:
             raise RequestError(
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
                 status=401,
                 code="invalid_api_key",
             )
-        record.tenant = tenant
+        record.caller = caller
 
     def _account(self, scope: Scope, record: Record, status: int) -> None:
         seconds = time.perf_counter() - record.began
@@ -84,6 +83,7 @@ class Guard:
         details = ""
         if record.prompt_tokens is not None:
             metrics.latency.observe(seconds)
+            self._state.tenants.count(record.caller, record.prompt_tokens, record.generated, record.cached)
             if record.ttft is not None:
                 metrics.ttft.observe(record.ttft)
             tiers = (

@@ -20,6 +20,7 @@ from afterglow import __version__
 from afterglow.errors import ConfigError
 from afterglow.server.app import create_app
 from afterglow.server.errors import shutting_down
+from afterglow.server.presence import announce
 from afterglow.server.settings import ServerConfig
 from afterglow.server.state import State
 from afterglow.text import Tokenizer
@@ -133,6 +134,7 @@ class Service:
             for number in (signal.SIGINT, signal.SIGTERM):
                 # Not the loop's own handlers, which end with it: closing the engine takes a while.
                 signal.signal(number, self._on_signal)
+        announce(self._state.engine.conversations.folder, self.address)
         names = ", ".join(self._state.names)
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)
         try:

@@ -7,22 +7,27 @@ clients send plenty of them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
-from afterglow.errors import ModelError, RequestError
+from afterglow.errors import RequestError
 from afterglow.request import SamplingParams
+from afterglow.server.defaults import Defaults
+from afterglow.text.chat import shown
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
+MAX_SESSION_NAME = 256
+LONGEST_TTL_S = 10 * 365 * 24 * 3600.0
+RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps what is in memory for an hour at most
 
-# name -> values that mean "not used"
-_NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
+Unused = Mapping[str, tuple[object, ...]]  # fields that are not supported, with the values that mean "not used"
+
+_NOT_SUPPORTED: Unused = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -54,15 +59,13 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What `/v1/completions` and `/v1/chat/completions` share."""
+    """What all requests for replies share."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+    unsupported: ClassVar[Unused] = {}
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: int | None = 1
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -76,35 +79,39 @@ class Body(BaseModel):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: int | None = 0
-    response_format: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
     user: str | None = None
 
     def check(self) -> None:
-        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
-            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
-        if self.cache_salt == "":
-            raise RequestError("cache_salt must be a non-empty string; leave it out for none", param="cache_salt")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only for stream: true", param="stream_options")
+        for name in ("cache_salt", "prompt_cache_key"):
+            if getattr(self, name) == "":
+                raise RequestError(f"{name} must be a non-empty string; leave it out for none", param=name)
+        check_session(self.session_id)
         if len(self.stops) > MAX_STOPS or not all(self.stops):
             raise RequestError(f"stop must be at most {MAX_STOPS} non-empty strings", param="stop")
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind != "text":
-            raise RequestError(
-                f"response_format of type {kind!r} is not supported, only 'text'", param="response_format"
-            )
+        _ = self.ttl_s
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def ttl_s(self) -> float | None:
+        """Seconds from `prompt_cache_retention`. Errors: RequestError."""
+        value = self.prompt_cache_retention
+        if value is None:
+            return None
+        if isinstance(value, str) and value in RETENTIONS:
+            return RETENTIONS[value]
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if 0 < value <= LONGEST_TTL_S:
+                return float(value)
+        raise RequestError(
+            f"prompt_cache_retention must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f}), "
+            f"got {value if isinstance(value, int | float) else shown(value)}",
+            param="prompt_cache_retention",
+        )
 
     def sampling(self, defaults: Defaults, max_tokens: int, logprobs: int | None) -> SamplingParams:
         def pick(name: str) -> Any:
@@ -124,7 +131,38 @@ class Body(BaseModel):
         )
 
 
-class CompletionBody(Body):
+class ChoicesBody(Body):
+    """What `/v1/completions` and `/v1/chat/completions` share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = 1
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true", param="stream_options")
+        kind = (self.response_format or {"type": "text"}).get("type")
+        if kind != "text":
+            raise RequestError(
+                f"response_format of type {shown(kind)} is not supported, only 'text'", param="response_format"
+            )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(ChoicesBody):
+    unsupported = {"truncation": ("disabled",)}  # there are no turns in it
+
     prompt: Any = None
     best_of: int | None = None
     echo: bool | None = False
@@ -137,8 +175,9 @@ class CompletionBody(Body):
             raise RequestError(f"best_of must equal n ({self.n or 1}), got {self.best_of}", param="best_of")
 
 
-class ChatBody(Body):
+class ChatBody(ChoicesBody):
     messages: Any = None
+    truncation: Literal["auto", "disabled"] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -148,9 +187,66 @@ class ChatBody(Body):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        taken = {"messages", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
-        if taken:
-            raise RequestError(f"chat_template_kwargs cannot set {sorted(taken)[0]}", param="chat_template_kwargs")
+        check_variables(self.chat_template_kwargs)
+
+
+class ResponseBody(Body):
+    """`/v1/responses`."""
+
+    unsupported = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "context_management": ([],),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+    }
+
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    truncation: Literal["auto", "disabled"] | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    text: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_variables(self.chat_template_kwargs)
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise RequestError(
+                f"max_output_tokens must be 1 or more, got {self.max_output_tokens}", param="max_output_tokens"
+            )
+        metadata = self.metadata or {}
+        if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+            raise RequestError(
+                "metadata must be at most 16 pairs, with keys of at most 64 and values of at most 512 characters",
+                param="metadata",
+            )
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise RequestError("include: message.output_text.logprobs is not supported", param="include")
+        form = (self.text or {}).get("format") or {"type": "text"}
+        kind = form.get("type") if isinstance(form, dict) else form
+        if kind != "text":
+            raise RequestError(f"text.format of type {shown(kind)} is not supported, only 'text'", param="text.format")
+
+
+def check_session(name: str | None) -> None:
+    """Errors: RequestError."""
+    if name is not None and not (0 < len(name) <= MAX_SESSION_NAME and name.isprintable()):
+        raise RequestError(
+            f"session_id must be 1 to {MAX_SESSION_NAME} printable characters, got {name[:80]!r}", param="session_id"
+        )
+
+
+def check_variables(variables: Mapping[str, object] | None) -> None:
+    """Errors: RequestError."""
+    taken = {"messages", "add_generation_prompt"} & set(variables or ())
+    if taken:
+        raise RequestError(f"chat_template_kwargs cannot set {sorted(taken)[0]}", param="chat_template_kwargs")
 
 
 class TokenizeBody(BaseModel):
@@ -185,7 +281,8 @@ async def read_body(request: Request, kind: type[B]) -> B:
         raise RequestError(f"the request body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError(f"the request body must be a JSON object, got {type(value).__name__}")
-    for name, unused in _NOT_SUPPORTED.items():
+    unsupported = {**_NOT_SUPPORTED, **(kind.unsupported if issubclass(kind, Body) else {})}
+    for name, unused in unsupported.items():
         wanted = value.get(name)
         if wanted is not None and wanted not in unused:
             raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
@@ -202,45 +299,11 @@ def _as_request_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
     # In a union the location goes on with the names of the alternatives: only the field is of use.
     param = str(first["loc"][0]) if first["loc"] else None
-    got = repr(first.get("input"))
+    try:
+        got = repr(first.get("input"))
+    except RecursionError:
+        got = "something nested too deeply"
     if first["type"] == "missing":
         return RequestError(f"{param} is required", param=param)
     message = first["msg"][:1].lower() + first["msg"][1:]
     return RequestError(f"{param}: {message}, got {got if len(got) < 80 else got[:80] + '…'}", param=param)
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Sampling where the request says nothing: `generation_config.json` of the model, else OpenAI's
-    defaults."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_new_tokens: int | None = None
-    ignored: tuple[str, ...] = ()  # settings of the model's author that are not honoured
-
-    @classmethod
-    def read(cls, model_dir: Path) -> Defaults:
-        path = model_dir / "generation_config.json"
-        if not path.is_file():
-            return cls()
-        try:
-            config = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{path} is not valid JSON: {error}") from None
-        if not isinstance(config, Mapping):
-            raise ModelError(f"{path} is not a JSON object")
-        names = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
-        found = {name: config[name] for name in names if config.get(name) is not None}
-        ignored = tuple(
-            f"{name}={config[name]}"
-            for name in ("repetition_penalty", "length_penalty", "min_new_tokens")
-            if config.get(name) is not None and config[name] not in _NOT_SUPPORTED.get(name, (0,))
-        )
-        try:
-            SamplingParams(**{k: v for k, v in found.items() if k != "max_new_tokens"})
-        except (RequestError, TypeError) as error:
-            raise ModelError(f"{path}: {error}") from None
-        return cls(**found, ignored=ignored)

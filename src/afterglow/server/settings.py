@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from afterglow.config import option
 from afterglow.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+Truncation = Literal["disabled", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where to listen, whom to serve, and how long to wait at the end."""
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    host: str = option("127.0.0.1", "Listen on this address; 0.0.0.0 means every interface.")
+    port: int = option(8000, "Listen on this port; 0 takes a free one.")
     served_model_name: tuple[str, ...] = option(
-        (), "Name of the model in the API, may be given several times; default: the model's own name."
+        (), "Call the model so in the API; may be given several times. The default is the model's own name."
     )
     api_key: tuple[str, ...] = option(
         (),
-        "Key that requests must carry, may be given several times (one per tenant: their caches are apart); "
-        "default: the variable AFTERGLOW_API_KEY, or no key.",
+        "Answer only requests that carry this key; may be given several times, once per tenant. Tenants never share "
+        "nor see each other's caches and conversations. The default is the variable AFTERGLOW_API_KEY, or no key.",
     )
-    max_body: int = option(16 * 1024**2, "Bytes of the largest request body; larger ones get status 413.")
-    grace: float = option(5.0, "Seconds that running requests may go on after SIGTERM or Ctrl-C.")
-    log_level: LogLevel = option("info", "How much to log: debug, info, warning or error.")
+    admin_key: str | None = option(
+        None,
+        "Let this key see metrics and clear the caches of all tenants. The default is the variable "
+        "AFTERGLOW_ADMIN_KEY; without it the only --api-key may, or everybody where there is none, and nobody where "
+        "there are several.",
+    )
+    chat_truncation: Truncation = option(
+        "disabled",
+        "What to do with chat requests that are longer than the context and do not say themselves: disabled refuses "
+        "them, auto leaves out the oldest turns and keeps the KV of the others.",
+    )
+    max_body: int = option(16 * 1024**2, "Bytes of the largest request body; larger ones are refused with status 413.")
+    grace: float = option(5.0, "Let running requests go on for so many seconds after SIGTERM or Ctrl-C.")
+    log_level: LogLevel = option("info", "Log from this level on.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -39,3 +51,7 @@ class ServerConfig:
         for name in ("served_model_name", "api_key"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be empty")
+        if self.admin_key == "":
+            raise ConfigError("--admin-key cannot be empty")
+        if self.chat_truncation not in get_args(Truncation):
+            raise ConfigError(f"--chat-truncation must be disabled or auto, got {self.chat_truncation!r}")

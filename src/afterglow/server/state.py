@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -15,15 +14,31 @@ from starlette.requests import Request as HttpRequest
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, Request, SamplingParams
-from afterglow.server.assemble import Assembler, Piece
-from afterglow.server.jobs import Choice, EngineLike, Group, Jobs
+from afterglow.server.assemble import Assembler
+from afterglow.server.defaults import Defaults
+from afterglow.server.jobs import Choice, EngineLike, Jobs
 from afterglow.server.metrics import Metrics
-from afterglow.server.schema import Body, Defaults
+from afterglow.server.schema import Body, check_session
 from afterglow.server.settings import ServerConfig
-from afterglow.text import Tokenizer
+from afterglow.server.tenants import Caller, Tenants
+from afterglow.text import ChatPrompt, Reply, Tokenizer
+from afterglow.text.chat import texts_in
+from afterglow.text.turns import TEMPLATE
 
+log = logging.getLogger("afterglow.server")
 T = TypeVar("T")
+RESERVE = 8  # the part of the context that is kept free for a reply, see spec A12
 THREAD_CHARS = 16 * 1024  # tokenising this much takes a few milliseconds; more would hold up other streams
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How long a reply may be: `tokens` as asked for, `default` where it was not. With the names of the fields."""
+
+    tokens: int | None
+    prompt_field: str
+    tokens_field: str = "max_tokens"
+    default: int | None = None
 
 
 @dataclass(slots=True)
@@ -32,43 +47,12 @@ class Record:
 
     began: float = field(default_factory=time.perf_counter)
     request_id: str = ""
-    tenant: str = ""  # identifies the API key without being it
+    caller: Caller = field(default_factory=Caller)
     prompt_tokens: int | None = None  # None: it asked for no tokens
     cached: CachedTokens = field(default_factory=CachedTokens)
     generated: int = 0
     ttft: float | None = None
     last_token: float = 0.0
-
-
-class Tenants:
-    """API keys, and what they make of a request's salt."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        # A slow hash, once per key: the identifier ends up in cache ids and must not give the key away.
-        self._keys = [(hashlib.sha256(k.encode()).digest(), _slow_id(k)) for k in dict.fromkeys(keys)]
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
-    def identify(self, authorization: str) -> str | None:
-        """The tenant of an Authorization header; None for a wrong key. All keys are compared, in constant
-        time."""
-        scheme, _, key = authorization.partition(" ")
-        offered = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for digest, tenant in self._keys:
-            if hmac.compare_digest(digest, offered):
-                found = tenant
-        return found if scheme.lower() == "bearer" else None
-
-
-def _slow_id(key: str) -> str:
-    return hashlib.scrypt(key.encode(), salt=b"afterglow tenant", n=2**12, r=8, p=1, dklen=16).hex()
-
-
-def salt_of(tenant: str, cache_salt: str | None) -> str:
-    """Under which KV is shared: the key's owner and the client's salt, neither can reach into the other."""
-    return f"{tenant}/{cache_salt or ''}" if tenant or cache_salt else ""
 
 
 class State:
@@ -82,8 +66,9 @@ class State:
         self.config = config
         self.names = config.served_model_name or (engine.model_name,)
         self.defaults = defaults
-        self.tenants = Tenants(config.api_key)
+        self.tenants = Tenants(config.api_key, config.admin_key)
         self.created = int(time.time())
+        self._said_uncut = False
         self.metrics = Metrics(engine, tokenizer, self.names[0])
 
     def check_model(self, name: str | None) -> str:
@@ -98,33 +83,84 @@ class State:
             )
         return name
 
-    def room_for(self, prompt: Sequence[int], max_tokens: int | None, default: int | None, param: str) -> int:
-        """How many tokens may be generated. Errors: RequestError, if prompt and reply do not fit the
-        context."""
-        limit, size = self.engine.max_model_len, len(prompt)
-        wish = f"this model's maximum context length is {limit} tokens"
+    def room_for(self, prompt: Sequence[int], wish: Wish, cut: bool = False) -> int:
+        """How many tokens may be generated. `cut`: the engine may leave out the oldest of the prompt. Errors:
+        RequestError, if prompt and reply do not fit the context."""
+        limit, size, wanted = self.engine.max_model_len, len(prompt), wish.tokens
+        most = f"this model's maximum context length is {limit} tokens"
         code = "context_length_exceeded"
         if size == 0:
-            raise RequestError("the prompt is empty", param=param)
-        if size + min(1, max_tokens if max_tokens is not None else 1) > limit:
-            raise RequestError(f"{wish}, but the prompt has {size} tokens", param=param, code=code)
-        if max_tokens is not None:
-            if size + max_tokens > limit:
+            raise RequestError("the prompt is empty", param=wish.prompt_field)
+        if cut:
+            if wanted is not None and wanted >= limit:
                 raise RequestError(
-                    f"{wish}, but {size + max_tokens} were asked for: {size} in the prompt and {max_tokens} "
-                    "for the reply",
-                    param="max_tokens",
-                    code=code,
+                    f"{most}, but {wanted} were asked for the reply alone", param=wish.tokens_field, code=code
                 )
-            return max_tokens
-        room = limit - size
-        if self.defaults.max_new_tokens is not None:
-            default = min(self.defaults.max_new_tokens, default or room)
-        return room if default is None else min(room, default)
+            room = self._wanted(wish)  # what remains is known when the engine has cut the prompt: it ends the reply
+            return min(room, limit - size) if size <= self.longest_uncut(wish) else min(room, limit - 1)
+        if size + min(1, wanted if wanted is not None else 1) > limit:
+            raise RequestError(f"{most}, but the prompt has {size} tokens", param=wish.prompt_field, code=code)
+        if wanted is not None and size + wanted > limit:
+            raise RequestError(
+                f"{most}, but {size + wanted} were asked for: {size} in the prompt and {wanted} for the reply",
+                param=wish.tokens_field,
+                code=code,
+            )
+        return min(self._wanted(wish), limit - size)
+
+    def longest_uncut(self, wish: Wish) -> int:
+        """Tokens of a prompt up to which nothing of it has to be left out: beyond it the engine begins to, so that a
+        reply of an eighth of the context (or the shorter one that was asked for) has room."""
+        limit, wanted = self.engine.max_model_len, self._wanted(wish)
+        return limit - max(min(wanted, limit // RESERVE), min(1, wanted))
+
+    def _wanted(self, wish: Wish) -> int:
+        found = [n for n in (wish.default, self.defaults.max_new_tokens) if n is not None]
+        return wish.tokens if wish.tokens is not None else min(found, default=self.engine.max_model_len)
+
+    async def encode_chat(
+        self,
+        messages: Any,
+        salt: str,
+        variables: dict[str, Any] | None,
+        wish: Wish,
+        *,
+        cut: bool,
+        replies: Mapping[int, Reply] | None = None,
+    ) -> ChatPrompt:
+        """A conversation as a prompt; with `cut`, and where it is too long, with its turns. Errors: RequestError."""
+        texts = list(texts_in(messages))
+        # A marker in a message may have to wait for another tokenizer, which is a matter of seconds once.
+        waits = any(map(self.tokenizer.markers.mentioned_in, texts))
+        try:
+            prompt = await self.tokenise(
+                THREAD_CHARS + 1 if waits else sum(map(len, texts)),
+                lambda: self.tokenizer.encode_chat(
+                    messages,
+                    salt=salt,
+                    variables=variables,
+                    replies=replies,
+                    cut_over=self.longest_uncut(wish) if cut else None,
+                ),
+            )
+        except RequestError as error:
+            if error.param == "messages":
+                error.param = wish.prompt_field
+            raise
+        if prompt.uncut == TEMPLATE and not self._said_uncut:
+            self._said_uncut = True
+            log.warning("truncation: %s; the oldest tokens after the system prompt are left out instead", TEMPLATE)
+        return prompt
 
     async def tokenise(self, size: int, work: Callable[[], T]) -> T:
         """Tokenise `size` characters: here if that is quick, else in a thread, so that streams go on."""
         return work() if size <= THREAD_CHARS else await asyncio.to_thread(work)
+
+    def session_of(self, http: HttpRequest, body: Body) -> str | None:
+        """Errors: RequestError."""
+        named = body.session_id or _header(http, "x-session-id")
+        check_session(named)
+        return named
 
     def choices(
         self,
@@ -132,14 +168,19 @@ class State:
         body: Body,
         prompts: Sequence[tuple[Sequence[int], SamplingParams]],
         salt: str,
+        *,
+        n: int = 1,
+        cut: bool = False,
+        turns: tuple[int, ...] = (),
     ) -> list[Choice]:
         """n replies for each prompt, prompt by prompt."""
-        session = body.session_id or http.headers.get("x-session-id") or None
-        if session is not None and salt:
-            session = f"{salt}/{session}"  # a session's name is its tenant's own
-        made = []
+        session = self.session_of(http, body)
+        cache_key = body.prompt_cache_key
+        if cache_key is not None and salt:
+            cache_key = f"{salt}/{cache_key}"  # what one tenant asks for must not wait for, or go before, another's
+        made: list[Choice] = []
         for ids, sampling in prompts:
-            for number in range(body.n or 1):
+            for number in range(n):
                 if sampling.seed is not None and number:
                     sampling = replace(sampling, seed=(sampling.seed + 1) % 2**63)
                 request = Request(
@@ -147,8 +188,13 @@ class State:
                     prompt=list(ids),
                     sampling=sampling,
                     salt=salt,
-                    session_id=session,
+                    # A conversation has one turn at a time. Of several replies nobody knows which one goes on.
+                    session_id=None if made else session,
                     priority=body.priority or 0,
+                    cache_key=cache_key,
+                    ttl_s=body.ttl_s,
+                    truncation=cut,
+                    turns=turns,
                 )
                 assembler = Assembler(
                     self.tokenizer,
@@ -161,52 +207,10 @@ class State:
         return made
 
 
-class Run:
-    """The replies of one HTTP request on their way, with their accounts."""
-
-    def __init__(self, state: State, record: Record, choices: Sequence[Choice], per_prompt: int) -> None:
-        self.choices = choices
-        self._per_prompt = per_prompt
-        self._metrics = state.metrics
-        self._record = record
-        record.prompt_tokens = sum(len(c.request.prompt) for c in choices[::per_prompt])
-        self._group: Group = state.jobs.start(choices)
-
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """What arrives, choice by choice. Jobs end with the iteration, however it ends: close it."""
-        record = self._record
-        try:
-            async for index, piece in self._group.pieces():
-                now = time.perf_counter()
-                if piece.tokens:
-                    if record.ttft is None:
-                        record.ttft = now - record.began
-                    elif len(self.choices) == 1:
-                        self._metrics.inter_token.observe((now - record.last_token) / len(piece.tokens))
-                    record.last_token = now
-                    record.generated += len(piece.tokens)
-                record.cached = self.cached
-                yield index, piece
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Cancel what still runs. Idempotent."""
-        self._group.close()
-
-    @property
-    def cached(self) -> CachedTokens:
-        """By tier. Further replies to a prompt find all of it cached by the first: they do not count."""
-        found = [c.assembler.cached for c in self.choices[:: self._per_prompt]]
-        return CachedTokens(*(sum(getattr(c, tier) for c in found) for tier in ("device", "host", "disk")))
-
-    def usage(self) -> dict[str, Any]:
-        prompt = self._record.prompt_tokens or 0
-        cached = self.cached
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._record.generated,
-            "total_tokens": prompt + self._record.generated,
-            "prompt_tokens_details": {"cached_tokens": cached.total},
-            "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
-        }
+def _header(http: HttpRequest, name: str) -> str | None:
+    """A header that clients write in UTF-8, whatever HTTP says."""
+    value = http.headers.get(name)
+    try:
+        return value.encode("latin-1").decode() if value else None
+    except UnicodeError:
+        return value

@@ -18,7 +18,7 @@ from typing import Final, Literal
 from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.plan.index import extent_id
 from afterglow.plan.step import ExtentRecord
-from afterglow.store import recovery
+from afterglow.store import notes, recovery
 from afterglow.store.catalog import Catalog, read_only, read_rows
 from afterglow.store.disk import DiskTier
 from afterglow.store.namespace import (
@@ -34,7 +34,7 @@ from afterglow.store.namespace import (
 
 SETTLE_SECONDS: Final = 0.3  # a live server may be between a file and its row
 
-ProblemKind = Literal["damaged", "missing", "orphan", "row", "differs", "id", "catalog", "leftover"]
+ProblemKind = Literal["damaged", "missing", "orphan", "row", "differs", "id", "catalog", "leftover", "note"]
 NameOf = Callable[[str, str, bytes, bytes], str]  # of (digest, salt, tokens before, own tokens)
 Rows = dict[str, ExtentRecord | None]
 
@@ -62,11 +62,12 @@ class Problem:
     missing (a row without a file): the row is.
     orphan (a file without a row), leftover (any other file): the file is.
     row, differs (a row that is damaged, or is not what the file says): the row is written anew.
-    catalog (unreadable): rebuilt from the extents.
+    note (a note that is damaged): the note is dropped.
+    catalog (unreadable): rebuilt from the extents, without notes.
     """
 
     kind: ProblemKind
-    name: str  # extent id, or file name
+    name: str  # extent id, file name, or the number of a note
     detail: str
 
 
@@ -158,8 +159,8 @@ def check(
 
 
 def clear(path: Path) -> int:
-    """Remove all extents of a namespace; returns the bytes freed. Raises ConfigError when a process holds
-    it.
+    """Remove all extents and notes of a namespace; returns the bytes freed. Raises ConfigError when a process
+    holds it.
     """
     with Namespace.open_existing(path) as namespace:
         before = folder_bytes(path)
@@ -176,8 +177,8 @@ def clear(path: Path) -> int:
 
 
 def rebuild_catalog(path: Path) -> int:
-    """Make the catalog anew from the extents; returns its rows. Raises ConfigError when a process holds
-    it.
+    """Make the catalog anew from the extents, without notes; returns its rows. Raises ConfigError when a process
+    holds it.
     """
     with Namespace.open_existing(path) as namespace:
         return recovery.rebuild(namespace.catalog, _tier(path, namespace.description))
@@ -219,7 +220,7 @@ def _check(
     except DamageError as error:
         report.problems.append(Problem("catalog", CATALOG, str(error)))
     if rows is not None:
-        report.problems += _pairs(path, disk, files, rows, live)
+        report.problems += [*_pairs(path, disk, files, rows, live), *_notes(path)]
     names = _Names(description.digest, rows or {}, name_of)
     unpaired = {problem.name for problem in report.problems if problem.kind == "orphan"}
     for done, extent in enumerate(files):
@@ -248,6 +249,19 @@ def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool)
         gone = [extent for extent in gone if extent in rows and not disk.path(extent).exists()]
     yield from (Problem("orphan", extent, "a file without a row in the catalog") for extent in alone)
     yield from (Problem("missing", extent, "a row in the catalog without a file") for extent in gone)
+
+
+def _notes(path: Path) -> Iterator[Problem]:
+    """Notes that are not what was written."""
+    if not (path / CATALOG).exists():
+        return
+    try:
+        with closing(read_only(path / CATALOG)) as db:
+            bad = [row for row, _, value in notes.read(db) if value is None]
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        yield Problem("catalog", CATALOG, str(error))
+        return
+    yield from (Problem("note", str(row), "its checksum is wrong") for row in bad)
 
 
 class _Names:

@@ -1,7 +1,7 @@
 """The catalog: one SQLite row per extent, written by one thread. Knows rows, not files.
 
-Everything in it can be read back from the extents, except when and how often they were used; a catalog that
-cannot be read is therefore set aside, never mended. SQLite has no page checksums, and a token that changes in
+All it says of extents can be read back from them, except when and how often they were used; a catalog that
+cannot be read is therefore set aside, never mended, and its notes are lost with it. SQLite has no page checksums, and a token that changes in
 the catalog would let a prompt match keys that belong to another: so each row carries a checksum of what never
 changes in it.
 """
@@ -9,10 +9,12 @@ changes in it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import shutil
 import sqlite3
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -21,10 +23,14 @@ from typing import Any, Final, cast, get_args
 
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord, Kind
+from afterglow.store import notes as note_table
 from afterglow.store.extent import crc32c
+from afterglow.store.notes import NOTES_MOST, Writes
+
+log = logging.getLogger("afterglow.store")
 
 SCHEMA_VERSION: Final = 1
-TOUCH_SECONDS: Final = 5.0  # how long last-used times may wait for a transaction of their own
+TOUCH_SECONDS: Final = 5.0  # how long last-used times and notes may wait for a transaction of their own
 
 _COLUMNS: Final = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c"
 _SCHEMA: Final = """
@@ -58,6 +64,7 @@ def connect(path: Path) -> sqlite3.Connection:
             db.execute("COMMIT")
         elif version != SCHEMA_VERSION:
             raise DamageError(f"the catalog has schema {version}, this version uses {SCHEMA_VERSION}")
+        note_table.ensure(db)  # a catalog of before there were notes has the same schema otherwise
         return db
     except BaseException:
         db.close()
@@ -136,10 +143,15 @@ class Catalog:
         self.path = path
         try:
             self._db = connect(path)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: SQLite quotes what it cannot read
             raise DamageError(f"{path}: {error}") from error
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | str] = queue.SimpleQueue()
+        self.notes_damaged = 0
+        self.failures = 0  # transactions that failed with uses or notes in them, which nobody else is told of
         self._touched: dict[str, tuple[float, int]] = {}
+        self._noted: dict[str, Writes] = {}  # by kind
+        self._note_counts: dict[str, int] = {}
+        self._notes: dict[str, dict[str, str]] = {}  # as they were at the start, until they are asked for
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -147,12 +159,24 @@ class Catalog:
         """All rows (see `read_rows`), then starts the thread: call once, first. Raises DamageError."""
         try:
             rows = list(read_rows(self._db))
+            self._load_notes()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             self._db.close()
             raise DamageError(f"{self.path}: {error}") from error
         self._thread = threading.Thread(target=self._work, name="afterglow-catalog", daemon=True)
         self._thread.start()
         return rows
+
+    def _load_notes(self) -> None:
+        damaged = []
+        for row, (kind, key), value in note_table.read(self._db):
+            if value is None:
+                damaged.append(row)
+            else:
+                self._notes.setdefault(kind, {})[key] = value
+        note_table.forget(self._db, damaged)
+        self.notes_damaged = len(damaged)
+        self._note_counts = {kind: len(found) for kind, found in self._notes.items()}
 
     def add(self, record: ExtentRecord, file: str) -> None:
         """Enter an extent, or replace its row; returns when it is committed. Raises StoreError."""
@@ -165,11 +189,34 @@ class Catalog:
     def touch(self, uses: Iterable[tuple[str, float, int]]) -> None:
         """Note (extent, last used, hits so far); written within seconds, together with whatever else is written."""
         with self._lock:
-            first = not self._touched
+            first = not self._waiting
             for extent, last_used, hits in uses:
                 self._touched[extent] = (last_used, hits)
         if first:
-            self._jobs.put("touched")
+            self._jobs.put("soon")
+
+    def note(self, kind: str, items: Iterable[tuple[str, str | None]]) -> None:
+        """Write notes of a kind by key (None deletes); within seconds, together with whatever else is written.
+
+        Of each kind the 65,536 that were written last are kept. A transaction that fails loses its notes, deletions
+        too (`failures`).
+        """
+        with self._lock:
+            first = not self._waiting
+            noted = self._noted.setdefault(kind, OrderedDict())
+            for key, value in items:
+                noted[key] = value
+                noted.move_to_end(key)
+            while len(noted) > NOTES_MOST:  # more than can be kept; or the device hangs, and nobody writes them
+                noted.popitem(last=False)
+        if first:
+            self._jobs.put("soon")
+
+    def notes(self, kind: str) -> dict[str, str]:
+        """The sound notes of a kind as they were at the start, last written last. They are handed over: a second
+        call gets none.
+        """
+        return self._notes.pop(kind, {})
 
     def close(self) -> None:
         """Write what is pending and end the thread; may be called twice."""
@@ -177,6 +224,10 @@ class Catalog:
         if thread is not None:
             self._jobs.put("end")
             thread.join(timeout=10.0)
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._touched or self._noted)
 
     def _run(self, job: Job) -> None:
         if self._thread is None:
@@ -195,8 +246,8 @@ class Catalog:
         while not ended:
             batch: list[tuple[Job, Future[None]]] = []
             try:
-                item = self._jobs.get(timeout=TOUCH_SECONDS if self._touched else None)
-                if item == "touched":
+                item = self._jobs.get(timeout=TOUCH_SECONDS if self._waiting else None)
+                if item == "soon":
                     continue
                 while not ended:
                     ended = item == "end"
@@ -211,6 +262,7 @@ class Catalog:
     def _transact(self, batch: Sequence[tuple[Job, Future[None]]]) -> None:
         with self._lock:
             touched, self._touched = self._touched, {}
+            noted, self._noted = self._noted, {}
         failure: Exception | None = None
         try:
             self._db.execute("BEGIN")
@@ -220,11 +272,17 @@ class Catalog:
                 "UPDATE extents SET last_used = ?, hits = ? WHERE id = ?",
                 [(*use, extent) for extent, use in touched.items()],
             )
+            counts = note_table.write(self._db, noted, self._note_counts)
             self._db.execute("COMMIT")
+            self._note_counts = counts
         except Exception as error:
             failure = error
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
+            if touched or noted:
+                lost = sum(map(len, noted.values()))
+                log.warning("%d uses of extents and %d notes are lost: %s", len(touched), lost, error)
+                self.failures += 1
         for _, done in batch:
             if failure is None:
                 done.set_result(None)

@@ -7,8 +7,10 @@ loses no page cache, and what a power failure tears is caught by the checksums.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -20,6 +22,7 @@ from afterglow.plan.step import ExtentRecord
 from afterglow.store.extent import Bytes, Head, crc32c, decode_head, encode_head, peek_rows
 from afterglow.store.files import (
     IOV_MAX,
+    Helper,
     Scratch,
     forget_pages,
     open_direct,
@@ -32,10 +35,11 @@ from afterglow.store.tier import HostArena, runs
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
-READ_BYTES: Final = 1 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
+READ_BYTES: Final = 2 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
 WRITE_BYTES: Final = 4 << 20
 
 Piece = list[tuple[int, int]]  # (layer, kv) of tensors that lie side by side in the file and move in one call
+Checksums = Callable[[], list[list[int]]]  # waits for those of a piece: by tensor, by chunk
 
 
 class DiskTier:
@@ -52,6 +56,8 @@ class DiskTier:
         self.direct = False
         self._scratch = Scratch()
         self._heads = Scratch()
+        self._helper = Helper()
+        self._blank_crc = crc32c(bytes(layout.chunk_bytes))
         self._numbers = count()
         if inspect:
             return
@@ -73,26 +79,41 @@ class DiskTier:
         """Store the blocks in `slots` as the extent `record`; the rows beyond its last are blanked in the
         arena.
         """
-        final = self.path(record.id)
-        temporary = final.parent / f"{TEMPORARY}{os.getpid()}-{next(self._numbers)}"
+        layout, rows = self.layout, record.rows
+        if len(slots) != layout.blocks(rows):
+            raise StoreError(f"extent {record.id[:16]} has {rows} rows but {len(slots)} slots")
+        arena.zero_tail(slots, rows)
+        pieces = list(self._pieces(rows, layout.tensor_bytes(rows), slots, WRITE_BYTES))
+        # With one piece only, the making of the file is all that its checksums can be computed beside.
+        first = self._begin_checksums(pieces[0], arena, slots) if len(pieces) == 1 else None
+        folder = self.folder / record.id[:2]
+        temporary = f"{folder}/{TEMPORARY}{os.getpid()}-{next(self._numbers)}"
         try:
-            final.parent.mkdir(exist_ok=True)
-            fd, direct = open_direct(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self.direct)
+            fd, direct = self._create(folder, temporary)
             try:
                 try:
-                    written = self._write_file(fd, record, arena, slots, progress)
+                    written = self._write_file(fd, record, arena, slots, pieces, first, progress)
                     if not direct:
                         forget_pages(fd)
                 finally:
                     os.close(fd)
                 progress()
-                os.rename(temporary, final)
+                os.rename(temporary, f"{folder}/{record.id}{SUFFIX}")
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
                 raise
         except OSError as error:
             raise StoreError(f"writing extent {record.id[:16]}: {error.strerror}") from error
         return written
+
+    def _create(self, folder: Path, name: str) -> tuple[int, bool]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            return open_direct(name, flags, direct=self.direct)
+        except FileNotFoundError:
+            folder.mkdir(exist_ok=True)
+            return open_direct(name, flags, direct=self.direct)
 
     def _write_file(
         self,
@@ -100,32 +121,40 @@ class DiskTier:
         record: ExtentRecord,
         arena: HostArena,
         slots: Sequence[int],
+        pieces: Sequence[Piece],
+        first: Checksums | None,
         progress: Callable[[], None],
     ) -> int:
+        """The first piece goes last, with the head, which holds the checksums of all: those are computed while the
+        others are written.
+        """
         layout, rows = self.layout, record.rows
-        if len(slots) != layout.blocks(rows):
-            raise StoreError(f"extent {record.id[:16]} has {rows} rows but {len(slots)} slots")
-        arena.zero_tail(slots, rows)
-        crcs = np.full((layout.layers, 2, layout.file_chunks(rows)), self._blank_crc(), np.uint32)
-        for layer in range(layout.layers):
-            for kv in (0, 1):
-                plane = arena.plane(layer, kv)
-                crcs[layer, kv, : len(slots)] = [crc32c(plane[slot]) for slot in slots]
+        span = layout.tensor_bytes(rows)
+        written = 0
+        others = []
+        for piece in pieces[1:]:
+            others.append(self._begin_checksums(piece, arena, slots))
+            first = first or self._begin_checksums(pieces[0], arena, slots)
+            written += write_full(fd, self._sources(piece, arena, slots, span), layout.offset(rows, *piece[0]))
+            progress()
+        assert first is not None
+        crcs = np.full((layout.layers * 2, layout.file_chunks(rows)), self._blank_crc, np.uint32)
+        crcs[:, : len(slots)] = [tensor for wait in (first, *others) for tensor in wait()]
         head = self._heads.take(layout.head_bytes(rows))
         head[:] = np.frombuffer(encode_head(layout, self.digest, record, crcs), np.uint8)
-        span = layout.tensor_bytes(rows)
-        written, offset = 0, 0
-        for piece in self._pieces(rows, span, slots, WRITE_BYTES):
-            if arena.aligned:
-                buffers = self._direct_buffers(piece, arena, slots)
-            else:
-                buffers = [self._gather(piece, arena, slots, span)]
-            if not written:
-                buffers.insert(0, head)
-            written += write_full(fd, buffers, offset)
-            offset = written
-            progress()
+        written += write_full(fd, [head, *self._sources(pieces[0], arena, slots, span)], 0)
+        progress()
         return written
+
+    def _begin_checksums(self, piece: Piece, arena: HostArena, slots: Sequence[int]) -> Checksums:
+        def work() -> list[list[int]]:
+            planes = [arena.plane(layer, kv) for layer, kv in piece]
+            return [[crc32c(plane[slot]) for slot in slots] for plane in planes]
+
+        return self._helper.start(work)
+
+    def _sources(self, piece: Piece, arena: HostArena, slots: Sequence[int], span: int) -> list[Bytes]:
+        return self._direct_buffers(piece, arena, slots) if arena.aligned else [self._gather(piece, arena, slots, span)]
 
     def _gather(self, piece: Piece, arena: HostArena, slots: Sequence[int], span: int) -> Bytes:
         """The tensors of a piece in the bounce buffer, padding chunks blank: uint8 [tensors * span]."""
@@ -136,9 +165,6 @@ class DiskTier:
             tensor[used:] = 0
         return bounce
 
-    def _blank_crc(self) -> int:
-        return crc32c(bytes(self.layout.chunk_bytes))
-
     # ------------------------------------------------------------------------------------------- reading
 
     def read(
@@ -148,15 +174,18 @@ class DiskTier:
         arena: HostArena,
         slots: Sequence[int],
         layer_done: Callable[[int], None],
+        first: int = 0,
+        stop: int | None = None,
     ) -> int:
-        """Fill `slots` with the first `len(slots)` blocks of the extent, layer by layer, each verified."""
+        """Fill `slots` with layers [first, stop) of the first `len(slots)` blocks, each verified. See `Tier.read`."""
+        layers = range(self.layout.layers)[first:stop]
         try:
             fd, direct = open_direct(str(self.path(extent)), os.O_RDONLY, direct=self.direct)
             try:
                 size = os.fstat(fd).st_size
                 if size != self.layout.file_bytes(rows):
-                    raise DamageError(f"{size} bytes long instead of {self.layout.file_bytes(rows)}")
-                total = self._read_file(fd, extent, rows, arena, slots, layer_done)
+                    raise DamageError(f"{size} bytes long instead of the {self.layout.file_bytes(rows)} of {rows} rows")
+                total = self._read_file(fd, extent, rows, arena, slots, layer_done, layers)
                 if not direct:
                     forget_pages(fd)
                 return total
@@ -175,32 +204,51 @@ class DiskTier:
         arena: HostArena,
         slots: Sequence[int],
         layer_done: Callable[[int], None],
+        layers: range,
     ) -> int:
         layout = self.layout
         whole = len(slots) == layout.blocks(rows)
         span = layout.tensor_bytes(rows) if whole else align_up(len(slots) * layout.chunk_bytes)
         raw_head = self._heads.take(layout.head_bytes(rows))
         head: Head | None = None
-        total = 0
-        for piece in self._pieces(rows, span, slots, READ_BYTES):
-            bounce = None if arena.aligned else self._scratch.take(len(piece) * span)
-            buffers = self._direct_buffers(piece, arena, slots) if bounce is None else [bounce]
-            offset = layout.offset(rows, *piece[0])
-            if head is None:  # the head ends where layer 0 begins: one read brings both
-                buffers, offset = [raw_head, *buffers], 0
-            total += read_full(fd, buffers, offset)
+
+        def settle(piece: Piece, bounce: Bytes | None) -> None:
+            """Verify the tensors of a piece; bring them to their slots where they have not been read into them."""
+            nonlocal head
             if head is None:
                 head = decode_head(raw_head.tobytes(), layout, self.digest, extent=extent, rows=rows)
+            used = len(slots) * layout.chunk_bytes
             for index, (layer, kv) in enumerate(piece):
                 plane = arena.plane(layer, kv)
                 if bounce is None:
-                    chunks = [plane[slot] for slot in slots]
+                    self._compare([plane[slot] for slot in slots], head, layer, kv)
                 else:
-                    used = bounce[index * span :][: len(slots) * layout.chunk_bytes]
-                    chunks = list(used.reshape(len(slots), -1))
-                    plane[list(slots)] = used.reshape(len(slots), -1)
-                self._compare(chunks, head, layer, kv)
-            layer_done(piece[-1][0] + piece[-1][1])  # a piece that ends with keys leaves its layer open
+                    tensor = bounce[index * span :][:used].reshape(len(slots), -1)
+                    self._compare(list(tensor), head, layer, kv)
+                    plane[list(slots)] = tensor
+
+        pieces = [piece for piece in self._pieces(rows, span, slots, READ_BYTES) if piece[0][0] in layers]
+        if layers.start:
+            read_full(fd, [raw_head], 0)
+        total = done = 0
+        settled: Callable[[], None] | None = None  # waits for what is verified while the next piece is read
+        for piece in pieces:
+            bounce = None if arena.aligned else self._scratch.take(len(piece) * span)
+            buffers = self._direct_buffers(piece, arena, slots) if bounce is None else [bounce]
+            if piece[0] == (0, 0):  # the head ends where layer 0 begins: one read brings both
+                total += read_full(fd, [raw_head, *buffers], 0)
+            else:
+                total += read_full(fd, buffers, layout.offset(rows, *piece[0]))
+            if settled is not None:
+                settled()
+                layer_done(done)
+            done = piece[-1][0] + piece[-1][1]  # a piece that ends with keys leaves its layer open
+            if bounce is None and piece is not pieces[-1]:
+                settled = self._helper.start(partial(settle, piece, bounce))
+            else:
+                settle(piece, bounce)
+                settled = None
+                layer_done(done)
         return total
 
     def _pieces(self, rows: int, span: int, slots: Sequence[int], limit: int) -> Iterator[Piece]:
@@ -220,7 +268,9 @@ class DiskTier:
     @staticmethod
     def _direct_buffers(piece: Piece, arena: HostArena, slots: Sequence[int]) -> list[Bytes]:
         """Views of the arena in the order of the file; a run of consecutive slots is one buffer."""
-        return [arena.plane(layer, kv)[a:b] for layer, kv in piece for a, b in runs(slots)]
+        stretches = list(runs(slots))
+        planes = [arena.plane(layer, kv) for layer, kv in piece]
+        return [plane[a:b] for plane in planes for a, b in stretches]
 
     # --------------------------------------------------------------------------------------- the rest
 
@@ -235,7 +285,7 @@ class DiskTier:
                 start = file.read(ALIGNMENT)
                 rows, size = peek_rows(start), os.fstat(file.fileno()).st_size
                 if size != self.layout.file_bytes(rows):  # also keeps a wrong count from asking for gigabytes
-                    raise DamageError(f"{size} bytes long instead of {self.layout.file_bytes(rows)}")
+                    raise DamageError(f"{size} bytes long instead of the {self.layout.file_bytes(rows)} of {rows} rows")
                 head = start + file.read(self.layout.head_bytes(rows) - len(start))
         except DamageError as error:
             raise DamageError(f"{path.name[:16]}: {error}") from error
@@ -264,7 +314,7 @@ class DiskTier:
 
     @staticmethod
     def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int) -> None:
-        for chunk, (data, crc) in enumerate(zip(chunks, head.crcs[layer, kv], strict=False)):
+        for chunk, (data, crc) in enumerate(zip(chunks, head.crcs[layer, kv].tolist(), strict=False)):
             if crc32c(data) != crc:
                 raise DamageError(f"layer {layer}, {('keys', 'values')[kv]}, chunk {chunk}")
 

@@ -27,6 +27,7 @@ FORMAT_VERSION: Final = 1
 Bytes = npt.NDArray[np.uint8]
 
 _OPENING: Final = b'{"__metadata__":{"head_crc32c":"'
+_METADATA_AT: Final = len(b'{"__metadata__":')
 _CRC_AT: Final = 8 + len(_OPENING)  # where the eight hexadecimal digits lie in the file
 _ROWS_KEY: Final = b'","rows":"'
 _ROWS_AT: Final = _CRC_AT + 8 + len(_ROWS_KEY)
@@ -52,7 +53,7 @@ def crc32c(data: Bytes | bytes) -> int:
 def encode_head(layout: KVLayout, digest: str, record: ExtentRecord, crcs: npt.NDArray[np.uint32]) -> bytes:
     """The file's first `layout.head_bytes(rows)` bytes.
 
-    `crcs` is uint32 [layers, 2, file chunks]. Raises StoreError when the names in the record are too long to
+    `crcs` is uint32 [layers, 2, file chunks], of whatever shape. Raises StoreError when the names in the record are too long to
     fit.
     """
     rows = record.rows
@@ -69,13 +70,18 @@ def encode_head(layout: KVLayout, digest: str, record: ExtentRecord, crcs: npt.N
     text = _OPENING + b"0" * 8 + _ROWS_KEY + b"%08d" % rows + b'",' + members
     if len(text) + 2 > META_RESERVE:
         raise StoreError(f"extent {record.id}: its metadata takes {len(text)} bytes, over {META_RESERVE}")
-    text += b"," + tensor_table(layout, rows) + b"}"
+    text += _after_metadata(layout, rows)
     size = layout.header_bytes(rows)
     tokens = record.tokens.ljust(4 * layout.padded_rows(rows), b"\0")
     head = bytearray(struct.pack("<Q", size) + text.ljust(size) + tokens + crcs.astype("<u4").tobytes())
     assert len(head) == layout.head_bytes(rows), "the table of checksums has another shape than the layout"
     head[_CRC_AT : _CRC_AT + 8] = b"%08x" % crc32c(bytes(head))
     return bytes(head)
+
+
+def _after_metadata(layout: KVLayout, rows: int) -> bytes:
+    """The JSON behind the metadata: a function of layout and rows, and so compared as bytes."""
+    return b"," + tensor_table(layout, rows) + b"}"
 
 
 def peek_rows(start: bytes) -> int:
@@ -105,10 +111,10 @@ def decode_head(
     size = int.from_bytes(head[:8], "little")
     if len(head) != layout.head_bytes(found_rows) or size != layout.header_bytes(found_rows):
         raise DamageError("written with another KV layout")
-    table = json.loads(head[8 : 8 + size])
-    meta: dict[str, Any] = table.pop("__metadata__")
-    if table != json.loads(b"{" + tensor_table(layout, found_rows) + b"}"):
+    text, table = head[8 : 8 + size].rstrip(b" "), _after_metadata(layout, found_rows)
+    if not text.endswith(table):
         raise DamageError("written with another KV layout")
+    meta: dict[str, Any] = json.loads(text[_METADATA_AT : -len(table)])
     if meta["format"] != str(FORMAT_VERSION):
         raise DamageError(f"written in format {meta['format']}, this version reads {FORMAT_VERSION}")
     if meta["model"] != digest:

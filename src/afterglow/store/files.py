@@ -7,10 +7,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from afterglow.store.layout import ALIGNMENT, align_up
 
 IOV_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024)
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+HUGE_PAGE: Final = 2 << 20
+HELPER_SECONDS: Final = 1.0  # how long its thread waits for more
+T = TypeVar("T")
 
 
 def supports_direct(folder: Path) -> bool:
@@ -91,6 +96,22 @@ def forget_pages(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def aligned_memory(num_bytes: int) -> Bytes:
+    """uint8 [num_bytes], page-aligned; from half a megabyte on, on huge pages where there are any.
+
+    With them a transfer past the page cache is a few addresses for the device instead of one per 4 KiB.
+    """
+    huge = num_bytes >= HUGE_PAGE // 4 and hasattr(mmap, "MADV_HUGEPAGE")
+    size = (-(-num_bytes // HUGE_PAGE) + 1) * HUGE_PAGE if huge else align_up(num_bytes)
+    # Private, not shared as is mmap's default: only such memory can have huge pages.
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = np.frombuffer(memory, np.uint8)
+    start = -flat.ctypes.data % (HUGE_PAGE if huge else ALIGNMENT)
+    return flat[start : start + num_bytes]
+
+
 class Scratch(threading.local):
     """A page-aligned buffer per thread, which grows to the largest size asked for."""
 
@@ -100,10 +121,45 @@ class Scratch(threading.local):
     def take(self, num_bytes: int) -> Bytes:
         """uint8 [num_bytes]; the contents are undefined, and gone with this thread's next call."""
         if self._memory.nbytes < num_bytes:
-            # Private, not shared as is mmap's default: only such memory can have huge pages.
-            memory = mmap.mmap(-1, align_up(num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._memory = np.frombuffer(memory, np.uint8)
+            self._memory = aligned_memory(num_bytes)
         return self._memory[:num_bytes]
+
+
+class Helper:
+    """A thread that computes while others sit in system calls. It ends when nothing has come for a second, and
+    starts anew with the next work.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._alive = False
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin; the function that is returned waits for the result, or raises what `work` raised."""
+        done: Future[T] = Future()
+        with self._lock:
+            self._queue.put((work, done))
+            if not self._alive:
+                threading.Thread(target=self._run, name="afterglow-checksums", daemon=True).start()
+                self._alive = True
+        return done.result
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work, done = self._queue.get(timeout=HELPER_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._alive = False
+                        return
+                continue
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+            del work, done  # nothing of the caller's lives on while the queue is empty
 
 
 def kind_of(error: BaseException) -> str:

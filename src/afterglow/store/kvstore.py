@@ -14,7 +14,9 @@ from typing import Final
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import (
     BACKGROUND,
+    DEMAND,
     Completion,
+    Copy,
     Drop,
     ExtentRecord,
     Load,
@@ -24,19 +26,22 @@ from afterglow.plan.step import (
     Store,
 )
 from afterglow.store.catalog import Catalog, size_of
-from afterglow.store.disk import DiskTier
+from afterglow.store.copying import copy_rows
 from afterglow.store.extent import Bytes
 from afterglow.store.files import kind_of
 from afterglow.store.layout import KVLayout
-from afterglow.store.mover import Abandoned, Mover, Task
+from afterglow.store.mover import Mover
 from afterglow.store.namespace import Namespace
+from afterglow.store.partial import LayeredDisk
 from afterglow.store.recovery import Opened, file_name, open_catalog
-from afterglow.store.saver import RowSaver
+from afterglow.store.saver import WRITE_BUFFER, RowSaver
+from afterglow.store.task import Abandoned, Task
+from afterglow.store.throttle import ArtificiallySlowTier, Throttle
 from afterglow.store.tier import Buffer, HostArena, Tier
 
 log = logging.getLogger("afterglow.store")
 
-_FAILED_KEPT: Final = 4096  # failed loads that `wait_layer` still knows after they were collected
+_FAILED_KEPT: Final = 4096  # failed loads and copies that `wait_layer` still knows after they were collected
 
 
 @dataclass(slots=True)
@@ -55,9 +60,15 @@ class StoreStats:
     disk_drops: int = 0
     host_save_bytes: int = 0
     host_save_seconds: float = 0.0
+    host_copies: int = 0
+    host_copy_bytes: int = 0
+    host_copy_seconds: float = 0.0
+    save_waits: int = 0  # saves that waited for room in the write buffer
+    save_wait_seconds: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)
     orphans_swept: int = 0
     catalog_rebuilds: int = 0
+    notes_damaged: int = 0
     queue: int = 0
     hung: int = 0
     disk_bytes: int = 0  # of all extents
@@ -74,8 +85,10 @@ class KVStore:
     """Host slots in a buffer of the caller's, and a disk tier where a namespace is given.
 
     `notify` is called from the store's threads whenever a completion is added; it must be cheap and
-    thread-safe. `read_timeout` (seconds) is how long a move may go without progress. Raises StoreError when
-    the namespace cannot be read or written. The namespace is closed with the store.
+    thread-safe. `read_timeout` (seconds) is how long a move may go without progress. `write_buffer` (bytes): while
+    more than that waits to be saved, `save` and `save_block` wait. `throttle` makes the disk slow on purpose, for
+    benchmarks and tests. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
+    the store.
     """
 
     def __init__(
@@ -88,6 +101,8 @@ class KVStore:
         notify: Callable[[], None],
         threads: int = 2,
         read_timeout: float = 30.0,
+        write_buffer: int = WRITE_BUFFER,
+        throttle: Throttle | None = None,
     ) -> None:
         self.layout = layout
         self.arena = HostArena(layout, slots, buffer)
@@ -96,7 +111,7 @@ class KVStore:
         self._finished: deque[Completion] = deque()
         self._lock = threading.Lock()
         self._stats = StoreStats()
-        self._loads: dict[int, Task] = {}  # until their completion is collected
+        self._loads: dict[int, Task] = {}  # and copies, until their completion is collected
         self._failed: OrderedDict[int, None] = OrderedDict()
         self._rows: dict[str, int] = {}  # of every extent that is on disk
         self._records: list[ExtentRecord] = []
@@ -104,16 +119,19 @@ class KVStore:
         self._catalog: Catalog | None = None
         opened: Opened | None = None
         if namespace is not None:
-            disk = DiskTier(namespace.extents, layout, namespace.description.digest)
+            disk = LayeredDisk(namespace.extents, layout, namespace.description.digest)
             opened = open_catalog(namespace.catalog, disk)
             self._tier, self._catalog = disk, opened.catalog
+            if throttle is not None:
+                log.warning("the disk tier is made slow on purpose: %s", throttle)
+                self._tier = ArtificiallySlowTier(disk, throttle)
             self._records = opened.records
             self._rows = {record.id: record.rows for record in opened.records}
             self._stats.disk_bytes = sum(record.file_bytes for record in opened.records)
             self._stats.catalog_rebuilds = opened.rebuilt
             self._stats.direct_io = disk.direct
         self._mover = Mover(threads, read_timeout, self._moved)
-        self._saver = RowSaver(self.arena, self._saved)
+        self._saver = RowSaver(self.arena, self._saved, write_buffer)
         for extent in opened.orphans if opened is not None else ():
             self._mover.submit(Task(extent, BACKGROUND, self._sweeping(extent), move=None, writes=True))
 
@@ -127,21 +145,50 @@ class KVStore:
         return records
 
     def start(self, moves: Sequence[Move]) -> None:
-        """Queue moves; each ends with a MoveDone. Moves of one extent are carried out in order."""
+        """Queue moves; each ends with a MoveDone. Moves of one extent are carried out in order: behind a Load that
+        waits for `release`, too.
+        """
         for move in moves:
-            if isinstance(move, Load):
-                task = Task(move.extent, move.priority, self._loading(move), move=move.move, writes=False)
+            task = self._task(move)
+            if isinstance(move, Load | Copy):
                 self._loads[move.move] = task
-            elif isinstance(move, Store):
-                task = Task(move.record.id, move.priority, self._storing(move), move=move.move, writes=True)
-            else:
-                task = Task(move.extent, move.priority, self._dropping(move), move=move.move, writes=True)
             self._mover.submit(task)
 
-    def wait_layer(self, move: int, layer: int, timeout: float | None = None) -> bool:
-        """Wait (at most `timeout` seconds) until a Load has brought `layer`; False: it failed, or is late.
+    def _task(self, move: Move) -> Task:
+        number, priority = move.move, move.priority
+        if isinstance(move, Load):
+            gate = None if move.ahead is None or move.ahead >= self.layout.layers else move.ahead
+            work = self._loading(move)
+            return Task(move.extent, priority, work, move=number, writes=False, gate=gate, label="load")
+        if isinstance(move, Copy):  # no order holds between copies
+            return Task(f"copy {number}", priority, self._copying(move), move=number, writes=False, label="copy")
+        if isinstance(move, Store):
+            return Task(move.record.id, priority, self._storing(move), move=number, writes=True, label="store")
+        return Task(move.extent, priority, self._dropping(move), move=number, writes=True, label="drop")
 
-        A load that is complete and collected is True at once, and so is a move that never was a load.
+    def release(self, move: int) -> None:
+        """Let a Load that was to read only some layers ahead read them all. No effect on any other move.
+
+        Until then it holds no thread, and no time-out runs; `drain` and `at_rest` wait for it, `close` fails it.
+        """
+        task = self._loads.get(move)
+        if task is not None:
+            self._mover.release(task)
+
+    def urge(self, moves: Sequence[int]) -> None:
+        """Give queued loads and copies of these numbers the priority DEMAND: somebody waits for them now.
+
+        No effect on what runs, has ended or is unknown.
+        """
+        for move in moves:
+            task = self._loads.get(move)
+            if task is not None:
+                self._mover.urge(task, DEMAND)
+
+    def wait_layer(self, move: int, layer: int, timeout: float | None = None) -> bool:
+        """Wait (at most `timeout` seconds) until a Load or Copy has brought `layer`; False: it failed, or is late.
+
+        One that is complete and collected is True at once, and so is a move that is neither.
         """
         task = self._loads.get(move)
         if task is None:
@@ -153,13 +200,28 @@ class KVStore:
         if self._catalog is not None:
             self._catalog.touch([use for use in uses if use[0] in self._rows])
 
+    def note(self, kind: str, items: Sequence[tuple[str, str | None]]) -> None:
+        """Keep (key, value) pairs of a kind over restarts, None deleting one; written within seconds, in one
+        transaction. Of each kind the 65,536 that were written last are kept. Without a disk tier nothing is.
+        """
+        if self._catalog is not None:
+            self._catalog.note(kind, items)
+
+    def notes(self, kind: str) -> dict[str, str]:
+        """The notes of a kind as they were at the start, last written last; damaged ones are left out.
+
+        They may be gone although the extents are not (a rebuilt catalog). They are handed over: a second call gets
+        none.
+        """
+        return {} if self._catalog is None else self._catalog.notes(kind)
+
     def clear(self) -> None:
-        """Remove every extent that is on disk, in the background; of this nothing is reported."""
+        """Remove every extent that is on disk, in the background; of this nothing is reported. Notes stay."""
         for extent in list(self._rows):
             drop = self._dropping(Drop(0, extent))
             self._mover.submit(Task(extent, BACKGROUND, drop, move=None, writes=True))
 
-    # ------------------------------------------------------------------------------------------------ the h
+    # ----------------------------------------------------------------------------------------------- the host
 
     def save(
         self,
@@ -175,7 +237,8 @@ class KVStore:
         """Copy one layer's rows into a draft's slots: rows [first_row, first_row + len(keys)) of the draft.
 
         `keys` and `values` are uint8 [rows, row_bytes] and belong to the store until copied. `slots` are the
-        draft's, from its first row on. One SaveDone follows the last layer. `inline`: copy in this thread.
+        draft's, from its first row on. One SaveDone follows the last layer. Waits while the write buffer is full.
+        `inline`: copy in this thread.
         """
         self._saver.save(draft, layer, slots, first_row, keys, values, inline=inline)
 
@@ -221,7 +284,7 @@ class KVStore:
         return self._mover.drain(left)
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the threads; queued moves fail. The buffer must live on while `stats().hung` is not 0."""
+        """End the threads; queued moves fail, rows that were brought are saved. The buffer must live on while `stats().hung` is not 0."""
         self._saver.close()
         self._mover.close(timeout)
         if self._catalog is not None:
@@ -235,19 +298,33 @@ class KVStore:
             stats = replace(self._stats, errors=dict(self._stats.errors))
         stats.queue = self._mover.pending() + self._saver.pending()
         stats.hung = self._mover.hung
+        stats.save_waits, stats.save_wait_seconds = self._saver.waits, self._saver.wait_seconds
         if self._catalog is not None:
             stats.catalog_bytes = size_of(self._catalog.path)
+            stats.notes_damaged = self._catalog.notes_damaged
+            if self._catalog.failures:
+                stats.errors["catalog"] = self._catalog.failures
         return stats
 
     # ---------------------------------------------------------------------------------- inside the threads
 
     def _loading(self, move: Load) -> Callable[[Task], int]:
+        layers, there = self.layout.layers, 0  # how many have been read
+
         def work(task: Task) -> int:
+            nonlocal there
             rows = self._rows.get(move.extent)
             if self._tier is None or rows is None:
                 raise StoreError(f"extent {move.extent[:16]} is not on disk") from FileNotFoundError(2, "missing")
+            moved = 0
             try:
-                return self._tier.read(move.extent, rows, self.arena, move.slots, task.advance)
+                while there < (stop := task.limit(layers)):
+                    moved += self._tier.read(move.extent, rows, self.arena, move.slots, task.advance, there, stop)
+                    there = stop
+                    task.advance(there)
+                if there < layers:
+                    task.pause()
+                return moved
             except Abandoned:
                 raise
             except StoreError as error:
@@ -258,6 +335,12 @@ class KVStore:
                     with contextlib.suppress(StoreError):
                         self._remove(move.extent)
                 raise
+
+        return work
+
+    def _copying(self, move: Copy) -> Callable[[Task], int]:
+        def work(task: Task) -> int:
+            return copy_rows(self.arena, move.pieces, move.slots, move.rows, task.advance)
 
         return work
 
@@ -320,15 +403,21 @@ class KVStore:
             stats = self._stats
             if kind is not None:
                 stats.errors[kind] = stats.errors.get(kind, 0) + 1
-            if done.ok and not task.writes:
+            if not done.ok:
+                pass
+            elif task.label == "load":
                 stats.disk_reads += 1
                 stats.disk_read_bytes += done.bytes
                 stats.disk_read_seconds += done.seconds
-            elif done.ok and done.bytes:
+            elif task.label == "copy":
+                stats.host_copies += 1
+                stats.host_copy_bytes += done.bytes
+                stats.host_copy_seconds += done.seconds
+            elif task.label == "store":
                 stats.disk_writes += 1
                 stats.disk_write_bytes += done.bytes
                 stats.disk_write_seconds += done.seconds
-            elif done.ok:
+            else:
                 stats.disk_drops += 1
         self._finished.append(done)
         self._notify()

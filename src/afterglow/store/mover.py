@@ -1,9 +1,10 @@
 """Threads and queues that carry moves out, in order of priority. Knows tasks, not extents or files.
 
-Three promises. Tasks of one key run one after another, in the order of submission, whatever their priorities.
-Writing tasks never hold the last thread, so that a load does not wait for them. And a task that stops making
-progress is given up: it is reported as failed with its memory still busy, another thread takes its place, and
-when the call returns at last a second report says that the memory is free.
+Four promises. Tasks of one key run one after another, in the order of submission, whatever their priorities.
+Writing tasks never hold the last thread, so that a load does not wait for them. A task that has come to its gate
+holds no thread while the gate is closed. And a task that stops making progress is given up: it is reported as
+failed with its memory still busy, another thread takes its place, and when the call returns at last a second
+report says that the memory is free.
 """
 
 from __future__ import annotations
@@ -19,62 +20,11 @@ from typing import Final
 from afterglow.errors import StoreError
 from afterglow.plan.step import MoveDone
 from afterglow.store.files import kind_of
+from afterglow.store.task import Task
 
 log = logging.getLogger("afterglow.store")
 
 MAX_REPLACEMENTS: Final = 4  # threads started for hung ones; with all of them hung the tier counts as gone
-
-
-class Abandoned(StoreError):
-    """Raised inside a task that was given up, so that it ends without an effect."""
-
-
-class Task:
-    """One piece of work of the mover. `work(task)` returns the bytes moved and calls `advance` as it goes.
-
-    `move` is None for the store's own housekeeping, of which nothing is reported.
-    """
-
-    def __init__(self, key: str, priority: int, work: Callable[[Task], int], *, move: int | None, writes: bool) -> None:
-        self.key = key
-        self.priority = priority
-        self.work = work
-        self.move = move
-        self.writes = writes
-        self.started = False
-        self.abandoned = False
-        self.progress_at = 0.0  # monotonic seconds
-        self._layers = 0
-        self._ended: bool | None = None  # None: not yet; then whether it went well
-        self._changed = threading.Condition()
-
-    def advance(self, layers: int = 0) -> None:
-        """There was progress: the first `layers` layers are in place. Raises Abandoned after a time-out."""
-        self.progress_at = time.monotonic()
-        with self._changed:
-            if self.abandoned:
-                raise Abandoned("given up after a time-out")
-            if layers > self._layers:
-                self._layers = layers
-                self._changed.notify_all()
-
-    def abandon(self) -> None:
-        """Give the task up: its next `advance` raises."""
-        with self._changed:
-            self.abandoned = True
-
-    def end(self, ok: bool) -> None:
-        """Wake whoever waits for a layer; only the first call counts."""
-        with self._changed:
-            if self._ended is None:
-                self._ended = ok
-                self._changed.notify_all()
-
-    def wait_layer(self, layer: int, timeout: float | None) -> bool:
-        """Whether `layer` is in place, waiting for at most `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or self._layers > layer, timeout)
-            return self._layers > layer if self._ended is None else self._ended
 
 
 class Mover:
@@ -113,16 +63,25 @@ class Mover:
         with self._lock:
             refused = "the store is closed" if self._closed else "the disk does not answer" if self._gone else None
             if refused is None:
-                chain = self._chains.setdefault(task.key, deque())
-                chain.append(task)
-                first = chain[0]
-                if first is task or (not first.started and task.priority < first.priority):
-                    self._push(first, task.priority)  # what an urgent task waits for is as urgent
+                self._chains.setdefault(task.key, deque()).append(task)
+                self._enqueue(task.key)
                 return
         self._refuse(task, refused)
 
+    def release(self, task: Task) -> None:
+        """Open a task's gate. No effect where there is none."""
+        with self._lock:
+            task.gate = None
+            self._enqueue(task.key)
+
+    def urge(self, task: Task, priority: int) -> None:
+        """Make a task that is queued, or waits at its gate, as urgent as `priority` if it is less so."""
+        with self._lock:
+            task.priority = min(task.priority, priority)
+            self._enqueue(task.key)
+
     def pending(self) -> int:
-        """Tasks that are queued or run; given-up ones do not count."""
+        """Tasks that are queued, run, or wait at their gates; given-up ones do not count."""
         with self._lock:
             return self._pending()
 
@@ -132,12 +91,14 @@ class Mover:
         return self._hung
 
     def drain(self, timeout: float | None) -> bool:
-        """Wait until nothing is queued or runs, and nothing hangs; False when that took too long."""
+        """Wait until nothing is pending, and nothing hangs; False when that took too long."""
         with self._lock:
             return self._idle.wait_for(lambda: not self._pending() and not self._hung, timeout)
 
     def close(self, timeout: float) -> None:
-        """Refuse what is queued, let what runs end (for at most `timeout` seconds), and end the threads."""
+        """Refuse what is queued or comes to a gate, let what runs end (for at most `timeout` seconds), and end the
+        threads.
+        """
         with self._lock:
             self._closed = True
             refused = self._empty_queues()
@@ -166,14 +127,23 @@ class Mover:
         self._alive += 1
         threading.Thread(target=self._worker, name="afterglow-mover", daemon=True).start()
 
-    def _push(self, task: Task, priority: int) -> None:
-        self._number += 1
-        heappush(self._writes if task.writes else self._reads, (priority, self._number, task))
-        self._work_there.notify()
+    def _enqueue(self, key: str) -> None:
+        """Queue the first task of a key, unless it runs or its gate is closed: as urgent as the most urgent that waits
+        for it.
+        """
+        chain = self._chains.get(key)
+        if not chain or chain[0].started or chain[0].waits:
+            return
+        first, priority = chain[0], min(task.priority for task in chain)
+        if first.place is None or priority < first.place[0]:
+            self._number += 1
+            first.place = (priority, self._number)
+            heappush(self._writes if first.writes else self._reads, (*first.place, first))
+            self._work_there.notify()
 
     def _pop(self) -> Task | None:
         for heap in (self._reads, self._writes):
-            while heap and heap[0][2].started:  # its place was taken by a more urgent entry of the same task
+            while heap and heap[0][:2] != heap[0][2].place:  # a more urgent entry of the same task took its place
                 heappop(heap)
         heap = self._reads
         if self._writes and self._writers < self._writers_most and (not heap or self._writes[0] < heap[0]):
@@ -182,6 +152,7 @@ class Mover:
 
     def _begin(self, task: Task) -> None:
         task.started = True
+        task.place = None
         task.progress_at = time.monotonic()
         self._running[task] = None
         self._writers += task.writes
@@ -190,16 +161,25 @@ class Mover:
 
     def _leave(self, task: Task) -> None:
         """The task no longer runs, or no longer counts: the next of its key may."""
+        self._rest(task)
+        chain = self._chains[task.key]
+        chain.popleft()
+        if chain:
+            self._enqueue(task.key)
+        else:
+            del self._chains[task.key]
+
+    def _rest(self, task: Task) -> None:
         self._running.pop(task)
         if task.writes:
             self._writers -= 1
             self._work_there.notify()  # a queued writer may have waited for its turn
-        chain = self._chains[task.key]
-        chain.popleft()
-        if chain:
-            self._push(chain[0], min(t.priority for t in chain))
-        else:
-            del self._chains[task.key]
+
+    def _step_back(self, task: Task) -> None:
+        """The task has come to its gate: it stays the first of its key, and is queued when the gate is open."""
+        self._rest(task)
+        task.started = task.paused = False
+        self._enqueue(task.key)  # opened meanwhile, perhaps
 
     def _set_aside(self, task: Task) -> None:
         """Give a running task up; its thread counts as hung until the call returns."""
@@ -245,16 +225,21 @@ class Mover:
     def _run(self, task: Task) -> bool:
         """Carry a task out; False when this thread has been replaced and should end."""
         start = time.perf_counter()
-        moved, error, kind = 0, None, None
+        error, kind = None, None
         try:
-            moved = task.work(task)
+            task.bytes += task.work(task)
         except Exception as caught:
             error, kind = str(caught) or repr(caught), kind_of(caught)
             if not isinstance(caught, StoreError):
                 log.exception("a move failed in a way that nobody foresaw")
-        seconds = time.perf_counter() - start
+        task.seconds += time.perf_counter() - start
         with self._lock:
             stays = True
+            if task.paused and error is None and not task.abandoned:
+                if not self._closed:
+                    self._step_back(task)
+                    return True
+                error, kind = "the store is closed", "refused"
             if task.abandoned:
                 self._hung -= 1
                 stays = self._alive - self._hung <= self._normal
@@ -263,7 +248,7 @@ class Mover:
                 kind = None
             else:
                 self._leave(task)
-                done = MoveDone(task.move or 0, error is None, moved, seconds, error)
+                done = MoveDone(task.move or 0, error is None, task.bytes, task.seconds, error)
             self._reporting += 1
         task.end(done.ok)
         self._tell([(task, done, kind)])

@@ -74,7 +74,7 @@ def lost(path: Path, disk: DiskTier) -> bool:
 def rebuild(path: Path, disk: DiskTier) -> int:
     """Set a catalog aside and make a new one from the heads of the extents; returns its rows.
 
-    Raises StoreError when the new one cannot be written.
+    Lost are the times and counts of use, and all notes: nothing else holds them. Raises StoreError when the new one cannot be written.
     """
     try:
         aside(path)

@@ -1,6 +1,7 @@
 """Copies new rows into host slots: one thread, first come, first served. Knows drafts only as numbers.
 
-It is a thread of its own, because a copy into memory should not wait for a disk that is busy or hangs.
+It is a thread of its own, because a copy into memory should not wait for a disk that is busy or hangs. What waits
+for it is the write buffer (CachedAttention §3.2.2): where that is full, whoever brings more rows waits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from afterglow.config import BLOCK_ROWS
 from afterglow.plan.step import SaveDone
@@ -18,22 +20,38 @@ from afterglow.store.tier import HostArena
 
 log = logging.getLogger("afterglow.store")
 
-Copy = Callable[[], None]
+WRITE_BUFFER: Final = 256 * 1024**2
+
+Work = Callable[[], None]
 
 
 class RowSaver:
     """`report(done, bytes, seconds)` is called once per group of rows, when all layers of it have come in:
     `ok` if every one of them was copied. A group is named by its draft and first row.
+
+    While more than `limit_bytes` would wait to be copied, a save blocks its caller, first come, first served; one that
+    is larger than the limit goes when nothing else waits. `waits` and `wait_seconds` count that.
     """
 
-    def __init__(self, arena: HostArena, report: Callable[[SaveDone, int, float], None]) -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        report: Callable[[SaveDone, int, float], None],
+        limit_bytes: int = WRITE_BUFFER,
+    ) -> None:
+        self.waits = 0
+        self.wait_seconds = 0.0
         self._arena = arena
         self._report = report
+        self._limit = limit_bytes
         self._groups: dict[tuple[int, int], list[int]] = {}  # (draft, first row) -> [layers done, failed, ns]
-        self._queue: deque[Copy] = deque()
+        self._queue: deque[tuple[Work, int]] = deque()  # and the bytes of each
         self._there = threading.Condition()
+        self._buffered = 0  # bytes in the queue, and of the copy that runs
+        self._line: deque[object] = deque()  # callers that wait for room
         self._busy = False
         self._closed = False
+        self._ended = False  # the thread takes nothing more
         self._groups_lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="afterglow-saver", daemon=True)
         self._thread.start()
@@ -56,7 +74,7 @@ class RowSaver:
                 self._arena.rows[(layer, 0, *place)] = keys[a:b]
                 self._arena.rows[(layer, 1, *place)] = values[a:b]
 
-        self._run(draft, first_row, len(keys), 1, copy, inline)
+        self._run(draft, first_row, len(keys), 1, copy, None if inline else keys.nbytes + values.nbytes)
 
     def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool) -> None:
         """Copy rows of all layers at once; uint8 [layers, 2, rows, row_bytes]."""
@@ -66,7 +84,7 @@ class RowSaver:
             for (a, b), place in self._places(slots, first_row, rows):
                 self._arena.rows[(slice(None), slice(None), *place)] = block[:, :, a:b]
 
-        self._run(draft, first_row, rows, self._arena.layout.layers, copy, inline)
+        self._run(draft, first_row, rows, self._arena.layout.layers, copy, None if inline else block.nbytes)
 
     def forget(self, draft: int) -> None:
         """Forget what came in of a draft of which no more will come; nothing more is reported of it."""
@@ -75,17 +93,19 @@ class RowSaver:
                 del self._groups[group]
 
     def pending(self) -> int:
-        """Copies that are queued or run."""
+        """Copies that wait for room, are queued, or run."""
         with self._there:
-            return len(self._queue) + self._busy
+            return self._pending()
 
     def drain(self, timeout: float | None) -> bool:
-        """Wait until nothing is queued or runs."""
+        """Wait until nothing is pending."""
         with self._there:
-            return self._there.wait_for(lambda: not self._queue and not self._busy, timeout)
+            return self._there.wait_for(lambda: not self._pending(), timeout)
 
     def close(self) -> None:
-        """Do what is queued, then end the thread."""
+        """Let in whoever waits for room, do what is queued, then end the thread. Later saves are copied by their
+        callers.
+        """
         with self._there:
             self._closed = True
             self._there.notify_all()
@@ -105,8 +125,10 @@ class RowSaver:
             done += count
         return places
 
-    def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Copy, inline: bool) -> None:
-        def job() -> None:
+    def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Work, size: int | None) -> None:
+        """Copy `size` bytes in the saver's thread (None: in this one)."""
+
+        def work() -> None:
             start = time.perf_counter_ns()
             failed = False
             try:
@@ -117,12 +139,36 @@ class RowSaver:
                 failed = True
             self._count(draft, first_row, rows, layers, failed, time.perf_counter_ns() - start)
 
-        if inline:
-            job()
-            return
+        if size is None or not self._enqueue(work, size):
+            work()
+
+    def _enqueue(self, work: Work, size: int) -> bool:
+        """Queue a copy as soon as there is room; False: nobody would take it from the queue any more."""
+        me = object()
+
+        def room() -> bool:
+            fits = not self._buffered or self._buffered + size <= self._limit
+            return self._closed or (fits and self._line[0] is me)
+
         with self._there:
-            self._queue.append(job)
-            self._there.notify_all()
+            if self._ended:
+                return False
+            self._line.append(me)
+            try:
+                if not room():
+                    self.waits += 1
+                    start = time.perf_counter()
+                    self._there.wait_for(room)
+                    self.wait_seconds += time.perf_counter() - start
+                self._queue.append((work, size))
+                self._buffered += size
+            finally:  # also when the caller is interrupted: nobody gets past one who has left the line
+                self._line.remove(me)
+                self._there.notify_all()
+            return True
+
+    def _pending(self) -> int:
+        return len(self._line) + len(self._queue) + self._busy
 
     def _count(self, draft: int, first_row: int, rows: int, layers: int, failed: bool, spent: int) -> None:
         layout = self._arena.layout
@@ -139,14 +185,18 @@ class RowSaver:
         self._report(SaveDone(draft, first_row, rows, ok), moved, group[2] / 1e9)
 
     def _work(self) -> None:
+        size = 0
         while True:
             with self._there:
                 self._busy = False
-                if not self._queue:
+                self._buffered -= size
+                if self._line or not self._queue:
                     self._there.notify_all()
-                    self._there.wait_for(lambda: self._queue or self._closed)
-                    if not self._queue:
-                        return
-                job = self._queue.popleft()
+                self._there.wait_for(lambda: self._queue or (self._closed and not self._line))
+                if not self._queue:
+                    self._ended = True
+                    return
+                work, size = self._queue.popleft()
                 self._busy = True
-            job()
+            work()
+            del work  # it holds the rows, and the next one may be long in coming

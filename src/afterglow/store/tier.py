@@ -95,10 +95,14 @@ class Tier(Protocol):
         arena: HostArena,
         slots: Sequence[int],
         layer_done: Callable[[int], None],
+        first: int = 0,
+        stop: int | None = None,
     ) -> int:
         """Fill `slots` with the first blocks of an extent of `rows` rows; returns the bytes read.
 
-        `layer_done(n)` after each piece: the first n layers are in place and verified.
+        Only layers [first, stop) are read (`stop` None: to the last). `layer_done(n)` after each piece: the layers from
+        `first` up to n are in place and verified. The head counts with layer 0, however often it is read, so that the
+        bytes of an extent's parts add up to those of the whole.
         """
 
     def head(self, extent: str) -> Head:

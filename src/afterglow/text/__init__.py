@@ -2,13 +2,14 @@
 
 from afterglow.text.chat import ChatTemplate, flatten_messages
 from afterglow.text.decode import IncrementalDecoder, StopStrings
-from afterglow.text.replies import ChatPrompt, ReplyMemory
+from afterglow.text.replies import ChatPrompt, Reply, ReplyMemory
 from afterglow.text.tokenizer import Tokenizer
 
 __all__ = [
     "ChatPrompt",
     "ChatTemplate",
     "IncrementalDecoder",
+    "Reply",
     "ReplyMemory",
     "StopStrings",
     "Tokenizer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,21 +19,37 @@ from afterglow.errors import ModelError, RequestError
 Message = Mapping[str, Any]
 
 
-def flatten_messages(messages: object) -> list[dict[str, Any]]:
-    """Checked copies of chat messages whose content is a string; anything but text is refused by name."""
+def texts_in(messages: object) -> Iterator[str]:
+    """All text of messages as a client sent them, not checked yet."""
+    for message in messages if isinstance(messages, list) else ():
+        for value in message.values() if isinstance(message, dict) else ():
+            for part in value if isinstance(value, list) else [value]:
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    yield text
+
+
+def shown(value: object) -> str:
+    """A value of a request for a message about it: whatever it is, it stays short."""
+    return repr(value[:80]) if isinstance(value, str) else type(value).__name__
+
+
+def flatten_messages(messages: object, name: str = "messages") -> list[dict[str, Any]]:
+    """Checked copies of chat messages whose content is a string; anything but text is refused by its place in the
+    field `name`."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError("messages must be a list with at least one message", param="messages")
+        raise RequestError(f"{name} must be a list with at least one message", param=name)
     flat = []
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+        where = f"{name}[{number}]"
         if not isinstance(message, Mapping):
             raise RequestError(f"{where} must be an object with role and content", param=where)
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise RequestError(f"{where}.role must be a non-empty string, got {role!r}", param=f"{where}.role")
-        for name in ("tool_calls", "function_call", "audio"):
-            if message.get(name):
-                raise RequestError(f"{where}.{name} is not supported", param=f"{where}.{name}")
+            raise RequestError(f"{where}.role must be a non-empty string, got {shown(role)}", param=f"{where}.role")
+        for field in ("tool_calls", "function_call", "audio"):
+            if message.get(field):
+                raise RequestError(f"{where}.{field} is not supported", param=f"{where}.{field}")
         content = _flatten_content(message.get("content"), f"{where}.content", role)
         flat.append({**message, "role": role, "content": content})
     return flat
@@ -54,7 +70,7 @@ def _flatten_content(content: object, where: str, role: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind not in ("text", "input_text", "output_text", "str") or not isinstance(text, str):
             raise RequestError(
-                f"{where}[{number}] is of type {kind!r}; only parts of type 'text' are supported",
+                f"{where}[{number}] is of type {shown(kind)}; only parts of type 'text' are supported",
                 param=f"{where}[{number}]",
             )
         texts.append(text)
@@ -78,41 +94,26 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object) -> str:
-        """The text of a conversation; the template's own complaints become a RequestError."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The text of a conversation; the template's own complaints become a RequestError. `variables` are further
+        ones that the template may know (`enable_thinking`, ...)."""
         if not self._knows_developer:
             # Newer clients call the system role so; templates that do not know it would drop the message.
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        variables: dict[str, object] = {"tools": None, "documents": None, **self._variables, **kwargs}
+        names: dict[str, object] = {"tools": None, "documents": None, **self._variables, **(variables or {})}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            return self._template.render(names)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-
-    def turn_boundaries(self, messages: Sequence[Message], **kwargs: object) -> list[int] | None:
-        """Where the text of `messages` may be cut: character offset after each message, rendered without
-        generation prompt. None if the template lacks the prefix property: the text of the first messages is
-        not the beginning of the text of all of them, so there is no such place.
-
-        A prefix that the template refuses (a system message alone, say) ends where the next one does.
-        """
-        whole = self.render(messages, add_generation_prompt=False, **kwargs)
-        offsets: list[int] = []
-        after = len(whole)
-        for count in range(len(messages), 0, -1):
-            if count < len(messages):
-                try:
-                    prefix = self.render(messages[:count], add_generation_prompt=False, **kwargs)
-                except RequestError:
-                    offsets.append(after)
-                    continue
-                if not whole.startswith(prefix) or len(prefix) > after:
-                    return None
-                after = len(prefix)
-            offsets.append(after)
-        return offsets[::-1]
 
 
 def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

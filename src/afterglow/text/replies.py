@@ -8,12 +8,13 @@ that text come back.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +28,8 @@ class ChatPrompt:
     chain: bytes  # names (salt, messages); see `chains`
     spliced: int = 0  # replies whose generated ids were used
     retokenised: int = 0  # replies that were tokenised anew
+    turns: tuple[int, ...] = ()  # rows at which turns begin, where they were asked for; see `turns.py`
+    uncut: str | None = None  # why it cannot be cut between turns, where that was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,39 @@ class Reply:
     prompt_chars: int
     prompt_digest: bytes
 
+    def as_json(self) -> dict[str, Any]:
+        """All but the text, for somebody who keeps that himself; see `from_json`."""
+        return {
+            "ids": self.ids.tolist(),
+            "end": self.end,
+            "prompt_chars": self.prompt_chars,
+            "prompt_digest": self.prompt_digest.hex(),
+        }
+
+    @classmethod
+    def from_json(cls, text: str, value: Mapping[str, Any]) -> Reply:
+        digest = bytes.fromhex(value["prompt_digest"])
+        return cls(text, array("I", value["ids"]), value["end"], value["prompt_chars"], digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt: characters and their ids. `whole`: they are a reply's, of which no part is known. `lead`:
+    the marker just before it."""
+
+    start: int
+    stop: int
+    ids: list[int] = field(repr=False)
+    whole: bool = False
+    lead: str = ""
+
 
 def chains(salt: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """For each message a key of the messages before it; at last one of them all. Linear in the text.
 
     It only finds candidates (what else a message may hold is not in it): the rendered text decides.
     """
-    state = hashlib.blake2b(salt.encode(), digest_size=16)
+    state = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
     for message in messages:
         yield state.digest()
         for part in (message["role"], message["content"]):
@@ -69,7 +98,7 @@ class ReplyMemory:
 
     def __init__(self, max_tokens: int = 2_000_000) -> None:
         self._max_tokens = max_tokens
-        self._replies: OrderedDict[bytes, Reply] = OrderedDict()
+        self._replies: OrderedDict[bytes, tuple[str, Reply]] = OrderedDict()  # with the salt
         self._tokens = 0
         self._lock = threading.Lock()
 
@@ -80,66 +109,92 @@ class ReplyMemory:
     def tokens(self) -> int:
         return self._tokens
 
-    def put(self, prompt: ChatPrompt, text: str, ids: Sequence[int], end: int | None) -> None:
+    def put(self, prompt: ChatPrompt, text: str, ids: Sequence[int], end: int | None) -> Reply:
         reply = Reply(text, array("I", ids), end, len(prompt.text), text_digest(prompt.text))
         with self._lock:
-            if old := self._replies.pop(prompt.chain, None):
-                self._tokens -= len(old.ids) + 1
-            self._replies[prompt.chain] = reply
+            self._drop(prompt.chain)
+            self._replies[prompt.chain] = (prompt.salt, reply)
             self._tokens += len(reply.ids) + 1
             while self._tokens > self._max_tokens:
-                _, gone = self._replies.popitem(last=False)
-                self._tokens -= len(gone.ids) + 1
+                self._drop(next(iter(self._replies)))
+        return reply
 
     def get(self, chain: bytes) -> Reply | None:
         with self._lock:
-            reply = self._replies.get(chain)
-            if reply is not None:
-                self._replies.move_to_end(chain)
-            return reply
+            found = self._replies.get(chain)
+            if found is None:
+                return None
+            self._replies.move_to_end(chain)
+            return found[1]
 
-    def clear(self) -> None:
+    def clear(self, salts: Collection[str] | None = None) -> None:
+        """Forget the replies under these salts, or all."""
         with self._lock:
-            self._replies.clear()
-            self._tokens = 0
+            for chain in [c for c, (salt, _) in self._replies.items() if salts is None or salt in salts]:
+                self._drop(chain)
+
+    def _drop(self, chain: bytes) -> None:
+        if found := self._replies.pop(chain, None):
+            self._tokens -= len(found[1].ids) + 1
 
 
 def splice(
     text: str,
     replies: Sequence[Reply],
-    encode: Callable[[str], list[int]],
-    special_at: Callable[[str, int], int | None],
+    encode: Callable[[int, int, str], list[int]],
+    special_at: Callable[[int], int | None],
     special_text: Callable[[int], str],
-) -> tuple[list[int], int]:
+) -> tuple[list[Segment], int]:
     """The ids of `text` with the ids of `replies` (in order) put in where they fit, and how many did.
 
-    A reply fits if the text begins with the very prompt that it answered, goes on with its text, and a
-    special token follows: tokenizers cut there first, so what is before it has no say in the ids after it.
+    `encode(start, stop, lead)` tokenises a part of the text, see `Markers.encode`. A reply fits if the text begins
+    with the very prompt that it answered, goes on with its text, and a special token follows: tokenizers cut there
+    first, so what is before it has no say in the ids after it.
     """
-    ids: list[int] = []
+    segments: list[Segment] = []
     done = 0  # characters whose ids are known
-    lead = ""  # the special token that was just passed; see below
+    lead = ""  # the special token that was just passed
     used = 0
 
     def tokenise(stop: int) -> None:
         if stop > done:
-            # Behind a special token a piece may be tokenised otherwise than at the start of a text (a space
-            # marker in front), so the token comes along and its id is dropped again.
-            ids.extend(encode(lead + text[done:stop])[1 if lead else 0 :])
+            segments.append(Segment(done, stop, encode(done, stop, lead), lead=lead))
 
     for reply in replies:
         start, stop = reply.prompt_chars, reply.prompt_chars + len(reply.text)
         if start < done or stop >= len(text) or not text.startswith(reply.text, start):
             continue
-        following = special_at(text, stop)
+        following = special_at(stop)
         if following is None or text_digest(text[:start]) != reply.prompt_digest:
             continue
         tokenise(start)
-        ids.extend(reply.ids)
+        segments.append(Segment(start, stop, reply.ids.tolist(), whole=True))
         done, lead, used = stop, "", used + 1
         if following == reply.end:
-            ids.append(following)
             lead = special_text(following)
             done += len(lead)
+            segments.append(Segment(stop, done, [following], whole=True))
     tokenise(len(text))
-    return ids, used
+    return segments, used
+
+
+def rows_at(
+    segments: Sequence[Segment], chars: Sequence[int], starts_of: Callable[[Segment], Sequence[int]]
+) -> list[tuple[int, bool]]:
+    """For each character (ascending) how many tokens begin before it, and whether one begins, or the text ends, just
+    there. `starts_of` a segment: where its tokens begin."""
+    found: list[tuple[int, bool]] = []
+    row = 0
+    waiting = deque(chars)
+    for segment in segments:
+        starts: Sequence[int] | None = None
+        while waiting and waiting[0] < segment.stop:
+            char = waiting.popleft()
+            if char == segment.start or segment.whole:
+                found.append((row, char == segment.start))
+                continue
+            starts = starts_of(segment) if starts is None else starts
+            number = bisect.bisect_left(starts, char)
+            found.append((row + number, number < len(starts) and starts[number] == char))
+        row += len(segment.ids)
+    return found + [(row, not segments or char == segments[-1].stop) for char in waiting]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import tokenizers
 from afterglow.errors import ModelError, RequestError
 from afterglow.text.chat import ChatTemplate, Message, find_chat_template, flatten_messages
 from afterglow.text.decode import IncrementalDecoder
-from afterglow.text.replies import ChatPrompt, Reply, ReplyMemory, chains, splice
+from afterglow.text.markers import Markers, Rendered
+from afterglow.text.replies import ChatPrompt, Reply, ReplyMemory, Segment, chains, rows_at, splice
+from afterglow.text.turns import TOKENS, Turns, find_turns
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -35,11 +40,13 @@ class Tokenizer:
         self._special = {
             token.content: i for i, token in self._fast.get_added_tokens_decoder().items() if token.special
         }
-        decoder = json.loads(self._fast.to_str()).get("decoder")
+        state = json.loads(self._fast.to_str())
+        decoder = state.get("decoder")
         self.byte_level = "ByteLevel" in _kinds(decoder)
         self._byte_fallback = "ByteFallback" in _kinds(decoder)
         source = find_chat_template(folder, config)
         self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
+        self.markers = Markers(self._fast, self._marker_ids(), _unknown(state["model"]))
         self.replies = ReplyMemory() if replies is None else replies
         self.spliced = 0  # replies in prompts whose generated ids were used, since the start
         self.retokenised = 0
@@ -72,23 +79,18 @@ class Tokenizer:
             return bytes.fromhex(text[3:5])
         return text.replace("\u2581", " ").encode()
 
-    def token_offsets(self, text: str, chars: Sequence[int]) -> list[int | None]:
-        """For each character offset the number of tokens before it; None where it cuts a token."""
-        offsets = self._fast.encode(_valid(text), add_special_tokens=False).offsets
-        starts = {start: i for i, (start, stop) in reversed(list(enumerate(offsets))) if stop > start}
-        starts[len(text)] = len(offsets)
-        return [starts.get(char) for char in chars]
-
     # ------------------------------------------------------------------------------------------------ chat
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: object) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
         return self._template().render(
-            flatten_messages(messages), add_generation_prompt=add_generation_prompt, **kwargs
+            flatten_messages(messages), add_generation_prompt=add_generation_prompt, variables=variables
         )
-
-    def turn_boundaries(self, messages: Sequence[Message], **kwargs: object) -> list[int] | None:
-        """Character offset after each message (`ChatTemplate.turn_boundaries`)."""
-        return self._template().turn_boundaries(flatten_messages(messages), **kwargs)
 
     def encode_chat(
         self,
@@ -96,35 +98,58 @@ class Tokenizer:
         *,
         salt: str = "",
         add_generation_prompt: bool = True,
-        **kwargs: object,
+        variables: Mapping[str, object] | None = None,
+        replies: Mapping[int, Reply] | None = None,
+        cut_over: int | None = None,
     ) -> ChatPrompt:
-        """The prompt that asks for the next reply, with the ids of our own earlier replies where they fit."""
+        """The prompt that asks for the next reply, with the ids of our own earlier replies where they fit.
+
+        `replies` are such as somebody else has kept, by the numbers of their messages. If the prompt has more than
+        `cut_over` tokens, the rows at which turns begin are looked for as well. Text in a message that looks like a
+        special token remains text. Errors: RequestError.
+        """
         flat = flatten_messages(messages)
-        text = _valid(self._template().render(flat, add_generation_prompt=add_generation_prompt, **kwargs))
+        template = self._template()
+
+        def write(messages: Sequence[Message], prompt: bool = add_generation_prompt) -> str:
+            return _valid(template.render(messages, add_generation_prompt=prompt, variables=variables))
+
+        rendered = self.markers.render(write, flat)
         *before, chain = chains(salt, flat)
         known: list[Reply] = []
         num_replies = 0
-        for message, key in zip(flat, before, strict=True):
+        for number, (message, key) in enumerate(zip(flat, before, strict=True)):
             if message["role"] == "assistant":
                 num_replies += 1
-                reply = self.replies.get(key)
-                if reply is not None and reply.text == message["content"]:
-                    known.append(reply)
-        ids, used = splice(text, known, self._encode_part, self._special_at, self._added.__getitem__)
+                for reply in (self.replies.get(key), (replies or {}).get(number)):
+                    if reply is not None and reply.text == message["content"]:
+                        known.append(reply)
+                        break
+        segments, used = splice(
+            rendered.text,
+            known,
+            lambda start, stop, lead: self.markers.encode(rendered, start, stop, lead).ids,
+            lambda char: self.markers.at(rendered, char),
+            self._added.__getitem__,
+        )
         self.spliced += used
         self.retokenised += num_replies - used
-        return ChatPrompt(ids, text, salt, chain, spliced=used, retokenised=num_replies - used)
+        ids = [token for segment in segments for token in segment.ids]
+        prompt = ChatPrompt(ids, rendered.text, salt, chain, spliced=used, retokenised=num_replies - used)
+        if cut_over is None or len(ids) <= cut_over:
+            return prompt
+        turns = find_turns(write, flat, rendered.text, self.special_tokens.get("bos_token", ""))
+        return self._with_turns(prompt, turns, segments, rendered)
 
-    def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int]) -> bool:
-        """Keep the ids of a reply whose text the client got; False if no prefix of them decodes to that text
+    def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int]) -> Reply | None:
+        """Keep the ids of a reply whose text the client got; None if no prefix of them decodes to that text
         (a stop string that ends within a token, hidden special tokens)."""
         count = self._matching(prompt.ids, text, generated)
         if count is None:
-            return False
+            return None
         rest = generated[count:]
         end = rest[0] if rest and self._added.get(rest[0]) in self._special else None
-        self.replies.put(prompt, text, generated[:count], end)
-        return True
+        return self.replies.put(prompt, text, generated[:count], end)
 
     # ---------------------------------------------------------------------------------------------- inside
 
@@ -153,13 +178,29 @@ class Tokenizer:
             )
         return self.chat_template
 
-    def _encode_part(self, text: str) -> list[int]:
-        return self.encode(text, add_special_tokens=False)
+    def _with_turns(
+        self, prompt: ChatPrompt, turns: Turns, segments: Sequence[Segment], rendered: Rendered
+    ) -> ChatPrompt:
+        def starts_of(segment: Segment) -> list[int]:
+            return self.markers.encode(rendered, segment.start, segment.stop, segment.lead).starts()
 
-    def _special_at(self, text: str, at: int) -> int | None:
-        # The longest: one special token may be the beginning of another.
-        found = [special for special in self._special if text.startswith(special, at)]
-        return self._special[max(found, key=len)] if found else None
+        rows = rows_at(segments, turns.starts or (turns.head,), starts_of)
+        uncut = turns.why_not
+        if turns.starts and not rows[0][1]:
+            uncut = TOKENS
+        whole = rows[:1] if uncut else [rows[0], *(row for row in rows[1:] if row[1])]
+        return replace(prompt, turns=tuple(dict.fromkeys(row for row, _ in whole)), uncut=uncut)
+
+    def _marker_ids(self) -> dict[str, int]:
+        """Special tokens, and whatever else of the vocabulary the template writes around messages: not every model's
+        author has said of his markers that they are special."""
+        text = ""
+        if self.chat_template is not None:
+            with contextlib.suppress(RequestError):
+                text = self.chat_template.render([{"role": "user", "content": ""}])
+        # A word that happens to be an added token is no marker, though a template may write it too.
+        shown = {added: i for i, added in self._added.items() if _BRACKETED.fullmatch(added) and added in text}
+        return {**self._special, **shown}
 
     def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
         """Tokens that only the configuration knows; without them a chat template's markers would be cut
@@ -176,6 +217,7 @@ class Tokenizer:
             self._fast.add_tokens([tokenizers.AddedToken(text, special=special, **options)])
 
 
+_BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -214,6 +256,12 @@ def _token_text(entry: object) -> str | None:
     """A token is written as a string, or as an object with its flags."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
+
+
+def _unknown(model: Mapping[str, Any]) -> str | None:
+    """What a model writes for characters that it does not know."""
+    number = model.get("unk_id")  # of a list of pieces
+    return model["vocab"][number][0] if isinstance(number, int) else model.get("unk_token")
 
 
 def _kinds(decoder: object) -> set[str]:

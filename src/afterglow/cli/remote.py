@@ -1,0 +1,101 @@
+"""A running server as `afterglow cache` sees it: its cache endpoints, and how to find it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from afterglow.errors import ConfigError
+from afterglow.server.presence import address_of
+from afterglow.store.admin import NamespaceInfo
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach a server: `--server`, `--api-key` and `--cache-salt`, each if it was given."""
+
+    server: str | None = None
+    api_key: str | None = None
+    cache_salt: str | None = None
+
+
+class Server:
+    """The cache endpoints of one server. All methods raise ConfigError when it does not do as asked."""
+
+    def __init__(self, url: str, access: Access) -> None:
+        base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        self.url = base
+        self._access = access
+
+    def sessions(self) -> list[dict[str, Any]]:
+        return list(self._ask("GET", "/v1/cache/sessions")["data"])
+
+    def stats(self) -> dict[str, Any]:
+        return self._ask("GET", "/v1/cache/stats")
+
+    def pin(self, name: str, pinned: bool) -> dict[str, Any]:
+        return self._ask("POST", f"/v1/cache/sessions/{quote(name, safe='')}/{'pin' if pinned else 'unpin'}")
+
+    def remove(self, name: str) -> dict[str, Any]:
+        return self._ask("DELETE", f"/v1/cache/sessions/{quote(name, safe='')}")
+
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        import httpx
+
+        key, salt = self._access.api_key, self._access.cache_salt
+        try:
+            answer = httpx.request(
+                method,
+                self.url + path,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                params={"cache_salt": salt} if salt else {},
+                timeout=TIMEOUT_S,
+            )
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            raise ConfigError(f"no server answers at {self.url}: {error}") from None
+        if answer.status_code == 401:
+            raise ConfigError(f"the server at {self.url} wants another key; give it with --api-key")
+        with contextlib.suppress(ValueError):
+            found = answer.json()
+            if answer.status_code == 200 and isinstance(found, dict):
+                return found
+            with contextlib.suppress(LookupError, TypeError):
+                raise ConfigError(f"the server at {self.url} says: {found['error']['message']}")
+        raise ConfigError(f"the server at {self.url} answers {answer.status_code}: {json.dumps(answer.text[:200])}")
+
+
+def server_of(info: NamespaceInfo, access: Access) -> Server:
+    """The server that holds a namespace. Errors: ConfigError, if nobody does, or no server."""
+    if info.holder is None:
+        raise ConfigError(f"{info.path.name} is not held by a server")
+    url = address_of(info.path)
+    if url is None:
+        raise ConfigError(
+            f"{info.path.name} is held by {info.holder}, which does not say where it listens; try --server"
+        )
+    return Server(url, access)
+
+
+def find_server(found: Sequence[NamespaceInfo], access: Access) -> Server:
+    """The server that is meant: the one that was named, or the only one that holds one of these namespaces.
+
+    Errors: ConfigError.
+    """
+    if access.server is not None:
+        return Server(access.server, access)
+    held = [info for info in found if info.holder is not None]
+    if not held:
+        raise ConfigError(
+            "conversations have names and pins only where a server runs, and none holds a namespace here; "
+            "start it with afterglow serve, or name one with --server"
+        )
+    if len(held) > 1:
+        names = ", ".join(info.path.name for info in held)
+        raise ConfigError(f"several namespaces are held ({names}); choose one with --namespace, or name a --server")
+    return server_of(held[0], access)

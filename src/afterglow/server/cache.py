@@ -1,0 +1,127 @@
+"""`/v1/cache`: the caller's own conversations in the cache, and clearing it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from afterglow.errors import RequestError
+from afterglow.request import SessionInfo
+from afterglow.server.errors import engine_dead
+from afterglow.server.state import Record, State
+from afterglow.server.stored import stored
+
+
+def _context(http: HttpRequest) -> tuple[State, Record, str]:
+    """With the salt that the request is about: the key's, and `?cache_salt=` where the client uses some."""
+    state: State = http.app.state.afterglow
+    record: Record = http.scope["afterglow.record"]
+    return state, record, state.tenants.salt(record.caller, http.query_params.get("cache_salt"))
+
+
+async def list_sessions(http: HttpRequest) -> Response:
+    state, _, salt = _context(http)
+    found = await _sessions(state, salt)
+    return JSONResponse({"object": "list", "data": [_card(session) for session in found]})
+
+
+async def delete_session(http: HttpRequest) -> Response:
+    state, _, salt = _context(http)
+    name = http.path_params["name"]
+    _check_alive(state)
+    if not await asyncio.to_thread(state.engine.forget_session, salt, name):
+        raise _unknown(name)
+    return JSONResponse({"object": "cache.session", "name": name, "deleted": True})
+
+
+async def pin_session(http: HttpRequest) -> Response:
+    return await _pin(http, True)
+
+
+async def unpin_session(http: HttpRequest) -> Response:
+    return await _pin(http, False)
+
+
+async def _pin(http: HttpRequest, pinned: bool) -> Response:
+    state, _, salt = _context(http)
+    name = http.path_params["name"]
+    _check_alive(state)
+    if not await asyncio.to_thread(state.engine.pin_session, salt, name, pinned):
+        raise _unknown(name)
+    return JSONResponse({"object": "cache.session", "name": name, "pinned": pinned})
+
+
+async def cache_stats(http: HttpRequest) -> Response:
+    """The caller's own numbers; whoever is in charge of all tenants also gets the engine's."""
+    state, record, salt = _context(http)
+    found = await _sessions(state, salt)
+    usage = state.tenants.usage(record.caller)
+    number, size = await stored(state.engine.conversations.count, record.caller.tenant)
+    said: dict[str, Any] = {
+        "object": "cache.stats",
+        "sessions": {
+            "count": len(found),
+            "pinned": sum(session.pinned for session in found),
+            "tokens": sum(session.tokens for session in found),
+            "cached_tokens": _tiers(found),
+        },
+        "since_start": {
+            "requests": usage.requests,
+            "prompt_tokens": usage.prompt_tokens,
+            "generated_tokens": usage.generated_tokens,
+            "cached_tokens": {"device": usage.device, "host": usage.host, "disk": usage.disk},
+        },
+        "responses": {"count": number, "bytes": size},
+    }
+    if record.caller.admin:
+        said["engine"] = asdict(state.engine.stats())
+    return JSONResponse(said)
+
+
+async def reset_prefix_cache(http: HttpRequest) -> Response:
+    """Forget all cached rows: everybody's for whoever is in charge of that, for others their own."""
+    state, record, salt = _context(http)
+    if record.caller.admin:
+        state.engine.reset_cache(None)
+        state.tokenizer.replies.clear()
+        return JSONResponse({"status": "ok", "cleared": "all"})
+    salts = dict.fromkeys([*state.tenants.salts(record.caller), salt])
+    for own in salts:
+        state.engine.reset_cache(own)
+    state.tokenizer.replies.clear(salts.keys())
+    return JSONResponse({"status": "ok", "cleared": "own"})
+
+
+async def _sessions(state: State, salt: str) -> list[SessionInfo]:
+    _check_alive(state)
+    return await asyncio.to_thread(state.engine.sessions, salt)
+
+
+def _check_alive(state: State) -> None:
+    if not state.engine.healthy:
+        raise engine_dead()
+
+
+def _card(session: SessionInfo) -> dict[str, Any]:
+    return {
+        "object": "cache.session",
+        "name": session.name,
+        "tokens": session.tokens,
+        "cached_tokens": _tiers([session]),
+        "last_used": session.last_used,
+        "expires": session.expires,
+        "pinned": session.pinned,
+    }
+
+
+def _tiers(sessions: Sequence[SessionInfo]) -> dict[str, int]:
+    return {tier: sum(getattr(session, tier) for session in sessions) for tier in ("device", "host", "disk")}
+
+
+def _unknown(name: str) -> RequestError:
+    return RequestError(f"there is no conversation {name[:80]!r} in the cache", status=404, code="not_found")

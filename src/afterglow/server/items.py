@@ -1,0 +1,96 @@
+"""Items of `/v1/responses`: from what a client sends to what is kept, and to a chat's messages."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from afterglow.errors import RequestError
+from afterglow.text import Reply
+from afterglow.text.chat import shown
+
+Item = dict[str, Any]
+
+ROLES = ("user", "assistant", "system", "developer")
+PARTS = ("input_text", "output_text", "text")
+_REPLY = "_reply"  # of a kept item: the ids of a reply, which is no client's business
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def read_input(value: object) -> list[Item]:
+    """The field `input` as message items with ids. Errors: RequestError, for all but text by its place."""
+    if isinstance(value, str):
+        return [_message("user", [value])]
+    if not isinstance(value, list) or not value:
+        raise RequestError("input must be a string or a list with at least one item", param="input")
+    return [_read_item(item, f"input[{number}]") for number, item in enumerate(value)]
+
+
+def _read_item(item: object, where: str) -> Item:
+    kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
+    if not isinstance(item, Mapping) or kind != "message":
+        raise RequestError(f"{where} is of type {shown(kind)}; only items of type 'message' are supported", param=where)
+    role, content, given = item.get("role"), item.get("content"), item.get("id")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role")
+    if isinstance(content, str):
+        return _message(role, [content], given)
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where}.content must be a string or a list of text parts, got {type(content).__name__}",
+            param=f"{where}.content",
+        )
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind not in PARTS or not isinstance(text, str):
+            raise RequestError(
+                f"{where}.content[{number}] is of type {shown(kind)}; only parts of type 'input_text' and 'output_text' "
+                "are supported",
+                param=f"{where}.content[{number}]",
+            )
+        texts.append(text)
+    return _message(role, texts, given)
+
+
+def _message(role: str, texts: Sequence[str], given: object = None) -> Item:
+    name = given if isinstance(given, str) and given else new_id("msg")
+    if role == "assistant":
+        return output_message(name, "completed", texts)
+    parts = [{"type": "input_text", "text": text} for text in texts]
+    return {"id": name, "type": "message", "role": role, "status": "completed", "content": parts}
+
+
+def output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def output_message(name: str, status: str, texts: Iterable[str]) -> Item:
+    content = [output_text(text) for text in texts]
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def kept(item: Item, reply: Reply | None) -> Item:
+    """An output item as it is stored: with the ids that were generated, for the next turn."""
+    return item if reply is None else {**item, _REPLY: reply.as_json()}
+
+
+def public(item: Item) -> Item:
+    return {key: value for key, value in item.items() if key != _REPLY}
+
+
+def as_messages(instructions: str | None, items: Sequence[Item]) -> tuple[list[dict[str, str]], dict[int, Reply]]:
+    """A chat's messages, and the replies among them whose generated ids are known, by number."""
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    replies = {}
+    for item in items:
+        text = "\n".join(part["text"] for part in item["content"])
+        if _REPLY in item:
+            replies[len(messages)] = Reply.from_json(text, item[_REPLY])
+        messages.append({"role": item["role"], "content": text})
+    return messages, replies

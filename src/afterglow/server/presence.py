@@ -1,0 +1,57 @@
+"""Where a server listens, written into the lock file of the cache that it holds: `afterglow cache` asks it there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from afterglow.store.namespace import LOCK, holder
+
+log = logging.getLogger("afterglow.server")
+
+_ANYWHERE = ("0.0.0.0", "::")
+
+
+def announce(folder: Path | None, url: str) -> None:
+    """Say in the namespace `folder`, which this process holds, where it listens."""
+    if folder is None:
+        return
+    try:
+        with open(folder / LOCK, "r+b") as file:  # another descriptor: closing it leaves the lock alone
+            said = json.loads(file.read())
+            if said.get("pid") == os.getpid():
+                file.seek(0)
+                file.write(json.dumps({**said, "url": url}).encode())
+                file.truncate()
+    except (OSError, ValueError, AttributeError) as error:
+        log.warning("%s does not say where the server listens: %s", folder / LOCK, error)
+
+
+def address_of(folder: Path) -> str | None:
+    """Where to reach the process that holds a namespace; None if nobody holds it, or no server does, or one that
+    only its own machine reaches."""
+    held = holder(folder)
+    try:
+        url = json.loads((folder / LOCK).read_bytes()).get("url")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return reachable(url, held.host) if held is not None and isinstance(url, str) else None
+
+
+def reachable(url: str, machine: str) -> str | None:
+    """An address to connect to, from one that a process on `machine` listens on."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return None
+    here = machine == socket.gethostname()
+    if host in _ANYWHERE:
+        loopback = "[::1]" if ":" in host else "127.0.0.1"
+        return urlunsplit(parts._replace(netloc=f"{loopback if here else machine}:{port}"))
+    local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return None if local and not here else url

@@ -1,0 +1,321 @@
+"""Responses that a client may go on from by their id: what was asked and answered, as text.
+
+One SQLite file beside the extents, or none at all (`folder` None: in memory, gone with the process). A response names
+the one before it, so that a conversation is a tree of responses; it expires, and is evicted, as a whole, since a turn
+without the turns before it means something else. Everything in it is one tenant's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from afterglow.errors import StoreError
+from afterglow.store.catalog import aside
+from afterglow.store.extent import crc32c
+
+log = logging.getLogger("afterglow.store")
+T = TypeVar("T")
+Item = dict[str, Any]
+
+FILE: Final = "conversations.sqlite"
+TTL_S: Final = 30 * 24 * 3600.0  # what OpenAI promises
+MAX_BYTES: Final = 256 * 1024**2
+MAX_DEPTH: Final = 10_000  # responses of one conversation
+SWEEP_SECONDS: Final = 600.0
+
+_SCHEMA_VERSION: Final = 1
+_WAL_BYTES: Final = 4 * 1024**2
+# What a conversation's responses share is in a table of its own: to write `expires` into each of them again at every
+# turn would mean to write their texts again.
+_SCHEMA: Final = """
+CREATE TABLE conversations (root TEXT PRIMARY KEY NOT NULL, expires REAL NOT NULL);
+CREATE INDEX by_expiry ON conversations (expires);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY NOT NULL, tenant TEXT NOT NULL, previous TEXT, root TEXT NOT NULL, created REAL NOT NULL,
+    model TEXT NOT NULL, body TEXT NOT NULL, items TEXT NOT NULL, crc32c INTEGER NOT NULL
+);
+CREATE INDEX by_root ON responses (root);
+CREATE INDEX by_tenant ON responses (tenant);
+"""
+_COLUMNS: Final = "r.id, r.tenant, r.previous, r.root, r.created, c.expires, r.model, r.body, r.items, r.crc32c"
+_FROM: Final = "responses r JOIN conversations c ON c.root = r.root AND c.expires > ?"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response. `body` is what the client got, `items` what was said in this turn: its input, then its output."""
+
+    id: str
+    previous: str | None
+    root: str
+    created: float
+    expires: float
+    model: str
+    body: dict[str, Any]
+    items: list[Item]
+
+
+class Conversations:
+    """Safe to use from several threads. Calls read and write a file: not for an event loop."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        ttl_s: float = TTL_S,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`ttl_s`: how long after its last turn a conversation is kept. `max_bytes`: size of the file; beyond it the
+        conversations that were not used for longest are dropped."""
+        self.folder = folder
+        self._path = None if folder is None else folder / FILE
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._swept = float("-inf")
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = self._open()
+        with contextlib.suppress(StoreError):
+            self.sweep()
+
+    def add(
+        self,
+        response: str,
+        tenant: str,
+        previous: str | None,
+        model: str,
+        body: Mapping[str, Any],
+        items: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Keep a response; its whole conversation is in use again. Raises StoreError (disk full, id taken, no
+        `previous` of this tenant: it may have been deleted in the meantime)."""
+        texts = (_text(body), _text(items))
+
+        def work(db: sqlite3.Connection) -> None:
+            now = self._clock()
+            before = None if previous is None else self._find(db, previous, tenant)
+            if previous is not None and before is None:
+                raise StoreError(f"{previous} is not stored any more")
+            root = response if before is None else before.root
+            crc = _crc(response, tenant, previous, root, now, model, *texts)
+            row = (response, tenant, previous, root, now, model, *texts, crc)
+            db.execute(
+                "INSERT INTO conversations VALUES (?, ?) ON CONFLICT (root) DO UPDATE SET expires = excluded.expires",
+                (root, now + self._ttl_s),
+            )
+            db.execute("INSERT INTO responses VALUES (?,?,?,?,?,?,?,?,?)", row)
+            self._shrink(db, root)
+
+        self._run(work)
+        if self._clock() - self._swept >= SWEEP_SECONDS:
+            self.sweep()
+
+    def get(self, response: str, tenant: str) -> StoredResponse | None:
+        """A response of this tenant; None for any other id, an expired one, and damage. Raises StoreError."""
+        return self._run(lambda db: self._find(db, response, tenant))
+
+    def delete(self, response: str, tenant: str) -> bool:
+        """Forget one response (what came after it can then not be gone on from any more). Raises StoreError."""
+
+        def work(db: sqlite3.Connection) -> bool:
+            found = self._find(db, response, tenant)
+            if found is None:
+                return False
+            db.execute("DELETE FROM responses WHERE id = ?", (response,))
+            db.execute(
+                "DELETE FROM conversations WHERE root = ? AND NOT EXISTS (SELECT 1 FROM responses WHERE root = ?)",
+                (found.root, found.root),
+            )
+            return True
+
+        return self._run(work)
+
+    def chain(self, response: str, tenant: str) -> list[Item] | None:
+        """What was said up to and in a response, oldest first; None if it, or one before it, is not there (deleted,
+        damaged, another tenant's, more than MAX_DEPTH). Raises StoreError."""
+
+        def work(db: sqlite3.Connection) -> list[Item] | None:
+            turns: list[list[Item]] = []
+            at: str | None = response
+            while at is not None:
+                # A response is entered after the one it names, so there can be no circle but by damage: the bound
+                # is for that as well.
+                found = self._find(db, at, tenant) if len(turns) < MAX_DEPTH else None
+                if found is None:
+                    return None
+                turns.append(found.items)
+                at = found.previous
+            return [item for items in reversed(turns) for item in items]
+
+        return self._run(work)
+
+    def count(self, tenant: str) -> tuple[int, int]:
+        """How many responses a tenant has here, and bytes of their text. Raises StoreError."""
+
+        def work(db: sqlite3.Connection) -> tuple[int, int]:
+            sizes = "COUNT(*), COALESCE(SUM(LENGTH(body) + LENGTH(items)), 0)"
+            number, size = db.execute(
+                f"SELECT {sizes} FROM {_FROM} WHERE r.tenant = ?", (self._clock(), tenant)
+            ).fetchone()
+            return int(number), int(size)
+
+        return self._run(work)
+
+    def sweep(self) -> int:
+        """Drop what has expired; returns how many responses that were. Raises StoreError."""
+        self._swept = self._clock()
+
+        def work(db: sqlite3.Connection) -> int:
+            due = "SELECT root FROM conversations WHERE expires <= ?"
+            gone = db.execute(f"DELETE FROM responses WHERE root IN ({due})", (self._swept,)).rowcount
+            db.execute("DELETE FROM conversations WHERE expires <= ?", (self._swept,))
+            return gone
+
+        return self._run(work)
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        with self._lock:
+            db, self._db = self._db, None
+            if db is not None:
+                db.close()
+
+    # ---------------------------------------------------------------------------------------------- inside
+
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`work` in a transaction. A file that turns out to be damaged is set aside, and the work done on a new one."""
+        with self._lock:
+            if self._db is None:
+                raise StoreError("conversations: closed")
+            try:
+                return _transact(self._db, work)
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise StoreError(f"conversations: {error}") from error
+                self._db.close()
+                self._db = self._begin_anew(error)
+                try:
+                    return _transact(self._db, work)
+                except sqlite3.Error as again:
+                    raise StoreError(f"conversations: {again}") from again
+            except sqlite3.Error as error:
+                raise StoreError(f"conversations: {error}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return _connect(self._path)
+        except sqlite3.Error as error:
+            return self._begin_anew(error) if _is_damage(error) else self._without_file(error)
+
+    def _begin_anew(self, why: sqlite3.Error) -> sqlite3.Connection:
+        assert self._path is not None, "memory has no file to be damaged"
+        try:
+            aside(self._path)
+            db = _connect(self._path)
+        except (OSError, sqlite3.Error) as error:
+            return self._without_file(error)
+        log.warning("%s was damaged (%s): it is now %s.damaged, and a new one is begun", self._path, why, FILE)
+        return db
+
+    def _without_file(self, why: Exception) -> sqlite3.Connection:
+        log.warning("%s cannot be used (%s): conversations are kept in memory only", self._path, why)
+        return _connect(None)
+
+    def _find(self, db: sqlite3.Connection, response: str, tenant: str) -> StoredResponse | None:
+        query = f"SELECT {_COLUMNS} FROM {_FROM} WHERE r.id = ? AND r.tenant = ?"
+        try:
+            row = db.execute(query, (self._clock(), response, tenant)).fetchone()
+            return None if row is None else _stored(row)
+        except (ValueError, TypeError, sqlite3.OperationalError) as error:
+            if isinstance(error, sqlite3.OperationalError) and "decode" not in str(error).lower():
+                raise  # (bytes that are no UTF-8 are reported in this way)
+            log.warning("response %s is damaged and is forgotten: %s", response, error)
+            db.execute("DELETE FROM responses WHERE id = ?", (response,))
+            return None
+
+    def _shrink(self, db: sqlite3.Connection, keep: str) -> None:
+        """Drop conversations, the longest unused first, until the file is small enough. Errors: StoreError."""
+        while _used_bytes(db) > self._max_bytes:
+            oldest = db.execute(
+                "SELECT root FROM conversations WHERE root != ? ORDER BY expires, root LIMIT 1", (keep,)
+            ).fetchone()
+            if oldest is None:
+                raise StoreError(f"conversations: one alone is larger than {self._max_bytes} bytes")
+            for table in ("responses", "conversations"):
+                db.execute(f"DELETE FROM {table} WHERE root = ?", oldest)
+
+
+def erase(folder: Path) -> None:
+    """Remove the file of a namespace that nobody has open. Raises OSError."""
+    for file in folder.glob(f"{FILE}*"):
+        file.unlink(missing_ok=True)
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    # Its subclasses say something else: a full disk, a locked file, missing rights. It is still a database then.
+    return type(error) is sqlite3.DatabaseError
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False, timeout=10.0)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        db.execute("PRAGMA secure_delete = ON")  # what a client deletes shall not be readable in the file
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT")
+        elif version != _SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"it has schema {version}, this version uses {_SCHEMA_VERSION}")
+        return db
+    except BaseException:
+        db.close()
+        raise
+
+
+def _transact(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        result = work(db)
+        db.execute("COMMIT")
+        return result
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
+
+
+def _used_bytes(db: sqlite3.Connection) -> int:
+    """Bytes of the file that hold something: freed pages are used again."""
+    pages, free, size = (
+        int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count", "page_size")
+    )
+    return (pages - free) * size
+
+
+def _stored(row: tuple[Any, ...]) -> StoredResponse:
+    """Raises ValueError or TypeError for a damaged row: SQLite's pages have no checksums."""
+    response, tenant, previous, root, created, expires, model, body, items, crc = row
+    if _crc(response, tenant, previous, root, created, model, body, items) != crc:
+        raise ValueError("wrong checksum")
+    return StoredResponse(response, previous, root, created, expires, model, json.loads(body), json.loads(items))
+
+
+def _crc(*values: object) -> int:
+    return crc32c(repr(values).encode("utf-8", "backslashreplace"))
+
+
+def _text(value: object) -> str:
+    # ASCII, so that a lone surrogate of a client's JSON can be stored.
+    return json.dumps(value, separators=(",", ":"))

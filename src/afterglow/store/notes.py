@@ -1,0 +1,91 @@
+"""Durable notes: small texts by kind and key, in a table of the catalog beside the extents. Knows SQL, no threads.
+
+What is in them is their owners' business, and so is doing without: nothing but the catalog holds them. Unlike extents
+they cannot be read back from anywhere, so a row whose checksum is wrong is dropped.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from afterglow.store.extent import crc32c
+
+NOTES_MOST: Final = 65_536  # of each kind
+
+Note = tuple[str, str]  # kind, key
+Writes = OrderedDict[str, str | None]  # of one kind: key -> value, None deletes; what was noted last is last
+
+# `used` orders notes by when they were last written: SQLite gives each new row a higher number than all others have.
+# Texts are kept as bytes: what callers bring may hold half a surrogate pair, and a damaged one must not stop a SELECT.
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS notes (
+    kind BLOB NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL, used INTEGER PRIMARY KEY, crc32c INTEGER NOT NULL,
+    UNIQUE (kind, key)
+)"""
+_SELECT: Final = (
+    "SELECT used, CAST(kind AS BLOB), CAST(key AS BLOB), CAST(value AS BLOB), CAST(crc32c AS INTEGER) FROM notes"
+)
+
+
+def ensure(db: sqlite3.Connection) -> None:
+    """Make the table where there is none. Raises sqlite3.Error."""
+    db.execute(_SCHEMA)
+
+
+def read(db: sqlite3.Connection) -> Iterator[tuple[int, Note, str | None]]:
+    """All notes as (row, (kind, key), value), those written last at the end; None in place of the value of a damaged
+    row. None at all where there is no table. Raises sqlite3.Error.
+    """
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'notes'").fetchone():
+        return
+    for row, kind, key, value, crc in db.execute(f"{_SELECT} ORDER BY used"):
+        try:
+            sound = _crc(kind, key, value) == crc
+            yield row, (_text(kind), _text(key)), _text(value) if sound else None
+        except UnicodeDecodeError:
+            yield row, ("", ""), None
+
+
+def forget(db: sqlite3.Connection, rows: Iterable[int]) -> None:
+    """Remove rows by number. Raises sqlite3.Error."""
+    db.executemany("DELETE FROM notes WHERE used = ?", [(row,) for row in rows])
+
+
+def write(db: sqlite3.Connection, noted: Mapping[str, Writes], counts: Mapping[str, int]) -> dict[str, int]:
+    """Write notes by kind, and remove the oldest of a kind that has too many.
+
+    `counts`: how many there are of each kind. Returns the same for afterwards; true once the transaction is committed.
+    Raises sqlite3.Error.
+    """
+    left = dict(counts)
+    for kind, writes in noted.items():
+        count = left.get(kind, 0)
+        for key, value in writes.items():
+            named = (_bytes(kind), _bytes(key))
+            count -= db.execute("DELETE FROM notes WHERE kind = ? AND key = ?", named).rowcount
+            if value is not None:
+                row = (*named, _bytes(value))
+                db.execute("INSERT INTO notes (kind, key, value, crc32c) VALUES (?, ?, ?, ?)", (*row, _crc(*row)))
+                count += 1
+        if count > NOTES_MOST:
+            db.execute(
+                "DELETE FROM notes WHERE used IN (SELECT used FROM notes WHERE kind = ? ORDER BY used LIMIT ?)",
+                (_bytes(kind), count - NOTES_MOST),
+            )
+        left[kind] = min(count, NOTES_MOST)
+    return left
+
+
+def _crc(kind: bytes, key: bytes, value: bytes) -> int:
+    return crc32c(repr((kind, key)).encode() + value)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")

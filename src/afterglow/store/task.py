@@ -1,0 +1,93 @@
+"""A piece of work of the mover, as the mover, the work itself and those who wait for it see it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from afterglow.errors import StoreError
+
+
+class Abandoned(StoreError):
+    """Raised inside a task that was given up, so that it ends without an effect."""
+
+
+class Task:
+    """One piece of work of the mover. `work(task)` returns the bytes moved and calls `advance` as it goes.
+
+    `move` is None for the store's own housekeeping, of which nothing is reported. `gate`: how many layers may be in
+    place before `Mover.release` (None: all). A work that has reached `limit` and is not done calls `pause` and returns;
+    it is called again when the gate is open. `label` is for whoever gets the report.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        priority: int,
+        work: Callable[[Task], int],
+        *,
+        move: int | None,
+        writes: bool,
+        gate: int | None = None,
+        label: str = "",
+    ) -> None:
+        self.key = key
+        self.priority = priority
+        self.work = work
+        self.move = move
+        self.writes = writes
+        self.gate = gate
+        self.label = label
+        self.place: tuple[int, int] | None = None  # its entry in a queue; other entries of it are void
+        self.started = False  # runs, or has ended; not while it waits at its gate
+        self.paused = False
+        self.abandoned = False
+        self.progress_at = 0.0  # monotonic seconds
+        self.bytes = 0  # moved by the calls of `work` that have returned
+        self.seconds = 0.0  # spent in them
+        self._layers = 0
+        self._ended: bool | None = None  # None: not yet; then whether it went well
+        self._changed = threading.Condition()
+
+    def limit(self, layers: int) -> int:
+        """How many of `layers` layers may be in place as things are."""
+        gate = self.gate
+        return layers if gate is None else min(gate, layers)
+
+    @property
+    def waits(self) -> bool:
+        """It has come to its gate, and the gate is closed."""
+        return self.gate is not None and self._layers >= self.gate
+
+    def pause(self) -> None:
+        """Called by the work, which then returns: there is more to do, behind the gate."""
+        self.paused = True
+
+    def advance(self, layers: int = 0) -> None:
+        """There was progress: the first `layers` layers are in place. Raises Abandoned after a time-out."""
+        self.progress_at = time.monotonic()
+        with self._changed:
+            if self.abandoned:
+                raise Abandoned("given up after a time-out")
+            if layers > self._layers:
+                self._layers = layers
+                self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Give the task up: its next `advance` raises."""
+        with self._changed:
+            self.abandoned = True
+
+    def end(self, ok: bool) -> None:
+        """Wake whoever waits for a layer; only the first call counts."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = ok
+                self._changed.notify_all()
+
+    def wait_layer(self, layer: int, timeout: float | None) -> bool:
+        """Whether `layer` is in place, waiting for at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or self._layers > layer, timeout)
+            return self._layers > layer if self._ended is None else self._ended

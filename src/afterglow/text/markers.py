@@ -1,0 +1,245 @@
+"""Markers that a chat template writes, told from the same characters in somebody's message.
+
+`<|assistant|>` typed by a user, or found on a web page that is quoted, must not begin the assistant's turn. So what
+looks like a marker inside a message is hidden while the template is rendered, and tokenised as plain text afterwards:
+by a twin of the tokenizer, which knows the markers under names that nobody can type. All else stays as it is; without
+such text in its messages a conversation never meets the twin.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from afterglow.errors import RequestError
+
+log = logging.getLogger("afterglow.text")
+Write = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as its template writes it. The characters in `literals` (start, stop) look like markers and are
+    none."""
+
+    text: str
+    literals: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of a part of the rendered text."""
+
+    ids: list[int]
+    offsets: Callable[[], Sequence[tuple[int, int]]]  # in what was read: the text, or its markers under other names
+    read: Sequence[int] = (0,)  # where the pieces of what was read begin,
+    places: Sequence[int] = (0,)  # and where those are in the rendered text
+
+    def starts(self) -> list[int]:
+        """For each token the character of the rendered text at which it begins."""
+        found = []
+        for start, _ in self.offsets():
+            number = max(0, bisect.bisect_right(self.read, start) - 1)
+            found.append(self.places[number] + start - self.read[number])
+        return found
+
+
+class Markers:
+    """The markers of one tokenizer, text to id. `unknown` is the one that also stands for unknown characters."""
+
+    def __init__(self, fast: tokenizers.Tokenizer, markers: Mapping[str, int], unknown: str | None = None) -> None:
+        self._fast = fast
+        self._ids = dict(markers)
+        self._telling = {number for text, number in markers.items() if text != unknown}
+        self._texts = sorted(markers, key=lambda text: (-len(text), text))  # the longest first, as tokenizers match
+        self._pattern = re.compile("|".join(map(re.escape, self._texts))) if markers else None
+        # Nobody can guess it, so nobody can type what is hidden behind it.
+        self._nonce = secrets.token_hex(8)
+        self._hidden = re.compile(f"\ue000{self._nonce}m(\\d+)\ue001")
+        self._names = {text: f"\ue000{self._nonce}m{number}\ue001" for number, text in enumerate(self._texts)}
+        # Markers that are looked for in normalised text can be written in more ways than one.
+        self._normalised = fast.normalizer is not None and any(
+            token.normalized for token in fast.get_added_tokens_decoder().values() if token.content in self._ids
+        )
+        self._twin: _Twin | None = None
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def mentioned(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Does a message hold text that looks like a marker?"""
+        return any(self.mentioned_in(text) for message in messages for text in _texts(message))
+
+    def mentioned_in(self, text: str) -> bool:
+        return self._pattern is not None and self._pattern.search(text) is not None
+
+    def render(self, write: Write, messages: Sequence[Mapping[str, Any]]) -> Rendered:
+        """What `write`, the template, makes of messages. Errors: RequestError, the template's."""
+        plain = write(messages)
+        if not self.mentioned(messages):
+            return Rendered(plain)
+        # Templates that look for markers (to leave thoughts out, say) look for them in the assistant's messages.
+        for trusted in ((), ("assistant",)):
+            hidden = [m if m["role"] in trusted else self._hide(m) for m in messages]
+            found = self._reveal(write, hidden)
+            if found.text == plain:
+                return found
+        self._warn("the chat template looks for markers inside messages, where they keep their meaning therefore")
+        return Rendered(plain)
+
+    def at(self, rendered: Rendered, char: int) -> int | None:
+        """The marker that begins at a character of the text."""
+        found = self._pattern.match(rendered.text, char) if self._pattern is not None else None
+        if found is None or any(start < found.end() and char < stop for start, stop in rendered.literals):
+            return None
+        return self._ids[found.group()]
+
+    def encode(self, rendered: Rendered, start: int, stop: int, lead: str = "") -> Encoded:
+        """The tokens of a part of the text. `lead` is the marker just before it, of which no token is returned: behind
+        one a text may be tokenised otherwise than at its very beginning (a space marker in front).
+
+        Errors: RequestError, where the tokenizer has no way to write a marker's characters but the marker.
+        """
+        first = 1 if lead else 0
+        plain = self._fast.encode(lead + rendered.text[start:stop], add_special_tokens=False)
+        encoded = Encoded(plain.ids[first:], lambda: plain.offsets[first:], (len(lead),), (start,))
+        literals = [span for span in rendered.literals if span[0] < stop and span[1] > start]
+        if not literals and not self._normalised:
+            return encoded
+        wanted = self._wanted(rendered.text, start, stop, literals)
+        if not literals and self._markers(encoded.ids) == wanted:
+            return encoded
+        return self._by_twin(rendered.text, start, stop, lead, literals, wanted, encoded)
+
+    # ---------------------------------------------------------------------------------------------- inside
+
+    def _by_twin(
+        self,
+        text: str,
+        start: int,
+        stop: int,
+        lead: str,
+        literals: Sequence[tuple[int, int]],
+        wanted: list[int],
+        otherwise: Encoded,
+    ) -> Encoded:
+        twin = self._find_twin()
+        found = twin.encode(self._pieces(text, start, stop, literals), self._names[lead] if lead else "")
+        markers = self._markers(found.ids)
+        if markers == wanted:
+            return found
+        if len(markers) > len(wanted):
+            name = next(t for t in self._texts if markers.count(self._ids[t]) > wanted.count(self._ids[t]))
+            raise RequestError(
+                f"a message holds the characters of the special token {name}, and this model's tokenizer cannot "
+                "write them as plain text; leave them out",
+                param="messages",
+            )
+        self._warn("the tokenizer finds its markers only in some places, so those inside messages keep their meaning")
+        return otherwise
+
+    def _pieces(self, text: str, start: int, stop: int, literals: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+        """The text with its markers under the twin's names, as (where it is in the text, what the twin reads)."""
+        pieces = []
+        for left, right in [*literals, (stop, stop)]:
+            if self._pattern is not None:
+                for found in self._pattern.finditer(text, start, left):
+                    pieces.append((start, text[start : found.start()]))
+                    pieces.append((found.start(), self._names[found.group()]))
+                    start = found.end()
+            pieces.append((start, text[start:right]))
+            start = right
+        return [piece for piece in pieces if piece[1]]
+
+    def _wanted(self, text: str, start: int, stop: int, literals: Sequence[tuple[int, int]]) -> list[int]:
+        by_name = {self._names[marker]: number for marker, number in self._ids.items()}
+        return self._markers(by_name.get(read, -1) for _, read in self._pieces(text, start, stop, literals))
+
+    def _markers(self, ids: Iterable[int]) -> list[int]:
+        return [number for number in ids if number in self._telling]
+
+    def _reveal(self, write: Write, hidden: Sequence[Mapping[str, Any]]) -> Rendered:
+        try:
+            pieces = self._hidden.split(write(hidden))
+        except RequestError:
+            return Rendered("")
+        literals, at = [], 0
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                pieces[number] = self._texts[int(piece)]
+                literals.append((at, at + len(pieces[number])))
+            at += len(pieces[number])
+        return Rendered("".join(pieces), tuple(literals))
+
+    def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        pattern = self._pattern
+        assert pattern is not None
+        return {
+            key: pattern.sub(lambda found: self._names[found.group()], value)
+            if isinstance(value, str) and key != "role"
+            else value
+            for key, value in message.items()
+        }
+
+    def _find_twin(self) -> _Twin:
+        with self._lock:
+            if self._twin is None:  # it costs about as much as loading the tokenizer did
+                self._twin = _Twin(self._fast, self._names)
+            return self._twin
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", what)
+
+
+class _Twin:
+    """The same tokenizer, but for the names of its markers."""
+
+    def __init__(self, fast: tokenizers.Tokenizer, names: Mapping[str, str]) -> None:
+        state = json.loads(fast.to_str())
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        state["post_processor"] = None  # adds special tokens by name, and is never asked to
+        model = state["model"]
+        # Of many models the markers are in the vocabulary too: there a plain text must not find them either.
+        vocab = model.get("vocab")
+        if isinstance(vocab, dict):
+            made = {
+                "".join(pair) if isinstance(pair, list) else pair.replace(" ", "") for pair in model.get("merges", ())
+            }
+            model["vocab"] = {text if text in made else names.get(text, text): i for text, i in vocab.items()}
+        elif isinstance(vocab, list):
+            model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        self._fast = tokenizers.Tokenizer.from_str(json.dumps(state))
+        known = fast.get_vocab(with_added_tokens=True)
+        renamed = {name: text for text, name in names.items()}
+        self._ids = {
+            number: known[original]
+            for text, number in self._fast.get_vocab(with_added_tokens=True).items()
+            if (original := renamed.get(text, text)) in known and known[original] != number
+        }
+
+    def encode(self, pieces: Sequence[tuple[int, str]], lead: str) -> Encoded:
+        read, at = lead, []
+        for _, text in pieces:
+            at.append(len(read))
+            read += text
+        first = 1 if lead else 0
+        found = self._fast.encode(read, add_special_tokens=False)
+        ids = [self._ids.get(number, number) for number in found.ids[first:]]
+        return Encoded(ids, lambda: found.offsets[first:], at, [place for place, _ in pieces])
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    return [value for key, value in message.items() if isinstance(value, str) and key != "role"]

@@ -1,0 +1,245 @@
+"""Notes: small texts that survive a restart, bounded, each row with a checksum."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections import OrderedDict
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from store_kit import Kit, extent_name
+
+from afterglow.errors import StoreError
+from afterglow.store import admin, catalog, notes
+from afterglow.store.catalog import Catalog
+
+
+def sql(path, statement, *values):
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as db:
+        found = db.execute(statement, values).fetchall()
+        db.commit()
+    return found
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """A function that opens a catalog of the test's folder anew; the last one is closed."""
+    last = []
+
+    def reopen():
+        if last:
+            last.pop().close()
+        last.append(Catalog(tmp_path / "catalog.sqlite"))
+        last[0].load()
+        return last[0]
+
+    yield reopen
+    last[0].close()
+
+
+def test_notes_survive_a_restart_by_kind_and_in_order(tmp_path):
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("reply") == {}
+        kit.store.note("reply", [("a", "1"), ("b", "2"), ("c", "3")])
+        kit.store.note("session", [("a", "other")])
+        kit.store.note("reply", [("a", "4")])
+    with Kit(tmp_path) as kit:
+        assert list(kit.store.notes("reply").items()) == [("b", "2"), ("c", "3"), ("a", "4")]
+        assert kit.store.notes("reply") == {}  # handed over
+        assert kit.store.notes("session") == {"a": "other"}
+        kit.store.note("reply", [("b", None), ("never there", None)])
+        kit.store.note("session", [("b", "x"), ("b", None), ("c", None), ("c", "y")])
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("reply") == {"c": "3", "a": "4"}
+        assert kit.store.notes("session") == {"a": "other", "c": "y"}
+        assert kit.store.stats().notes_damaged == 0
+        assert kit.store.stats().errors == {}
+
+
+def test_any_text_can_be_noted(tmp_path):
+    texts = ["", "\0", "naïve 中 🙂", "\ud83d", "a" * 100_000, "'; DROP TABLE extents; --"]
+    with Kit(tmp_path) as kit:
+        kit.store.note("any\udc00", [(text, text[::-1]) for text in texts])
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("any\udc00") == {text: text[::-1] for text in texts}
+    assert admin.check(tmp_path / next(tmp_path.iterdir())).ok
+
+
+def test_without_a_disk_nothing_is_noted():
+    with Kit(None) as kit:
+        kit.store.note("reply", [("a", "1")])
+        assert kit.store.notes("reply") == {}
+
+
+def test_notes_are_written_with_whatever_else_is(tmp_path):
+    """No waiting for the end: the next transaction takes them along."""
+    with Kit(tmp_path) as kit:
+        kit.store.note("reply", [("a", "1")])
+        assert kit.put(1, 64, (0,)).ok
+        assert sql(kit.path, "SELECT count(*) FROM notes") == [(1,)]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "value = CAST('10' AS BLOB)",
+        "value = x'ff'",
+        "value = 7",
+        "value = 'text'",
+        "value = CAST(x'ff' AS TEXT)",
+        "key = CAST('z' AS BLOB)",
+        "key = x'c328'",
+        "kind = CAST('session' AS BLOB)",
+        "crc32c = crc32c + 1",
+        "crc32c = 'none'",
+    ],
+)
+def test_a_damaged_note_is_dropped_and_counted(tmp_path, harm):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        kit.store.note("reply", [("a", "1"), ("b", "2")])
+        path = kit.path
+    sql(path, f"UPDATE notes SET {harm} WHERE key = CAST('a' AS BLOB)")
+    with Kit(tmp_path) as kit:
+        assert kit.store.stats().notes_damaged == 1
+        assert kit.store.stats().catalog_rebuilds == 0
+        assert kit.store.notes("reply") == {"b": "2"}
+        assert kit.store.notes("session") == {}
+        assert [record.id for record in kit.store.records()] == [extent_name(1)]
+        kit.store.note("reply", [("a", "3")])
+    with Kit(tmp_path) as kit:
+        assert kit.store.stats().notes_damaged == 0
+        assert kit.store.notes("reply") == {"b": "2", "a": "3"}
+
+
+def test_a_catalog_of_before_there_were_notes_opens(tmp_path):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        path = kit.path
+    sql(path, "DROP TABLE notes")
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("reply") == {}
+        assert len(kit.store.records()) == 1
+        assert kit.store.stats().catalog_rebuilds == 0
+        kit.store.note("reply", [("a", "1")])
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("reply") == {"a": "1"}
+
+
+def test_a_rebuilt_catalog_has_no_notes(tmp_path):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        kit.store.note("reply", [("a", "1")])
+        path = kit.path
+    sql(path, "PRAGMA user_version = 99")
+    with Kit(tmp_path) as kit:
+        assert kit.store.stats().catalog_rebuilds == 1
+        assert kit.store.notes("reply") == {}
+        assert len(kit.store.records()) == 1
+
+
+def test_a_table_of_another_shape_is_a_damaged_catalog(tmp_path):
+    with Kit(tmp_path) as kit:
+        kit.put(1, 64, (0,))
+        path = kit.path
+    sql(path, "DROP TABLE notes")
+    sql(path, "CREATE TABLE notes (something TEXT)")
+    with Kit(tmp_path) as kit:
+        assert kit.store.stats().catalog_rebuilds == 1
+        kit.store.note("reply", [("a", "1")])
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("reply") == {"a": "1"}
+
+
+def test_the_oldest_of_a_kind_go_first(tmp_path):
+    most = notes.NOTES_MOST
+    assert most == 65_536
+    with Kit(tmp_path) as kit:
+        kit.store.note("other", [("a", "1")])
+        kit.store.note("reply", [(f"{n}", "first") for n in range(most)])
+        kit.put(1, 64, (0,))
+        kit.store.note("reply", [("0", "again")])
+        kit.store.note("reply", [(f"more {n}", "x") for n in range(10)])
+    with Kit(tmp_path) as kit:
+        assert kit.store.notes("other") == {"a": "1"}
+        found = kit.store.notes("reply")
+        assert len(found) == most
+        assert list(found)[:2] == ["11", "12"]
+        assert list(found)[-11:] == ["0", *(f"more {n}" for n in range(10))]
+        assert kit.store.stats().catalog_bytes > most * 8
+
+
+def test_what_nobody_can_write_does_not_grow_for_ever(opened, monkeypatch):
+    monkeypatch.setattr(catalog, "NOTES_MOST", 100)
+    book = opened()
+    monkeypatch.setattr(book, "_jobs", type("Nobody", (), {"put": lambda self, job: None})())
+    for n in range(1000):
+        book.note("reply", [(str(n), "x")])
+    book.note("other", [("a", "1")])
+    assert len(book._noted["reply"]) == 100
+    assert next(iter(book._noted["reply"])) == "900"
+    assert len(book._noted["other"]) == 1
+
+
+def test_a_failed_transaction_loses_its_notes_and_says_so(opened, monkeypatch, caplog):
+    book = opened()
+    book.note("reply", [("a", "1")])
+    book.remove([])  # returns when the transaction is committed
+    with monkeypatch.context() as patch:
+        patch.setattr(notes, "_crc", _full)
+        book.note("reply", [("b", "2")])
+        with pytest.raises(StoreError, match="full"):
+            book.remove([])
+    assert book.failures == 1
+    assert "1 notes are lost" in caplog.text
+    book.note("reply", [("c", "3")])
+    assert opened().notes("reply") == {"a": "1", "c": "3"}
+
+
+def _full(*_):
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+KEYS = st.sampled_from("abcdefgh")
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["reply", "session"]),
+        st.lists(st.tuples(KEYS, st.one_of(st.none(), st.text(max_size=3), st.text(max_size=3))), max_size=5),
+        st.booleans(),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=CALLS)
+@example(calls=[("reply", [(key, "x") for key in keys], False) for keys in ("abcd", "efgh", "a", "b")])
+def test_any_history_is_that_of_a_bounded_dictionary(calls, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(notes, "NOTES_MOST", 5)
+    monkeypatch.setattr(catalog, "NOTES_MOST", 5)
+    path = tmp_path_factory.mktemp("notes") / "catalog.sqlite"
+    model = {"reply": OrderedDict(), "session": OrderedDict()}
+    book = Catalog(path)
+    book.load()
+    for kind, items, again in calls:
+        book.note(kind, items)
+        book.remove([])
+        for key, value in items:
+            model[kind].pop(key, None)
+            if value is not None:
+                model[kind][key] = value
+        while len(model[kind]) > 5:
+            model[kind].popitem(last=False)
+        with contextlib.closing(catalog.read_only(path)) as db:
+            found = [(note, value) for _, note, value in notes.read(db) if note[0] == kind]
+            assert found == [((kind, key), value) for key, value in model[kind].items()]
+        if again:
+            book.close()
+            book = Catalog(path)
+            book.load()
+            assert book.notes_damaged == 0
+            for name, wanted in model.items():
+                assert list(book.notes(name).items()) == list(wanted.items())
+    book.close()

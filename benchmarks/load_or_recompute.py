@@ -13,12 +13,11 @@ import statistics
 import sys
 from typing import Any, cast
 
-from asking import asked, engine_of, words
-
 from afterglow.bench.report import arguments, finish, goal, show, spread
 from afterglow.config import SourceName
 from afterglow.engine.engine import Engine
 from afterglow.store.throttle import Throttle
+from asking import asked, engine_of, words
 
 HISTORY, NEW = 2048, 64
 SOURCES = ("load", "recompute", "auto")

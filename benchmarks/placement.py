@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asking import Turn, ask, asked, engine_of, words
-
 from afterglow.bench.report import arguments, finish, goal, show
 from afterglow.cli.environment import find_model
 from afterglow.engine.engine import Engine
+from asking import Turn, ask, asked, engine_of, words
 
 POLICIES = ("lookahead", "lru", "fifo", "lfu")
 TURN, REPLY = 60, 4  # tokens
@@ -33,10 +32,7 @@ def main(args: list[str]) -> int:
     conversations = 36 if options.quick else 60
     if options.journals is not None:
         options.journals.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for backlog in (True, False):
-        for policy in POLICIES:
-            rows.append(_run(policy, backlog, conversations, options))
+    rows = [_run(policy, backlog, conversations, options) for backlog in (True, False) for policy in POLICIES]
     show(
         f"{conversations} conversations of {TURNS} turns, room for {HOST_CONVERSATIONS} in host and {DISK_CONVERSATIONS}"
         " on disk: share of history that was cached",

@@ -34,6 +34,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/afterglow bench multiturn --json benchmarks/results/multiturn.json
+	$(BIN)/afterglow bench disk --json benchmarks/results/disk.json
 	$(BIN)/afterglow bench engine --json benchmarks/results/engine.json
 	$(BIN)/afterglow bench overhead --json benchmarks/results/overhead.json
 

@@ -21,8 +21,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from afterglow.cli import app, main, options
+from afterglow.cli import main, options
 from afterglow.cli.chat import Messages, converse
+from afterglow.cli.commands import app
 from afterglow.cli.environment import find_model, physical_cores
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.errors import ModelError
@@ -35,6 +36,15 @@ from tests.text import toys
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 SMALL = ("--device-cache", "64M", "--host-cache", "64M", "--disk-cache", "64M", "--threads", "1")
+
+
+# A server that ends with this process, however it ends: then nobody holds the other end of its standard input.
+TIED = """
+import os, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+from afterglow.cli import main
+main()
+"""
 
 
 def afterglow(*args: str, input: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +79,7 @@ def flat(text: str) -> str:
 
 def test_help_needs_no_heavy_imports() -> None:
     heavy = ("torch", "fastapi", "numpy", "tokenizers")
-    code = f"import sys, afterglow.cli; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, afterglow.cli.commands; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -135,18 +145,30 @@ def test_flags_become_settings() -> None:
     [
         (["--version"], 0, r"^afterglow \d"),
         (["serve", "/no/such/model"], 2, "there is no model '/no/such/model'"),
-        (["serve", "--bogus"], 2, "No such option: --bogus"),
+        (["serve", "--bogus"], 2, "no such option: --bogus"),
         (["serve", "--port", "70000"], 2, "--port must be between 0 and 65535, got 70000"),
-        (["serve", "--port", "many"], 2, "Invalid value for '--port'"),
+        (
+            ["serve", "--port", "many"],
+            2,
+            "invalid value for '--port': 'many' is not a whole number; write it in digits",
+        ),
+        (["generate", "--max-tokens", "1e12"], 2, "invalid value for '--max-tokens': '1e12' is not a whole number"),
+        (
+            ["serve", "--grace", "x"],
+            2,
+            r"invalid value for '--grace': 'x' is not a number \(see afterglow serve --help",
+        ),
+        (["serve", "a", "b"], 2, "unexpected extra argument"),
+        (["cache", "pin"], 2, "missing argument 'NAME'"),
         (["serve", "--host-cache", "3X"], 2, "'3X' is not a size"),
-        (["serve", "--dtype", "int3"], 2, "'int3' is not one of"),
-        (["serve", "--max-batch", "0"], 2, "--max-batch must be at least 1, got 0"),
+        (["serve", "--dtype", "int3"], 2, ": 'int3' is not one of 'auto', 'float32'"),
+        (["serve", "--max-batch", "0"], 2, "--max-batch must lie between 1 and 4096, got 0"),
         (["generate", "--prompt", "a", "--file", "b"], 2, "give --prompt or --file, not both"),
         (["generate", "--file", "/no/such/file"], 2, "cannot read /no/such/file"),
         (["chat", "--url", "http://127.0.0.1:9"], 2, "no server answers at http://127.0.0.1:9"),
         (["bench", "nothing"], 2, "no benchmark 'nothing'"),
         (["cache", "ls", "--cache-dir", "/no/such/folder"], 2, "there is no cache directory"),
-        (["frobnicate"], 2, "No such command 'frobnicate'"),
+        (["frobnicate"], 2, "no such command 'frobnicate'"),
     ],
 )
 def test_mistakes_end_with_one_line_and_a_code(args: list[str], code: int, says: str) -> None:
@@ -154,6 +176,58 @@ def test_mistakes_end_with_one_line_and_a_code(args: list[str], code: int, says:
     assert result.returncode == code
     assert re.search(says, flat(result.stdout + result.stderr).strip()), result.stderr
     assert "Traceback" not in result.stderr
+    assert code == 0 or (result.stderr.count("\n") == 1 and result.stderr.startswith("afterglow: error: "))
+
+
+@pytest.mark.parametrize("args", [(), ("cache",)])
+def test_without_arguments_help_is_shown_once(args: tuple[str, ...]) -> None:
+    result = afterglow(*args, COLUMNS="80")
+    assert (result.stdout + result.stderr).count("Usage:") == 1
+    assert "error" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_input_that_is_no_text(command: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "afterglow.cli", command, "--device-cache", "64M", "--disk-cache", "0"],
+        input=b"a\xff\xfeb\n",
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    if command == "chat" and b"bundled" in result.stderr:
+        pytest.skip("no bundled model in this checkout")
+    assert result.returncode == 2
+    assert result.stderr.startswith(b"afterglow: error: standard input is not UTF-8 text: it has a byte 0xff")
+    assert result.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("name", ["multiturn", "disk", "engine", "overhead"])
+def test_benchmarks_show_their_own_options(name: str) -> None:
+    """With a text for each of them."""
+    for flag in ("--help", "-h"):
+        result = inside("bench", name, flag)
+        assert result.returncode == 0
+        assert f"usage: afterglow bench {name}" in result.stdout
+    own = result.stdout[result.stdout.index("options:") :]
+    listed = re.findall(r"^  (--\w[\w-]*)(.*(?:\n {10,}.*)*)", own, re.MULTILINE)
+    assert {"--quick", "--json", "--seed"} <= {option for option, _ in listed}
+    assert all(re.search(r"( {2,}|\n +)\w{3,}", text) for _, text in listed), listed
+
+
+def test_an_interrupt_during_the_first_imports_is_quiet() -> None:
+    code = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from afterglow.cli import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 def test_a_model_without_tokenizer_and_a_port_in_use(tmp_path: Path) -> None:
@@ -165,7 +239,7 @@ def test_a_model_without_tokenizer_and_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         toys.byte_level(tmp_path)
         result = afterglow("serve", str(tmp_path), "--port", str(taken.getsockname()[1]))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "is in use" in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -342,11 +416,21 @@ class Served:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "afterglow.cli", "serve", "--port", str(self.port),
+            [sys.executable, "-c", TIED, "serve", "--port", str(self.port),
              "--cache-dir", str(cache), *SMALL, *args],
+            stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )  # fmt: skip
+        assert self.process.stdin is not None
+        self.tie, self.process.stdin = self.process.stdin, None  # `communicate` would close it
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -375,11 +459,12 @@ class Served:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+        self.tie.close()
 
     def end(self, *signals: signal.Signals) -> tuple[int, str]:
         for number in signals:
             self.process.send_signal(number)
-            time.sleep(0.3)
+            time.sleep(0.7)  # two at once would be taken for one
         _, log = self.process.communicate(timeout=30)
         return self.process.returncode, log
 
@@ -396,6 +481,9 @@ def test_serve_restart_and_cache_commands(tmp_path: Path) -> None:
         held = inside("cache", "clear", "--yes", *folder)
         assert held.returncode == 2
         assert str(server.process.pid) in held.stderr
+        assert inside("cache", "check", "--repair", *folder).returncode == 2
+        card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert (card["id"], card["root"]) == ("afterglow-small", "afterglow-small")
         check_conversations(server, second["usage"]["prompt_tokens"], *folder)
         code, log = server.end(signal.SIGTERM)
     assert code == 0, log
@@ -484,6 +572,52 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
         code, _ = server.end(signal.SIGINT, signal.SIGINT)
     assert code == 130
     assert time.monotonic() - began < 10
+
+
+@needs_model
+def test_a_server_of_these_tests_ends_with_them(tmp_path: Path) -> None:
+    with Served(tmp_path) as server:
+        server.tie.close()  # as the end of this process would
+        assert server.process.wait(10) == 1
+
+
+def test_an_empty_cache_says_so(tmp_path: Path) -> None:
+    for command in ("ls", "check", "stats"):
+        result = inside("cache", command, "--cache-dir", str(tmp_path))
+        assert (result.returncode, result.stdout) == (0, "nothing is stored\n")
+    assert json.loads(inside("cache", "check", "--json", "--cache-dir", str(tmp_path)).stdout) == []
+
+
+@pytest.mark.parametrize("description", ['{"format": 999}', "{", "[]"])
+def test_what_another_version_left_can_be_cleared(tmp_path: Path, description: str) -> None:
+    layout = KVLayout(1, 1, 8, "F32")
+    folder = ("--cache-dir", str(tmp_path))
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (outside / "mine").write_text("x")
+    with Namespace.open(tmp_path, "m", "0" * 64, layout) as namespace:
+        path = namespace.path
+        (path / "afterglow.json").write_text(description)
+        (path / "extents" / "ab").mkdir(parents=True)
+        (path / "extents" / "ab" / "x").write_bytes(b"x" * 5000)
+        (path / "something-new").symlink_to(outside)
+        held = inside("cache", "clear", "--yes", *folder)
+        assert held.returncode == 2
+        assert f"in use by process {os.getpid()}" in held.stderr
+        assert (path / "extents" / "ab" / "x").exists()
+    assert inside("cache", "clear", *folder).returncode == 2  # nobody was asked
+    with mock.patch("sys.stdin.isatty", return_value=True, create=True), mock.patch("builtins.input") as asked:
+        asked.return_value = "n"
+        assert inside("cache", "clear", *folder).returncode == 1
+        assert f"{path.name}, which cannot be read" in asked.call_args[0][0]
+        asked.return_value = "y"
+        cleared = inside("cache", "clear", *folder)
+    assert cleared.returncode == 0, cleared.stderr
+    assert "4.9 KiB freed" in cleared.stdout
+    assert [entry.name for entry in path.iterdir()] == ["lock"]
+    assert (outside / "mine").exists()
+    assert inside("cache", "ls", *folder).stdout == "nothing is stored\n"
+    Namespace.open(tmp_path, "m", "0" * 64, layout).close()
 
 
 @needs_model

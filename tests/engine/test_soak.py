@@ -79,7 +79,8 @@ class Talk:
         self.aborted += outputs[-1].finish_reason == "cancelled"
         self.reused += outputs[-1].cached.total
         cut = any(output.truncation is not None for output in outputs)
-        if self.rng.random() < 0.05 and not cut:
+        fits = len(request.prompt) + len(tokens) < WINDOW and not cut
+        if self.rng.random() < 0.05 and fits:
             sampling = SamplingParams(max_tokens=max(1, len(tokens)), temperature=0, ignore_eos=True)
             (again,) = self.engine.generate([Request(f"soak-{next(IDS)}", request.prompt, sampling, reuse=False)])
             assert list(again.tokens[: len(tokens)]) == tokens, "not what recomputing gives"

@@ -1,12 +1,16 @@
-"""`docs/faults.md` is written, if that was asked for, when all its lines have been played."""
+"""A scene for each test, and `docs/faults.md`: written, if that was asked for, when its lines have been played."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.faults import report
+from tests.faults.harness import small_pieces
+from tests.faults.scenes import Scene, prepare
+from tests.faults.syscalls import Syscalls
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +20,21 @@ def table() -> Iterator[None]:
         from tests.faults import test_kill, test_matrix, test_server_faults  # noqa: F401  (their lines)
 
         report.write()
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture
+def scene(tmp_path: Path, prepared: Path) -> Iterator[Scene]:
+    with Syscalls(tmp_path) as calls, small_pieces():
+        playing = Scene(tmp_path / "cache", prepared, calls)
+        yield playing
+        calls.clear()
+        playing.gate.set()
+        for world in playing.worlds:
+            world.abandon()

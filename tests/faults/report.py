@@ -46,9 +46,9 @@ Written by the tests (`AFTERGLOW_WRITE_DOCS=1 pytest tests/faults`), which compa
 was played on the real scheduler and the real store, with real files and threads: conversations of several turns in tiny
 tiers, the fault injected at the system call or into the file, in the phase that the line names and counted there.
 
-In every line (but those under *known gaps*), and not repeated there: every request was answered with the tokens that it would have got without any
-cache, nothing waited for ever, the budgets held, `afterglow cache check` named exactly what a second reader found to be
-wrong (and what it said, `--repair` mended), and a restart served right rows.
+In every line but the known gaps at the end, and not repeated there: every request was answered with the tokens that it
+would have got without any cache, nothing waited for ever, the budgets held, `afterglow cache check` named exactly what a
+second reader found to be wrong (and what it named, `--repair` mended), and a restart served right rows.
 
 - **load**: a step needs rows that are on disk. **prefetch**: they are fetched before their job's turn comes.
 - **save**: new rows are written as soon as they are computed (`write_through`). **evict**: host memory is full, so that
@@ -126,7 +126,14 @@ def write() -> None:
     out += ["", "## Through a whole server", "", "`afterglow serve` in a process of its own, over HTTP."]
     out += [*_table(lines, lambda key: key[1] == SERVER), ""]
     if _gaps:
-        out += ["", "## Known gaps", "", "Played, and not (or not always) as promised.", *_table(_gaps, bool), ""]
+        out += [
+            "",
+            "## Known gaps",
+            "",
+            "Played; and not, or not always, as promised. The last column says why.",
+            *_table(_gaps, bool),
+            "",
+        ]
     FILE.write_text("\n".join(out).replace("\n\n\n", "\n\n"))
 
 

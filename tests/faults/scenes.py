@@ -194,7 +194,7 @@ class Scene:
     ) -> None:
         """Four conversations take turns in a host tier, and soon a disk tier, that hold less than all of them.
 
-        `done`: when the fault counts as met, where it is no rule. `quiet`: so many of them say nothing meanwhile.
+        `done`: when the fault counts as met, where it is no rule. `quiet`: so many, from the first on, say nothing meanwhile.
         """
         world = self.open(**EVICT)
         talks = [self.first, self.second, self.talk("Bob"), self.talk("Eve")]
@@ -204,7 +204,7 @@ class Scene:
         world.settle()
         rule = harm(self, world)
         met = done or (lambda world: rule is not None and rule.hits > 0)
-        talking = iter(4 * talks[: len(talks) - quiet])
+        talking = iter(4 * talks[quiet:])
         while not met(world):
             speaker = next(talking, None)
             assert speaker is not None, "the fault was never met"
@@ -235,7 +235,8 @@ class Scene:
                 world.scheduler.drop_clean_host()
                 known = len(talk.tokens) - 1
                 missed = world.say(talk, 60, 12).hits < known
-                self.tell("its next reader misses" if missed else "its next reader does not notice")
+                if not self.brief:
+                    self.tell("its next reader misses" if missed else "its next reader does not notice")
                 self.counted(world)
 
     def start(self, harm: Callable[[Scene], Rule | None], whose: int = 0) -> None:
@@ -246,7 +247,8 @@ class Scene:
         try:
             world = self.open()
         except (StoreError, ConfigError) as error:
-            self.tell("the start is refused", "naming the folder" if str(self.folder) in str(error) else "")
+            named = str(self.folder) in str(error)
+            self.tell(f"the start is refused, {'' if named else 'without '}naming the folder")
             self.recover()
             world = self.open()
         else:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults import report
 from tests.faults.scenes import EVICT, Scene
-from tests.faults.test_matrix import flip_magic, orphans, prepared, scene  # noqa: F401  (fixtures)
+from tests.faults.test_matrix import flip_magic, orphans
 from tests.faults.victim import POINTS, SURVIVED, Point
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def left_behind(scene: Scene) -> str:
     }
     words = [word for word, names in found.items() if names]
     if truth.catalog:
-        words.append("no catalog")
+        words.append("no readable catalog")
     return " and ".join(words) or "nothing"
 
 

@@ -4,6 +4,7 @@ those of a server that has no cache, turn by turn.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -286,16 +287,12 @@ def test_a_disk_that_hangs(folder: Path, reference: list[Turn]) -> None:
 def test_kill_9_in_the_middle_of_a_save(tmp_path: Path, reference: list[Turn]) -> None:
     folder = tmp_path / "cache"
     server = Server(folder, "kill", ["--write-policy", "write_through"]).__enter__()
-    answered = 0
-    try:
+    with contextlib.suppress(httpx.TransportError):  # it may die while it is being asked
         play(server, reference, 0)
-        answered = len(SAID)
-    except httpx.TransportError:
-        pass  # it died while it was being asked
     assert server.wait() == -signal.SIGKILL
     assert {problem.kind for problem in check(folder)} <= {"leftover", "orphan"}
     with Server(folder) as restarted:
         turns = play(restarted, reference, 0)
-    assert turns[0].cached["disk"] + turns[1].cached["disk"] > 0 or not answered
+    assert sum(turns[-1].cached.values()) > 0
     assert check(folder) == []
     told(KILL, "the next process finds whole extents only", "`cache check` finds it sound")

@@ -366,7 +366,7 @@ def test_it_never_sleeps_past_what_is_put_off() -> None:
 
 def test_it_is_not_woken_for_each_use() -> None:
     server = serving()
-    for _ in range(200):
+    for _ in range(50):
         server.ask(words(40), max_tokens=0, ttl=TTL)
     assert len(server.scheduler._placement._expiring) <= server.scheduler.stats().extents
     before = len(server.steps)

@@ -22,12 +22,9 @@ def talk(server: Lasting, number: int, rows: int = 16, uses: int = 0) -> None:
 
 def warmed(server: Lasting) -> list[int]:
     """The conversations whose extents were brought back, in order; each several times if it has several."""
-    names = {extent.id: extent for extent in server.scheduler._index.extents.values()}
-    found = []
-    for load in server.loads():
-        if load.why == "warm start" and load.extent in names:
-            found.append(int.from_bytes(names[load.extent].tokens[:4], "little") // 1000)
-    return found
+    names = server.scheduler._index.extents
+    loads = [load for load in server.loads() if load.why == "warm start" and load.extent in names]
+    return [int.from_bytes(names[load.extent].tokens[:4], "little") // 1000 for load in loads]
 
 
 def first_rows(server: Lasting) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from afterglow.config import EngineConfig
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
 from afterglow.request import (
@@ -63,6 +64,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
         self.max_queue = max_queue
+        self.config = EngineConfig(max_queue=max_queue)
         self.gate = threading.Event()  # requests wait until it is set
         if not hold:
             self.gate.set()

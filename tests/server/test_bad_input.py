@@ -15,6 +15,7 @@ import pytest
 from afterglow.errors import ConfigError
 from afterglow.server.launch import listen
 from afterglow.server.settings import ServerConfig
+from afterglow.text import lengths
 from tests.server.conftest import Running, running, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -39,7 +40,26 @@ BAD = [
     (CHAT, {**HI, "max_tokens": 10**9}, "max_tokens", "512 tokens, but 10000000"),
     (CHAT, {**HI, "max_tokens": True}, "max_tokens", "max_tokens"),
     (CHAT, {**HI, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-    (CHAT, {**HI, "logprobs": True, "top_logprobs": 99}, "logprobs", "between 0 and 20"),
+    (
+        CHAT,
+        {**HI, "logprobs": True, "top_logprobs": 99},
+        "top_logprobs",
+        "top_logprobs must be between 0 and 20, got 99",
+    ),
+    (CHAT, {**HI, "max_tokens": 10**4000}, "max_tokens", "64-bit integer, got 1000"),
+    (CHAT, {**HI, "seed": 10**4000}, "seed", "64-bit integer"),
+    (CHAT, {**HI, "temperature": 10**4000}, "temperature", "temperature"),
+    (CHAT, {**HI, "prompt_cache_retention": 10**4000}, "prompt_cache_retention", "got 1000"),
+    (CHAT, {**HI, "stop_token_ids": [10**4000]}, "stop_token_ids", "64-bit integer"),
+    (CHAT, {**HI, "stop_token_ids": 5}, "stop_token_ids", "valid array, got 5"),
+    (CHAT, {**HI, "stream_options": []}, "stream_options", "valid object.*, got an array"),
+    (CHAT, {**HI, "include_stop_str_in_output": None}, "include_stop_str_in_output", "got null"),
+    (CHAT, {**HI, "n": 65}, "n", "65 replies .* queue holds 64"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "got null"),
+    (CHAT, {"messages": [{"role": [1], "content": "x"}]}, "messages[0].role", "got an array"),
+    (CHAT, {"messages": [{"role": "user", "content": [None]}]}, "messages[0].content[0]", "is null"),
+    (TEXT, {"prompt": ["a"] * 33, "n": 2}, "prompt", "66 replies .* queue holds 64"),
+    (TEXT, {"prompt": [10**4000]}, "prompt", "outside the vocabulary"),
     (CHAT, {**HI, "stop": [""]}, "stop", "non-empty"),
     (CHAT, {**HI, "stop": 7}, "stop", "stop"),
     (CHAT, {**HI, "cache_salt": ""}, "cache_salt", "non-empty"),
@@ -69,6 +89,8 @@ BAD = [
     (TEXT, {**ADA, "logprobs": -1}, "logprobs", "between 0 and 20"),
     ("/tokenize", {}, "prompt", "either prompt or messages"),
     ("/detokenize", {}, "tokens", "tokens is required"),
+    ("/detokenize", {"tokens": [1] * (2**20 + 1)}, "tokens", "at most 1048576 tokens .* got 1048577"),
+    ("/tokenize", {"prompt": "x" * (2**22 + 1)}, "prompt", "at most 4194304 characters .* got 4194305"),
     ("/detokenize", {"tokens": [-1]}, "tokens", "between 0 and 399"),
 ]
 
@@ -100,13 +122,24 @@ def test_bad_values_name_the_field(server: Running, path: str, body: dict[str, A
         b'"text"',
         b"[" * 100_000,
         b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "max_tokens": ' + b"1" * 5000 + b"}",
+        b'{"prompt": "a", "prompt_cache_retention": "\\ud800"}',
+        b'{"prompt": "a", "model": "\\ud800"}',
     ],
 )
 def test_malformed_json(server: Running, data: bytes) -> None:
     with server.http() as http:
         answer = http.post(TEXT, content=data)
-    assert answer.status_code == 400
+    assert answer.status_code in (400, 404)
     assert "error" in answer.json()
+
+
+def test_an_error_about_text_that_is_none(server: Running) -> None:
+    body = b'{"input": [{"role": "\\ud800", "content": "hi"}]}'
+    with server.http() as http:
+        answer = http.post("/v1/responses", content=body)
+    assert answer.status_code == 400
+    assert "input[0].role must be one of" in answer.json()["error"]["message"]
 
 
 def test_neutral_values_of_unsupported_fields_are_fine(server: Running) -> None:
@@ -157,6 +190,28 @@ def test_a_prompt_that_cannot_fit_names_both_numbers(server: Running) -> None:
             model="fake-model", messages=[{"role": "user", "content": long}], stream=True
         )
     assert len(server.engine.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "x" * 15_000_000}),
+        (TEXT, {"prompt": ["x", "x" * 1_000_000]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 1_000_000}]}),
+        ("/v1/responses", {"input": "x" * 1_000_000}),
+    ],
+)
+def test_what_is_too_long_for_certain_is_not_tokenised(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(lengths, "encode", None)
+    with server.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == next(iter(body))
+    assert "512 tokens, but the prompt has" in error["message"]
 
 
 def test_the_last_free_token(server: Running) -> None:

@@ -135,7 +135,7 @@ def test_the_size_is_bounded_and_the_longest_unused_go_first(tmp_path: Path, clo
         assert store.get("r0", "a") is None
         assert said(store, "again") is not None
         assert store.get("r11", "a") is not None
-        with pytest.raises(StoreError, match="larger than 600000 bytes"):
+        with pytest.raises(StoreError, match="larger than 75000 bytes"):
             add(store, "huge", text="x" * 700_000)
         assert store.get("huge", "a") is None
         assert store.get("r11", "a") is not None

@@ -147,7 +147,7 @@ def test_clearing_forgets_only_ones_own_replies() -> None:
     for salt in ("a", "b"):
         memory.put(ChatPrompt([1], salt, salt, salt.encode()), "x", [1, 2], None)
     memory.clear({"a"})
-    assert (memory.get(b"a"), len(memory), memory.tokens) == (None, 1, 3)
+    assert (memory.get(b"a"), len(memory), memory.tokens) == (None, 1, 2 + 64)
 
 
 # -------------------------------------------------------------------------------------- /v1/cache/sessions

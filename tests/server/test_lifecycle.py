@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -18,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from afterglow.engine.stats import EngineStats
 from afterglow.plan.stats import Counters, Stats
+from afterglow.server.launch import Service
 from afterglow.server.metrics import flatten
 from afterglow.server.names import REPEATED, ROWS
+from afterglow.server.settings import ServerConfig
 from afterglow.server.stream import ClientGone, EventStream, event
 from afterglow.store.kvstore import StoreStats
 from tests.server.conftest import Running, running, wait_for
@@ -140,6 +144,57 @@ def test_tokenising_much_text_does_not_block_others(model_dir: Path) -> None:
         thread.join()
         assert answers[0].status_code == 200
         assert polls > 1
+
+
+def test_detokenising_much_does_not_block_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, threads = server.tokenizer.decode, []
+
+    def watched(*args: Any) -> str:
+        threads.append(threading.current_thread())
+        return decode(*args)
+
+    monkeypatch.setattr(server.tokenizer, "decode", watched)
+    ids = server.tokenizer.encode("the mill ") * 10_000
+    with server.http() as http:
+        assert http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "the mill " * 10_000
+        assert http.post("/detokenize", json={"tokens": ids[:5]}).status_code == 200
+    assert threads[0] is not server.thread
+    assert threads[1] is server.thread
+
+
+def test_a_client_that_leaves_while_it_sends(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running(model_dir) as server, server.http() as http:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\n"
+            client.sendall(head.encode() + b'{"messages": [')
+            time.sleep(0.1)
+        wait_for(lambda: 'responses_total{status="499"} 1.0' in http.get("/metrics").text)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_path_is_one_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "afterglow.access"), server.http() as http:
+        http.get("/x%0a12:00:00 INFO forged")
+    assert [r.getMessage() for r in caplog.records if "forged" in r.getMessage()]
+    assert not [record for record in caplog.records if "\n" in record.getMessage()]
+
+
+def test_two_signals_at_once_are_one(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends its signal to the process and to its group."""
+    service = Service(server.engine, server.tokenizer, ServerConfig(port=0))
+    codes: list[int] = []
+    stops: list[bool] = []
+    monkeypatch.setattr("afterglow.server.launch.os._exit", codes.append)
+    monkeypatch.setattr(service, "stop", lambda: stops.append(True))
+    with contextlib.closing(service.socket):
+        service._on_signal()
+        service._on_signal()
+        assert (stops, codes) == ([True], [])
+        assert service._stopping is not None
+        service._stopping -= 0.6
+        service._on_signal()
+        assert codes == [130]
 
 
 def test_a_dead_engine_is_said(model_dir: Path) -> None:

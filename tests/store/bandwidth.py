@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from store_kit import rest
 
 from afterglow.plan.step import ExtentRecord, Load, Store
 from afterglow.store.kvstore import KVStore
@@ -102,7 +103,7 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, float]:
         return total
 
     def collect() -> int:
-        assert store.drain(60)
+        assert rest(store, 60)
         done = store.finished()
         assert all(d.ok for d in done), done
         return sum(d.bytes for d in done)

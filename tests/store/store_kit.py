@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,5 +113,21 @@ class Kit:
         return done
 
     def settle(self, timeout: float = 20.0) -> list[Completion]:
-        assert self.store.drain(timeout)
+        assert rest(self.store, timeout)
         return self.store.finished()
+
+
+def rest(thing: Any, timeout: float) -> bool:
+    """Wait until a store, mover or saver has nothing to do, and nothing hangs; False when that takes too long."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if isinstance(thing, KVStore):
+            stats = thing.stats()
+            busy = stats.queue or stats.hung
+        else:
+            busy = thing.pending() or getattr(thing, "hung", 0)
+        if not busy:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from store_kit import ALIGNED, DIGEST, Kit, extent_name, name_of, record
 
-from afterglow.errors import ConfigError, DamageError
+from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.store import admin
 
 check = partial(admin.check, name_of=name_of)
@@ -181,7 +181,7 @@ def test_beside_a_running_process(tmp_path, filled):
         (info,) = admin.list_namespaces(tmp_path)
         assert info.holder.pid == os.getpid()
         assert info.extents == 6
-        for forbidden in (admin.clear, admin.rebuild_catalog, lambda path: check(path, repair=True)):
+        for forbidden in (admin.clear, lambda path: check(path, repair=True)):
             with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
                 forbidden(filled)
         flip(kit.file(7), -1)
@@ -221,13 +221,30 @@ def test_clear_removes_everything_but_the_namespace(tmp_path, filled):
         assert kit.put(1, 64, (0,)).ok
 
 
-def test_rebuilding_keeps_the_extents(filled):
-    assert admin.rebuild_catalog(filled) == 5
-    assert check(filled).problems == []
+def test_an_unreadable_catalog_is_not_listed(filled):
     harm_catalog(filled)
     with pytest.raises(DamageError):
         admin.list_extents(filled)
-    assert admin.rebuild_catalog(filled) == 5
+
+
+@pytest.mark.parametrize("left", [".tmp-123-direct", "folder/inner/file", "ab/.tmp-1-1", "stray"])
+def test_clear_removes_whatever_lies_among_the_extents(filled, left):
+    file = filled / "extents" / left
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x" * 4096)
+    admin.clear(filled)
+    assert sorted(p.name for p in filled.rglob("*")) == ["afterglow.json", "extents", "lock"]
+
+
+def test_a_catalog_that_cannot_be_read_now_is_not_called_damaged(filled, monkeypatch):
+    def locked(*_):
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(admin, "read_rows", locked)
+    with pytest.raises(StoreError, match="locked") as caught:
+        check(filled, repair=True)
+    assert not isinstance(caught.value, DamageError)
+    assert list(filled.glob("*.damaged")) == []
 
 
 def test_a_crowd_of_readers_disturbs_nobody(tmp_path, filled):

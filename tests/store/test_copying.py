@@ -67,7 +67,7 @@ def test_a_copy_is_what_a_loop_over_rows_would_do(copy):
     moved = copy_rows(arena, pieces, slots, rows, layers.append)
     assert np.array_equal(arena.rows, wanted)
     assert moved == rows * 2 * ODD.layers * ODD.row_bytes
-    assert layers == [1, 2, 3]
+    assert layers == [0, 1, 2, 3]
 
 
 def test_consecutive_rows_move_together():

@@ -15,7 +15,7 @@ from store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, record
 from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.store.disk import DiskTier
 from afterglow.store.extent import crc32c, decode_head, encode_head, peek_rows
-from afterglow.store.layout import KVLayout
+from afterglow.store.layout import KVLayout, tensor_table
 
 layouts = st.builds(
     KVLayout,
@@ -149,3 +149,10 @@ def test_the_first_bytes_tell_the_size(tmp_path):
     assert json.loads(raw[8 : 8 + size])["__metadata__"]["format"] == "1"
     with pytest.raises(DamageError):
         peek_rows(b"\0" * 4096)
+
+
+@pytest.mark.parametrize("layout", [ALIGNED, ODD])
+def test_all_row_counts_of_one_padding_share_a_table(layout):
+    """It has thousands of bytes for a large model, and a cache has extents of any length."""
+    assert tensor_table(layout, 1) is tensor_table(layout, 64)
+    assert tensor_table(layout, 1) == tensor_table(layout, layout.padded_rows(1))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from store_kit import Kit, contents, extent_name, record
+from store_kit import Kit, contents, extent_name, record, rest
 
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, Drop, Load, MoveDone, Store
 from afterglow.store import mover as mover_module
@@ -255,7 +255,7 @@ def test_time_at_the_gate_is_not_time_of_reading(monkeypatch):
     until(lambda: not task.started)
     now += 1000.0
     mover.release(task)
-    assert mover.drain(20)
+    assert rest(mover, 20)
     mover.close(5)
     assert reports == [MoveDone(7, True, bytes=20, seconds=6.0)]
 
@@ -357,7 +357,7 @@ def test_any_order_of_releases_ends_every_task_once(seed):
         thread.join()
     for task in tasks:
         mover.release(task)
-    assert mover.drain(20)
+    assert rest(mover, 20)
     assert sorted(done.move for done in reports) == list(range(150))
     assert all(done.ok for done in reports)
     for key in {task.key for task in tasks}:
@@ -394,7 +394,7 @@ def test_an_urged_task_is_not_run_again_at_its_gate():
     mover.submit(Task("last", BACKGROUND, lambda task: last.set() or 0, move=None, writes=False))
     assert last.wait(20)
     mover.release(task)
-    assert mover.drain(20)
+    assert rest(mover, 20)
     mover.close(5)
     assert calls == [1, 2]
 

@@ -52,26 +52,22 @@ def test_runs_cover_the_slots_in_order(slots):
 # ------------------------------------------------------------------------------------------------- the saves
 
 
-@pytest.mark.parametrize("inline", [False, True])
 @settings(max_examples=30, deadline=None)
 @given(first=st.integers(0, 200), rows=st.integers(1, 200), seed=st.integers(0, 99))
-def test_saved_rows_lie_in_their_slots_and_nowhere_else(inline, first, rows, seed):
+def test_saved_rows_lie_in_their_slots_and_nowhere_else(first, rows, seed):
     with Kit(None, ODD, slots=8) as kit:
         before = kit.store.arena.view.copy()
         slots = np.random.default_rng(seed).permutation(8)[: ODD.blocks(first + rows)].tolist()
         block = rows_of(ODD, rows, seed)
         for layer in range(ODD.layers):
-            assert kit.store.finished() == []
-            kit.store.save(3, layer, slots, first, block[layer, 0], block[layer, 1], inline=inline)
-        if inline:
-            assert kit.store.finished() == [SaveDone(3, first, rows)]
-        else:
-            assert kit.settle() == [SaveDone(3, first, rows)]
+            kit.store.save(3, layer, slots, first, block[layer, 0], block[layer, 1])
+        assert kit.settle() == [SaveDone(3, first, rows)]
         whole = kit.store.arena.rows[:, :, slots].reshape(ODD.layers, 2, -1, ODD.row_bytes)
         assert np.array_equal(whole[:, :, first : first + rows], block)
         after = kit.store.arena.view.copy()
         kit.store.arena.view[:] = before
-        kit.store.save_block(4, slots, first, block, inline=True)
+        kit.store.save_block(4, slots, first, block)
+        kit.settle()
         assert np.array_equal(kit.store.arena.view, after)
 
 
@@ -103,17 +99,6 @@ def test_a_save_that_cannot_be_is_reported_once(caplog):
         assert kit.settle() == [SaveDone(1, 0, 4, ok=False)]
         kit.store.save_block(2, (), 0, good)
         assert kit.settle() == [SaveDone(2, 0, 4, ok=False)]
-
-
-def test_a_forgotten_draft_leaves_nothing_behind():
-    with Kit(None) as kit:
-        block = rows_of(ALIGNED, 4)
-        kit.store.save(1, 0, (5,), 0, block[0, 0], block[0, 1])
-        kit.store.drain(5)
-        kit.store.forget_draft(1)
-        for layer in range(ALIGNED.layers):
-            kit.store.save(1, layer, (5,), 0, block[layer, 0], block[layer, 1])
-        assert kit.settle() == [SaveDone(1, 0, 4)]
 
 
 # ------------------------------------------------------------------------------------------------- the moves
@@ -207,11 +192,6 @@ def test_a_restart_finds_everything(tmp_path):
         assert kit.get(1, 100, (8, 9)).ok
         assert np.array_equal(contents(kit.store.arena, (8, 9), 100), wanted)
         assert kit.store.stats().catalog_rebuilds == 0
-        kit.store.clear()
-        kit.store.drain(5)
-        assert kit.store.stats().disk_bytes == 0
-    with Kit(tmp_path) as kit:
-        assert kit.store.records() == []
 
 
 def test_a_bounce_buffer_makes_no_difference(tmp_path):

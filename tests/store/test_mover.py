@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from store_kit import rest
 
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE
@@ -65,7 +66,7 @@ def test_the_urgent_go_first_and_equals_in_order(bench):
     for name, priority in [("d", BACKGROUND), ("c", SAVE), ("b1", PREFETCH), ("a", DEMAND), ("b2", PREFETCH)]:
         b.add(name, priority, writes=priority >= SAVE)
     b.open("first")
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     assert b.log == ["first", "a", "b1", "b2", "c", "d"]
 
 
@@ -77,7 +78,7 @@ def test_writers_leave_a_thread_for_loads(bench):
     assert load.began.wait(5)
     assert "w2" not in b.log
     b.open("w1", "w2")
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     assert b.log[-1] == "w2"
 
 
@@ -100,7 +101,7 @@ def test_failures_are_reported_by_kind(bench):
     b = bench()
     b.add("damage", move=1, fails=DamageError("bad"))
     b.add("io", move=2, fails=StoreError("worse"))
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     found = {done.move: (done.ok, done.error, kind) for done, kind in b.reports}
     assert found == {1: (False, "bad", "damage"), 2: (False, "worse", "io")}
 
@@ -108,7 +109,7 @@ def test_failures_are_reported_by_kind(bench):
 def test_an_unforeseen_exception_is_a_failed_move(bench, caplog):
     b = bench()
     b.add("bug", move=1, fails=ZeroDivisionError("oops"))
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     assert not b.reports[0][0].ok
     assert b.add("next", move=2).began.wait(5)
 
@@ -116,7 +117,7 @@ def test_an_unforeseen_exception_is_a_failed_move(bench, caplog):
 def test_housekeeping_is_not_reported(bench):
     b = bench()
     b.add("sweep", move=None)
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     assert b.reports == []
 
 
@@ -139,7 +140,7 @@ def test_layers_are_waited_for_one_by_one(bench):
         assert task.wait_layer(layer, 5)
         assert not task.wait_layer(layer + 1, 0.01)
     step.release()
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     assert task.wait_layer(2, 0)
 
 
@@ -156,9 +157,9 @@ def test_a_hanging_call_is_given_up_and_its_memory_freed_later(bench):
     assert not first.ok
     assert first.slots_busy
     assert b.mover.hung == 1
-    assert not b.mover.drain(0.05)
+    assert not rest(b.mover, 0.05)
     b.open("hung")
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     again = [(done, kind) for done, kind in b.reports if done.move == 1][1:]
     assert [(done.ok, done.slots_busy, kind) for done, kind in again] == [(False, False, None)]
     assert b.mover.hung == 0
@@ -174,7 +175,7 @@ def test_progress_keeps_a_slow_call_alive(bench):
         return 1
 
     b.mover.submit(Task("slow", DEMAND, slow, move=1, writes=False))
-    assert b.mover.drain(10)
+    assert rest(b.mover, 10)
     assert [done.ok for done, _ in b.reports] == [True]
 
 
@@ -216,7 +217,7 @@ def test_with_every_thread_hung_the_disk_is_a_miss_until_one_returns(bench):
     assert time.monotonic() - start < 1
     assert {done.move for done, kind in b.reports if kind == "refused"} == {98, 99}
     b.open(*(f"hung{n}" for n in range(most)))
-    assert b.mover.drain(5)
+    assert rest(b.mover, 5)
     assert b.add("well again", move=100).began.wait(5)
 
 

@@ -17,7 +17,7 @@ from afterglow.store.namespace import Namespace, folder_of, holder, read_descrip
 
 
 def open_one(folder, **more):
-    values = {"name": "org/my model", "digest": DIGEST, "layout": ALIGNED, "made_of": {"weights": "w"}}
+    values = {"name": "org/my model", "digest": DIGEST, "layout": ALIGNED}
     return Namespace.open(folder, **{**values, **more})
 
 
@@ -26,7 +26,6 @@ def test_a_namespace_describes_itself(tmp_path):
         assert one.path == tmp_path / f"my-model-{DIGEST[:16]}"
         found = read_description(one.path)
         assert (found.name, found.digest, found.layout) == ("org/my model", DIGEST, ALIGNED)
-        assert found.made_of == {"weights": "w"}
         path = one.path
     assert holder(path) is None
     open_one(tmp_path).close()

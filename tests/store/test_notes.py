@@ -59,7 +59,7 @@ def test_notes_survive_a_restart_by_kind_and_in_order(tmp_path):
 
 
 def test_any_text_can_be_noted(tmp_path):
-    texts = ["", "\0", "naïve 中 🙂", "\ud83d", "a" * 100_000, "'; DROP TABLE extents; --"]
+    texts = ["", "\0", "naïve 中 🙂", "\ud83d", "a" * 10_000, "'; DROP TABLE extents; --"]
     with Kit(tmp_path) as kit:
         kit.store.note("any\udc00", [(text, text[::-1]) for text in texts])
     with Kit(tmp_path) as kit:

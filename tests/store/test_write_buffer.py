@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from store_kit import ODD, Kit, arena_of
+from store_kit import ODD, Kit, arena_of, rest
 
 from afterglow.plan.step import SaveDone
 from afterglow.store.saver import RowSaver
@@ -37,7 +37,7 @@ class Bench:
         return np.random.default_rng(draft).integers(0, 256, shape, np.uint8)
 
     def save(self, draft, rows=ROWS):
-        self.saver.save_block(draft, (draft,), 0, self.block(draft, rows), inline=False)
+        self.saver.save_block(draft, (draft,), 0, self.block(draft, rows))
 
     def occupy(self):
         """Let the thread take a save and stop in it."""
@@ -91,10 +91,10 @@ def test_a_save_waits_for_room_and_goes_on(bench):
     thread = b.save_blocked(2)
     assert thread.is_alive()
     assert b.saver.pending() == 3
-    assert not b.saver.drain(0)
+    assert not rest(b.saver, 0)
     b.gate.set()
     thread.join(20)
-    assert b.saver.drain(20)
+    assert rest(b.saver, 20)
     b.check([0, 1, 2])
     assert b.saver.waits == 1
     assert b.saver.wait_seconds > 0
@@ -107,7 +107,7 @@ def test_first_come_first_served(bench):
     for draft in (1, 2, 3, 4):
         b.save_blocked(draft)
     b.gate.set()
-    assert b.saver.drain(20)
+    assert rest(b.saver, 20)
     b.check([0, 1, 2, 3, 4])
     assert b.saver.waits == 4
 
@@ -118,19 +118,10 @@ def test_what_is_larger_than_the_buffer_passes_alone(bench, limit):
     b.occupy()
     b.save_blocked(1)
     b.gate.set()
-    assert b.saver.drain(20)
+    assert rest(b.saver, 20)
     b.save(2)
-    assert b.saver.drain(20)
+    assert rest(b.saver, 20)
     b.check([0, 1, 2])
-
-
-def test_a_save_in_the_callers_own_thread_needs_no_room(bench):
-    b = bench(1)
-    b.occupy()
-    b.gate.set()
-    b.saver.save_block(1, (1,), 0, b.block(1), inline=True)
-    assert SaveDone(1, 0, ROWS) in b.reports
-    assert b.saver.waits == 0
 
 
 def test_closing_lets_in_whoever_waits(bench):
@@ -197,7 +188,7 @@ def test_an_interrupted_caller_leaves_the_line(bench, monkeypatch):
     monkeypatch.undo()
     b.save_blocked(2)
     b.gate.set()
-    assert b.saver.drain(20)
+    assert rest(b.saver, 20)
     b.check([0, 2])
 
 

@@ -72,7 +72,7 @@ def test_content_may_be_text_parts() -> None:
         (["hi"], "messages[0]", "must be an object"),
         ([{"content": "x"}], "messages[0].role", "role"),
         ([{"role": "user"}], "messages[0].content", "must be a string"),
-        ([{"role": "user", "content": 5}], "messages[0].content", "got int"),
+        ([{"role": "user", "content": 5}], "messages[0].content", "got 5"),
         (
             [*HI, {"role": "user", "content": [{"type": "image_url"}]}],
             "messages[1].content[0]",

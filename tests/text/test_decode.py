@@ -97,6 +97,25 @@ def test_the_window_stays_short(byte_level: Tokenizer) -> None:
         assert len(decoder._window) < 12
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_what_does_not_show_does_not_pile_up(tokenizers: dict[str, Tokenizer], name: str, data: st.DataObject) -> None:
+    """Special tokens and lone space markers, by the hundred, before and between visible ones."""
+    tokenizer = of(tokenizers, name)
+    hidden = [i for i in range(tokenizer.vocab_size) if not tokenizer.decode([i])]
+    visible = tokenizer.encode("kite, the mill", add_special_tokens=False)
+    runs = data.draw(st.lists(st.tuples(st.sampled_from(hidden), st.integers(0, 150)), min_size=1, max_size=4))
+    decoder = IncrementalDecoder(tokenizer)
+    ids: list[int] = []
+    text = ""
+    for token in [t for hide, count in runs for t in [*[hide] * count, *visible]]:
+        ids.append(token)
+        text += decoder.push([token])
+        assert len(decoder._window) <= 65
+    assert text + decoder.flush() == tokenizer.decode(ids)
+
+
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
 
 

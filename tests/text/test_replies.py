@@ -110,7 +110,7 @@ def test_a_template_that_changes_the_reply_is_respected(llama: Tokenizer) -> Non
 
 
 def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
-    memory = ReplyMemory(max_tokens=10)
+    memory = ReplyMemory(max_tokens=2 * (3 + 64) + 2)
 
     def prompt(name: str) -> ChatPrompt:
         return ChatPrompt([1], name, "", name.encode())
@@ -118,10 +118,17 @@ def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
     for name in "abc":
         memory.put(prompt(name), "xxx", [1, 2, 3], None)
         memory.get(b"a")
-    assert memory.tokens <= 10
+    assert memory.tokens <= 2 * (3 + 64) + 2
     assert memory.get(b"b") is None
     assert memory.get(b"a") is not None
     memory.put(prompt("a"), "y", [1], None)
-    assert (len(memory), memory.tokens) == (2, 6)
+    assert (len(memory), memory.tokens) == (2, 3 + 1 + 2 * 64)
     memory.clear()
     assert (len(memory), memory.tokens) == (0, 0)
+
+
+def test_short_replies_cost_more_than_their_ids() -> None:
+    memory = ReplyMemory(max_tokens=6400)
+    for number in range(1000):
+        memory.put(ChatPrompt([1], "", "", b"%d" % number), "x", [1], None)
+    assert len(memory) < 100

@@ -52,7 +52,7 @@ def main(args: Sequence[str]) -> int:
     load.append(os.getloadavg()[0])
     show(
         f"whole extents of {MODEL}, MB/s, medians; load before and after: {load[0]:.1f}, {load[1]:.1f}",
-        ("", "rows", "threads", *(f"plain, {buffer}" for buffer in BUFFERS), "extents", "ratio", "A / A", "spread"),
+        ("", "rows", "threads", *BUFFERS, "extents", "ratio", "A / A", "spread"),
         [
             (
                 r["what"],
@@ -116,11 +116,11 @@ class Files:
                         loop = functools.partial(self.loop, what, n, call, buffer == "kept")
                         variants[f"{what} {n} {buffer} {call}"] = loop
                 variants[f"{what} {n}"] = functools.partial(getattr(self, what), n)
-            variants[f"read into scattered slots {n}"] = functools.partial(self.read, n, scattered=True)
+            variants[f"read, scattered {n}"] = functools.partial(self.read, n, scattered=True)
         self.write(1)
         found = {name: samples[1:] for name, samples in interleaved(variants, repeats + 1).items()}
         return [
-            self._row(what, n, calls, found) for what in ("read", "read into scattered slots", "write") for n in THREADS
+            self._row(what, n, calls, found) for what in ("read", "read, scattered", "write") for n in THREADS
         ]
 
     def _row(self, what: str, threads: int, calls: Sequence[int], found: dict[str, list[float]]) -> dict[str, Any]:

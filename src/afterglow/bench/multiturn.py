@@ -24,7 +24,14 @@ def main(args: Sequence[str]) -> int:
     """`afterglow bench multiturn`."""
     parser = arguments("multiturn", __doc__ or "")
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
-    parser.add_argument("--histories", type=int, nargs="+", default=[256, 1024, 2048], metavar="TOKENS")
+    parser.add_argument(
+        "--histories",
+        type=int,
+        nargs="+",
+        default=[256, 1024, 2048],
+        metavar="TOKENS",
+        help="lengths of the history (default 256 1024 2048)",
+    )
     parser.add_argument("--new", type=int, default=64, help="new tokens of the turn (default 64)")
     parser.add_argument("--cache-dir", type=Path, help="folder of the disk tier (default: a temporary one)")
     options = parser.parse_args(args)

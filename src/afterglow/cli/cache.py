@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +20,9 @@ from afterglow.errors import ConfigError, StoreError
 from afterglow.server.presence import address_of
 from afterglow.store import admin, conversations
 from afterglow.store.admin import NamespaceInfo
-from afterglow.store.namespace import Namespace
+from afterglow.store.namespace import DESCRIPTION, LOCK, Namespace, holder
+
+NOTHING = "nothing is stored"
 
 
 def ls(cache_dir: Path | None, namespace: str | None, extents: bool, access: Access, as_json: bool) -> int:
@@ -128,6 +132,8 @@ def stats(cache_dir: Path | None, namespace: str | None, access: Access, as_json
                 _lines(live, "    ")
     if as_json:
         _print_json(reports)
+    elif not reports:
+        print(NOTHING)
     return 0
 
 
@@ -165,16 +171,16 @@ def _namespaces(cache_dir: Path | None, namespace: str | None, access: Access) -
 
 
 def check(cache_dir: Path | None, namespace: str | None, repair: bool, as_json: bool) -> int:
-    """Returns 1 if something is wrong and was not repaired."""
+    """Returns 1 if something is wrong and was not repaired, 2 if that was because somebody holds it."""
     reports = []
-    failed = False
+    failed = busy = False
     for info in _select(cache_dir, namespace):
         with progress() as report:
             try:
                 counted = partial(report, f"Checking {info.path.name}")
                 result = admin.check(info.path, repair=repair, progress=counted)
             except (ConfigError, StoreError) as error:
-                failed = True
+                failed, busy = True, busy or (repair and info.holder is not None)
                 reports.append({"namespace": info.path.name, "ok": False, "error": str(error)})
                 if not as_json:
                     print(f"{info.path.name}: {error}")
@@ -200,7 +206,9 @@ def check(cache_dir: Path | None, namespace: str | None, repair: bool, as_json: 
             print(f"{info.path.name}: {result.extents} extents, {format_size(result.bytes)}: {verdict}")
     if as_json:
         _print_json(reports)
-    return 1 if failed else 0
+    elif not reports:
+        print(NOTHING)
+    return 2 if busy else 1 if failed else 0
 
 
 def clear(cache_dir: Path | None, namespace: str | None, yes: bool, as_json: bool) -> int:
@@ -209,7 +217,7 @@ def clear(cache_dir: Path | None, namespace: str | None, yes: bool, as_json: boo
     if found and not yes:
         if not sys.stdin.isatty():
             raise ConfigError("cache clear asks before it deletes; say --yes where nobody can answer")
-        names = ", ".join(info.path.name for info in found)
+        names = ", ".join(info.path.name + ("" if info.description else ", which cannot be read") for info in found)
         answer = input(f"Delete {format_size(total)} of cached KV ({names})? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
@@ -228,6 +236,9 @@ def clear(cache_dir: Path | None, namespace: str | None, yes: bool, as_json: boo
 def _clear(info: NamespaceInfo) -> int:
     """Remove the extents, and the texts of stored responses. Errors: ConfigError, if somebody holds them."""
     before = admin.folder_bytes(info.path)
+    if info.description is None:
+        _empty(info)
+        return max(0, before - admin.folder_bytes(info.path))
     admin.clear(info.path)
     with Namespace.open_existing(info.path):
         try:
@@ -235,6 +246,25 @@ def _clear(info: NamespaceInfo) -> int:
         except OSError as error:
             raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
     return max(0, before - admin.folder_bytes(info.path))
+
+
+def _empty(info: NamespaceInfo) -> None:
+    """Remove all that is in a namespace of another version, or whose description is damaged. Errors as `_clear`."""
+    try:
+        # As every version does. The file stays: a process that waits for it must not hold another one of that name.
+        with open(info.path / LOCK, "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{info.path} is in use by {holder(info.path)}; stop that process first") from None
+            # The description last: with it, what is left is still found if this ends half-way.
+            for entry in sorted(info.path.iterdir(), key=lambda entry: entry.name == DESCRIPTION):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != LOCK:
+                    entry.unlink()
+    except OSError as error:
+        raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
 
 
 def _select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceInfo]:
@@ -314,7 +344,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Plain columns: they look the same on a terminal and in a pipe."""
     lines = [tuple(heads), *map(tuple, rows)]
     if len(lines) == 1:
-        print("nothing is stored")
+        print(NOTHING)
         return
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     for line in lines:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from afterglow.cli.environment import not_utf8, utf8_stdin
 from afterglow.cli.local import Local, open_local, summary
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError, UserError
@@ -154,7 +155,7 @@ def chat(
 def converse(speaker: Speaker, system: str | None) -> int:
     """Read, reply, until the input ends. On a terminal a failed turn is said and forgotten; a pipe ends with
     it."""
-    watched = sys.stdin.isatty()
+    watched = utf8_stdin().isatty()
     if watched:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() history and editing)
@@ -216,6 +217,8 @@ def _lines(watched: bool) -> Iterator[str]:
                 raise
             print("\n(Ctrl-D leaves)")
             continue
+        except UnicodeDecodeError as error:
+            raise not_utf8(error) from None
         if line.strip():
             yield line.strip()
 

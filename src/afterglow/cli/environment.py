@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.resources
+import io
 import os
+import sys
 from pathlib import Path
+from typing import TextIO
 
-from afterglow.errors import ModelError
+from afterglow.errors import ConfigError, ModelError
 
 
 def set_up_threads(threads: int | None) -> None:
@@ -55,6 +58,18 @@ def find_model(model: str | None) -> Path:
             "(hf download does that)"
         )
     return found
+
+
+def utf8_stdin() -> TextIO:
+    """Standard input as UTF-8, whatever the locale says. Reading what is none raises UnicodeDecodeError."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    return sys.stdin
+
+
+def not_utf8(error: UnicodeDecodeError) -> ConfigError:
+    byte = error.object[error.start]
+    return ConfigError(f"standard input is not UTF-8 text: it has a byte 0x{byte:02x}; convert it first, as iconv does")
 
 
 def model_name(model: str | None, folder: Path) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from afterglow.cli.environment import not_utf8, utf8_stdin
 from afterglow.cli.local import open_local, summary
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError
@@ -49,4 +50,7 @@ def _read(prompt: str | None, file: Path | None) -> str:
             raise ConfigError(f"cannot read {file}: {error}") from None
     if sys.stdin.isatty():
         print("The text to go on with; Ctrl-D ends it:", file=sys.stderr)
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        return utf8_stdin().read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from None

@@ -51,6 +51,29 @@ def with_configs(*configs: type) -> Callable[[F], Callable[..., Any]]:
     return decorate
 
 
+_WRONG = {
+    "int_parsing": "is not a whole number; write it in digits",
+    "int_from_float": "is not a whole number; write it in digits",
+    "int_parsing_size": "has too many digits",
+    "float_parsing": "is not a number",
+    "bool_parsing": "is neither true nor false",
+}
+
+
+def usage_line(error: Any) -> str:
+    """A mistake in the arguments, as one line that names the value and where to read on."""
+    message = str(error.format_message())
+    errors = getattr(error.__cause__, "errors", None)
+    if errors is not None:  # typer has the value checked by pydantic, and does not say which it was
+        first = errors()[0]
+        wrong = _WRONG.get(first["type"])
+        reason = f"{first['input']!r} {wrong}" if wrong else first["msg"].removeprefix("Value error, ")
+        message = f"{message.partition(': ')[0]}: {reason}"
+    message = " ".join(message.split()).rstrip(".")
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "afterglow"
+    return f"{message[:1].lower()}{message[1:]} (see {command} --help)"
+
+
 def _flag_names(config: type) -> list[str]:
     hints = typing.get_type_hints(config)
     return [f.name for f in fields(config) if not is_dataclass(hints[f.name])]

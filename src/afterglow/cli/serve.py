@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 
 from afterglow.cli.environment import find_model, model_name, set_up_threads
 from afterglow.cli.progress import progress
 from afterglow.config import EngineConfig
-from afterglow.errors import ConfigError
 from afterglow.server.settings import ServerConfig
 
 
 def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
-    """Returns the exit code: 0 after an orderly end, 1 if the address cannot be had."""
+    """Returns the exit code after an orderly end. Errors: UserError, also if the address cannot be had."""
     if not server.api_key and (key := os.environ.get("AFTERGLOW_API_KEY")):
         server = replace(server, api_key=(key,))
     if server.admin_key is None and (key := os.environ.get("AFTERGLOW_ADMIN_KEY")):
@@ -27,23 +25,17 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     from afterglow.text import Tokenizer
 
     set_up_logging(server.log_level)
-    try:
-        sock = listen(server)  # before the model is loaded: that may take minutes
-    except ConfigError as error:
-        print(f"afterglow: error: {error}", file=sys.stderr)
-        return 1
+    sock = listen(server)  # before the model is loaded: that may take minutes
     tokenizer = Tokenizer(folder)
     from afterglow.engine.engine import Engine
 
     with progress() as report:
         engine = Engine.load(folder, config, report)
+    engine.model_name = model_name(model, folder.resolve())  # its folder's is a hash, or just `model`
     engine.start()
     try:
         service = Service(engine, tokenizer, server, folder, sock)
         service.run()
-    except ConfigError as error:
-        print(f"afterglow: error: {error}", file=sys.stderr)
-        return 1
     finally:
         engine.close(flush=True)
     return 0

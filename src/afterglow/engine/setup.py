@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import math
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +30,9 @@ from afterglow.plan.journal import RecordingScheduler
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
 from afterglow.store import catalog
-from afterglow.store.conversations import Conversations
+from afterglow.store.conversations import FILE as CONVERSATIONS
+from afterglow.store.conversations import MAX_BYTES as CONVERSATION_BYTES
+from afterglow.store.conversations import Conversations, footprint
 from afterglow.store.kvstore import KVStore
 from afterglow.store.layout import KVLayout
 from afterglow.store.namespace import Namespace
@@ -111,13 +115,21 @@ def build(
     arena = allocate(arena_bytes(layout, host_slots), pin=device.type == "cuda")
     notify = Notify()
     make_store = functools.partial(
-        KVStore, layout, host_slots, arena.numpy(), notify=notify, read_timeout=READ_TIMEOUT, throttle=throttle
+        KVStore,
+        layout,
+        host_slots,
+        arena.numpy(),
+        notify=notify,
+        read_timeout=READ_TIMEOUT,
+        throttle=throttle,
+        shares=catalog.Shares.of(config.cache.disk_cache),
     )
-    store, namespace = _open_store(str(model), digest, layout, make_store, config)
+    with undisturbed():
+        store, namespace = _open_store(str(model), digest, layout, make_store, config)
     capacity = Capacity(
         device_rows=device_rows,
         host_slots=host_slots,
-        disk_bytes=catalog.budget(config.cache.disk_cache, layout.file_bytes(1)) if namespace is not None else 0,
+        disk_bytes=_extent_bytes(config.cache.disk_cache, namespace, layout) if namespace is not None else 0,
         file_bytes=tuple(
             layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
         ),
@@ -141,7 +153,8 @@ def build(
         tenant_quota=config.cache.tenant_quota,
         warm_start=config.cache.warm_start,
     )
-    useless = scheduler.restore(store.records(), time.time())
+    with undisturbed():
+        useless = scheduler.restore(store.records(), time.time())
     scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session")})
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
     blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
@@ -162,8 +175,43 @@ def build(
         host_block_bytes=arena_bytes(layout, 1),
         capacity=capacity,
         journal=journal,
-        conversations=Conversations(namespace.path if namespace is not None else None),
+        conversations=_conversations(config.cache.disk_cache, namespace),
     )
+
+
+def _extent_bytes(disk_cache: int, namespace: Namespace, layout: KVLayout) -> int:
+    """What is left of the disk budget for extents: conversations have a share, and so have the relics of damage."""
+    relics = catalog.relics(namespace.catalog) + catalog.relics(namespace.path / CONVERSATIONS)
+    left = disk_cache - footprint(_conversation_bytes(disk_cache)) - relics
+    return catalog.budget(max(0, left), layout.file_bytes(1))
+
+
+def _conversation_bytes(disk_cache: int) -> int:
+    return min(CONVERSATION_BYTES, disk_cache // 16)
+
+
+def _conversations(disk_cache: int, namespace: Namespace | None) -> Conversations:
+    if namespace is None:
+        return Conversations(None)
+    return Conversations(namespace.path, max_bytes=_conversation_bytes(disk_cache))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collections meanwhile: millions of objects come to stay, and would be looked at again and again.
+
+    Afterwards they count as old, so that none of them is looked at soon. No effect where collections are off anyway.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # which moves all to the oldest generation
+        gc.enable()
 
 
 def allocate(num_bytes: int, pin: bool) -> Tensor:

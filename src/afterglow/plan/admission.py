@@ -139,14 +139,14 @@ class Admission:
         """Beside running decodes: are the rows of a stage there, or so soon that nobody has to wait for them?"""
         if self._placement.read_buffer is not None:
             return True  # the loads go on only when the job has joined
-        under_way = [self._cost.remaining(move, now) for move in stage.loads if self._placement.is_under_way(move)]
+        under_way = [move for move in stage.loads if self._placement.is_under_way(move)]
         if not under_way:
             return True
         if self.whole:
             return False
         stop = stage.stop if stage.stop is not None else job.length
         computing = self._cost.compute(stop - stage.start, stage.start)
-        return self._cost.known and self._cost.fits(max(under_way), computing)
+        return self._cost.known and self._cost.fits(*self._cost.coming(under_way, (), now), computing)
 
     def _match(self, job: Job, tokens: bytes) -> Match:
         """What is known of the tokens. The last one has to be computed in any case: there is no other way to logits."""
@@ -219,22 +219,19 @@ class Admission:
             end += view.stop - view.start
         final = cost.compute(job.length - end, end)
         gathering = cost.gather(end - row)
-        sizes = [views[i].extent.file_bytes if views[i].extent.load is None else 0 for i in cold]
         flying = [views[i].extent.load for i in cold]
-        alone = [cost.loads([size], now) - cost.loads([0], now) if size else 0.0 for size in sizes]
-        waiting = cost.loads([0], now) if any(sizes) else 0.0
-        best, recomputed, head, left = float("inf"), 0, 0.0, sum(alone)
+        reads = [cost.read(views[i].extent.file_bytes) for i in cold]
+        best, recomputed, head = float("inf"), 0, 0.0
         for split in range(len(cold) + 1):
             if split:  # the view before the split is recomputed too
                 i = cold[split - 1]
                 rows = views[i].stop - views[i].start
                 follows = split > 1 and cold[split - 2] == i - 1
                 head += cost.compute(rows, starts[i]) - (cost.compute(0, 0) if follows else 0.0) - cost.gather(rows)
-                left -= alone[split - 1]
-            loading = max((cost.remaining(move, now) for move in flying[split:] if move is not None), default=0.0)
-            if any(sizes[split:]):
-                loading = max(loading, waiting + left)
-            total = max(head + gathering + final, loading + final / cost.layers)
+            under_way = [move for move in flying[split:] if move is not None]
+            others = [seconds for seconds, move in zip(reads[split:], flying[split:], strict=True) if move is None]
+            first, last = cost.coming(under_way, others, now)
+            total = max(max(head + gathering, first) + final, last + final / cost.layers)
             if total < best:
                 best, recomputed = total, split
         if cost.compute(job.length - row, row) < best:

@@ -98,26 +98,34 @@ class Work:
 class Cost:
     """Predictions for one engine."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, readers: int = 1) -> None:
         self.layers = layers
         self.read_at: float | None = None  # when a read was last measured
         self._read = Fit(2, READS)
         self._pass = Fit(4, PASSES)
-        self._ends: dict[int, float] = {}  # loads under way: when they are going to end
-        self._last_end = 0.0
+        self._free = [0.0] * readers  # when each of those that read is going to have read what was asked for
+        self._times: dict[int, tuple[float, float]] = {}  # when first and last layers of loads under way will be there
 
     # ------------------------------------------------------------------------------------------- learning
 
     def started(self, move: int, size: int, now: float) -> None:
-        """A load has been asked for; loads follow one another."""
-        seconds = self._read.predict((1.0, size)) or 0.0
-        self._last_end = self._ends[move] = max(now, self._last_end) + seconds
+        """A load has been asked for."""
+        self._times[move] = self._line_up(self._free, self.read(size), now)
+
+    def _line_up(self, free: list[float], seconds: float, now: float) -> tuple[float, float]:
+        """When the first and the last layer of a load will be there: loads follow one another on whichever reader is
+        free first."""
+        reader = free.index(min(free))
+        began = max(now, free[reader])
+        free[reader] = began + seconds
+        latency = min(self.read(0), seconds)
+        return began + latency + (seconds - latency) / self.layers, free[reader]
 
     def ended(self, move: int, size: int, seconds: float, now: float) -> None:
         """A load has ended after reading `size` bytes in `seconds` (0 bytes: it failed)."""
-        self._ends.pop(move, None)
-        if not self._ends:
-            self._last_end = now
+        self._times.pop(move, None)
+        if not self._times:
+            self._free = [now] * len(self._free)
         if size:
             self._read.add((1.0, size), seconds)
             self.read_at = now
@@ -155,22 +163,37 @@ class Cost:
         """Seconds that a forward pass takes longer for gathering `rows` rows."""
         return (self._pass.predict((0.0, 0.0, 0.0, rows)) or 0.0) if rows else 0.0
 
+    def read(self, size: int) -> float:
+        """Seconds of a load of `size` bytes. 0 before anything is known."""
+        return self._read.predict((1.0, size)) or 0.0
+
+    def coming(self, moves: Sequence[int], reads: Sequence[float], now: float) -> tuple[float, float]:
+        """Seconds until the first, and the last, layers are there of these loads under way, and of further ones that are
+        asked for now and take so long each. What is overdue is taken to need as long again."""
+        first = last = 0.0
+        for move in moves:
+            if (times := self._times.get(move)) is not None:
+                late = max(0.0, now - times[1])
+                first, last = max(first, times[0] - now, late), max(last, times[1] - now, late)
+        free = list(self._free) if reads else []
+        for seconds in reads:
+            times = self._line_up(free, seconds, now)
+            first, last = max(first, times[0] - now), max(last, times[1] - now)
+        return first, last
+
     def loads(self, sizes: Sequence[int], now: float) -> float:
         """Seconds until loads of these sizes, asked for now, have ended."""
-        alone = sum(self._read.predict((1.0, size)) or 0.0 for size in sizes)
-        return max(0.0, self._last_end - now) + alone if sizes else 0.0
+        return self.coming((), [self.read(size) for size in sizes], now)[1]
 
-    def remaining(self, move: int, now: float) -> float:
-        """Seconds until a load under way ends."""
-        return max(0.0, self._ends.get(move, now) - now)
+    def fits(self, first: float, last: float, computing: float) -> bool:
+        """May a pass of `computing` seconds begin although the first, and the last, layers of what it gathers are not
+        there for so many seconds?
 
-    def fits(self, loading: float, computing: float) -> bool:
-        """May a pass of `computing` seconds begin although its loads take another `loading` seconds?
-
-        The last layer's rows must be there when its turn comes (CachedAttention §3.2.1; the exact read buffer of
-        spec A4, in time instead of layers: n t_load - (n - 1) t_compute <= lead).
+        The first layer is waited for no longer than computing one takes, and the last layer's rows must be there when its
+        turn comes (CachedAttention §3.2.1; the exact read buffer of spec A4, in time instead of layers:
+        n t_load - (n - 1) t_compute <= lead).
         """
-        return loading <= computing * (self.layers - 1) / self.layers
+        return first <= computing / self.layers and last <= computing * (self.layers - 1) / self.layers
 
 
 def read_buffer_layers(layers: int, load: float, compute: float, *, exact: bool = True) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from afterglow.plan.extent import Capacity, Extent, View
+from afterglow.plan.extent import Capacity, Extent, View, with_key, without_key
 from afterglow.plan.index import Match, common_rows
 from afterglow.plan.stats import Counters
 
@@ -74,7 +74,7 @@ class Device:
         """Note that a context contains rows of these extents."""
         for extent in extents:
             context.extents[extent] = None
-            extent.contexts[context.id] = None
+            extent.contexts = with_key(extent.contexts, context.id)
 
     def free(self, context: Context) -> None:
         """Forget a context: at once, or after the step that copies from it."""
@@ -115,7 +115,7 @@ class Device:
         for view in reversed(match.views):
             found: Context | None = None
             rows = 0
-            for number in list(reversed(view.extent.contexts))[:MAX_CANDIDATES]:
+            for number in list(view.extent.contexts)[: -MAX_CANDIDATES - 1 : -1]:
                 context = self.contexts[number]
                 same = common_rows(context.tokens, 0, tokens, 0, min(context.rows, match.rows))
                 if same > rows and not context.doomed:
@@ -140,4 +140,4 @@ class Device:
     def _detach(self, context: Context) -> None:
         del self.contexts[context.id]
         for extent in context.extents:
-            del extent.contexts[context.id]
+            extent.contexts = without_key(extent.contexts, context.id)

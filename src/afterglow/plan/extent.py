@@ -6,9 +6,11 @@ the device (which owns `contexts`) and the jobs (which count themselves in `user
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from afterglow.plan.step import ExtentId, ExtentRecord, Kind
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from afterglow.plan.sessions import Session
 
 Key = tuple[int, int, int, int]  # a job's place in the queue; see `Job.key`
+NONE: Final[Mapping[Any, None]] = MappingProxyType({})  # of the million extents that a cache may have, few have any
 HostState = Literal["absent", "loading", "ready"]
 DiskState = Literal["absent", "writing", "ready"]
 
@@ -26,8 +29,9 @@ class Capacity:
     """What there is to place things in.
 
     `device_rows`: rows of all device segments together. `host_slots`: blocks of the host arena. `disk_bytes`: budget
-    of the disk tier, 0 switches it off. `layers`: of the model, whose rows are loaded one after the other. `file_bytes[b - 1]`: size of the file of an extent of `b` blocks (a table and
-    not a function, so that a journal can hold it).
+    of the disk tier, 0 switches it off. `file_bytes[b - 1]`: size of the file of an extent of `b` blocks (a table and
+    not a function, so that a journal can hold it). `layers`: of the model; an extent's are loaded one after the other.
+    `readers`: how many extents are loaded at a time.
     """
 
     device_rows: int
@@ -37,6 +41,7 @@ class Capacity:
     max_extent_rows: int = 1024
     block_rows: int = 64
     layers: int = 1
+    readers: int = 1
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:
@@ -90,17 +95,21 @@ class Extent:
     pins: int = 0  # jobs that gather from it, or are about to
     dead: bool = False
 
-    waiting: list[Key] = field(default_factory=list)  # of the queued jobs whose path goes through it, sorted
+    waiting: Sequence[Key] = ()  # of the queued jobs whose path goes through it, sorted
     prefetched: bool = False  # brought to host for a job that has not come yet
     left_host: float | None = None  # when it was last evicted from host
 
     expires: float = -inf  # when nobody needs it any more; whoever uses it puts that off
     timed: bool = False  # will it be looked at when it may have expired?
-    sessions: dict[Session, None] = field(default_factory=dict)  # conversations with a name that have used it
+    sessions: Mapping[Session, None] = field(
+        default_factory=lambda: NONE
+    )  # conversations with a name that have used it
     kept: int = 0  # those of them that are pinned: it does not leave the last tier
 
     users: int = 0  # jobs whose context goes through it; it must stay matchable
-    contexts: dict[int, None] = field(default_factory=dict)  # retained device contexts that contain rows of it
+    contexts: Mapping[int, None] = field(
+        default_factory=lambda: NONE
+    )  # retained device contexts that contain rows of it
 
     @property
     def rows(self) -> int:
@@ -114,7 +123,7 @@ class Extent:
     @property
     def has_children(self) -> bool:
         """Can anything be matched only through it?"""
-        return any(child.extent is not self for node in self.nodes for child in node.children.values())
+        return any(child.extent is not self for node in self.nodes for child in node.children())
 
     def record(self) -> ExtentRecord:
         """What the catalog keeps of it."""
@@ -122,6 +131,21 @@ class Extent:
             self.id, self.parent, self.parent_rows, self.salt, self.kind, self.tokens, self.file_bytes,
             self.last_used, self.hits,
         )  # fmt: skip
+
+
+def with_key(keys: Mapping[Any, None], key: object) -> Mapping[Any, None]:
+    """The keys and one more, in the same dictionary if there is one."""
+    if not isinstance(keys, dict):
+        return {key: None}
+    keys[key] = None
+    return keys
+
+
+def without_key(keys: Mapping[Any, None], key: object) -> Mapping[Any, None]:
+    """The keys but one, which has to be there."""
+    assert isinstance(keys, dict)
+    del keys[key]
+    return keys or NONE
 
 
 class View(NamedTuple):

@@ -54,14 +54,15 @@ def common_rows(a: bytes | bytearray, a_row: int, b: bytes | bytearray, b_row: i
 class Node:
     """A view in the tree. The root of a salt has no extent and no rows."""
 
-    __slots__ = ("children", "extent", "parent", "start", "stop")
+    # Most nodes have one child, and a cache has millions of them: a dictionary is made for the second only.
+    __slots__ = ("_below", "extent", "parent", "start", "stop")
 
     def __init__(self, extent: Extent | None, start: int, stop: int, parent: Node | None) -> None:
         self.extent = extent
         self.start = start
         self.stop = stop
         self.parent = parent
-        self.children: dict[bytes, Node] = {}
+        self._below: Node | dict[bytes, Node] | None = None
 
     @property
     def rows(self) -> int:
@@ -71,6 +72,46 @@ class Node:
         """The first token of its edge."""
         assert self.extent is not None
         return self.extent.tokens[4 * self.start : 4 * self.start + 4]
+
+    def child(self, first: bytes) -> Node | None:
+        """The child whose edge begins with a token."""
+        below = self._below
+        if isinstance(below, dict):
+            return below.get(first)
+        return below if below is not None and below.key() == first else None
+
+    def children(self) -> tuple[Node, ...]:
+        """All children, the oldest first."""
+        below = self._below
+        if isinstance(below, dict):
+            return tuple(below.values())
+        return () if below is None else (below,)
+
+    def adopt(self, child: Node) -> None:
+        """Hang a node below this one."""
+        below, child.parent = self._below, self
+        if below is None:
+            self._below = child
+        elif isinstance(below, dict):
+            below[child.key()] = child
+        else:
+            self._below = {below.key(): below, child.key(): child}
+
+    def disown(self, child: Node) -> None:
+        """Take a child away."""
+        if isinstance(self._below, dict):
+            del self._below[child.key()]
+            if len(self._below) == 1:
+                (self._below,) = self._below.values()
+        else:
+            assert self._below is child
+            self._below = None
+
+    def take_children_of(self, other: Node) -> None:
+        """What hangs below another node hangs below this one from now on, and nothing else does."""
+        self._below, other._below = other._below, None
+        for child in self.children():
+            child.parent = self
 
 
 class Match(NamedTuple):
@@ -117,7 +158,7 @@ class Index:
     def elsewhere(self, salt: str, tokens: bytes, rows: int, most: int) -> bool:
         """Does another tenant (of the first `most`) have these first `rows` tokens? For counting only: nobody is told."""
         for other, root in islice(self._roots.items(), most):
-            child = root.children.get(tokens[:4]) if tenant_of(other) != tenant_of(salt) else None
+            child = root.child(tokens[:4]) if tenant_of(other) != tenant_of(salt) else None
             if child is not None and child.extent is not None:
                 if common_rows(child.extent.tokens, child.start, tokens, 0, rows) == rows:
                     return True
@@ -156,7 +197,7 @@ class Index:
         if place.rows < parent.rows:
             _split(parent, place.rows)
         node = Node(extent, rows, extent.rows, parent)
-        parent.children[node.key()] = node
+        parent.adopt(node)
         extent.nodes = [node]
         self.extents[extent.id] = extent
         self.version += 1
@@ -169,7 +210,7 @@ class Index:
         top = extent.nodes[0]
         parent = top.parent
         assert parent is not None
-        del parent.children[top.key()]
+        parent.disown(top)
         gone: dict[Extent, None] = {}
         for node in _subtree(top):
             assert node.extent is not None
@@ -179,7 +220,7 @@ class Index:
             lost.nodes = []
             del self.extents[lost.id]
         if parent.extent is None:
-            if not parent.children:
+            if not parent.children():
                 del self._roots[extent.salt]
         else:
             _rejoin(parent)
@@ -190,12 +231,12 @@ class Index:
         seen: dict[Extent, list[Node]] = {}
         for salt, root in self._roots.items():
             assert root.extent is None
-            assert root.children, "an empty tree"
+            assert root.children(), "an empty tree"
             for node in _subtree(root):
-                for key, child in node.children.items():
+                for child in node.children():
                     assert child.extent is not None
                     assert child.parent is node
-                    assert child.key() == key
+                    assert node.child(child.key()) is child
                     assert 0 <= child.start < child.stop <= child.extent.rows
                     assert child.extent.salt == salt
                     seen.setdefault(child.extent, []).append(child)
@@ -217,7 +258,7 @@ def _descend(place: _Place, tokens: bytes, row: int, views: list[View]) -> tuple
     node, offset = place
     while True:
         if offset == node.rows:
-            child = node.children.get(tokens[4 * row : 4 * row + 4])
+            child = node.child(tokens[4 * row : 4 * row + 4])
             if child is None:
                 break
             node, offset = child, 0
@@ -260,25 +301,22 @@ def _split(node: Node, rows: int) -> None:
     """Cut a node in two after `rows` rows; the lower half is new and takes the children."""
     assert node.extent is not None
     lower = Node(node.extent, node.start + rows, node.stop, node)
-    lower.children = node.children
-    for child in lower.children.values():
-        child.parent = lower
+    lower.take_children_of(node)
     node.stop = lower.start
-    node.children = {lower.key(): lower}
+    node.adopt(lower)
     node.extent.nodes.insert(node.extent.nodes.index(node) + 1, lower)
 
 
 def _rejoin(node: Node) -> None:
     """Undo a split for which there is no reason any more."""
-    if len(node.children) != 1:
+    children = node.children()
+    if len(children) != 1:
         return
-    (lower,) = node.children.values()
+    lower = children[0]
     if lower.extent is not node.extent or node.extent is None:
         return
     node.stop = lower.stop
-    node.children = lower.children
-    for child in node.children.values():
-        child.parent = node
+    node.take_children_of(lower)
     node.extent.nodes.remove(lower)
 
 
@@ -288,4 +326,4 @@ def _subtree(top: Node) -> Iterator[Node]:
     while stack:
         node = stack.pop()
         yield node
-        stack.extend(reversed(node.children.values()))
+        stack.extend(reversed(node.children()))

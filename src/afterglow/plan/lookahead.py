@@ -49,7 +49,7 @@ class LookAhead:
         """A job waits no more."""
         for extent in job.path:
             place = bisect_left(extent.waiting, job.key)
-            del extent.waiting[place]
+            extent.waiting = (*extent.waiting[:place], *extent.waiting[place + 1 :])
             if place == 0:
                 self._placement.ranked(extent)
         job.path = ()
@@ -62,7 +62,8 @@ class LookAhead:
         self.left(job)
         job.path = path
         for extent in path:
-            insort(extent.waiting, job.key)
+            place = bisect_left(extent.waiting, job.key)
+            extent.waiting = (*extent.waiting[:place], job.key, *extent.waiting[place:])
             if extent.waiting[0] == job.key:
                 self._placement.ranked(extent)
 
@@ -166,4 +167,4 @@ class LookAhead:
             for extent in job.path:
                 insort(waiting.setdefault(extent, []), job.key)
         for extent in self._index.extents.values():
-            assert extent.waiting == waiting.get(extent, [])
+            assert list(extent.waiting) == waiting.get(extent, [])

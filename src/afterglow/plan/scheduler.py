@@ -90,7 +90,7 @@ class Scheduler:
         self._counters = Counters()
         self._index = Index()
         self._device = Device(capacity, self._counters)
-        self._cost = Cost(capacity.layers)
+        self._cost = Cost(capacity.layers, capacity.readers)
         self._ghosts = Ghosts()
         selective = write_policy == "write_through_selective" and capacity.disk_bytes > 0
         self._placement = Placement(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from afterglow.plan.extent import Extent
+from afterglow.plan.extent import NONE, Extent, with_key, without_key
 from afterglow.plan.index import Index
 from afterglow.plan.placement import Placement
 
@@ -77,7 +77,7 @@ class Sessions:
         for extent in extents:
             if extent not in session.extents and not extent.dead:
                 session.extents[extent] = None
-                extent.sessions[session] = None
+                extent.sessions = with_key(extent.sessions, session)
                 if session.pinned:
                     self._placement.keep(extent)
 
@@ -129,7 +129,7 @@ class Sessions:
         if session is None:
             return
         for extent in session.extents:
-            del extent.sessions[session]
+            extent.sessions = without_key(extent.sessions, session)
         self._notes[_key(session)] = None
 
     def _bury(self) -> None:
@@ -139,7 +139,7 @@ class Sessions:
             for session in extent.sessions:
                 del session.extents[extent]
                 self._drop_if_empty(session)
-            extent.sessions = {}
+            extent.sessions = NONE
 
     def _drop_if_empty(self, session: Session) -> None:
         if not (session.extents or session.pinned):
@@ -189,16 +189,17 @@ def _key(session: Session) -> str:
 def _state(session: Session) -> SessionState:
     device = host = disk = 0
     for extent in session.extents:
+        rows = sum(node.rows for node in extent.nodes)  # those that no other extent has
         if extent.contexts:
-            device += extent.rows
+            device += rows
         elif extent.host == "ready":
-            host += extent.rows
+            host += rows
         else:
-            disk += extent.rows
+            disk += rows
     expires = max((extent.expires for extent in session.extents), default=inf)
     return SessionState(
         session.name,
-        session.rows,
+        device + host + disk,
         device,
         host,
         disk,

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from afterglow import __version__
 from afterglow.errors import RequestError
@@ -24,6 +24,7 @@ from afterglow.server.cache import (
 )
 from afterglow.server.chat import chat_completions
 from afterglow.server.completions import completions
+from afterglow.server.dashboard import add_dashboard
 from afterglow.server.defaults import Defaults
 from afterglow.server.errors import engine_dead, error_response
 from afterglow.server.guard import Guard
@@ -41,7 +42,12 @@ from afterglow.server.schema import (
 from afterglow.server.settings import ServerConfig
 from afterglow.server.state import Record, State
 from afterglow.server.stored import delete_response, get_response, input_items
+from afterglow.server.wire import json_response
 from afterglow.text import Tokenizer
+from afterglow.text.chat import texts_in
+
+MAX_TOKENIZE_CHARS = 4 * 1024**2  # some seconds' work
+MAX_DETOKENIZE = 1024**2
 
 
 def create_app(
@@ -72,6 +78,7 @@ def create_app(
         app.add_api_route(path, route, methods=[method])
     app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_schema(TokenizeBody))
     app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_schema(DetokenizeBody))
+    add_dashboard(app, state)
     return app
 
 
@@ -86,12 +93,12 @@ def _schema(body: Any) -> dict[str, Any]:
 
 async def models(request: Request) -> Response:
     state = _state(request)
-    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.names]})
+    return json_response({"object": "list", "data": [_card(state, name) for name in state.names]})
 
 
 async def model(request: Request) -> Response:
     state = _state(request)
-    return JSONResponse(_card(state, state.check_model(request.path_params["model"])))
+    return json_response(_card(state, state.check_model(request.path_params["model"])))
 
 
 def _card(state: State, name: str) -> dict[str, Any]:
@@ -109,11 +116,11 @@ async def health(request: Request) -> Response:
     state = _state(request)
     if not state.engine.healthy:
         return error_response(engine_dead())
-    return JSONResponse({"status": "draining" if state.jobs.draining else "ok"})
+    return json_response({"status": "draining" if state.jobs.draining else "ok"})
 
 
 async def version(request: Request) -> Response:
-    return JSONResponse({"version": __version__})
+    return json_response({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
@@ -137,17 +144,30 @@ async def tokenize(request: Request) -> Response:
             body.messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
         ).ids
 
-    ids = await state.tokenise(len(body.prompt or str(body.messages)), work)
-    return JSONResponse({"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids})
+    texts = [body.prompt] if body.prompt is not None else list(texts_in(body.messages))
+    size = sum(map(len, texts))
+    if size > MAX_TOKENIZE_CHARS:
+        raise RequestError(
+            f"at most {MAX_TOKENIZE_CHARS} characters can be tokenised at once, got {size}; send them in parts",
+            param="prompt" if body.prompt is not None else "messages",
+        )
+    ids = await state.tokenise(size, work)
+    return json_response({"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
     state = _state(request)
     body = await read_body(request, DetokenizeBody)
     state.check_model(body.model)
-    if not all(0 <= token < state.engine.vocab_size for token in body.tokens):
+    if len(body.tokens) > MAX_DETOKENIZE:
+        raise RequestError(
+            f"at most {MAX_DETOKENIZE} tokens can be detokenised at once, got {len(body.tokens)}; send them in parts",
+            param="tokens",
+        )
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < state.engine.vocab_size:
         raise RequestError(f"tokens must be between 0 and {state.engine.vocab_size - 1}", param="tokens")
-    return JSONResponse({"prompt": state.tokenizer.decode(body.tokens, False)})
+    text = await state.tokenise(len(body.tokens), lambda: state.tokenizer.decode(body.tokens, False))
+    return json_response({"prompt": text})
 
 
 _ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] = (

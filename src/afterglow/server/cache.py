@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import SessionInfo
 from afterglow.server.errors import engine_dead
 from afterglow.server.state import Record, State
 from afterglow.server.stored import stored
+from afterglow.server.wire import json_response
 
 
 def _context(http: HttpRequest) -> tuple[State, Record, str]:
@@ -27,7 +28,7 @@ def _context(http: HttpRequest) -> tuple[State, Record, str]:
 async def list_sessions(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     found = await _sessions(state, salt)
-    return JSONResponse({"object": "list", "data": [_card(session) for session in found]})
+    return json_response({"object": "list", "data": [_card(session) for session in found]})
 
 
 async def delete_session(http: HttpRequest) -> Response:
@@ -36,7 +37,7 @@ async def delete_session(http: HttpRequest) -> Response:
     _check_alive(state)
     if not await asyncio.to_thread(state.engine.forget_session, salt, name):
         raise _unknown(name)
-    return JSONResponse({"object": "cache.session", "name": name, "deleted": True})
+    return json_response({"object": "cache.session", "name": name, "deleted": True})
 
 
 async def pin_session(http: HttpRequest) -> Response:
@@ -53,7 +54,7 @@ async def _pin(http: HttpRequest, pinned: bool) -> Response:
     _check_alive(state)
     if not await asyncio.to_thread(state.engine.pin_session, salt, name, pinned):
         raise _unknown(name)
-    return JSONResponse({"object": "cache.session", "name": name, "pinned": pinned})
+    return json_response({"object": "cache.session", "name": name, "pinned": pinned})
 
 
 async def cache_stats(http: HttpRequest) -> Response:
@@ -80,7 +81,7 @@ async def cache_stats(http: HttpRequest) -> Response:
     }
     if record.caller.admin:
         said["engine"] = asdict(state.engine.stats())
-    return JSONResponse(said)
+    return json_response(said)
 
 
 async def reset_prefix_cache(http: HttpRequest) -> Response:
@@ -89,12 +90,12 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
     if record.caller.admin:
         state.engine.reset_cache(None)
         state.tokenizer.replies.clear()
-        return JSONResponse({"status": "ok", "cleared": "all"})
+        return json_response({"status": "ok", "cleared": "all"})
     salts = dict.fromkeys([*state.tenants.salts(record.caller), salt])
     for own in salts:
         state.engine.reset_cache(own)
     state.tokenizer.replies.clear(salts.keys())
-    return JSONResponse({"status": "ok", "cleared": "own"})
+    return json_response({"status": "ok", "cleared": "own"})
 
 
 async def _sessions(state: State, salt: str) -> list[SessionInfo]:

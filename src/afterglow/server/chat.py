@@ -17,7 +17,8 @@ from afterglow.server.logprobs import chat_logprobs
 from afterglow.server.run import Run
 from afterglow.server.schema import ChatBody, read_body
 from afterglow.server.state import Record, State, Wish
-from afterglow.server.stream import DONE, EventStream, event, to_json, while_connected
+from afterglow.server.stream import DONE, EventStream, event, while_connected
+from afterglow.server.wire import to_json
 from afterglow.text import ChatPrompt
 
 
@@ -28,6 +29,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     model = state.check_model(body.model)
     if body.messages is None:
         raise RequestError("messages is required", param="messages")
+    state.check_replies(body.n or 1, "n")
     salt = state.tenants.salt(record.caller, body.cache_salt)
     cut = (body.truncation or state.config.chat_truncation) == "auto"
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -18,7 +18,9 @@ from afterglow.server.logprobs import CompletionLogprobs, join
 from afterglow.server.run import Run
 from afterglow.server.schema import CompletionBody, read_body
 from afterglow.server.state import Record, State, Wish
-from afterglow.server.stream import DONE, EventStream, event, to_json, while_connected
+from afterglow.server.stream import DONE, EventStream, event, while_connected
+from afterglow.server.wire import to_json
+from afterglow.text.chat import shown
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
@@ -72,6 +74,11 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
         )
     if len(items) * (body.n or 1) > MAX_PROMPTS:
         raise RequestError(f"at most {MAX_PROMPTS} replies per request, got {len(items)} prompts", param="prompt")
+    state.check_replies(len(items) * (body.n or 1), "prompt" if len(items) > 1 else "n")
+
+    for item in items:
+        if isinstance(item, str):
+            tokenizer.check_length(item, state.engine.max_model_len, "prompt")
 
     def encode() -> list[_Prompt]:
         return [
@@ -86,7 +93,7 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
         if prompt.text is None and not 0 <= min(prompt.ids) <= max(prompt.ids) < state.engine.vocab_size:
             bad = next(i for i in prompt.ids if not 0 <= i < state.engine.vocab_size)
             raise RequestError(
-                f"prompt: token id {bad} is outside the vocabulary of {state.engine.vocab_size} tokens",
+                f"prompt: token id {shown(bad)} is outside the vocabulary of {state.engine.vocab_size} tokens",
                 param="prompt",
             )
     return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from afterglow.errors import RequestError
+from afterglow.server.wire import json_response
 
 _TYPES = {
     401: "authentication_error",
@@ -25,11 +26,11 @@ def body_of(error: RequestError) -> dict[str, Any]:
     return error_body(str(error), error.status, error.param, error.code)
 
 
-def error_response(error: RequestError) -> JSONResponse:
+def error_response(error: RequestError) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     if error.status in (429, 503):
         headers = {"Retry-After": "1"}
-    return JSONResponse(body_of(error), error.status, headers=headers)
+    return json_response(body_of(error), error.status, headers)
 
 
 def shutting_down() -> RequestError:

@@ -104,7 +104,7 @@ class Guard:
             "%s %s %s %d%s time=%.0fms",
             client,
             scope["method"],
-            scope["path"],
+            _plain(scope["path"]),
             status,
             details,
             seconds * 1e3,
@@ -128,6 +128,11 @@ def _limit(receive: Receive, headers: Headers, max_body: int) -> Receive:
         return message
 
     return limited
+
+
+def _plain(path: str) -> str:
+    """A path for one line of the log: %0a in it shall not begin another."""
+    return path if path.isprintable() and " " not in path else repr(path)
 
 
 def _too_large(max_body: int) -> RequestError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from afterglow.errors import RequestError
 from afterglow.text import Reply
-from afterglow.text.chat import shown
+from afterglow.text.chat import shown, shown_kind
 
 Item = dict[str, Any]
 
@@ -31,9 +31,8 @@ def read_input(value: object) -> list[Item]:
 
 
 def _read_item(item: object, where: str) -> Item:
-    kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
-    if not isinstance(item, Mapping) or kind != "message":
-        raise RequestError(f"{where} is of type {shown(kind)}; only items of type 'message' are supported", param=where)
+    if not isinstance(item, Mapping) or item.get("type", "message") != "message":
+        raise RequestError(f"{where} is {shown_kind(item)}; only items of type 'message' are supported", param=where)
     role, content, given = item.get("role"), item.get("content"), item.get("id")
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role")
@@ -41,16 +40,15 @@ def _read_item(item: object, where: str) -> Item:
         return _message(role, [content], given)
     if not isinstance(content, list):
         raise RequestError(
-            f"{where}.content must be a string or a list of text parts, got {type(content).__name__}",
+            f"{where}.content must be a string or a list of text parts, got {shown(content)}",
             param=f"{where}.content",
         )
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
         if kind not in PARTS or not isinstance(text, str):
             raise RequestError(
-                f"{where}.content[{number}] is of type {shown(kind)}; only parts of type 'input_text' and 'output_text' "
+                f"{where}.content[{number}] is {shown_kind(part)}; only parts of type 'input_text' and 'output_text' "
                 "are supported",
                 param=f"{where}.content[{number}]",
             )

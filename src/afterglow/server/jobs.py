@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
 from afterglow.request import Output, Request, SessionInfo
 from afterglow.server.assemble import Assembler, Piece
@@ -26,6 +27,7 @@ class EngineLike(Protocol):
     """What the server needs of an engine."""
 
     model_name: str
+    config: EngineConfig
     max_model_len: int
     vocab_size: int
 

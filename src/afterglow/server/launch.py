@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("afterglow.server")
 
 EXIT_IMPATIENT = 130  # after the second signal; what is on disk stays valid
+SAME_SIGNAL_SECONDS = 0.5  # `timeout`, for one, sends a signal to the process and again to its group
 LAST_WORDS_SECONDS = 2.0  # for sending the errors of aborted requests
 
 
@@ -114,7 +116,7 @@ class Service:
                 server_header=False,
             )
         )
-        self._stopping = False
+        self._stopping: float | None = None  # since when
 
     @property
     def started(self) -> bool:
@@ -144,9 +146,12 @@ class Service:
 
     def _on_signal(self, *_: object) -> None:
         """The first signal asks for an orderly end, the second one ends the process, whatever it is doing."""
-        if self._stopping:
+        now = time.monotonic()
+        if self._stopping is not None:
+            if now - self._stopping < SAME_SIGNAL_SECONDS:
+                return
             os._exit(EXIT_IMPATIENT)
-        self._stopping = True
+        self._stopping = now
         log.info("shutting down; running requests have %g s (again: at once)", self._config.grace)
         self.stop()
 

@@ -27,7 +27,8 @@ from afterglow.server.run import Run
 from afterglow.server.schema import ResponseBody, read_body
 from afterglow.server.state import Record, State, Wish
 from afterglow.server.stored import stored
-from afterglow.server.stream import EventStream, event, to_json, while_connected
+from afterglow.server.stream import EventStream, event, while_connected
+from afterglow.server.wire import to_json
 from afterglow.text import ChatPrompt
 
 log = logging.getLogger("afterglow.server")

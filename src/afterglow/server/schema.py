@@ -7,16 +7,16 @@ clients send plenty of them.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.requests import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
 
 from afterglow.errors import RequestError
-from afterglow.request import SamplingParams
+from afterglow.request import MAX_LOGPROBS, SamplingParams
 from afterglow.server.defaults import Defaults
+from afterglow.server.stream import ClientGone
 from afterglow.text.chat import shown
 
 MAX_CHOICES = 128
@@ -25,6 +25,7 @@ MAX_SESSION_NAME = 256
 LONGEST_TTL_S = 10 * 365 * 24 * 3600.0
 RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps what is in memory for an hour at most
 
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what JSON calls a number may have thousands of digits
 Unused = Mapping[str, tuple[object, ...]]  # fields that are not supported, with the values that mean "not used"
 
 _NOT_SUPPORTED: Unused = {
@@ -68,17 +69,17 @@ class Body(BaseModel):
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     cache_salt: str | None = None
     session_id: str | None = None
-    priority: int | None = 0
+    priority: Int | None = 0
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
     user: str | None = None
@@ -104,16 +105,15 @@ class Body(BaseModel):
             return None
         if isinstance(value, str) and value in RETENTIONS:
             return RETENTIONS[value]
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            if 0 < value <= LONGEST_TTL_S:
-                return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_TTL_S:
+            return float(value)
         raise RequestError(
             f"prompt_cache_retention must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f}), "
-            f"got {value if isinstance(value, int | float) else shown(value)}",
+            f"got {shown(value)}",
             param="prompt_cache_retention",
         )
 
-    def sampling(self, defaults: Defaults, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(self, defaults: Defaults, max_tokens: int, logprobs: Int | None) -> SamplingParams:
         def pick(name: str) -> Any:
             value = getattr(self, name)
             return getattr(defaults, name) if value is None else value
@@ -135,8 +135,8 @@ class ChoicesBody(Body):
     """What `/v1/completions` and `/v1/chat/completions` share."""
 
     stream_options: StreamOptions | None = None
-    n: int | None = 1
-    max_tokens: int | None = None
+    n: Int | None = 1
+    max_tokens: Int | None = None
     response_format: dict[str, Any] | None = None
 
     def check(self) -> None:
@@ -164,9 +164,9 @@ class CompletionBody(ChoicesBody):
     unsupported = {"truncation": ("disabled",)}  # there are no turns in it
 
     prompt: Any = None
-    best_of: int | None = None
+    best_of: Int | None = None
     echo: bool | None = False
-    logprobs: int | None = None
+    logprobs: Int | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:
@@ -178,15 +178,19 @@ class CompletionBody(ChoicesBody):
 class ChatBody(ChoicesBody):
     messages: Any = None
     truncation: Literal["auto", "disabled"] | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}", param="top_logprobs"
+            )
         check_variables(self.chat_template_kwargs)
 
 
@@ -207,7 +211,7 @@ class ResponseBody(Body):
     previous_response_id: str | None = None
     store: bool | None = True
     truncation: Literal["auto", "disabled"] | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
     text: dict[str, Any] | None = None
@@ -264,7 +268,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Int]
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -273,14 +277,19 @@ B = TypeVar("B", bound=BaseModel)
 async def read_body(request: Request, kind: type[B]) -> B:
     """The request's JSON as a `kind`, whatever its content type says (curl -d sends another). Errors:
     RequestError."""
-    data = await request.body()
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        reason = f"{error}" if isinstance(error, json.JSONDecodeError) else "not UTF-8, or nested too deeply"
+        reason = "not UTF-8, nested too deeply, or with a number of thousands of digits"
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error}"
         raise RequestError(f"the request body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise RequestError(f"the request body must be a JSON object, got {type(value).__name__}")
+        raise RequestError(f"the request body must be a JSON object, got {shown(value)}")
     unsupported = {**_NOT_SUPPORTED, **(kind.unsupported if issubclass(kind, Body) else {})}
     for name, unused in unsupported.items():
         wanted = value.get(name)
@@ -295,15 +304,20 @@ async def read_body(request: Request, kind: type[B]) -> B:
     return body
 
 
+_MESSAGES = {  # where pydantic's own speak of Python
+    "list_type": "input should be a valid array",
+    "dict_type": "input should be a valid object",
+    "model_type": "input should be a valid object",
+    "greater_than_equal": "input should be a 64-bit integer",
+    "less_than": "input should be a 64-bit integer",
+}
+
+
 def _as_request_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
     # In a union the location goes on with the names of the alternatives: only the field is of use.
     param = str(first["loc"][0]) if first["loc"] else None
-    try:
-        got = repr(first.get("input"))
-    except RecursionError:
-        got = "something nested too deeply"
     if first["type"] == "missing":
         return RequestError(f"{param} is required", param=param)
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    return RequestError(f"{param}: {message}, got {got if len(got) < 80 else got[:80] + '…'}", param=param)
+    message = _MESSAGES.get(first["type"]) or first["msg"][:1].lower() + first["msg"][1:]
+    return RequestError(f"{param}: {message}, got {shown(first.get('input'))}", param=param)

@@ -23,12 +23,12 @@ from afterglow.server.settings import ServerConfig
 from afterglow.server.tenants import Caller, Tenants
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.chat import texts_in
+from afterglow.text.lengths import LONG
 from afterglow.text.turns import TEMPLATE
 
 log = logging.getLogger("afterglow.server")
 T = TypeVar("T")
 RESERVE = 8  # the part of the context that is kept free for a reply, see spec A12
-THREAD_CHARS = 16 * 1024  # tokenising this much takes a few milliseconds; more would hold up other streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,16 @@ class State:
             )
         return name
 
+    def check_replies(self, count: int, param: str) -> None:
+        """Errors: RequestError, if so many replies can never be queued at once: waiting would not help."""
+        most = self.engine.config.max_queue
+        if count > most:
+            raise RequestError(
+                f"{count} replies were asked for at once, and this server's queue holds {most} (--max-queue); "
+                "ask for them in several requests",
+                param=param,
+            )
+
     def room_for(self, prompt: Sequence[int], wish: Wish, cut: bool = False) -> int:
         """How many tokens may be generated. `cut`: the engine may leave out the oldest of the prompt. Errors:
         RequestError, if prompt and reply do not fit the context."""
@@ -134,13 +144,14 @@ class State:
         waits = any(map(self.tokenizer.markers.mentioned_in, texts))
         try:
             prompt = await self.tokenise(
-                THREAD_CHARS + 1 if waits else sum(map(len, texts)),
+                LONG + 1 if waits else sum(map(len, texts)),
                 lambda: self.tokenizer.encode_chat(
                     messages,
                     salt=salt,
                     variables=variables,
                     replies=replies,
                     cut_over=self.longest_uncut(wish) if cut else None,
+                    limit=None if cut else self.engine.max_model_len,
                 ),
             )
         except RequestError as error:
@@ -153,8 +164,9 @@ class State:
         return prompt
 
     async def tokenise(self, size: int, work: Callable[[], T]) -> T:
-        """Tokenise `size` characters: here if that is quick, else in a thread, so that streams go on."""
-        return work() if size <= THREAD_CHARS else await asyncio.to_thread(work)
+        """Tokenise `size` characters, or detokenise as many ids: here if that is quick, else in a thread, so that
+        streams go on."""
+        return work() if size <= LONG else await asyncio.to_thread(work)
 
     def session_of(self, http: HttpRequest, body: Body) -> str | None:
         """Errors: RequestError."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from afterglow.errors import RequestError, StoreError
 from afterglow.server.items import public
 from afterglow.server.state import Record, State
-from afterglow.server.stream import to_json
+from afterglow.server.wire import to_json
 from afterglow.store.conversations import StoredResponse
 
 log = logging.getLogger("afterglow.server")

@@ -4,7 +4,6 @@ stays."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from afterglow.errors import RequestError
 from afterglow.server.errors import body_of, error_body
+from afterglow.server.wire import to_json
 
 log = logging.getLogger("afterglow.server")
 T = TypeVar("T")
@@ -25,15 +25,6 @@ CLIENT_GONE = 499  # no client sees it; the access log and the metrics do
 
 class ClientGone(Exception):
     """The client has hung up; there is nobody to answer."""
-
-
-def to_json(value: object) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    if not text.isascii():
-        # Legal in JSON, but many clients split an event stream at whatever Unicode calls a line's end.
-        for char in "\x85\u2028\u2029":
-            text = text.replace(char, f"\\u{ord(char):04x}")
-    return text.encode("utf-8", "replace")
 
 
 def event(value: object) -> bytes:

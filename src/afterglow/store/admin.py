@@ -7,6 +7,7 @@ says who holds it otherwise.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.plan.index import extent_id
 from afterglow.plan.step import ExtentRecord
 from afterglow.store import notes, recovery
-from afterglow.store.catalog import Catalog, read_only, read_rows
+from afterglow.store.catalog import Catalog, failure, read_only, read_rows
 from afterglow.store.disk import DiskTier
 from afterglow.store.namespace import (
     CATALOG,
@@ -167,21 +168,21 @@ def clear(path: Path) -> int:
         try:
             # The catalog first: a crash half-way leaves files without rows, which are swept at the next
             # start.
-            for file in [*path.glob(f"{CATALOG}*"), *(path / EXTENTS).glob("*/*")]:
-                file.unlink(missing_ok=True)
-            for folder in namespace.extents.glob("*"):
-                folder.rmdir()
+            for file in path.glob(f"{CATALOG}*"):
+                _delete(file)
+            if namespace.extents.is_dir():
+                for entry in namespace.extents.iterdir():
+                    _delete(entry)
         except OSError as error:
             raise StoreError(f"cannot clear {path}: {error.strerror}") from error
         return before - folder_bytes(path)
 
 
-def rebuild_catalog(path: Path) -> int:
-    """Make the catalog anew from the extents, without notes; returns its rows. Raises ConfigError when a process
-    holds it.
-    """
-    with Namespace.open_existing(path) as namespace:
-        return recovery.rebuild(namespace.catalog, _tier(path, namespace.description))
+def _delete(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def _rows(path: Path, disk: DiskTier) -> Rows:
         with closing(read_only(path / CATALOG)) as db:
             return dict(read_rows(db))
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
-        raise DamageError(f"{path / CATALOG} cannot be read: {error}") from error
+        raise failure(path / CATALOG, error) from error
 
 
 def _tier(path: Path, description: Description) -> DiskTier:
@@ -259,6 +260,8 @@ def _notes(path: Path) -> Iterator[Problem]:
         with closing(read_only(path / CATALOG)) as db:
             bad = [row for row, _, value in notes.read(db) if value is None]
     except (sqlite3.Error, UnicodeDecodeError) as error:
+        if not isinstance(wrong := failure(path / CATALOG, error), DamageError):
+            raise wrong from error
         yield Problem("catalog", CATALOG, str(error))
         return
     yield from (Problem("note", str(row), "its checksum is wrong") for row in bad)
@@ -323,7 +326,7 @@ def _repair(namespace: Namespace, problems: list[Problem]) -> None:
         recovery.rebuild(namespace.catalog, disk)
         return
     catalog = Catalog(namespace.catalog)
-    rows = dict(catalog.load())
+    rows = {row.id: row for row in catalog.load() if not isinstance(row, str)}
     try:
         catalog.remove(bad + [problem.name for problem in problems if problem.kind == "missing"])
         for problem in problems:

@@ -9,6 +9,7 @@ changes in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import shutil
@@ -18,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast, get_args
 
@@ -42,20 +45,46 @@ CREATE TABLE extents (
 )"""
 
 _ROW_BYTES: Final = 1024  # of the file, at most, per block of 64 rows: tokens, the other columns, half-empty pages
-_WAL_BYTES: Final = 4 * 1024**2  # what the write-ahead log grows to before SQLite starts it anew
+_WAL_BYTES: Final = 4 * 1024**2  # what the write-ahead log may take, if a 16th of the budget is not less
+_NOTE_BYTES: Final = 64 * 1024**2  # what notes may take, likewise
+_SMALL_FILES: Final = 256 * 1024  # description, lock, SQLite's shared memory, an empty catalog
+_CHANGE_BYTES: Final = 32 * 1024  # of the write-ahead log's share there are for each row that a transaction changes
+# SQLite's primary codes for what is the matter with a file system, not with a database.
+_PASSING: Final = frozenset(
+    {
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_INTERRUPT,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_NOLFS,
+        sqlite3.SQLITE_AUTH,
+    }
+)
+
+_DAMAGED: Final = ".damaged"
 
 Job = Callable[[sqlite3.Connection], None]
+_Noted = tuple[str, str, str | None]  # kind, key, value
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """A connection for writing, the schema made where the file is new. Raises DamageError for another
-    schema.
+def connect(path: Path, journal: str = "WAL", wal_bytes: int = _WAL_BYTES) -> sqlite3.Connection:
+    """A connection for writing, the schema made where the file is new. `journal`: SQLite's word for how; `wal_bytes`:
+    what the write-ahead log may take. Raises DamageError for another schema, and sqlite3.Error.
     """
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     try:
-        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_mode = {journal}")
         db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        # Half for what has been committed, and half for the transaction that comes on top of it.
+        page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
+        db.execute(f"PRAGMA wal_autocheckpoint = {max(1, wal_bytes // 2 // page_bytes)}")
+        db.execute(f"PRAGMA journal_size_limit = {wal_bytes // 2}")
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.execute("BEGIN")
@@ -71,19 +100,49 @@ def connect(path: Path) -> sqlite3.Connection:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a catalog may take of a disk budget besides its rows: its write-ahead log, and notes."""
+
+    wal_bytes: int = _WAL_BYTES
+    note_bytes: int = _NOTE_BYTES
+
+    @classmethod
+    def of(cls, disk_bytes: int) -> Shares:
+        """The shares of a budget: no more than a 16th each."""
+        return cls(min(_WAL_BYTES, disk_bytes // 16), min(_NOTE_BYTES, disk_bytes // 16))
+
+
 def budget(disk_bytes: int, block_file_bytes: int) -> int:
     """What of a disk budget is left for extents when the catalog of as many is to fit in it too.
 
     `block_file_bytes`: the file of an extent of one block, the kind that needs most rows for its size.
     """
-    left = disk_bytes - min(_WAL_BYTES, disk_bytes // 16)
-    return left * block_file_bytes // (block_file_bytes + _ROW_BYTES)
+    shares = Shares.of(disk_bytes)
+    left = disk_bytes - shares.wal_bytes - shares.note_bytes - min(_SMALL_FILES, disk_bytes // 32)
+    return max(0, left) * block_file_bytes // (block_file_bytes + _ROW_BYTES)
+
+
+def failure(path: Path, error: Exception) -> StoreError:
+    """What a failed call of SQLite means: DamageError where the file is no catalog, StoreError where it may well be one
+    that cannot be read or written now (disk full, I/O, locked, missing rights).
+    """
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # not from SQLite itself: bytes that are no UTF-8, for example
+        passing = isinstance(error, sqlite3.OperationalError) and "decode" not in str(error).lower()
+    else:
+        passing = code & 0xFF in _PASSING and not path.is_dir()
+    return StoreError(f"{path}: {error}") if passing else DamageError(f"{path}: {error}")
 
 
 def read_rows(db: sqlite3.Connection) -> Iterator[tuple[str, ExtentRecord | None]]:
     """All rows as (id, record); None in place of a record whose row is damaged. Raises sqlite3.Error."""
+    same: dict[object, Any] = {}  # what comes up again and again is one object: ids, salts, kinds, sizes
     for row in db.execute(f"SELECT {_COLUMNS} FROM extents ORDER BY last_used, id"):
-        yield str(row[0]), _record(row)
+        extent, parent, parent_rows, salt, kind, tokens, rows, file, size, *rest = row
+        texts = [same.setdefault(value, value) for value in (extent, parent, salt, kind, size)]
+        record = _record((*texts[:2], parent_rows, *texts[2:4], tokens, rows, file, texts[4], *rest))
+        yield str(texts[0]), record
 
 
 def read_only(path: Path) -> sqlite3.Connection:
@@ -101,13 +160,21 @@ def read_only(path: Path) -> sqlite3.Connection:
         return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True)
 
 
+def relics(path: Path) -> int:
+    """Bytes of what `aside` has kept of a file."""
+    try:
+        return path.with_name(path.name + _DAMAGED).stat().st_size
+    except OSError:
+        return 0
+
+
 def aside(path: Path) -> None:
     """Clear the place of a catalog: what is there becomes `NAME.damaged`, SQLite's files beside it go.
 
     One such relic is kept, the newest. Raises OSError.
     """
     if path.exists() and (path.is_dir() or path.stat().st_size):
-        target = path.with_name(f"{path.name}.damaged")
+        target = path.with_name(path.name + _DAMAGED)
         if target.is_dir():
             shutil.rmtree(target)
         else:
@@ -127,42 +194,57 @@ def size_of(path: Path) -> int:
 
 
 def create(path: Path, records: Iterable[ExtentRecord], file_of: Callable[[str], str]) -> None:
-    """A new catalog with these rows, in one transaction. Raises sqlite3.Error."""
-    with closing(connect(path)) as db:
-        db.execute("BEGIN")
-        for record in records:
-            _insert(db, record, file_of(record.id))
-        db.execute("COMMIT")
+    """A new catalog with these rows in place of what is at `path`, which is set aside: once the new one is complete.
+
+    Raises OSError and sqlite3.Error; then nothing has changed.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.unlink(missing_ok=True)
+        # Nobody needs half of it, so there is no journal, nor a log that would have to be moved along.
+        with closing(connect(new, journal="OFF")) as db:
+            db.execute("BEGIN")
+            for record in records:
+                _insert(db, record, file_of(record.id))
+            db.execute("COMMIT")
+        aside(path)
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 class Catalog:
     """The catalog of a locked namespace. Its thread batches what is asked for into few transactions."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises DamageError when the file is no catalog of this version."""
+    def __init__(self, path: Path, shares: Shares | None = None) -> None:
+        """Raises DamageError when the file is no catalog of this version, StoreError when that cannot be found out."""
         self.path = path
+        self._shares = shares or Shares()
         try:
-            self._db = connect(path)
+            self._db = connect(path, wal_bytes=self._shares.wal_bytes)
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: SQLite quotes what it cannot read
-            raise DamageError(f"{path}: {error}") from error
+            raise failure(path, error) from error
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | str] = queue.SimpleQueue()
+        self._slice = max(1, self._shares.wal_bytes // _CHANGE_BYTES)
+        self._longest = min(note_table.VALUE_MOST, self._shares.note_bytes // 8)
         self.notes_damaged = 0
         self.failures = 0  # transactions that failed with uses or notes in them, which nobody else is told of
         self._touched: dict[str, tuple[float, int]] = {}
         self._noted: dict[str, Writes] = {}  # by kind
-        self._note_counts: dict[str, int] = {}
+        self._tally = note_table.Tally()
         self._notes: dict[str, dict[str, str]] = {}  # as they were at the start, until they are asked for
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def load(self) -> list[tuple[str, ExtentRecord | None]]:
-        """All rows (see `read_rows`), then starts the thread: call once, first. Raises DamageError."""
+    def load(self) -> list[ExtentRecord | str]:
+        """All records, and of damaged rows the ids, least recently used first; then starts the thread: call once, first. Raises as `Catalog`."""
         try:
-            rows = list(read_rows(self._db))
+            rows = [record if record is not None else extent for extent, record in read_rows(self._db)]
             self._load_notes()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             self._db.close()
-            raise DamageError(f"{self.path}: {error}") from error
+            raise failure(self.path, error) from error
         self._thread = threading.Thread(target=self._work, name="afterglow-catalog", daemon=True)
         self._thread.start()
         return rows
@@ -176,15 +258,21 @@ class Catalog:
                 self._notes.setdefault(kind, {})[key] = value
         note_table.forget(self._db, damaged)
         self.notes_damaged = len(damaged)
-        self._note_counts = {kind: len(found) for kind, found in self._notes.items()}
+        sizes = [note_table.cost(kind, *item) for kind, found in self._notes.items() for item in found.items()]
+        self._tally = note_table.Tally({kind: len(found) for kind, found in self._notes.items()}, sum(sizes))
 
     def add(self, record: ExtentRecord, file: str) -> None:
         """Enter an extent, or replace its row; returns when it is committed. Raises StoreError."""
         self._run(lambda db: _insert(db, record, file))
 
     def remove(self, extents: Sequence[str]) -> None:
-        """Remove rows; returns when that is committed. Raises StoreError."""
-        self._run(lambda db: _delete(db, extents))
+        """Remove rows, few at a time; returns when that is committed. Raises StoreError."""
+        names = iter(extents)
+        some = list(islice(names, self._slice))
+        while True:
+            self._run(functools.partial(_delete, extents=some))
+            if not (some := list(islice(names, self._slice))):
+                return
 
     def touch(self, uses: Iterable[tuple[str, float, int]]) -> None:
         """Note (extent, last used, hits so far); written within seconds, together with whatever else is written."""
@@ -198,13 +286,17 @@ class Catalog:
     def note(self, kind: str, items: Iterable[tuple[str, str | None]]) -> None:
         """Write notes of a kind by key (None deletes); within seconds, together with whatever else is written.
 
-        Of each kind the 65,536 that were written last are kept. A transaction that fails loses its notes, deletions
-        too (`failures`).
+        Of each kind the 65,536 that were written last are kept, and of all together as many as fit their share. A value
+        of more than 64 KiB is not kept, nor is what it was to replace. A transaction that fails loses its notes,
+        deletions too (`failures`).
         """
         with self._lock:
             first = not self._waiting
             noted = self._noted.setdefault(kind, OrderedDict())
             for key, value in items:
+                if value is not None and note_table.cost(kind, key, value) > self._longest:
+                    log.warning("a note of kind %r is too long to be kept: %d characters", kind, len(value))
+                    value = None
                 noted[key] = value
                 noted.move_to_end(key)
             while len(noted) > NOTES_MOST:  # more than can be kept; or the device hangs, and nobody writes them
@@ -260,34 +352,57 @@ class Catalog:
         self._db.close()
 
     def _transact(self, batch: Sequence[tuple[Job, Future[None]]]) -> None:
+        """What is asked for, and some uses and notes with it; what is left of these in transactions that follow."""
         with self._lock:
             touched, self._touched = self._touched, {}
             noted, self._noted = self._noted, {}
-        failure: Exception | None = None
+        uses = [(*use, extent) for extent, use in touched.items()]
+        notes = [(kind, *item) for kind, writes in noted.items() for item in writes.items()]
+        while True:
+            some = self._few(notes)
+            wrong = self._commit([job for job, _ in batch], uses[: self._slice], some)
+            if wrong is not None and (uses or notes):
+                log.warning("%d uses of extents and %d notes are lost: %s", len(uses), len(notes), wrong)
+                self.failures += 1
+                uses, notes = [], []
+            for _, done in batch:
+                if wrong is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(wrong)
+            batch, uses, notes = [], uses[self._slice :], notes[len(some) :]
+            if not (uses or notes):
+                return
+
+    def _few(self, notes: Sequence[_Noted]) -> Sequence[_Noted]:
+        """As many of them as a transaction should write."""
+        left = self._shares.wal_bytes // 4
+        for count, (kind, key, value) in enumerate(notes[: self._slice]):
+            left -= note_table.cost(kind, key, value or "")
+            if left < 0 and count:
+                return notes[:count]
+        return notes[: self._slice]
+
+    def _commit(
+        self, jobs: Sequence[Job], uses: Sequence[tuple[float, int, str]], notes: Sequence[_Noted]
+    ) -> Exception | None:
+        """One transaction; what went wrong, if anything."""
         try:
+            noted: dict[str, Writes] = {}
+            for kind, key, value in notes:
+                noted.setdefault(kind, OrderedDict())[key] = value
             self._db.execute("BEGIN")
-            for job, _ in batch:
+            for job in jobs:
                 job(self._db)
-            self._db.executemany(
-                "UPDATE extents SET last_used = ?, hits = ? WHERE id = ?",
-                [(*use, extent) for extent, use in touched.items()],
-            )
-            counts = note_table.write(self._db, noted, self._note_counts)
+            self._db.executemany("UPDATE extents SET last_used = ?, hits = ? WHERE id = ?", uses)
+            tally = note_table.write(self._db, noted, self._tally, self._shares.note_bytes)
             self._db.execute("COMMIT")
-            self._note_counts = counts
+            self._tally = tally
+            return None
         except Exception as error:
-            failure = error
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
-            if touched or noted:
-                lost = sum(map(len, noted.values()))
-                log.warning("%d uses of extents and %d notes are lost: %s", len(touched), lost, error)
-                self.failures += 1
-        for _, done in batch:
-            if failure is None:
-                done.set_result(None)
-            else:
-                done.set_exception(failure)
+            return error
 
 
 def _insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:

@@ -34,6 +34,8 @@ SWEEP_SECONDS: Final = 600.0
 
 _SCHEMA_VERSION: Final = 1
 _WAL_BYTES: Final = 4 * 1024**2
+_SHM_BYTES: Final = 64 * 1024
+_LARGEST: Final = 8  # a response may take this part of what may be kept
 # What a conversation's responses share is in a table of its own: to write `expires` into each of them again at every
 # turn would mean to write their texts again.
 _SCHEMA: Final = """
@@ -47,6 +49,7 @@ CREATE INDEX by_root ON responses (root);
 CREATE INDEX by_tenant ON responses (tenant);
 """
 _COLUMNS: Final = "r.id, r.tenant, r.previous, r.root, r.created, c.expires, r.model, r.body, r.items, r.crc32c"
+_DUE: Final = "SELECT root FROM conversations WHERE expires <= ?"
 _FROM: Final = "responses r JOIN conversations c ON c.root = r.root AND c.expires > ?"
 
 
@@ -76,11 +79,12 @@ class Conversations:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`ttl_s`: how long after its last turn a conversation is kept. `max_bytes`: size of the file; beyond it the
-        conversations that were not used for longest are dropped."""
+        conversations that were not used for longest are dropped (`footprint`: with what SQLite keeps beside it)."""
         self.folder = folder
         self._path = None if folder is None else folder / FILE
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
+        self._wal_bytes = _wal_bytes(max_bytes)
         self._clock = clock
         self._swept = float("-inf")
         self._lock = threading.Lock()
@@ -100,6 +104,10 @@ class Conversations:
         """Keep a response; its whole conversation is in use again. Raises StoreError (disk full, id taken, no
         `previous` of this tenant: it may have been deleted in the meantime)."""
         texts = (_text(body), _text(items))
+        size = sum(map(len, texts))
+        if size > self._max_bytes // _LARGEST:
+            raise StoreError(f"conversations: one response is larger than {self._max_bytes // _LARGEST} bytes")
+        self._make_room(size, previous, tenant)
 
         def work(db: sqlite3.Connection) -> None:
             now = self._clock()
@@ -114,7 +122,6 @@ class Conversations:
                 (root, now + self._ttl_s),
             )
             db.execute("INSERT INTO responses VALUES (?,?,?,?,?,?,?,?,?)", row)
-            self._shrink(db, root)
 
         self._run(work)
         if self._clock() - self._swept >= SWEEP_SECONDS:
@@ -175,13 +182,11 @@ class Conversations:
         """Drop what has expired; returns how many responses that were. Raises StoreError."""
         self._swept = self._clock()
 
-        def work(db: sqlite3.Connection) -> int:
-            due = "SELECT root FROM conversations WHERE expires <= ?"
-            gone = db.execute(f"DELETE FROM responses WHERE root IN ({due})", (self._swept,)).rowcount
-            db.execute("DELETE FROM conversations WHERE expires <= ?", (self._swept,))
-            return gone
-
-        return self._run(work)
+        gone = 0
+        while some := self._run(lambda db: self._drop_some(db, f"root IN ({_DUE})", self._swept)):
+            gone += some
+        self._run(lambda db: db.execute("DELETE FROM conversations WHERE expires <= ?", (self._swept,)))
+        return gone
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -213,7 +218,7 @@ class Conversations:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            return _connect(self._path)
+            return _connect(self._path, self._wal_bytes)
         except sqlite3.Error as error:
             return self._begin_anew(error) if _is_damage(error) else self._without_file(error)
 
@@ -221,7 +226,7 @@ class Conversations:
         assert self._path is not None, "memory has no file to be damaged"
         try:
             aside(self._path)
-            db = _connect(self._path)
+            db = _connect(self._path, self._wal_bytes)
         except (OSError, sqlite3.Error) as error:
             return self._without_file(error)
         log.warning("%s was damaged (%s): it is now %s.damaged, and a new one is begun", self._path, why, FILE)
@@ -229,7 +234,7 @@ class Conversations:
 
     def _without_file(self, why: Exception) -> sqlite3.Connection:
         log.warning("%s cannot be used (%s): conversations are kept in memory only", self._path, why)
-        return _connect(None)
+        return _connect(None, self._wal_bytes)
 
     def _find(self, db: sqlite3.Connection, response: str, tenant: str) -> StoredResponse | None:
         query = f"SELECT {_COLUMNS} FROM {_FROM} WHERE r.id = ? AND r.tenant = ?"
@@ -243,16 +248,49 @@ class Conversations:
             db.execute("DELETE FROM responses WHERE id = ?", (response,))
             return None
 
-    def _shrink(self, db: sqlite3.Connection, keep: str) -> None:
-        """Drop conversations, the longest unused first, until the file is small enough. Errors: StoreError."""
-        while _used_bytes(db) > self._max_bytes:
+    def _make_room(self, size: int, previous: str | None, tenant: str) -> None:
+        """Drop conversations, the longest unused first, until a response of `size` bytes fits. Errors: StoreError."""
+        need = size + size // 256 + 4 * 4096  # its pages, and those of the indices
+
+        def work(db: sqlite3.Connection) -> bool:
+            if _used_bytes(db) + need <= self._max_bytes:
+                return False
+            before = None if previous is None else self._find(db, previous, tenant)
+            keep = "" if before is None else before.root
             oldest = db.execute(
                 "SELECT root FROM conversations WHERE root != ? ORDER BY expires, root LIMIT 1", (keep,)
             ).fetchone()
             if oldest is None:
                 raise StoreError(f"conversations: one alone is larger than {self._max_bytes} bytes")
-            for table in ("responses", "conversations"):
-                db.execute(f"DELETE FROM {table} WHERE root = ?", oldest)
+            # Nobody sees a part of it: it has expired from now on.
+            db.execute("UPDATE conversations SET expires = ? WHERE root = ?", (float("-inf"), *oldest))
+            if not self._drop_some(db, "root = ?", *oldest):
+                db.execute("DELETE FROM conversations WHERE root = ?", oldest)
+            return True
+
+        while self._run(work):
+            pass
+
+    def _drop_some(self, db: sqlite3.Connection, which: str, *values: object) -> int:
+        """Delete some responses, few enough for one transaction: all that is blanked passes through the write-ahead log."""
+        found = db.execute(f"SELECT id, LENGTH(body) + LENGTH(items) FROM responses WHERE {which} LIMIT 64", values)
+        left, gone = self._wal_bytes // 2, 0
+        for response, size in found.fetchall():
+            left -= size or 0
+            if left < 0 and gone:
+                break
+            db.execute("DELETE FROM responses WHERE id = ?", (response,))
+            gone += 1
+        return gone
+
+
+def footprint(max_bytes: int) -> int:
+    """What the file and SQLite's files beside it take at most."""
+    return max_bytes + max_bytes // _LARGEST + 2 * _wal_bytes(max_bytes) + _SHM_BYTES
+
+
+def _wal_bytes(max_bytes: int) -> int:
+    return min(_WAL_BYTES, max_bytes // 16)
 
 
 def erase(folder: Path) -> None:
@@ -266,12 +304,14 @@ def _is_damage(error: sqlite3.Error) -> bool:
     return type(error) is sqlite3.DatabaseError
 
 
-def _connect(path: Path | None) -> sqlite3.Connection:
+def _connect(path: Path | None, wal_bytes: int) -> sqlite3.Connection:
     db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False, timeout=10.0)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
+        db.execute(f"PRAGMA wal_autocheckpoint = {max(1, wal_bytes // 2 // page_bytes)}")
+        db.execute(f"PRAGMA journal_size_limit = {wal_bytes}")
         db.execute("PRAGMA secure_delete = ON")  # what a client deletes shall not be readable in the file
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not db.execute("SELECT 1 FROM sqlite_master").fetchone():

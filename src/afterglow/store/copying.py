@@ -21,14 +21,15 @@ def copy_rows(
 ) -> int:
     """Make the pieces, one after another, rows [0, rows) of the blocks in `slots`; returns the bytes copied.
 
-    All layers, keys and values; the rows of the last block beyond `rows` are zeroed. `layer_done(n)` after each layer:
-    the first n are in place. Raises StoreError, before anything is written, where slots and rows do not agree or a slot
+    All layers, keys and values; the rows of the last block beyond `rows` are zeroed. `layer_done(n)` before the first
+    layer and after each: the first n are in place. Where it raises, nothing more is written. Raises StoreError, before anything is written, where slots and rows do not agree or a slot
     is both read and written.
     """
     _check(arena, pieces, slots, rows)
     target = _stretches(slots, 0, rows)
     source = [stretch for piece in pieces for stretch in _stretches(*piece)]
     spans = list(_spans(source, target))
+    layer_done(0)  # the slots of a task that was given up are somebody else's
     arena.zero_tail(slots, rows)
     layout = arena.layout
     flat = arena.rows.reshape(layout.layers, 2, arena.slots * BLOCK_ROWS, layout.row_bytes)

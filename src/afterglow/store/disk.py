@@ -82,6 +82,7 @@ class DiskTier:
         layout, rows = self.layout, record.rows
         if len(slots) != layout.blocks(rows):
             raise StoreError(f"extent {record.id[:16]} has {rows} rows but {len(slots)} slots")
+        progress()  # the slots of a task that was given up are somebody else's
         arena.zero_tail(slots, rows)
         pieces = list(self._pieces(rows, layout.tensor_bytes(rows), slots, WRITE_BYTES))
         # With one piece only, the making of the file is all that its checksums can be computed beside.
@@ -227,7 +228,8 @@ class DiskTier:
                     self._compare(list(tensor), head, layer, kv)
                     plane[list(slots)] = tensor
 
-        pieces = [piece for piece in self._pieces(rows, span, slots, READ_BYTES) if piece[0][0] in layers]
+        joined = self._pieces(rows, span, slots, READ_BYTES)
+        pieces = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
         if layers.start:
             read_full(fd, [raw_head], 0)
         total = done = 0

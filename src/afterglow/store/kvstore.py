@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from afterglow.plan.step import (
     SaveDone,
     Store,
 )
-from afterglow.store.catalog import Catalog, size_of
+from afterglow.store.catalog import Catalog, Shares, size_of
 from afterglow.store.copying import copy_rows
 from afterglow.store.extent import Bytes
 from afterglow.store.files import kind_of
@@ -48,7 +47,8 @@ _FAILED_KEPT: Final = 4096  # failed loads and copies that `wait_layer` still kn
 class StoreStats:
     """Counters since start, and levels: those from `queue` on. Seconds are time inside calls.
 
-    `errors` counts by kind: damage, missing, no_space, io, timeout, refused, catalog.
+    `errors` counts by kind: damage (of extents, of catalog rows, and a catalog that had to be rebuilt), missing, no_space,
+    io, timeout, refused, catalog. What the start finds counts with it.
     """
 
     disk_reads: int = 0
@@ -77,7 +77,7 @@ class StoreStats:
 
     @property
     def damage(self) -> int:
-        """Extents whose bytes were not what had been written."""
+        """Extents, rows and catalogs whose bytes were not what had been written."""
         return self.errors.get("damage", 0)
 
 
@@ -87,7 +87,7 @@ class KVStore:
     `notify` is called from the store's threads whenever a completion is added; it must be cheap and
     thread-safe. `read_timeout` (seconds) is how long a move may go without progress. `write_buffer` (bytes): while
     more than that waits to be saved, `save` and `save_block` wait. `throttle` makes the disk slow on purpose, for
-    benchmarks and tests. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
+    benchmarks and tests. `shares`: what the catalog may take besides its rows. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
     the store.
     """
 
@@ -103,6 +103,7 @@ class KVStore:
         read_timeout: float = 30.0,
         write_buffer: int = WRITE_BUFFER,
         throttle: Throttle | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.layout = layout
         self.arena = HostArena(layout, slots, buffer)
@@ -120,7 +121,7 @@ class KVStore:
         opened: Opened | None = None
         if namespace is not None:
             disk = LayeredDisk(namespace.extents, layout, namespace.description.digest)
-            opened = open_catalog(namespace.catalog, disk)
+            opened = open_catalog(namespace.catalog, disk, shares)
             self._tier, self._catalog = disk, opened.catalog
             if throttle is not None:
                 log.warning("the disk tier is made slow on purpose: %s", throttle)
@@ -129,6 +130,8 @@ class KVStore:
             self._rows = {record.id: record.rows for record in opened.records}
             self._stats.disk_bytes = sum(record.file_bytes for record in opened.records)
             self._stats.catalog_rebuilds = opened.rebuilt
+            found = {"damage": opened.damaged + opened.rebuilt, "missing": opened.missing}
+            self._stats.errors = {kind: number for kind, number in found.items() if number}
             self._stats.direct_io = disk.direct
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
@@ -169,7 +172,7 @@ class KVStore:
     def release(self, move: int) -> None:
         """Let a Load that was to read only some layers ahead read them all. No effect on any other move.
 
-        Until then it holds no thread, and no time-out runs; `drain` and `at_rest` wait for it, `close` fails it.
+        Until then it holds no thread, and no time-out runs; the store is not `at_rest`, `close` fails it.
         """
         task = self._loads.get(move)
         if task is not None:
@@ -215,12 +218,6 @@ class KVStore:
         """
         return {} if self._catalog is None else self._catalog.notes(kind)
 
-    def clear(self) -> None:
-        """Remove every extent that is on disk, in the background; of this nothing is reported. Notes stay."""
-        for extent in list(self._rows):
-            drop = self._dropping(Drop(0, extent))
-            self._mover.submit(Task(extent, BACKGROUND, drop, move=None, writes=True))
-
     # ----------------------------------------------------------------------------------------------- the host
 
     def save(
@@ -231,28 +228,17 @@ class KVStore:
         first_row: int,
         keys: Bytes,
         values: Bytes,
-        *,
-        inline: bool = False,
     ) -> None:
         """Copy one layer's rows into a draft's slots: rows [first_row, first_row + len(keys)) of the draft.
 
         `keys` and `values` are uint8 [rows, row_bytes] and belong to the store until copied. `slots` are the
         draft's, from its first row on. One SaveDone follows the last layer. Waits while the write buffer is full.
-        `inline`: copy in this thread.
         """
-        self._saver.save(draft, layer, slots, first_row, keys, values, inline=inline)
+        self._saver.save(draft, layer, slots, first_row, keys, values)
 
-    def save_block(
-        self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool = False
-    ) -> None:
+    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes) -> None:
         """The same for all layers at once: `block` is uint8 [layers, 2, rows, row_bytes]."""
-        self._saver.save_block(draft, slots, first_row, block, inline=inline)
-
-    def forget_draft(self, draft: int) -> None:
-        """No more layers of this draft will come (its step failed half-way): report nothing of what is
-        incomplete.
-        """
-        self._saver.forget(draft)
+        self._saver.save_block(draft, slots, first_row, block)
 
     # ------------------------------------------------------------------------------------------ completions
 
@@ -272,16 +258,6 @@ class KVStore:
     def at_rest(self) -> bool:
         """Nothing is queued, runs, or waits to be collected."""
         return not (self._mover.pending() or self._saver.pending() or self._finished)
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until every move and save has completed; False when that takes longer than `timeout`
-        seconds.
-        """
-        start = time.monotonic()
-        if not self._saver.drain(timeout):
-            return False
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - start))
-        return self._mover.drain(left)
 
     def close(self, timeout: float = 10.0) -> None:
         """End the threads; queued moves fail, rows that were brought are saved. The buffer must live on while `stats().hung` is not 0."""

@@ -120,10 +120,13 @@ class KVLayout:
         return f"{self.layers} layers x {self.kv_heads} heads x {self.head_dim} {self.dtype}"
 
 
-@lru_cache(maxsize=4096)
 def tensor_table(layout: KVLayout, rows: int) -> bytes:
     """The safetensors header's entries for all tensors: JSON members, without the braces around them."""
+    return _padded_table(layout, layout.padded_rows(rows))
 
+
+@lru_cache(maxsize=256)
+def _padded_table(layout: KVLayout, rows: int) -> bytes:
     def entries() -> Iterator[tuple[str, str, list[int], int]]:
         padded, chunks = layout.padded_rows(rows), layout.file_chunks(rows)
         yield "tokens", "U32", [padded], 4 * padded

@@ -90,11 +90,6 @@ class Mover:
         """Threads that sit in a call that timed out."""
         return self._hung
 
-    def drain(self, timeout: float | None) -> bool:
-        """Wait until nothing is pending, and nothing hangs; False when that took too long."""
-        with self._lock:
-            return self._idle.wait_for(lambda: not self._pending() and not self._hung, timeout)
-
     def close(self, timeout: float) -> None:
         """Refuse what is queued or comes to a gate, let what runs end (for at most `timeout` seconds), and end the
         threads.

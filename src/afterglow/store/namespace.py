@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +36,6 @@ class Description:
     name: str
     digest: str
     layout: KVLayout
-    made_of: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,6 @@ class Namespace:
         name: str,
         digest: str,
         layout: KVLayout,
-        made_of: Mapping[str, str] | None = None,
     ) -> Namespace:
         """The namespace of a model digest, made where it is new.
 
@@ -83,7 +80,7 @@ class Namespace:
         when the folder cannot be made or written.
         """
         path = folder_of(cache_dir, name, digest)
-        wanted = Description(name, digest, layout, dict(made_of or {}))
+        wanted = Description(name, digest, layout)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = _take_lock(path)
@@ -159,7 +156,7 @@ def read_description(path: Path) -> Description:
                 "delete the folder or choose another --cache-dir"
             )
         shape = KVLayout(layout["layers"], layout["kv_heads"], layout["head_dim"], layout["dtype"])
-        return Description(str(found["name"]), str(found["digest"]), shape, dict(found["made_of"]))
+        return Description(str(found["name"]), str(found["digest"]), shape)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is incomplete ({error!r}); delete {path} or choose another --cache-dir") from error
 
@@ -225,7 +222,6 @@ def _write_description(path: Path, description: Description) -> None:
         "name": description.name,
         "digest": description.digest,
         "layout": description.layout.as_dict(),
-        "made_of": dict(description.made_of),
         "created": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     temporary = path / f".tmp-{DESCRIPTION}"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from afterglow.store.extent import crc32c
 
 NOTES_MOST: Final = 65_536  # of each kind
+VALUE_MOST: Final = 64 * 1024  # bytes of one value
 
 Note = tuple[str, str]  # kind, key
 Writes = OrderedDict[str, str | None]  # of one kind: key -> value, None deletes; what was noted last is last
@@ -28,6 +30,14 @@ CREATE TABLE IF NOT EXISTS notes (
 _SELECT: Final = (
     "SELECT used, CAST(kind AS BLOB), CAST(key AS BLOB), CAST(value AS BLOB), CAST(crc32c AS INTEGER) FROM notes"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What there is: how many notes of each kind, and what all of them take in the file, at most."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    bytes: int = 0
 
 
 def ensure(db: sqlite3.Connection) -> None:
@@ -54,29 +64,50 @@ def forget(db: sqlite3.Connection, rows: Iterable[int]) -> None:
     db.executemany("DELETE FROM notes WHERE used = ?", [(row,) for row in rows])
 
 
-def write(db: sqlite3.Connection, noted: Mapping[str, Writes], counts: Mapping[str, int]) -> dict[str, int]:
-    """Write notes by kind, and remove the oldest of a kind that has too many.
+def write(db: sqlite3.Connection, noted: Mapping[str, Writes], tally: Tally, most_bytes: int) -> Tally:
+    """Write notes by kind; remove the oldest of a kind that has too many, and the oldest of all while they take more
+    than `most_bytes`.
 
-    `counts`: how many there are of each kind. Returns the same for afterwards; true once the transaction is committed.
-    Raises sqlite3.Error.
+    `tally`: what there is. Returns the same for afterwards; true once the transaction is committed. Raises
+    sqlite3.Error.
     """
-    left = dict(counts)
+    counts, total = dict(tally.counts), tally.bytes
+
+    def remove(where: str, *values: object) -> str | None:
+        nonlocal total
+        for raw, key_bytes, value_bytes in db.execute(
+            f"DELETE FROM notes WHERE {where} RETURNING kind, LENGTH(key), LENGTH(value)", values
+        ).fetchall():
+            kind = _text(raw)
+            counts[kind] = counts.get(kind, 0) - 1
+            total -= _cost(len(raw) + key_bytes, value_bytes)
+            return kind
+        return None
+
     for kind, writes in noted.items():
-        count = left.get(kind, 0)
         for key, value in writes.items():
             named = (_bytes(kind), _bytes(key))
-            count -= db.execute("DELETE FROM notes WHERE kind = ? AND key = ?", named).rowcount
+            remove("kind = ? AND key = ?", *named)
             if value is not None:
                 row = (*named, _bytes(value))
                 db.execute("INSERT INTO notes (kind, key, value, crc32c) VALUES (?, ?, ?, ?)", (*row, _crc(*row)))
-                count += 1
-        if count > NOTES_MOST:
-            db.execute(
-                "DELETE FROM notes WHERE used IN (SELECT used FROM notes WHERE kind = ? ORDER BY used LIMIT ?)",
-                (_bytes(kind), count - NOTES_MOST),
-            )
-        left[kind] = min(count, NOTES_MOST)
-    return left
+                counts[kind] = counts.get(kind, 0) + 1
+                total += cost(kind, key, value)
+                if counts[kind] > NOTES_MOST:
+                    remove("used = (SELECT used FROM notes WHERE kind = ? ORDER BY used LIMIT 1)", named[0])
+                while total > most_bytes and remove("used = (SELECT MIN(used) FROM notes)") is not None:
+                    pass
+    return Tally(counts, max(0, total))
+
+
+def cost(kind: str, key: str, value: str) -> int:
+    """Bytes that a note takes in the file, at most."""
+    return _cost(len(_bytes(kind)) + len(_bytes(key)), len(_bytes(value)))
+
+
+def _cost(name_bytes: int, value_bytes: int) -> int:
+    # The name is in the table and in the index, whose pages may be half empty; a long value has pages of its own.
+    return 128 + 4 * name_bytes + 2 * min(value_bytes, 1024) + (value_bytes + 4096 if value_bytes > 1024 else 0)
 
 
 def _crc(kind: bytes, key: bytes, value: bytes) -> int:

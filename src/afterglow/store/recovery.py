@@ -4,31 +4,38 @@ rebuilt.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord
-from afterglow.store.catalog import Catalog, aside, create
+from afterglow.store.catalog import Catalog, Shares, create
 from afterglow.store.disk import SUFFIX, DiskTier
 
 log = logging.getLogger("afterglow.store")
 
+Rows = Sequence[ExtentRecord | str]
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A catalog whose rows all have files. `orphans`: files without a row, to be swept. `rebuilt`: 0 or 1."""
+    """A catalog whose rows all have files. `orphans`: files without a row, to be swept. `rebuilt`: 0 or 1; `damaged` rows
+    were read from their extents, or went with them; `missing` ones had no file.
+    """
 
     catalog: Catalog
     records: list[ExtentRecord]
     orphans: list[str]
     rebuilt: int
+    damaged: int
+    missing: int
 
 
-def open_catalog(path: Path, disk: DiskTier) -> Opened:
+def open_catalog(path: Path, disk: DiskTier, shares: Shares | None = None) -> Opened:
     """Open the catalog of a locked namespace, rebuilding it from the extents where it cannot be read.
 
     Raises StoreError when the folder cannot be read or written.
@@ -37,32 +44,46 @@ def open_catalog(path: Path, disk: DiskTier) -> Opened:
     try:
         if lost(path, disk):
             raise DamageError(f"{path} is missing")
-        catalog = Catalog(path)
+        catalog = Catalog(path, shares)
         rows = catalog.load()
     except DamageError as error:
         log.warning("the catalog cannot be read and is rebuilt from the extents: %s", error)
         rebuild(path, disk)
         rebuilt = 1
-        catalog = Catalog(path)
+        catalog = Catalog(path, shares)
         rows = catalog.load()
+    try:
+        return _compare(catalog, rows, disk, rebuilt)
+    except BaseException:
+        catalog.close()
+        raise
+
+
+def _compare(catalog: Catalog, rows: Rows, disk: DiskTier, rebuilt: int) -> Opened:
     files = dict.fromkeys(disk.extents())
     records, gone = [], []
-    for extent, record in rows:
+    damaged = missing = 0
+    for row in rows:
+        extent, record = (row, None) if isinstance(row, str) else (row.id, row)
         if extent not in files:
+            missing += 1
             gone.append(extent)
             continue
         if record is None:  # the row is damaged, its extent perhaps not
+            damaged += 1
             record = salvage(disk, extent)
             if record is None:
                 gone.append(extent)
                 continue
-            catalog.add(record, file_name(extent))
+            with contextlib.suppress(StoreError):  # a full disk can be read; it is damaged at the next start, too
+                catalog.add(record, file_name(extent))
         records.append(record)
         del files[extent]
     if gone:
-        log.info("removed %d rows without a readable file from the catalog", len(gone))
-        catalog.remove(gone)
-    return Opened(catalog, records, list(files), rebuilt)
+        log.warning("%d extents are lost: their files are gone or cannot be read", len(gone))
+        with contextlib.suppress(StoreError):
+            catalog.remove(gone)
+    return Opened(catalog, records, list(files), rebuilt, damaged, missing)
 
 
 def lost(path: Path, disk: DiskTier) -> bool:
@@ -72,12 +93,12 @@ def lost(path: Path, disk: DiskTier) -> bool:
 
 
 def rebuild(path: Path, disk: DiskTier) -> int:
-    """Set a catalog aside and make a new one from the heads of the extents; returns its rows.
+    """Make a new catalog from the heads of the extents and set the old one aside; returns its rows.
 
-    Lost are the times and counts of use, and all notes: nothing else holds them. Raises StoreError when the new one cannot be written.
+    Lost are the times and counts of use, and all notes: nothing else holds them. Raises StoreError when the new one
+    cannot be written; the old one is where it was then.
     """
     try:
-        aside(path)
         records = list(_salvage_all(disk))
         create(path, records, file_name)
         return len(records)

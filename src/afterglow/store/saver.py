@@ -64,8 +64,6 @@ class RowSaver:
         first_row: int,
         keys: Bytes,
         values: Bytes,
-        *,
-        inline: bool,
     ) -> None:
         """Copy one layer's rows; uint8 [rows, row_bytes] each, the saver's own until they are copied."""
 
@@ -74,9 +72,9 @@ class RowSaver:
                 self._arena.rows[(layer, 0, *place)] = keys[a:b]
                 self._arena.rows[(layer, 1, *place)] = values[a:b]
 
-        self._run(draft, first_row, len(keys), 1, copy, None if inline else keys.nbytes + values.nbytes)
+        self._run(draft, first_row, len(keys), 1, copy, keys.nbytes + values.nbytes)
 
-    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes, *, inline: bool) -> None:
+    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes) -> None:
         """Copy rows of all layers at once; uint8 [layers, 2, rows, row_bytes]."""
         rows = block.shape[2]
 
@@ -84,23 +82,12 @@ class RowSaver:
             for (a, b), place in self._places(slots, first_row, rows):
                 self._arena.rows[(slice(None), slice(None), *place)] = block[:, :, a:b]
 
-        self._run(draft, first_row, rows, self._arena.layout.layers, copy, None if inline else block.nbytes)
-
-    def forget(self, draft: int) -> None:
-        """Forget what came in of a draft of which no more will come; nothing more is reported of it."""
-        with self._groups_lock:
-            for group in [g for g in self._groups if g[0] == draft]:
-                del self._groups[group]
+        self._run(draft, first_row, rows, self._arena.layout.layers, copy, block.nbytes)
 
     def pending(self) -> int:
         """Copies that wait for room, are queued, or run."""
         with self._there:
             return self._pending()
-
-    def drain(self, timeout: float | None) -> bool:
-        """Wait until nothing is pending."""
-        with self._there:
-            return self._there.wait_for(lambda: not self._pending(), timeout)
 
     def close(self) -> None:
         """Let in whoever waits for room, do what is queued, then end the thread. Later saves are copied by their
@@ -125,8 +112,8 @@ class RowSaver:
             done += count
         return places
 
-    def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Work, size: int | None) -> None:
-        """Copy `size` bytes in the saver's thread (None: in this one)."""
+    def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Work, size: int) -> None:
+        """Copy `size` bytes in the saver's thread; in this one when that has ended."""
 
         def work() -> None:
             start = time.perf_counter_ns()
@@ -139,7 +126,7 @@ class RowSaver:
                 failed = True
             self._count(draft, first_row, rows, layers, failed, time.perf_counter_ns() - start)
 
-        if size is None or not self._enqueue(work, size):
+        if not self._enqueue(work, size):
             work()
 
     def _enqueue(self, work: Work, size: int) -> bool:

@@ -30,8 +30,18 @@ def texts_in(messages: object) -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """A value of a request for a message about it: whatever it is, it stays short."""
-    return repr(value[:80]) if isinstance(value, str) else type(value).__name__
+    """A value of a request for a message about it, as JSON calls it: whatever it is, it stays short."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 80 else f"{value[:80]!r}…"
+    if value is None or isinstance(value, bool | int | float):
+        written = json.dumps(value)
+        return written if len(written) <= 80 else f"{written[:80]}…"
+    return "an array" if isinstance(value, list | tuple) else "an object"
+
+
+def shown_kind(part: object) -> str:
+    """What a part of a request is that is none we know: by its type, if it has one."""
+    return f"of type {shown(part['type'])}" if isinstance(part, Mapping) and "type" in part else shown(part)
 
 
 def flatten_messages(messages: object, name: str = "messages") -> list[dict[str, Any]]:
@@ -61,16 +71,14 @@ def _flatten_content(content: object, where: str, role: str) -> str:
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, Sequence):
-        raise RequestError(
-            f"{where} must be a string or a list of text parts, got {type(content).__name__}", param=where
-        )
+        raise RequestError(f"{where} must be a string or a list of text parts, got {shown(content)}", param=where)
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
-        if kind not in ("text", "input_text", "output_text", "str") or not isinstance(text, str):
+        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
             raise RequestError(
-                f"{where}[{number}] is of type {shown(kind)}; only parts of type 'text' are supported",
+                f"{where}[{number}] is {shown_kind(part)}; only parts of type 'text' are supported",
                 param=f"{where}[{number}]",
             )
         texts.append(text)

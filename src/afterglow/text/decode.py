@@ -79,8 +79,17 @@ class IncrementalDecoder:
             self._text = fresh
         else:
             self._text = text
+            if len(self._window) > _MAX_HELD:
+                self._shorten()
         self._read = len(self._window)
         return delta
+
+    def _shorten(self) -> None:
+        """Of a window that only grows, keep the last tokens that show in a text at all: a lone space marker does where
+        something follows."""
+        seen = [token for token in self._window if self._decode((token, token))]
+        self._window = seen if len(seen) <= _MAX_HELD // 2 else seen[-_CONTEXT:]
+        self._text = self._decode(self._window)
 
     def _after(self, text: str) -> str:
         if text.startswith(self._text):

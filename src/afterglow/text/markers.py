@@ -21,6 +21,7 @@ from typing import Any
 import tokenizers
 
 from afterglow.errors import RequestError
+from afterglow.text import lengths
 
 log = logging.getLogger("afterglow.text")
 Write = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -109,7 +110,7 @@ class Markers:
         Errors: RequestError, where the tokenizer has no way to write a marker's characters but the marker.
         """
         first = 1 if lead else 0
-        plain = self._fast.encode(lead + rendered.text[start:stop], add_special_tokens=False)
+        plain = lengths.encode(self._fast, lead + rendered.text[start:stop], False)
         encoded = Encoded(plain.ids[first:], lambda: plain.offsets[first:], (len(lead),), (start,))
         literals = [span for span in rendered.literals if span[0] < stop and span[1] > start]
         if not literals and not self._normalised:
@@ -236,7 +237,7 @@ class _Twin:
             at.append(len(read))
             read += text
         first = 1 if lead else 0
-        found = self._fast.encode(read, add_special_tokens=False)
+        found = lengths.encode(self._fast, read, False)
         ids = [self._ids.get(number, number) for number in found.ids[first:]]
         return Encoded(ids, lambda: found.offsets[first:], at, [place for place, _ in pieces])
 

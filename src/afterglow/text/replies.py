@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_ENTRY = 64  # ids that take as much memory as a reply does besides its own: objects, keys, digests
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -93,7 +95,8 @@ def text_digest(text: str) -> bytes:
 class ReplyMemory:
     """Replies by conversation, the least recently used forgotten first. Safe to use from several threads.
 
-    It holds at most `max_tokens` ids, and about as many bytes of text as their text has.
+    It holds at most `max_tokens` ids, where each reply counts as some more for what it costs besides, and about as many
+    bytes of text as their text has.
     """
 
     def __init__(self, max_tokens: int = 2_000_000) -> None:
@@ -114,7 +117,7 @@ class ReplyMemory:
         with self._lock:
             self._drop(prompt.chain)
             self._replies[prompt.chain] = (prompt.salt, reply)
-            self._tokens += len(reply.ids) + 1
+            self._tokens += _cost(reply)
             while self._tokens > self._max_tokens:
                 self._drop(next(iter(self._replies)))
         return reply
@@ -135,7 +138,11 @@ class ReplyMemory:
 
     def _drop(self, chain: bytes) -> None:
         if found := self._replies.pop(chain, None):
-            self._tokens -= len(found[1].ids) + 1
+            self._tokens -= _cost(found[1])
+
+
+def _cost(reply: Reply) -> int:
+    return len(reply.ids) + _ENTRY
 
 
 def splice(

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from afterglow.errors import ModelError, RequestError
+from afterglow.text import lengths
 from afterglow.text.chat import ChatTemplate, Message, find_chat_template, flatten_messages
 from afterglow.text.decode import IncrementalDecoder
 from afterglow.text.markers import Markers, Rendered
@@ -44,6 +45,7 @@ class Tokenizer:
         decoder = state.get("decoder")
         self.byte_level = "ByteLevel" in _kinds(decoder)
         self._byte_fallback = "ByteFallback" in _kinds(decoder)
+        self._most_chars = lengths.most_chars(state, _BYTE_OF)
         source = find_chat_template(folder, config)
         self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
         self.markers = Markers(self._fast, self._marker_ids(), _unknown(state["model"]))
@@ -61,10 +63,25 @@ class Tokenizer:
         return self._fast.token_to_id(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._fast.encode(_valid(text), add_special_tokens=add_special_tokens).ids
+        return lengths.encode(self._fast, _valid(text), add_special_tokens).ids
+
+    def least_tokens(self, text: str) -> int:
+        """As many tokens a text has for certain, without tokenising it."""
+        return -(-len(text) // self._most_chars) if self._most_chars is not None else 0
+
+    def check_length(self, text: str, limit: int | None, param: str) -> None:
+        """Errors: RequestError, if a text cannot have `limit` tokens or fewer."""
+        least = self.least_tokens(text)
+        if limit is not None and least > limit:
+            raise RequestError(
+                f"this model's maximum context length is {limit} tokens, but the prompt has {len(text)} characters, "
+                f"which are at least {least} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return lengths.decode(self._fast, ids, skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for within a text, which may be a part of a character."""
@@ -101,12 +118,14 @@ class Tokenizer:
         variables: Mapping[str, object] | None = None,
         replies: Mapping[int, Reply] | None = None,
         cut_over: int | None = None,
+        limit: int | None = None,
     ) -> ChatPrompt:
         """The prompt that asks for the next reply, with the ids of our own earlier replies where they fit.
 
         `replies` are such as somebody else has kept, by the numbers of their messages. If the prompt has more than
         `cut_over` tokens, the rows at which turns begin are looked for as well. Text in a message that looks like a
-        special token remains text. Errors: RequestError.
+        special token remains text. Errors: RequestError, also where it has more than `limit` tokens for certain: it is
+        not tokenised to find out how many.
         """
         flat = flatten_messages(messages)
         template = self._template()
@@ -115,6 +134,7 @@ class Tokenizer:
             return _valid(template.render(messages, add_generation_prompt=prompt, variables=variables))
 
         rendered = self.markers.render(write, flat)
+        self.check_length(rendered.text, limit, "messages")
         *before, chain = chains(salt, flat)
         known: list[Reply] = []
         num_replies = 0

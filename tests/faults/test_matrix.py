@@ -62,7 +62,6 @@ from tests.faults.syscalls import Act, Rule, cut_before, error, flip_on_the_way,
 
 pytestmark = pytest.mark.timeout(120)
 
-LOST_DROP = "plan.placement counts a file's bytes as free although its Drop has failed: the disk budget is exceeded"
 PATIENT = 1.1  # the time-out where two slow calls in a row are progress, and three are longer
 FULL, BROKEN = error(errno.ENOSPC), error(errno.EIO)
 
@@ -424,7 +423,7 @@ def errors() -> Iterator[Cell]:
     yield from writing(fault, "at a write", in_writes("pwritev", BROKEN))
     yield from writing(fault, "at the rename", in_writes("rename", BROKEN))
     yield from writing(fault, "at the catalog's commit", in_writes("sql", BROKEN, statement("COMMIT")))
-    yield evicting(fault, "at the removal", in_writes("unlink", BROKEN, whole_extents), bug=LOST_DROP)
+    yield evicting(fault, "at the removal", in_writes("unlink", BROKEN, whole_extents))
     yield starting(fault, "at listing the folder", at_start("scandir", act=BROKEN))
     yield starting(fault, "at the catalog, once", at_start("sql", act=BROKEN, limit=1))
 
@@ -445,7 +444,7 @@ def slowness() -> Iterator[Cell]:
     commit = hanging("sql", statement("COMMIT"))
     yield Cell(fault, "save", "the catalog's commit", partial(Scene.save, harm=commit), SHORT)
     # Soon all threads hang; from then on Drops are refused, and never done.
-    yield evicting(fault, "the catalog's commit", commit, timeout=SHORT, bug=LOST_DROP, always=False)
+    yield evicting(fault, "the catalog's commit", commit, timeout=SHORT)
     yield evicting(fault, "a removal", hanging("unlink", whole_extents), timeout=SHORT)
     yield starting(fault, "the sweep of orphans", both(orphans, hanging_sweep), timeout=SHORT)
 

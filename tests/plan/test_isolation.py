@@ -1,5 +1,5 @@
-"""Whose rows are found by whom: tenants share nothing (X5), truncated rows are nobody's prefix (X2), and nothing that is
-only nearly right is taken for exact (X3)."""
+"""Whose rows are found by whom: tenants share nothing (X5), truncated rows are nobody's prefix (X2), and nothing that
+is only nearly right is taken for exact (X3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers' baselines: all rows before a job joins, or so many layers before its turn; and that nobody waits for ever.
+"""The papers' baselines: all rows before a job joins, or so many layers before its turn; nobody waits for ever.
 
 The executor here is strict: of a load that stops at the read buffer nothing more comes before the plan has urged it.
 """
@@ -414,8 +414,9 @@ def test_nothing_ever_waits_for_ever(seed: int) -> None:
     """Jobs, cancellations, deletions and changes of baseline, on a disk that keeps to the gates."""
     rng = random.Random(seed)
     server = on_disk(
-        4, rows=20, policy=rng.choice(["lru", "lookahead"]), read_buffer=rng.choice([0, 1, 3]), host_slots=rng.choice([12, 60]),
-        preload=rng.choice(["layerwise", "whole"]), source=rng.choice(["auto", "load"]), max_batch=rng.choice([1, 2, 5]),
+        4, rows=20, policy=rng.choice(["lru", "lookahead"]), read_buffer=rng.choice([0, 1, 3]),
+        host_slots=rng.choice([12, 60]), preload=rng.choice(["layerwise", "whole"]),
+        source=rng.choice(["auto", "load"]), max_batch=rng.choice([1, 2, 5]),
         device_rows=rng.choice([64, 400]), prefill_chunk=rng.choice([0, 8, 64]), warm_start=True,
     )  # fmt: skip
     server.row_seconds = rng.choice([None, 0.01, 1.0])

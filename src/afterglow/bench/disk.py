@@ -119,16 +119,14 @@ class Files:
             variants[f"read, scattered {n}"] = functools.partial(self.read, n, scattered=True)
         self.write(1)
         found = {name: samples[1:] for name, samples in interleaved(variants, repeats + 1).items()}
-        return [
-            self._row(what, n, calls, found) for what in ("read", "read, scattered", "write") for n in THREADS
-        ]
+        return [self._row(what, n, calls, found) for what in ("read", "read, scattered", "write") for n in THREADS]
 
     def _row(self, what: str, threads: int, calls: Sequence[int], found: dict[str, list[float]]) -> dict[str, Any]:
         ours = found[f"{what} {threads}"]
         row: dict[str, Any] = {"what": what, "rows": self.rows, "threads": threads}
         best: list[float] = [0.0]
         for buffer in BUFFERS:
-            loops = {call: found[f"{what.split()[0]} {threads} {buffer} {call}"] for call in calls}
+            loops = {call: found[f"{what.split(',')[0]} {threads} {buffer} {call}"] for call in calls}
             call, samples = max(loops.items(), key=lambda item: statistics.median(item[1]))
             row[buffer] = {"mb_per_s": round(statistics.median(samples), 1), "call_bytes": call}
             best = max(best, samples, key=statistics.median)

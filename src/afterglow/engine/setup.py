@@ -42,6 +42,7 @@ from afterglow.store.tier import arena_bytes
 log = logging.getLogger("afterglow.engine")
 
 READ_TIMEOUT = 30.0  # seconds without progress after which a read counts as lost
+MOVER_THREADS = 2  # that read and write extents
 SMALLEST_HOST_SLOTS = 8
 SMALLEST_DEVICE_ROWS = 4 * BLOCK_ROWS
 HUGE_PAGE = 2 * 1024**2
@@ -120,6 +121,7 @@ def build(
         host_slots,
         arena.numpy(),
         notify=notify,
+        threads=MOVER_THREADS,
         read_timeout=READ_TIMEOUT,
         throttle=throttle,
         shares=catalog.Shares.of(config.cache.disk_cache),
@@ -134,6 +136,7 @@ def build(
             layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
         ),
         layers=spec.layers,
+        readers=MOVER_THREADS,
     )
     scheduler, journal = _scheduler(
         config,
@@ -152,6 +155,7 @@ def build(
         truncation_policy=config.truncation_policy,
         tenant_quota=config.cache.tenant_quota,
         warm_start=config.cache.warm_start,
+        ttl=config.cache.ttl,
     )
     with undisturbed():
         useless = scheduler.restore(store.records(), time.time())

@@ -101,8 +101,8 @@ class Batch:
                 self._let_go(job)
 
     def disown(self, tenant: str, name: str, jobs: Iterable[Job]) -> None:
-        """A conversation has been deleted: what its turns (those among `jobs`, and those that are still being saved) use
-        and leave goes when they end."""
+        """A conversation has been deleted: what its turns (among `jobs`, or still being saved) use and leave goes when
+        they end."""
         for job in (*jobs, *self._tails.values()):
             if job.conversation == (tenant, name):
                 job.disowned = True

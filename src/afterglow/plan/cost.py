@@ -168,8 +168,8 @@ class Cost:
         return self._read.predict((1.0, size)) or 0.0
 
     def coming(self, moves: Sequence[int], reads: Sequence[float], now: float) -> tuple[float, float]:
-        """Seconds until the first, and the last, layers are there of these loads under way, and of further ones that are
-        asked for now and take so long each. What is overdue is taken to need as long again."""
+        """Seconds until the first, and the last, layers are there of these loads under way, and of further ones that
+        are asked for now and take so long each. What is overdue is taken to need as long again."""
         first = last = 0.0
         for move in moves:
             if (times := self._times.get(move)) is not None:
@@ -189,8 +189,8 @@ class Cost:
         """May a pass of `computing` seconds begin although the first, and the last, layers of what it gathers are not
         there for so many seconds?
 
-        The first layer is waited for no longer than computing one takes, and the last layer's rows must be there when its
-        turn comes (CachedAttention §3.2.1; the exact read buffer of spec A4, in time instead of layers:
+        The first layer is waited for no longer than computing one takes, and the last layer's rows must be there when
+        its turn comes (CachedAttention §3.2.1; the exact read buffer of spec A4, in time instead of layers:
         n t_load - (n - 1) t_compute <= lead).
         """
         return first <= computing / self.layers and last <= computing * (self.layers - 1) / self.layers

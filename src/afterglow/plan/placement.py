@@ -77,6 +77,8 @@ class Placement:
         self._files: dict[ExtentId, Extent] = {}  # who owns the file of that name; also one being dropped
         self._evicting_slots = 0
         self._dropping_bytes = 0
+        self._undropped: list[Extent] = []  # whose files could not be removed
+        self._drop_again_at = 0.0
         self._quarantine: dict[int, tuple[int, ...]] = {}
         self._dead: dict[Extent, None] = {}
         self._last_move = 0
@@ -358,8 +360,16 @@ class Placement:
 
     # ----------------------------------------------------------------------------------------- evictions
 
+    def _drop_again(self, now: float) -> None:
+        """Now and then try again to remove files that could not be removed."""
+        if self._undropped and now >= self._drop_again_at:
+            undropped, self._undropped = self._undropped, []
+            for extent in undropped:
+                self._drop_file(extent, "again")
+
     def background(self, now: float, expected: int, waiter: Key | None = None) -> None:
         """Keep some slots free, and as many more as running prefills are going to need (at most half of all)."""
+        self._drop_again(now)
         expected = min(expected, self.pool.total // 2)
         if self.pool.free + self._evicting_slots < self.low + expected:
             self.evict(self.high + expected, now, waiter)
@@ -533,8 +543,8 @@ class Placement:
                 self._load(extent, now, None, BACKGROUND, "warm start")
 
     def shrink(self) -> None:
-        """Bring the disk tier below its budget, and tenants below their quota (they may have been larger before a restart).
-        Pins hold as long as they fit."""
+        """Bring the disk tier below its budget, and tenants below their quota (before a restart they may have been
+        larger). Pins hold as long as they fit."""
         for tenant in list(self._tenants):
             self.within_quota(tenant, 0)
         self._shrink_disk(pinned_too=False)
@@ -634,10 +644,14 @@ class Placement:
             self._loaded(flight.extent, done)
         elif isinstance(flight.move, Store):
             self._stored(flight.extent, done, now)
-        else:
+        elif done.ok:
             self._dropping_bytes -= flight.extent.file_bytes
             self.disk_used -= flight.extent.file_bytes
             del self._files[flight.extent.id]
+        else:  # the file is still there: its bytes count, and its name is taken, until it can be removed
+            self._dropping_bytes -= flight.extent.file_bytes
+            self._undropped.append(flight.extent)
+            self._drop_again_at = now + STORE_BACKOFF_S
 
     def _loaded(self, extent: Extent, done: MoveDone) -> None:
         extent.load = None
@@ -724,5 +738,5 @@ class Placement:
 
 
 def _worth(extent: Extent) -> tuple[bool, float, int, int]:
-    """What is pinned is worth most, then what was used last; of a conversation, whose extents are used together, the head."""
+    """What is pinned is worth most, then what was used last; of a conversation, which is used as a whole, the head."""
     return (extent.kept > 0, extent.last_used, -extent.first_row, -extent.serial)

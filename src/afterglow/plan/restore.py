@@ -22,8 +22,8 @@ def restore(
     now: float,
     ttl: float | None = None,
 ) -> list[ExtentRecord]:
-    """Put records, given in any order, below their parents; they are kept `ttl` seconds from their last use on, or longer
-    if somebody says so. Returns those that have no parent, or add nothing.
+    """Put records, given in any order, below their parents; they are kept `ttl` seconds from their last use on, or
+    longer if somebody says so. Returns those that have no parent, or add nothing.
 
     Those that end first go first, as they once came: were the longer of two there before, the shorter would add
     nothing, and all that hangs below it would have no parent.

@@ -81,7 +81,7 @@ class Scheduler:
         warm_start: bool = False,
         ttl: float | None = None,
     ) -> None:
-        """`ttl`: for what a restart finds on disk and no conversation with a name says otherwise of (jobs bring theirs)."""
+        """`ttl`: of what a restart finds on disk, unless a conversation with a name says more (jobs bring theirs)."""
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
         self.max_batch = max_batch
@@ -246,8 +246,8 @@ class Scheduler:
         return self._sessions.pin(tenant, name, pinned)
 
     def forget_session(self, tenant: str, name: str) -> bool:
-        """Remove a conversation and what only it has used from all tiers, what its turns still use when they end. False:
-        there is none of that name."""
+        """Remove a conversation and what only it has used from all tiers; what its turns still use, when they end.
+        False: there is none of that name."""
         if not self._sessions.forget(tenant, name):
             return False
         self._batch.disown(tenant, name, self._jobs.values())
@@ -387,7 +387,7 @@ class Scheduler:
         return runs
 
     def _their_turn(self) -> list[Job]:
-        """The first in the queue, but for those whose conversation has another turn that runs, or came before them (A1)."""
+        """The first in the queue, without those whose conversation has another turn that runs or came earlier (A1)."""
         busy = {job.conversation for job in self._batch.running} - {None}
         turns = (job for job in self._queue if job.conversation not in busy and self._queue.is_next_turn(job))
         return list(islice(turns, LOOK_AHEAD))

@@ -20,7 +20,7 @@ def test_all_rows_and_goals_are_there(tmp_path: Path) -> None:
         pytest.skip(str(error))
     found = json.loads(out.read_text())
     assert len(found["rows"]) == 2 * 3 * 2
-    assert len(found["goals"]) == 2 * 2 * 2
+    assert len(found["goals"]) == 2 * 3 * 2
     for row in found["rows"]:
         assert row["mb_per_s"] > 0
         best = max(row["kept"]["mb_per_s"], row["reused"]["mb_per_s"])

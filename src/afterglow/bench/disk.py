@@ -1,8 +1,9 @@
 """Bandwidth of whole extents between disk and host slots, beside plain O_DIRECT loops over the same bytes.
 
 A plain loop moves the same files, or files of the same size, in calls of several sizes, checks nothing, and has its
-buffer ready: one that every call uses again ("reused"), or one as large as all files ("kept", as host slots are; slower
-where the first stays in the CPU's cache). What counts is the fastest of all these loops in the same run.
+buffer ready: one that every call uses again ("reused"), or one as large as all files ("kept"). Only the second does what
+a load has to do; the first may be faster because its buffer stays in the CPU's cache. `ratio` is to the fastest of all
+these loops in the same run, `ratio_kept` to the fastest that keeps the bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main(args: Sequence[str]) -> int:
     load.append(os.getloadavg()[0])
     show(
         f"whole extents of {MODEL}, MB/s, medians; load before and after: {load[0]:.1f}, {load[1]:.1f}",
-        ("", "rows", "threads", *BUFFERS, "extents", "ratio", "A / A", "spread"),
+        ("", "rows", "threads", *BUFFERS, "extents", "ratio", "to kept", "A / A", "spread"),
         [
             (
                 r["what"],
@@ -61,16 +62,19 @@ def main(args: Sequence[str]) -> int:
                 *(f"{r[buffer]['mb_per_s']:.0f}" for buffer in BUFFERS),
                 f"{r['mb_per_s']:.0f}",
                 f"{r['ratio']:.2f}",
+                f"{r['ratio_kept']:.2f}",
                 f"{r['a_a']:.2f}",
                 f"{100 * r['spread']:.0f} %",
             )
             for r in rows
         ],
     )
+    plain = {"ratio": "fastest plain loop", "ratio_kept": "fastest that keeps the bytes"}
     goals = [
-        goal(f"{r['what']} / plain loop, {r['rows']} rows, threads: {r['threads']}", r["ratio"], 0.8, least=True)
+        goal(f"{r['what']} / {loop}, {r['rows']} rows, threads: {r['threads']}", r[key], 0.8, least=True)
+        for key, loop in plain.items()
         for r in rows
-        if r["what"] in ("read", "write")
+        if r["what"] == "read" or (r["what"] == "write" and key == "ratio")
     ]
     finish(options.json, options.seed, rows, goals, model=MODEL, mib=options.mib, load=load)
     return 0

@@ -316,9 +316,10 @@ class DiskTier:
 
     @staticmethod
     def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int) -> None:
-        for chunk, (data, crc) in enumerate(zip(chunks, head.crcs[layer, kv].tolist(), strict=False)):
-            if crc32c(data) != crc:
-                raise DamageError(f"layer {layer}, {('keys', 'values')[kv]}, chunk {chunk}")
+        found, wanted = [crc32c(data) for data in chunks], head.crcs[layer, kv, : len(chunks)].tolist()
+        if found != wanted:
+            chunk = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+            raise DamageError(f"layer {layer}, {('keys', 'values')[kv]}, chunk {chunk}")
 
     def delete(self, extent: str) -> None:
         """Remove the file of an extent; one that is not there is no error."""

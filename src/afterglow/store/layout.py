@@ -87,8 +87,7 @@ class KVLayout:
 
     def head_bytes(self, rows: int) -> int:
         """Bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
-        fixed = 8 + META_RESERVE + len(tensor_table(self, rows))
-        return align_up(fixed + 4 * self.padded_rows(rows) + 8 * self.layers * self.file_chunks(rows))
+        return _head_bytes(self, self.padded_rows(rows))
 
     def header_bytes(self, rows: int) -> int:
         """Length of the JSON header, spaces included and the 8 bytes before it not."""
@@ -123,6 +122,12 @@ class KVLayout:
 def tensor_table(layout: KVLayout, rows: int) -> bytes:
     """The safetensors header's entries for all tensors: JSON members, without the braces around them."""
     return _padded_table(layout, layout.padded_rows(rows))
+
+
+@lru_cache(maxsize=256)
+def _head_bytes(layout: KVLayout, padded: int) -> int:
+    fixed = 8 + META_RESERVE + len(_padded_table(layout, padded))
+    return align_up(fixed + 4 * padded + 8 * layout.layers * layout.file_chunks(padded))
 
 
 @lru_cache(maxsize=256)

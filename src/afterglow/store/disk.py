@@ -35,7 +35,7 @@ from afterglow.store.tier import HostArena, runs
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
-READ_BYTES: Final = 2 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
+READ_BYTES: Final = 4 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
 WRITE_BYTES: Final = 4 << 20
 
 Piece = list[tuple[int, int]]  # (layer, kv) of tensors that lie side by side in the file and move in one call

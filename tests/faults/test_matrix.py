@@ -213,7 +213,8 @@ def flip_row(scene: Scene, victim: ExtentRecord) -> None:
 
 
 def flip_row_meanwhile(scene: Scene, world: World) -> None:
-    flip_row(scene, path_of(scene.namespace, scene.first)[0])
+    paths = (path_of(scene.namespace, talk) for talk in scene.talks)  # whose went by now is chance
+    flip_row(scene, next(path[0] for path in paths if path))
 
 
 def lose_catalog(scene: Scene) -> None:

@@ -18,20 +18,23 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     if server.admin_key is None and (key := os.environ.get("AFTERGLOW_ADMIN_KEY")):
         server = replace(server, admin_key=key)
     folder = find_model(model)
+    name = model_name(model, folder.resolve())
     if not server.served_model_name:
-        server = replace(server, served_model_name=(model_name(model, folder.resolve()),))
+        server = replace(server, served_model_name=(name,))
     set_up_threads(config.threads)
     from afterglow.server.launch import Service, listen, set_up_logging
+    from afterglow.server.record import open_for_appending
     from afterglow.text import Tokenizer
 
     set_up_logging(server.log_level)
     sock = listen(server)  # before the model is loaded: that may take minutes
+    if server.record_trace is not None:
+        os.close(open_for_appending(server.record_trace))
     tokenizer = Tokenizer(folder)
     from afterglow.engine.engine import Engine
 
     with progress() as report:
-        engine = Engine.load(folder, config, report)
-    engine.model_name = model_name(model, folder.resolve())  # its folder's is a hash, or just `model`
+        engine = Engine.load(folder, config, report, name=name)
     engine.start()
     try:
         service = Service(engine, tokenizer, server, folder, sock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from afterglow.server.errors import engine_dead, error_response
 from afterglow.server.guard import Guard
 from afterglow.server.jobs import EngineLike, Jobs
 from afterglow.server.metrics import CONTENT_TYPE
+from afterglow.server.record import TraceRecorder
 from afterglow.server.responses import create_response
 from afterglow.server.schema import (
     ChatBody,
@@ -62,9 +64,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state.jobs = Jobs(engine)
+        recorder = TraceRecorder(state.config.record_trace) if state.config.record_trace is not None else None
+        state.jobs = Jobs(engine, recorder)
         yield
         await state.jobs.aclose()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
 
     app = FastAPI(title="Afterglow", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.afterglow = state

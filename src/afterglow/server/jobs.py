@@ -18,6 +18,7 @@ from afterglow.errors import RequestError
 from afterglow.request import Output, Request, SessionInfo
 from afterglow.server.assemble import Assembler, Piece
 from afterglow.server.errors import engine_dead, shutting_down
+from afterglow.server.record import TraceRecorder
 from afterglow.store.conversations import Conversations
 
 WATCH_SECONDS = 0.5
@@ -57,8 +58,9 @@ class Choice:
 class Jobs:
     """All replies in flight. Lives on the event loop; only `_sink` runs elsewhere."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, recorder: TraceRecorder | None = None) -> None:
         self.engine = engine
+        self.recorder = recorder
         self.draining = False
         self._loop = asyncio.get_running_loop()
         self._groups: dict[str, tuple[Group, int]] = {}  # by request id
@@ -78,6 +80,8 @@ class Jobs:
                 self._groups[choice.request.id] = (group, index)
                 self.engine.submit(choice.request, self._sink)
                 group.open.add(index)
+                if self.recorder is not None:
+                    self.recorder.began(choice.request)
         except BaseException:
             self._groups.pop(choice.request.id, None)
             group.close()
@@ -161,8 +165,11 @@ class Group:
             self._leave(index, running=True)
 
     def _leave(self, index: int, running: bool) -> None:
-        request_id = self.choices[index].request.id
+        choice = self.choices[index]
+        request_id = choice.request.id
         self.open.discard(index)
         self.jobs.forget(request_id)
+        if self.jobs.recorder is not None:
+            self.jobs.recorder.ended(choice.request, choice.assembler.tokens)
         if running:
             self.jobs.engine.cancel(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from afterglow.config import option
@@ -40,6 +41,10 @@ class ServerConfig:
     max_body: int = option(16 * 1024**2, "Bytes of the largest request body; larger ones are refused with status 413.")
     grace: float = option(5.0, "Let running requests go on for so many seconds after SIGTERM or Ctrl-C.")
     log_level: LogLevel = option("info", "Log from this level on.")
+    record_trace: Path | None = option(
+        None,
+        "Append a line for every request to this file, for afterglow simulate: times, lengths and keyed hashes, no text.",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

@@ -3,7 +3,8 @@
 
 Compared on the same tokens and questions: CA keeps the surviving keys and values and embeds the keys at new positions;
 TT computes the surviving tokens anew (OF computes the same, only less often); NKVT keeps old positions; `none` keeps
-nothing of the history. No engine takes part: the decoder runs over plain tensors (`truncation_parts/context.py`).
+nothing of the history; `sinks_and_recent` and `importance` keep other tokens than the latest, as these policies of the
+server do. No engine takes part: the decoder runs over plain tensors (`truncation_parts/context.py`).
 
 Without data the bundled model is measured on dialogues of its own kind. With --data (or AFTERGLOW_DATA), a folder with
 `wikitext2/wiki.test.raw`, `stories260k/`, `tinystories/tinystories_sample.txt`, `lm_eval_tasks/piqa.validation.jsonl`
@@ -289,18 +290,23 @@ def _choices(model: Model, name: str, path: Path, wikitext: Path | None, quick: 
     report.accuracy(name, model, found.right, chance=round(100 * found.chance, 2), same_choice_as_tt=same)
 
 
+LABELS = {"sinks_and_recent": "s. + r.", "importance": "imp."}  # of columns that would be too wide
+
+
 def _print(report: Report) -> None:
+    variants = [LABELS.get(name, name) for name in VARIANTS]
+
     def rows(table: str, key: str, *columns: str) -> list[list[object]]:
         return [[r[column] for column in columns] + _cells(r, key) for r in report.rows if r["table"] == table]
 
     show(
         "Table 1: perplexity after overflow (OF = TT); ratios to TT with their standard errors",
-        ("text", "model", "window", "tokens", *VARIANTS, "CA / TT", "NKVT / TT"),
+        ("text", "model", "window", "tokens", *variants, "CA / TT", "NKVT / TT"),
         rows("perplexity", "perplexity", "text", "model", "window", "tokens"),
     )
     show(
         "Table 2: accuracy before and after overflow, % (OF = TT); differences to TT in points, with standard errors",
-        ("task", "model", "window", "n", "before", *VARIANTS, "CA - TT", "NKVT - TT"),
+        ("task", "model", "window", "n", "before", *variants, "CA - TT", "NKVT - TT"),
         rows("accuracy", "accuracy", "task", "model", "window", "questions"),
     )
     show(

@@ -8,6 +8,8 @@ which positions those get:
   same, only not at every turn: see `Prefill`.
 - NKVT (naive KV truncation): the surviving rows at the positions they had; new tokens still get m, m+1, ...
 - none: the head alone, nothing of the history. The floor: what the surviving history is worth at all.
+- sinks_and_recent, importance: rows as in CA and as many of them, but chosen by these policies of the server: the very
+  choice of `afterglow.plan.truncation`, and scores as the engine records them.
 """
 
 from __future__ import annotations
@@ -21,15 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.kernels.attention import attend, merge
+from afterglow.kernels.column_sums import column_sums
 from afterglow.model.decoder import Attention, Decoder
+from afterglow.plan.ranges import complement
+from afterglow.plan.truncation import Rules, TruncationPolicy
 
-VARIANTS = ("CA", "TT", "NKVT", "none")
+POLICIES: tuple[TruncationPolicy, ...] = ("sinks_and_recent", "importance")
+VARIANTS = ("CA", "TT", "NKVT", "none", *POLICIES)
 
 
 class Context:
-    """Un-rotated keys, values and positions of one sequence, all layers."""
+    """Un-rotated keys, values and positions of one sequence, all layers. `scores` [rows]: the attention that each row
+    got so far, if that is recorded."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, scored: bool = False) -> None:
         """An empty context. Raises ValueError for learned positions: their keys cannot be embedded anew."""
         spec = decoder.spec
         if not spec.decoupled:
@@ -39,13 +46,15 @@ class Context:
         self.keys = [nothing] * spec.layers
         self.values = [nothing] * spec.layers
         self.positions = torch.empty(0, dtype=torch.int64, device=decoder.device)
+        self.scores = torch.empty(0, device=decoder.device) if scored else None
 
     def __len__(self) -> int:
         return self.positions.shape[0]
 
-    def fork(self) -> Context:
+    def fork(self, scored: bool = False) -> Context:
         """A second context of the same rows; tensors are shared, as nothing ever writes into them."""
         other = Context(self.decoder)
+        other.scores = self.scores if scored else None
         other.keys, other.values, other.positions = list(self.keys), list(self.values), self.positions
         return other
 
@@ -54,6 +63,8 @@ class Context:
         self.keys = [keys[rows] for keys in self.keys]
         self.values = [values[rows] for values in self.values]
         self.positions = positions
+        if self.scores is not None:
+            self.scores = self.scores[rows]
 
     def extend(self, ids: Sequence[int]) -> Tensor:
         """Append tokens at positions len(self), ...; their final hidden rows [tokens, hidden]."""
@@ -73,6 +84,8 @@ class Context:
             self.keys = [torch.cat(pair) for pair in zip(self.keys, over.keys, strict=True)]
             self.values = [torch.cat(pair) for pair in zip(self.values, over.values, strict=True)]
             self.positions = torch.cat((self.positions, positions))
+            if self.scores is not None:
+                self.scores = F.pad(self.scores, (0, len(positions))) + over.sums
         return hidden
 
 
@@ -85,6 +98,7 @@ class _Over:
         self._new = context.decoder.rotation(positions)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.sums: Tensor | float = 0.0  # attention that all rows got; where one part alone is computed
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x)
@@ -98,7 +112,10 @@ class _Over:
         ]
         before = attend(q, past, self._context.values[layer], scale=attention.scale, causal=False)
         outs, sums = zip(*own, strict=True)
-        return merge((before, (torch.cat(outs), torch.cat(sums))))[0].flatten(1)
+        out, lse = merge((before, (torch.cat(outs), torch.cat(sums))))
+        if self._context.scores is not None and len(self._lengths) == 1:
+            self.sums = self.sums + column_sums(q, torch.cat((past, k)), lse, scale=attention.scale)
+        return out.flatten(1)
 
 
 @dataclass(slots=True)
@@ -126,6 +143,7 @@ class Prefill:
             "OF": self.new + self.at_overflow,
             "NKVT": self.new,
             "none": self.new,
+            **dict.fromkeys(POLICIES, self.new),
         }
 
 
@@ -154,7 +172,7 @@ class Session:
         self._ids = list(self.head)
         self._ends: list[int] = []  # of turns, counted in the whole stream
         self.first = len(self.head)
-        self._shared = Context(self.decoder)
+        self._shared = Context(self.decoder, scored="importance" in self.variants)
         self.contexts = dict.fromkeys(self.variants, self._shared)
         if self._ids:
             self._shared.extend(self._ids)
@@ -204,7 +222,7 @@ class Session:
 
     def _truncate(self, first: int) -> None:
         if not self.overflows:
-            self.contexts = {name: self._shared.fork() for name in self.variants}
+            self.contexts = {name: self._shared.fork(scored=name == "importance") for name in self.variants}
         self.before = self.contexts["CA"].fork() if "CA" in self.contexts else None
         head, dropped = len(self.head), first - self.first
         rows = torch.tensor([*range(head), *range(head + dropped, len(self._ids))], device=self.decoder.device)
@@ -228,5 +246,16 @@ def truncate(context: Context, variant: str, ids: Sequence[int], rows: Tensor, h
             context.extend(ids)
     elif variant == "none":
         context.keep(rows[:head], rows[:head])
+    elif variant == "sinks_and_recent" or variant == "importance":
+        left = chosen(context, variant, len(rows), head)
+        context.keep(left, torch.arange(len(left), device=left.device))
     else:
         raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
+
+
+def chosen(context: Context, policy: TruncationPolicy, count: int, head: int) -> Tensor:
+    """The rows that a policy of the server leaves of a context, `count` in all."""
+    scores = context.scores.tolist() if context.scores is not None else ()
+    dropped = Rules(2 * count, 0.5, policy).drop(len(context), (head,), (), scores)
+    left = [row for start, stop in complement(dropped, len(context)) for row in range(start, stop)]
+    return torch.tensor(left, device=context.positions.device)

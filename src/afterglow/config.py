@@ -18,7 +18,7 @@ PolicyName = Literal["lookahead", "lru", "fifo", "lfu"]
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 SourceName = Literal["auto", "load", "recompute"]
 PreloadName = Literal["layerwise", "whole"]
-TruncationName = Literal["oldest", "sinks_and_recent"]
+TruncationName = Literal["oldest", "sinks_and_recent", "importance"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -66,7 +66,7 @@ class CacheConfig:
 
     device_cache: int = option(2 * 1024**3, "Bytes of ready-to-attend KV (running requests and finished contexts).")
     host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.")
-    disk_cache: int = option(20 * 1024**3, "Bytes of the disk tier, over restarts; 0 switches it off.")
+    disk_cache: int = option(20 * 1024**3, "Bytes of the disk tier, over restarts, per model; 0 switches it off.")
     cache_dir: Path | None = option(None, "Folder of the disk tier; default: the user's cache directory.")
     policy: PolicyName = option(
         "lookahead", "Eviction policy; lookahead also fetches ahead what waiting requests need."
@@ -124,7 +124,9 @@ class EngineConfig:
         0.5, "Part of the context window that is cut away where a conversation outgrows it (the papers' 0.5)."
     )
     truncation_policy: TruncationName = option(
-        "oldest", "What is cut: the oldest turns, or all but the first few and the most recent tokens."
+        "oldest",
+        "What is cut. oldest: whole turns. sinks_and_recent: all but the first few and the most recent tokens. importance: "
+        "as that, but half of what is kept are the tokens that were attended to most; slower, as it has to be recorded.",
     )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
 

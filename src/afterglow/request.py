@@ -64,6 +64,7 @@ class Request:
     ttl_s: float | None = None  # seconds that its KV is kept after the last use; None: the engine's default
     truncation: bool = False  # drop the oldest turns where the prompt does not fit, and keep the KV of the rest
     turns: tuple[int, ...] = ()  # prompt rows at which turns end; the first one is the end of the system prompt
+    discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out from now on; needs `truncation`
     reuse: bool = True  # False: neither read nor write any cache (benchmarks, A/B demos)
 
 
@@ -93,11 +94,13 @@ class CachedTokens:
 @dataclass(frozen=True, slots=True)
 class Truncation:
     """What was left out of a prompt: `dropped` of its tokens, so that `kept` remained. `reused`: the rest's KV was
-    kept and embedded at new positions (CachedAttention §3.4); False: it had to be recomputed."""
+    kept and embedded at new positions (CachedAttention §3.4); False: it had to be recomputed. `policy` chose the tokens;
+    it is not the one that was configured where that one lacked scores, and `discard` where a caller gave a list."""
 
     dropped: int
     kept: int
     reused: bool
+    policy: str = "oldest"
 
 
 @dataclass(frozen=True, slots=True)

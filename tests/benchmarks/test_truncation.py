@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import truncation
 from truncation_parts import choices, dialogues, stories, texts
-from truncation_parts.context import VARIANTS, Context, Session, truncate
+from truncation_parts.context import VARIANTS, Context, Session, chosen, truncate
 from truncation_parts.stats import Paired, mean_and_error
 
 HEAD, WINDOW, PIECE = [1], 64, 8
@@ -62,7 +62,7 @@ def overflowed(decoder: Decoder, ids: list[int]) -> Session:
 def test_after_an_overflow_only_layer_0_is_the_same(decoder: Decoder) -> None:
     session = overflowed(decoder, tokens(WINDOW))  # with the head one token too many
     assert session.overflows == 1
-    ca, tt, nkvt, none = (session.contexts[name] for name in VARIANTS)
+    ca, tt, nkvt, none, sinks, important = (session.contexts[name] for name in VARIANTS)
     # The last piece came after the truncation; what it computed depends on the variant.
     kept = len(tt) - PIECE
     assert len(ca) == kept + PIECE == len(nkvt) == 1 + WINDOW - WINDOW // 2
@@ -75,6 +75,36 @@ def test_after_an_overflow_only_layer_0_is_the_same(decoder: Decoder) -> None:
     assert torch.equal(nkvt.positions[:kept], torch.tensor([0, *range(1 + WINDOW // 2, 1 + WINDOW - PIECE)]))
     assert torch.equal(nkvt.positions[kept:], ca.positions[kept:])
     assert len(none) == len(HEAD) + PIECE
+    assert len(sinks) == len(important) == len(ca)
+    assert torch.equal(sinks.keys[1][4:kept], ca.keys[1][4:kept]), "but for the sinks the same as CA"
+    assert not torch.equal(sinks.keys[1][1:4], ca.keys[1][1:4])
+
+
+def test_importance_keeps_what_was_attended_to(decoder: Decoder) -> None:
+    ids = tokens(WINDOW - 1)
+    session = Session(decoder, HEAD, WINDOW, variants=("CA", "importance"))
+    for at in range(0, len(ids), PIECE):
+        session.add(ids[at : at + PIECE])
+    scores = session._shared.scores
+    assert scores is not None
+    spec = decoder.spec
+    assert float(scores.sum()) == pytest.approx(WINDOW * spec.layers * spec.heads, rel=1e-4), "each row's weights"
+    positions = torch.arange(WINDOW)
+    by_formula = Weighing(decoder, WINDOW)
+    decoder.forward(torch.tensor([*HEAD, *ids]), positions, by_formula)
+    torch.testing.assert_close(scores, by_formula.sums, atol=1e-3, rtol=1e-4)
+    shared = session._shared.fork(scored=True)
+    left = chosen(shared, "importance", 32, head=1)
+    assert left.tolist()[:4] == [0, 1, 2, 3]
+    assert left.tolist()[-16:] == list(range(WINDOW - 16, WINDOW))
+    middle = left[4:-16]
+    assert len(middle) == 12
+    gone = [row for row in range(4, WINDOW - 16) if row not in middle.tolist()]
+    assert float(scores[gone].max()) <= float(scores[middle].min())
+    session.add(tokens(PIECE, seed=1))
+    assert session.overflows == 1
+    assert session.contexts["CA"].scores is None
+    assert len(session.contexts["importance"]) == len(session.contexts["CA"])
 
 
 def test_nothing_dropped_is_the_plain_forward(decoder: Decoder) -> None:
@@ -112,13 +142,28 @@ class Forgetful:
         self._rotation = decoder.rotation(rows)
         self._seen = (rows[:, None] >= rows) & ~((rows[:, None] >= since) & (rows < gone))
 
+    def weigh(self, weights: Tensor) -> None:
+        """Attention weights of one layer, [heads, queries, rows]."""
+
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x)
         q, k = attention.rotate(q, self._rotation), attention.rotate(k, self._rotation)
         k, v = (t.repeat_interleave(attention.heads // attention.kv_heads, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scale
         weights = scores.masked_fill(~self._seen, -torch.inf).softmax(-1)
+        self.weigh(weights)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+class Weighing(Forgetful):
+    """The same, nothing forgotten; sums up each row's column of the weights over layers and heads."""
+
+    def __init__(self, decoder: Decoder, count: int) -> None:
+        super().__init__(decoder, count, 0, count)
+        self.sums = torch.zeros(count)
+
+    def weigh(self, weights: Tensor) -> None:
+        self.sums += weights.sum((0, 1))
 
 
 def test_ca_is_attention_that_stops_seeing_what_was_dropped(decoder: Decoder) -> None:
@@ -156,7 +201,8 @@ def test_what_is_dropped(decoder: Decoder) -> None:
     session.add(tokens(3))
     counted = session.prefill
     assert (counted.turns, counted.new) == (2, 7)  # the reply is decoded
-    assert counted.by_variant() == {"CA": 7, "TT": 7 + 8 + 17, "OF": 7 + 8, "NKVT": 7, "none": 7}
+    as_new = dict.fromkeys(("CA", "NKVT", "none", "sinks_and_recent", "importance"), 7)
+    assert counted.by_variant() == as_new | {"TT": 7 + 8 + 17, "OF": 7 + 8}
 
 
 def test_learned_positions_are_refused() -> None:

@@ -1,96 +1,38 @@
 """A conversation that outgrows its window: the KV of what survives is kept, at new positions, and nothing else is.
 
-The reference recomputes it by hand: keys and values of the whole text, those of what survived taken out and embedded anew,
-the new tokens computed on top of them.
+The reference recomputes it by hand (`by_hand.py`).
 """
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from afterglow.errors import RequestError
-from afterglow.kernels.attention import attend
-from afterglow.model.decoder import Attention, Decoder
 from afterglow.model.loader import load_model
-from afterglow.request import Output, Request, SamplingParams
+from afterglow.request import Output
+from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
 
-IDS = count()
 WINDOW = 256
 SYSTEM = 24
 TURN = 40
 ROTARY = sorted(set(FAMILIES) - {"opt"})
 
 
-class Growing:
-    """`Attend` over plain tensors: un-rotated keys and values of the context, and what comes after it."""
-
-    def __init__(self, decoder: Decoder, kept: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
-        self.decoder = decoder
-        self.rows = dict(kept or {})
-
-    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
-        q, k, v = attention.project(x)
-        if layer in self.rows:
-            k, v = torch.cat([self.rows[layer][0], k]), torch.cat([self.rows[layer][1], v])
-        self.rows[layer] = (k.clone(), v.clone())
-        rope = self.decoder.rope
-        assert rope is not None
-        q = attention.rotate(q, rope.cos_sin(torch.arange(len(k) - len(q), len(k))))
-        k = attention.rotate(k, rope.cos_sin(torch.arange(len(k))))
-        return attend(q, k, v, scale=attention.scale, causal=True)[0].flatten(1)
-
-
-@torch.inference_mode()
-def reference(decoder: Decoder, seen: list[int], dropped: tuple[int, int], new: list[int]) -> Tensor:
-    """Log-probabilities after `new`, when `dropped` of `seen` has been cut out after all of it was computed."""
-    full = Growing(decoder)
-    decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
-    a, b = dropped
-    kept = {i: (torch.cat([k[:a], k[b:]]), torch.cat([v[:a], v[b:]])) for i, (k, v) in full.rows.items()}
-    rows = len(seen) - (b - a)
-    positions = torch.arange(rows, rows + len(new))
-    hidden = decoder.forward(torch.tensor(new), positions, Growing(decoder, kept))
-    return torch.log_softmax(decoder.logits(hidden[-1:])[0].float(), dim=-1)
-
-
 def ask(handle: Handle, tokens: list[int], turns: tuple[int, ...]) -> list[Output]:
     """All outputs of a turn."""
-    params = SamplingParams(max_tokens=2, temperature=0, logprobs=VOCAB, ignore_eos=True)
-    outputs: list[Output] = []
-    ended = threading.Event()
-
-    def take(output: Output) -> None:
-        outputs.append(output)
-        if output.finish_reason is not None:
-            ended.set()
-
-    handle.engine.submit(Request(f"turn-{next(IDS)}", tokens, params, truncation=True, turns=turns), take)
-    assert ended.wait(60)
-    return outputs
+    return ask_truncated(handle.engine, tokens, turns=turns)
 
 
 def turns_of(rows: int) -> tuple[int, ...]:
     return tuple(range(SYSTEM, rows - 1, TURN))
-
-
-def logprobs(outputs: list[Output]) -> Tensor:
-    (first,) = outputs[0].logprobs
-    found = torch.empty(VOCAB)
-    for token, value in first.top:
-        found[token] = value
-    return found
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk", "restart"])
@@ -121,9 +63,9 @@ def test_what_survives_is_embedded_at_new_positions(
     survived = len(text) - told.dropped
     assert outputs[0].cached.total == survived
     decoder = load_model(model, dtype="float32", device="cpu", max_model_len=None)
-    expected = reference(decoder, text, dropped, new)
+    expected = reference(decoder, text, [dropped], new)
     assert (logprobs(outputs) - expected).abs().max() < 1e-4
-    plain = reference(decoder, text[:SYSTEM] + text[dropped[1] :], (0, 0), new)
+    plain = reference(decoder, text[:SYSTEM] + text[dropped[1] :], [], new)
     assert (logprobs(outputs) - plain).abs().max() > 1e-4, "what survives has seen what was dropped"
     again = ask(handle, text + new + [1] * TURN, turns_of(len(text) + 2 * TURN))
     assert again[0].cached.total >= survived + TURN, "the next turn goes on from there"

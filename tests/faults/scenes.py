@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import ConfigError, StoreError
+from afterglow.plan.placement import LOAD_RETRY_LATE_S
 from afterglow.plan.step import ExtentRecord, Load
 from afterglow.store import admin
 from afterglow.store.namespace import holder
@@ -111,10 +112,12 @@ class Scene:
         assert rule.hits, "the fault was never met"
         assert all(phase in phases for phases in rule.phases), f"met outside of {phase}: {rule.phases}"
 
-    def served(self, job: Asked, known: int) -> None:
+    def served(self, job: Asked, known: int, victim: ExtentRecord | None = None) -> None:
         """How many of the `known` rows that were cached before came from the cache."""
         if job.hits == known:
             self.tell("all rows were hits")
+        elif victim is not None and job.hits == known - victim.rows:
+            self.tell("its rows were computed, all others were hits")
         elif job.hits:
             self.tell("rows before it were hits, the rest was computed")
         else:
@@ -122,6 +125,8 @@ class Scene:
 
     def counted(self, world: World) -> None:
         kinds = sorted(world.store.stats().errors)
+        if "timeout" in kinds:  # what is refused while a call hangs is chance
+            kinds = [kind for kind in kinds if kind != "refused"]
         if not self.brief:
             self.tell(f"counted as {' and '.join(kinds)}" if kinds else "nothing was counted")
 
@@ -159,17 +164,30 @@ class Scene:
         assert phases == {phase}, phases
         if rule is not None:
             self.hit(rule, phase)
-        self.served(job, known)
+        self.served(job, known, victim)
         self.counted(world)
         if world.store.stats().hung:
             self.tell("its slots were kept aside until the call returned")
         world.settle()
         self.recover(world)
-        self.tell("the file stayed" if self.file(victim).exists() else "the file was removed")
+        stayed = self.file(victim).exists()
+        self.tell("the file stayed" if stayed else "the file was removed")
         again = world.say(self.first)
         assert again.hits == known + 110, "what was lost has been computed, and kept again"
+        if stayed and job.hits < known:
+            self.reread(world, victim)
         self.rest(world, flush=True)
         self.tell("later turns: all hits")
+
+    def reread(self, world: World, victim: ExtentRecord) -> None:
+        """The error has passed: after a while its extent is tried again."""
+        world.later(LOAD_RETRY_LATE_S)
+        world.to_disk()
+        tried = len(world.started)
+        known = len(self.first.tokens) - 1
+        assert world.say(self.first).hits == known
+        assert victim.id in {move.extent for _, move in world.started[tried:] if isinstance(move, Load)}
+        self.tell("a minute later its rows are hits")
 
     def save(self, harm: Callable[[Scene, World], Rule | None]) -> None:
         """New rows are written through to disk as soon as they are computed."""

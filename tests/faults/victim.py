@@ -55,6 +55,19 @@ def descriptions(call: Call) -> bool:
     return "afterglow.json" in call.path
 
 
+def commits_of_inserts(said: list[str]) -> Callable[[Call], bool]:
+    """COMMITs of transactions that enter rows and delete none; `said`: their statements so far."""
+
+    def match(call: Call) -> bool:
+        word = str(call.args[0]).split()[0]
+        if word == "BEGIN":
+            said.clear()
+        said.append(word)
+        return word == "COMMIT" and "INSERT" in said and "DELETE" not in said
+
+    return match
+
+
 WRITING = (
     ("before the temporary file is opened", "open", kill_before, temporary, 0),
     ("temporary file opened", "open", kill_after, temporary, 0),
@@ -63,7 +76,7 @@ WRITING = (
     ("written, not yet renamed", "rename", kill_before, temporary, 0),
     ("renamed, before the catalog's row", "rename", kill_after, temporary, 0),
     ("row inserted, not yet committed", "sql", kill_after, statement("INSERT"), 0),
-    ("row committed", "sql", kill_after, statement("COMMIT"), 0),
+    ("row committed", "sql", kill_after, commits_of_inserts([]), 0),
 )
 POINTS = (
     Point("load", "between two layers of a read", "preadv", kill_after, extents, 1, "prepared"),

@@ -50,15 +50,16 @@ class Text:
 
     def __init__(self, salt: str, tokens: list[int]) -> None:
         self.start: Row = b"salt " + salt.encode()
+        self.tenant = salt
         self.tokens: list[int] = []
         self.rows: list[Row] = []
         for token in tokens:
             self.append(token)
-            TENANT[self.rows[-1]] = salt
 
     def append(self, token: int) -> None:
         self.rows.append(next_row(self.rows[-1] if self.rows else self.start, token))
         self.tokens.append(token)
+        TENANT[self.rows[-1]] = self.tenant
 
 
 @dataclass
@@ -117,6 +118,7 @@ class Faults:
     store: float = 0.0
     save: float = 0.0
     busy: float = 0.5  # of failed loads: the read hangs on and writes garbage later
+    why: str = "damage"  # of failed loads, in the store's words
     delay: int = 3
     lazy_saves: float = 0.5
     seconds: float = 1.0  # that a load says it took, for a block
@@ -316,7 +318,8 @@ class FakeExecutor:
                 if busy:
                     self.hung[number] = Pending(move, self.rng.randint(1, 5))
                 self.failed.add(number)
-                self.done.append(MoveDone(number, ok=False, slots_busy=busy, error="damaged"))
+                why = "damage" if move.extent in self.damaged else self.faults.why
+                self.done.append(MoveDone(number, ok=False, slots_busy=busy, error="failed", why=why))
                 return
             self._put(move.slots, 0, pending.content)
         elif isinstance(move, Store):

@@ -151,8 +151,8 @@ class Server:
             if value is not None:
                 notes.setdefault(kind, {})[key] = value
         self.scheduler = self.make()
-        self.scheduler.recall(notes)
         assert self.scheduler.restore(list(old.catalog.values()), self.now) == []
+        self.scheduler.recall(notes)
 
     # --------------------------------------------------------------------------------------------- looking on
 

@@ -5,8 +5,11 @@ Files are of 100 bytes a block; every extent here has one block unless it says o
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiers_kit import Tiers, drops, stores
 
+from afterglow.plan.extent import Extent
 from afterglow.plan.placement import MAX_STORE_FAILURES, STORE_BACKOFF_S
 from afterglow.plan.step import Drop
 
@@ -198,6 +201,61 @@ def test_a_flush_writes_a_head_rather_than_keep_its_tail() -> None:
     tiers.end_all()
     assert tiers.placement.flush(now=6)
     assert [head.disk, middle.disk] == ["ready", "ready"]
+
+
+def test_a_flush_drops_no_parent_of_what_was_used_later() -> None:
+    tiers = Tiers(host_slots=8, disk_bytes=300)
+    parent = tiers.on_disk(1, now=1)
+    child = tiers.on_disk(2, now=9, below=parent)
+    other = tiers.on_disk(3, now=4)
+    fresh = tiers.add(4, now=5)
+    for _ in range(3):
+        tiers.placement.flush(now=10)
+        tiers.end_all(now=10)
+    assert [extent.dead for extent in (parent, child, other)] == [False, False, True]
+    assert fresh.disk == "ready"
+
+
+def test_a_flush_writes_no_child_without_its_parent() -> None:
+    tiers = Tiers(host_slots=8, disk_bytes=200)
+    on_disk = tiers.on_disk(9, now=20)
+    parent = tiers.add(1, now=1, blocks=2)
+    child = tiers.add(2, now=9, below=parent)
+    for _ in range(3):
+        tiers.placement.flush(now=10)
+        tiers.end_all(now=10)
+    assert [extent.disk for extent in (on_disk, parent, child)] == ["ready", "absent", "absent"]
+
+
+NODE = st.tuples(st.integers(0, 20), st.integers(1, 3), st.integers(0, 9), st.booleans())
+
+
+@settings(max_examples=200, deadline=None)
+@given(nodes=st.lists(NODE, min_size=1, max_size=9), disk_blocks=st.integers(1, 12))
+def test_a_flush_keeps_what_was_used_last_with_all_that_it_needs(
+    nodes: list[tuple[int, int, int, bool]], disk_blocks: int
+) -> None:
+    """Whatever hangs below whatever, and lies where: nothing is on disk afterwards that a restart could not find."""
+    total = sum(blocks for _, blocks, _, stored in nodes if stored)
+    tiers = Tiers(host_slots=40, disk_bytes=100 * max(disk_blocks, total))
+    extents: list[Extent] = []
+    for number, (where, blocks, used, stored) in enumerate(nodes):
+        below = extents[where % (len(extents) + 1) - 1] if where % (len(extents) + 1) else None
+        stored = stored and (below is None or below.disk == "ready")
+        make = tiers.on_disk if stored else tiers.add
+        extents.append(make(number, now=used + number / 100, blocks=blocks, below=below))
+    for _ in range(2 * len(nodes) + 2):
+        tiers.placement.flush(now=10)
+        tiers.end_all(now=10)
+    for extent in tiers.index.extents.values():
+        above = tiers.index.extents.get(extent.parent) if extent.parent is not None else None
+        assert extent.disk == "absent" or above is None or above.disk == "ready"
+    last = max(extents, key=lambda e: e.last_used)
+    path = [last]
+    while path[-1].parent is not None:
+        path.append(next(e for e in extents if e.id == path[-1].parent))
+    if sum(extent.file_bytes for extent in path) <= tiers.capacity.disk_bytes:
+        assert all(extent.disk == "ready" and not extent.dead for extent in path)
 
 
 def test_a_flush_does_not_drop_clean_copies() -> None:

@@ -254,6 +254,15 @@ def test_nor_a_private_file_for_a_prefix(kind: str) -> None:
     assert later.stats().extents == 0
 
 
+def test_the_rows_of_a_reply_are_their_tenants_too() -> None:
+    """A truncated prompt keeps them, and the executor knows whose they are: nobody has resent them before."""
+    server = serving(max_model_len=WINDOW)
+    first = server.ask(words(44), max_tokens=12, salt="a")
+    job = server.ask([*server.text(first), *words(12, 1000)], salt="a", truncation=True, turns=(*TURNS, 56))
+    assert is_private(server.specs[job].salt)
+    assert sum(server.hits(job)) > 8
+
+
 def test_who_must_not_write_leaves_nothing_for_others() -> None:
     server = serving()
     server.ask(words(40), max_tokens=9, write=False)

@@ -40,6 +40,9 @@ def eventful() -> Recorded:
     server.scheduler.drop_contexts()
     server.ask([*server.text(1), 7], write=False)
     server.restart()
+    server.faults.load = 1.0
+    server.ask([*server.text(2), 6], salt="a")  # alone, it joins while its rows are on their way
+    server.faults.load = 0.0
     server.faults.delay = 2
     server.submit([*server.text(1), 7], max_tokens=6)
     server.executor.damaged = {min(server.executor.catalog)}

@@ -92,6 +92,22 @@ def test_windows_have_the_papers_lengths() -> None:
     assert world.tiers.placement.low == 10  # two items would be sixteen, but a quarter of the tier is the most
 
 
+def test_windows_shrink_if_what_is_queued_for_is_larger_than_what_has_finished() -> None:
+    world = Waiting(host_slots=40, disk_bytes=4000)
+    world.ahead.finished(ROWS // 2)
+    world.ahead.watch()
+    low = world.tiers.placement.low
+    assert world.ahead.prefetch_window == (40 - low) // 2
+    world.cached(1, "disk")
+    first = world.submit(1)
+    world.submit(9)  # which waits for nothing that is known
+    assert world.ahead.prefetch_window == (40 - low) // 4
+    assert world.ahead.eviction_window == (40 - low) // 4 + 10
+    world.queue.remove(first)
+    world.ahead.left(first)
+    assert world.ahead.prefetch_window == (40 - low) // 2
+
+
 def test_a_shared_extent_has_the_rank_of_its_first_job() -> None:
     world = Waiting(host_slots=40, disk_bytes=0)
     world.cached(1, "host")

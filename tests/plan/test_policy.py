@@ -49,7 +49,7 @@ def test_the_last_word_is_the_serial_number() -> None:
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["add", "remove", "use", "visit", "take"]), st.integers(0, 7), st.integers(0, 5)
+    st.sampled_from(["add", "fill", "remove", "use", "visit", "take"]), st.integers(0, 7), st.integers(0, 5)
 )  # what, to which extent, and when (or how many)
 
 
@@ -67,6 +67,10 @@ def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str
         if what == "add":
             ranking.set(extents[which], True)
             members.add(which)
+        elif what == "fill":
+            come = [item for item in extents[which:] if item.serial not in members]
+            ranking.fill(come)
+            members.update(item.serial for item in come)
         elif what == "remove":
             ranking.set(extents[which], False)
             members.discard(which)
@@ -100,6 +104,40 @@ def test_outdated_entries_do_not_pile_up() -> None:
         ranking.update(one)
     assert len(ranking._heap) < 100
     assert ranking.members() == [one]
+
+
+def test_many_at_once_have_no_entries_of_their_own() -> None:
+    ranking = Ranking(POLICIES["lookahead"])
+    extents = [extent(i, first_row=i % 5, used=float(i % 7)) for i in range(500)]
+    ranking.fill(extents)
+    assert len(ranking._heap) == 0
+    for item in extents[:100]:
+        item.last_used = 9.0
+        ranking.update(item)
+    for item in extents[100:200]:
+        ranking.set(item, False)
+    assert len(ranking._heap) == 100, "those whose order has changed"
+    assert ranking.members() == sorted(extents[:100] + extents[200:], key=POLICIES["lookahead"].order)
+    seen: list[Extent] = []
+
+    def look(item: Extent) -> bool:
+        seen.append(item)
+        return True
+
+    ranking.visit(look)
+    assert seen == ranking.members()
+
+
+def test_who_has_left_the_line_is_not_held_for_ever() -> None:
+    ranking = Ranking(POLICIES["lru"])
+    extents = [extent(i) for i in range(500)]
+    ranking.fill(extents)
+    for item in extents[1:]:
+        ranking.set(item, False)
+    extents[0].last_used = 1.0
+    ranking.update(extents[0])
+    assert len(ranking._line) + len(ranking._heap) <= 2
+    assert ranking.members() == extents[:1]
 
 
 def test_who_is_put_back_while_shown_is_shown_once() -> None:

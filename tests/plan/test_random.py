@@ -9,7 +9,7 @@ from fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
 
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Capacity
-from afterglow.plan.journal import RecordingScheduler, replay, step_digest
+from afterglow.plan.journal import RecordingScheduler, replay, replay_repeated, step_digest
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
 from afterglow.plan.truncation import is_private, tenant_of
@@ -53,6 +53,7 @@ class World:
             delay=rng.choice([0, 3, 8]),
             lazy_saves=rng.random(),
             seconds=rng.choice([0.01, 1.0, 30.0]),
+            why=rng.choice(["damage", "io", "timeout", "refused"]),
         )
         self.executor = FakeExecutor(self.capacity, rng, self.faults)
         self.cancels = rng.choice([0.0, 0.02])
@@ -253,17 +254,19 @@ class World:
             else:
                 self.notes.setdefault(kind, {})[key] = value
         self.scheduler = self.start()
-        self.scheduler.recall(self.notes)
         records = list(old.catalog.values())
         self.rng.shuffle(records)
         for record in self.scheduler.restore(records, self.now):
             del self.executor.files[record.id], self.executor.catalog[record.id]
+        self.scheduler.recall(self.notes)
         self.scheduler.check()
 
     def check_journals(self) -> None:
         replayed = [pair for lines in self.journals for pair in replay(lines)]
         assert [digest for _, digest in replayed] == self.digests
         assert [step_digest(step) for step, _ in replayed] == self.digests
+        repeated = [step_digest(step) for lines in self.journals for step, _ in replay_repeated(lines, 1000)]
+        assert repeated == self.digests
 
 
 def live(seed: int, steps: int, restarts: int) -> World:

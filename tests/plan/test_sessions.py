@@ -7,7 +7,7 @@ import json
 import pytest
 from fake_executor import pack
 from lasting_kit import Lasting
-from server_kit import FOREVER, jobs_of, words
+from server_kit import FOREVER, Server, jobs_of, words
 
 from afterglow.plan.scheduler import LOOK_AHEAD
 from afterglow.plan.step import Copy
@@ -723,12 +723,20 @@ def test_notes_that_cannot_be_read_cost_a_name_and_no_more() -> None:
     facts = json.loads(good)
     bad = ["", "{", "[]", "7", "null", '"s"', json.dumps(facts[:-1]), json.dumps([*facts, 1])]
     bad += [json.dumps([*facts[:i], {"no": 1}, *facts[i + 1 :]]) for i in range(len(facts))]
-    bad += [json.dumps([*facts[:i], None, *facts[i + 1 :]]) for i in range(len(facts)) if i != 4]
-    bad += [json.dumps([*facts[:4], "soon", *facts[5:]]), json.dumps([7, *facts[1:]]), json.dumps([*facts[:-1], [[]]])]
+    bad += [json.dumps([*facts[:i], None, *facts[i + 1 :]]) for i in range(len(facts)) if i != 3]
+    bad += [json.dumps([*facts[:3], "soon", *facts[4:]]), json.dumps([7, *facts[1:]]), json.dumps([*facts[:-1], [[]]])]
     server.notes["session"] |= {f"bad {i}": text for i, text in enumerate(bad)}
     server.restart()
     assert server.names() == ["s"]
     assert server.known(server.text(job)) == 22
+
+
+def test_the_plain_server_of_these_tests_starts_again_as_the_engine_does() -> None:
+    """Extents first, then what they are called."""
+    server = Server(disk_bytes=100_000)
+    server.ask(words(20), session="s")
+    server.restart()
+    assert [state.name for state in server.scheduler.sessions("")] == ["s"]
 
 
 def test_a_conversation_whose_rows_were_lost_is_not_listed_after_a_restart() -> None:

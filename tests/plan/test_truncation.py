@@ -9,21 +9,9 @@ from hypothesis import strategies as st
 from server_kit import Server, words
 
 from afterglow.errors import RequestError
+from afterglow.plan.ranges import complement, count, keep, ranges_of, union
 from afterglow.plan.step import Copy, Run
-from afterglow.plan.truncation import (
-    EPOCHS,
-    Epoch,
-    Epochs,
-    Rules,
-    complement,
-    count,
-    cut,
-    digest_of,
-    keep,
-    ranges_of,
-    tenant_of,
-    union,
-)
+from afterglow.plan.truncation import EPOCHS, MAX_RANGES, Epoch, Epochs, Rules, cut, digest_of, tenant_of
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)
 
@@ -98,7 +86,7 @@ def test_a_second_truncation_starts_from_the_first() -> None:
     first = cut(epochs, rules, "a", tokens, 1, (10, 30, 50, 70, 90), relative=True)
     assert first is not None
     assert first.origin is not None
-    assert (first.origin.salt, first.origin.kept) == ("a", ((0, 10), (70, 110)))
+    assert (first.origin.salt, first.origin.kept) == ("a", ((0, 10), (70, 109))), "the last row is computed in any case"
     longer = pack(list(range(170)))
     second = cut(epochs, rules, "a", longer, 1, (10, 30, 50, 70, 90, 120, 150), relative=True)
     assert second is not None
@@ -107,7 +95,7 @@ def test_a_second_truncation_starts_from_the_first() -> None:
     assert second.origin.tokens == keep(longer, [(10, 70)])
     assert second.dropped == 140
     assert second.prompt == keep(longer, [(10, 150)])
-    assert second.origin.kept == ((0, 10), (90, 110))
+    assert second.origin.kept == ((0, 10), (90, 109))
 
 
 def test_epochs_are_remembered_over_a_restart_and_bounded() -> None:
@@ -125,6 +113,16 @@ def test_epochs_are_remembered_over_a_restart_and_bounded() -> None:
     assert later.take_notes() == []
     later.forget_tenant("t")
     assert len(later) == 0
+
+
+def test_epochs_of_single_tokens_are_bounded_too() -> None:
+    epochs = Epochs()
+    scattered = tuple((2 * i, 2 * i + 1) for i in range(1, MAX_RANGES // 4))
+    for i in range(6):
+        epochs.add(Epoch("t", 3, digest_of(pack([i])), scattered, "importance"))
+    assert len(epochs) == 4
+    (again,) = {Epoch.unpacked(text).dropped for _, text in epochs.take_notes() if text is not None}
+    assert again == scattered
 
 
 # --------------------------------------------------------------------------------------------- a whole scheduler

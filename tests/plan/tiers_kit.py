@@ -69,18 +69,20 @@ class Tiers:
         self._paths[extent] = prefix + unpack(extent.tokens)
         return extent
 
-    def add(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:
-        """A fresh extent, in host only."""
+    def add(
+        self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None, through: bool = False
+    ) -> Extent:
+        """A fresh extent, in host; `through`: to be written at once."""
         slots = self.placement.take_slots(blocks, now)
         assert slots is not None
         extent = self.insert(number, blocks, below, now)
-        self.placement.add(extent, slots, write_through=False, now=now)
+        self.placement.add(extent, slots, write_through=through, now=now)
         return extent
 
     def on_disk(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:
         """An extent found on disk."""
         extent = self.insert(number, blocks, below, now)
-        self.placement.restore(extent)
+        self.placement.restore([extent])
         return extent
 
     def clean(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:

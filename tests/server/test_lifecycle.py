@@ -187,6 +187,20 @@ def test_a_path_is_one_line_of_the_log(server: Running, caplog: pytest.LogCaptur
     assert not [record for record in caplog.records if "\n" in record.getMessage()]
 
 
+def test_what_a_dashboard_asks_for_all_day_is_not_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    access = logging.getLogger("afterglow.access")
+    access.addHandler(caplog.handler)
+    try:
+        with caplog.at_level("INFO", "afterglow.access"), server.http() as http:
+            for path in ("/health", "/metrics", "/dashboard/data", "/v1/cache/sessions", "/v1/models"):
+                assert http.get(path).status_code == 200
+            wait_for(lambda: any("/v1/models" in r.getMessage() for r in caplog.records))
+    finally:
+        access.removeHandler(caplog.handler)
+    lines = {r.getMessage() for r in caplog.records if r.name == access.name}
+    assert [line for line in lines if "/v1/models" not in line] == []
+
+
 def test_two_signals_at_once_are_one(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends its signal to the process and to its group."""
     service = Service(server.engine, server.tokenizer, ServerConfig(port=0))

@@ -134,6 +134,9 @@ def stats(cache_dir: Path | None, namespace: str | None, access: Access, as_json
         _print_json(reports)
     elif not reports:
         print(NOTHING)
+    elif len(reports) > 1:
+        total = format_size(sum(report["bytes"] for report in reports))
+        print(f"together {total}; --disk-cache is for each of them, and `afterglow cache clear NAMESPACE` removes one")
     return 0
 
 

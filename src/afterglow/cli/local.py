@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from afterglow.cli.environment import find_model, set_up_threads
+from afterglow.cli.environment import find_model, model_name, set_up_threads
 from afterglow.cli.progress import progress
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
@@ -95,7 +95,7 @@ def open_local(model: str | None, config: EngineConfig) -> Iterator[Local]:
     from afterglow.engine.engine import Engine
 
     with progress() as report:
-        engine = Engine.load(folder, config, report)
+        engine = Engine.load(folder, config, report, name=model_name(model, folder.resolve()))
     engine.start()
     try:
         yield Local(engine, tokenizer)

@@ -98,10 +98,14 @@ class CachedAttend:
             keys, values = part.context.keys(layer), part.context.values(layer)
             keys[part.start : part.stop] = k[part.where]
             values[part.start : part.stop] = v[part.where]
-            out[part.where] = attend(
-                q[part.where], keys[: part.stop], values[: part.stop], scale=attention.scale, causal=True
-            )[0]
+            out[part.where] = self._attended(
+                part, q[part.where], keys[: part.stop], values[: part.stop], attention.scale
+            )
         return out.flatten(1)
+
+    def _attended(self, part: Part, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """One part's new rows over its whole context, in one layer."""
+        return attend(q, keys, values, scale=scale, causal=True)[0]
 
     def _gather(self, layer: int, part: Part) -> None:
         """Copy (and rotate, in the same pass) one layer's cached rows from host slots to the device segment."""

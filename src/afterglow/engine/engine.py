@@ -6,34 +6,26 @@ Knows token ids only: text, HTTP and chat templates are outside.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from afterglow.config import EngineConfig, PreloadName, SourceName
+from afterglow.engine.requests import Completion, check, completion_of, discarding, job_spec, salt_id, token_bytes
 from afterglow.engine.runner import Runner, RunOutput
 from afterglow.engine.setup import Parts, build
 from afterglow.engine.stats import EngineStats, Totals, collect
 from afterglow.errors import RequestError
+from afterglow.plan.ranges import Rows
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Run, Step
-from afterglow.plan.truncation import refuse_uncuttable
-from afterglow.request import (
-    CachedTokens,
-    FinishReason,
-    Output,
-    Request,
-    SessionInfo,
-    TokenLogprob,
-    Truncation,
-)
+from afterglow.plan.truncation import Cut
+from afterglow.request import CachedTokens, Output, Request, SessionInfo, TokenLogprob, Truncation
 from afterglow.store.kvstore import KVStore
 from afterglow.store.throttle import Throttle
 
@@ -55,23 +47,12 @@ class _Live:
     request: Request
     sink: Sink
     spec: JobSpec
+    cut: Cut | None = None
     truncation: Truncation | None = None
     admitted: bool = False
     cached: CachedTokens = CachedTokens()
     generated: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole reply, as `Engine.generate` returns it. `ttft_s`: seconds from submit to the first token."""
-
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    cached: CachedTokens
-    ttft_s: float
-    logprobs: tuple[TokenLogprob, ...]
-    prompt_logprobs: tuple[TokenLogprob | None, ...]
 
 
 class Engine:
@@ -90,6 +71,7 @@ class Engine:
         self._scheduler: Scheduler = parts.scheduler
         self._store: KVStore = parts.store
         self._runner: Runner = parts.runner
+        self._scores = parts.scores
         self._parts = parts
         self._epoch = time.time() - time.monotonic()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -117,14 +99,16 @@ class Engine:
         config: EngineConfig | None = None,
         progress: Progress | None = None,
         throttle: Throttle | None = None,
+        name: str | None = None,
     ) -> Engine:
         """Read a Hugging Face model directory (or a preset's name, `bench-100m`) and open its cache.
 
-        `throttle` slows the disk tier down, for benchmarks.
+        `throttle` slows the disk tier down, for benchmarks. `name`: what to call the model, and its folder in the cache
+        directory; default: as its directory.
         Errors: ModelError, ConfigError.
         """
         config = config or EngineConfig()
-        return cls(build(model, config, progress, throttle), config)
+        return cls(build(model, config, progress, throttle, name), config)
 
     # ------------------------------------------------------------------------------- for callers, any thread
 
@@ -143,7 +127,7 @@ class Engine:
 
         Errors: RequestError (too long, a token outside the vocabulary, queue full, engine stopped).
         """
-        self._validate(request)
+        check(request, self._scheduler, self.vocab_size, self.max_model_len)
         with self._lock:
             if self._closing or self._failure is not None:
                 raise RequestError("the server is shutting down", status=503, code="unavailable")
@@ -159,7 +143,7 @@ class Engine:
             self._next_job += 1
             self._jobs[request.id] = job
             self._waiting += 1
-        live = _Live(job, request, sink, _spec(job, request, self.config, self._eos))
+        live = _Live(job, request, sink, job_spec(job, request, self.config, self._eos))
         if request.sampling.prompt_logprobs is not None:
             live.prompt_logprobs.append(None)
         self._send(lambda: self._accept(live))
@@ -190,7 +174,7 @@ class Engine:
             first.setdefault(output.request_id, at - began)
             gathered[output.request_id].append(output)
             left -= output.finish_reason is not None
-        return [_completion(gathered[r.id], first[r.id]) for r in requests]
+        return [completion_of(gathered[r.id], first[r.id]) for r in requests]
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and levels; never waits for the engine's thread."""
@@ -206,21 +190,59 @@ class Engine:
 
     def reset_cache(self, salt: str | None = None) -> None:
         """Forget every cached row that no running request needs, in all tiers; of one tenant, or of all (None)."""
-        tenant = _salt_id(salt) if salt is not None else None
-        self._send(lambda: self._scheduler.reset(self._now(), tenant))
+        tenant = salt_id(salt) if salt is not None else None
+        self._send(lambda: self._reset(tenant))
+
+    def _reset(self, tenant: str | None) -> None:
+        self._scheduler.reset(self._now(), tenant)
+        if self._scores is not None:
+            self._scores.forget_tenant(tenant)
+
+    def discard(
+        self,
+        context: Sequence[int],
+        dropped: Sequence[int] | Sequence[Rows],
+        *,
+        system_rows: int,
+        salt: str = "",
+        session_id: str | None = None,
+    ) -> Truncation:
+        """Leave tokens out of a conversation from now on, and keep the KV of all others (CachedAttention §3.4, token
+        discarding lists of compression methods; spec A14).
+
+        `context`: all its tokens so far, those that were left out before included. `dropped`: which of them go, as
+        indices (ascending) or as ranges [start, stop). `system_rows`: tokens of the system prompt, which stay; say 0 to
+        have them discarded too. The KV that remains is copied in host under a salt of its own (X2): the prefix index
+        never gives it to anybody else. Turns that begin with the same context and have `truncation` set go on from it,
+        at new positions, also after a restart. Waits for the copy, and computes one token: the last.
+
+        Errors: RequestError for a list that is empty, not ascending, outside of the context, into the system prompt, or
+        that leaves nothing; for a conversation of which nothing is cached (404); for models with learned positions.
+        """
+        request = discarding(context, dropped, system_rows, salt, session_id)
+        check(request, self._scheduler, self.vocab_size, self.max_model_len)
+        if not self._ask(lambda: self._scheduler.knows(salt_id(salt), token_bytes(context))):
+            raise RequestError(
+                "nothing of this conversation is cached, so there is nothing to keep of it",
+                status=404,
+                code="conversation_not_found",
+            )
+        (done,) = self.generate([request])
+        assert done.truncation is not None
+        return done.truncation
 
     def sessions(self, salt: str) -> list[SessionInfo]:
         """One tenant's conversations that have a name, the last used first."""
-        found = self._ask(lambda: self._scheduler.sessions(_salt_id(salt)))
+        found = self._ask(lambda: self._scheduler.sessions(salt_id(salt)))
         return [SessionInfo(s.name, s.rows, s.device, s.host, s.disk, s.used, s.expires, s.pinned) for s in found]
 
     def pin_session(self, salt: str, name: str, pinned: bool) -> bool:
         """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
-        return self._ask(lambda: self._scheduler.pin_session(_salt_id(salt), name, pinned))
+        return self._ask(lambda: self._scheduler.pin_session(salt_id(salt), name, pinned))
 
     def forget_session(self, salt: str, name: str) -> bool:
         """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""
-        return self._ask(lambda: self._scheduler.forget_session(_salt_id(salt), name))
+        return self._ask(lambda: self._scheduler.forget_session(salt_id(salt), name))
 
     def _ask(self, question: Callable[[], T]) -> T:
         """The answer of the engine's thread."""
@@ -289,28 +311,6 @@ class Engine:
 
     # --------------------------------------------------------------------------------- the engine's own thread
 
-    def _validate(self, request: Request) -> None:
-        if not request.prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-        low, high = min(request.prompt), max(request.prompt)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size} tokens", param="prompt")
-        n = len(request.prompt)
-        if request.truncation and request.sampling.prompt_logprobs is not None:
-            raise RequestError(
-                "log-probabilities of a prompt need all of it: switch truncation off", param="truncation"
-            )
-        if request.truncation:
-            refuse_uncuttable(self._scheduler.rules, n, request.sampling.max_tokens, request.turns)
-        elif n + min(1, request.sampling.max_tokens) > self.max_model_len:
-            raise RequestError(
-                f"this model's context is {self.max_model_len} tokens, and the prompt alone has {n}; "
-                "shorten it or start the server with a larger --max-model-len",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
     def _send(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
 
@@ -324,11 +324,19 @@ class Engine:
         self._live[live.job] = live
         try:
             self._runner.register(live.job, live.request)
-            self._scheduler.submit(live.spec, self._now())
+            self._plan(live)
         except Exception as error:  # one request's fault must not be everybody's
             if not isinstance(error, RequestError):
                 log.exception("a request could not be accepted")
             self._finish(live, Output(live.request.id, (), "error", error=str(error)))
+
+    def _plan(self, live: _Live) -> None:
+        spec, scores = live.spec, self._scores
+        if scores is not None and (wanted := self._scheduler.outgrown(spec)) is not None:
+            spec = replace(spec, scores=tuple(scores.of(*wanted).tolist()))
+        live.cut = self._scheduler.submit(spec, self._now())
+        if scores is not None:
+            scores.begin(live.job, spec.salt, spec.prompt, live.cut)
 
     def _main(self) -> None:
         try:
@@ -409,7 +417,7 @@ class Engine:
     def _prompt_rows(self, run: Run) -> int:
         """Rows of a run that belong to the prompt, not to the reply."""
         live = self._live[run.job]
-        dropped = live.truncation.dropped if live.truncation is not None else 0
+        dropped = live.cut.dropped if live.cut is not None else 0
         return max(0, min(len(run.tokens), len(live.request.prompt) - dropped - run.start))
 
     def _dispatch(self, events: Sequence[Event], out: RunOutput | None) -> None:
@@ -423,9 +431,9 @@ class Engine:
                 continue
             if isinstance(event, Admitted):
                 live.cached = CachedTokens(event.device, event.host, event.disk)
-                if event.dropped:
+                if live.cut is not None:
                     kept = len(live.request.prompt) - event.dropped
-                    live.truncation = Truncation(event.dropped, kept, event.embedded)
+                    live.truncation = Truncation(event.dropped, kept, event.embedded, live.cut.reason)
                 self._leave_queue(live)
                 self._totals.admitted(len(live.request.prompt), live.cached)
             else:
@@ -454,6 +462,8 @@ class Engine:
     def _finish(self, live: _Live, output: Output) -> None:
         self._live.pop(live.job, None)
         self._runner.forget(live.job)
+        if self._scores is not None:
+            self._scores.end(live.job)
         self._leave_queue(live)
         with self._lock:
             self._jobs.pop(live.request.id, None)
@@ -485,61 +495,3 @@ class Engine:
                 return
             self._take_inbox(block=True, timeout=0.1)
         log.warning("the store was still busy after %.0f s", DRAIN_SECONDS)
-
-
-def _completion(outputs: Sequence[Output], ttft_s: float) -> Completion:
-    last = outputs[-1]
-    if last.finish_reason == "error":
-        raise RequestError(last.error or "the request failed", status=500)
-    assert last.finish_reason is not None
-    return Completion(
-        tokens=tuple(t for output in outputs for t in output.tokens),
-        finish_reason=last.finish_reason,
-        cached=last.cached,
-        ttft_s=ttft_s,
-        logprobs=tuple(lp for output in outputs for lp in output.logprobs),
-        prompt_logprobs=outputs[0].prompt_logprobs,
-    )
-
-
-def _spec(job: int, request: Request, config: EngineConfig, eos: frozenset[int]) -> JobSpec:
-    """A request as the plan sees it. Errors: RequestError for names that are no text."""
-    sampling = request.sampling
-    return JobSpec(
-        job=job,
-        prompt=_token_bytes(request.prompt),
-        max_tokens=sampling.max_tokens,
-        stop_tokens=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos),
-        salt=_salt_id(request.salt),
-        read=request.reuse and config.cache.reuse and sampling.prompt_logprobs is None,
-        write=request.reuse and config.cache.reuse,
-        priority=request.priority,
-        session=request.session_id,
-        ttl=request.ttl_s if request.ttl_s is not None else config.cache.ttl,
-        truncation=request.truncation,
-        turns=request.turns,
-        tie=_tie(request.cache_key),
-    )
-
-
-def _tie(cache_key: str | None) -> int:
-    """A number that is equal for equal keys, in any process."""
-    if cache_key is None:
-        return 0
-    return int.from_bytes(hashlib.blake2b(_utf8(cache_key, "prompt_cache_key"), digest_size=6).digest(), "little")
-
-
-def _utf8(text: str, param: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{param} is not valid Unicode: {error.reason}", param=param) from error
-
-
-def _token_bytes(tokens: Sequence[int]) -> bytes:
-    return array("I", tokens).tobytes()
-
-
-def _salt_id(salt: str) -> str:
-    """The salt as the plan and the disk know it: a digest, so that no tenant's secret is written anywhere."""
-    return hashlib.sha256(_utf8(salt, "cache_salt")).hexdigest()[:32] if salt else ""

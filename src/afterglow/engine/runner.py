@@ -15,6 +15,7 @@ from torch import Tensor
 from afterglow.engine.attend import CachedAttend, HostRows, Part
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
+from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.tee import Tee
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, Save, Step, StepResult
@@ -71,12 +72,15 @@ class TorchRunner:
         kv_dtype: torch.dtype,
         max_batch: int,
         read_timeout: float,
+        scores: Scores | None = None,
     ) -> None:
+        """`scores`: where to record what attention tokens get, if somebody wants to know."""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
         self._host = HostRows(arena, store, read_timeout, decoder.device)
         self._tee = Tee(store, self.shape, kv_dtype, max_batch)
+        self._scores = scores
         self._jobs: dict[int, _Job] = {}
         self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
 
@@ -121,15 +125,23 @@ class TorchRunner:
             at += n
         self._tee.begin(*_saves(step.runs, parts))
         places = torch.cat(positions).to(device)
-        rope = self.decoder.rope
-        attend = CachedAttend(parts, rope.cos_sin(places) if rope else None, rope, self._host, self._tee)
+        attend = self._attend(parts, places)
         hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend)
+        if isinstance(attend, ScoringAttend):
+            attend.finish(step.runs)
         self._tee.end()
         self._host.waited.clear()
         failed = {part.job: part.failed for part in parts if part.failed is not None}
         for part in parts:
             part.context.rows = part.start if part.job in failed else part.stop
         return self._outputs(step.runs, parts, hidden, failed)
+
+    def _attend(self, parts: list[Part], places: Tensor) -> CachedAttend:
+        rope = self.decoder.rope
+        angles = rope.cos_sin(places) if rope else None
+        if self._scores is None:
+            return CachedAttend(parts, angles, rope, self._host, self._tee)
+        return ScoringAttend(parts, angles, rope, self._host, self._tee, self._scores)
 
     def _part(self, run: Run, where: slice) -> Part:
         """The run's device segment, with what the plan wants in it before the forward."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, default_cache_dir, format_size
 from afterglow.engine.runner import Runner, TorchRunner
+from afterglow.engine.scores import Scores
 from afterglow.errors import ConfigError, StoreError
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
@@ -29,7 +30,7 @@ from afterglow.plan.extent import Capacity
 from afterglow.plan.journal import RecordingScheduler
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
-from afterglow.store import catalog
+from afterglow.store import catalog, neighbours
 from afterglow.store.conversations import FILE as CONVERSATIONS
 from afterglow.store.conversations import MAX_BYTES as CONVERSATION_BYTES
 from afterglow.store.conversations import Conversations, footprint
@@ -72,6 +73,7 @@ class Parts:
     scheduler: Scheduler
     store: KVStore
     runner: Runner
+    scores: Scores | None
     notify: Notify
     device_row_bytes: int
     host_block_bytes: int
@@ -85,11 +87,14 @@ def build(
     config: EngineConfig,
     progress: Callable[[str, int, int], None] | None,
     throttle: Throttle | None = None,
+    name: str | None = None,
 ) -> Parts:
-    """Read the model, open the cache, restore what it holds. `throttle` slows the disk tier down, for benchmarks.
+    """Read the model, open the cache, restore what it holds. `throttle` slows the disk tier down, for benchmarks. `name`:
+    what to call the model; default: as its directory.
 
     Errors: ModelError, ConfigError (impossible sizes, a cache directory in use or of another format).
     """
+    name = name or Path(model).name or "model"
     device = _device(config.device)
     _use_threads(config.threads)
     decoder = load_model(
@@ -127,7 +132,9 @@ def build(
         shares=catalog.Shares.of(config.cache.disk_cache),
     )
     with undisturbed():
-        store, namespace = _open_store(str(model), digest, layout, make_store, config)
+        store, namespace = _open_store(name, digest, layout, make_store, config)
+    if namespace is not None:
+        neighbours.warn(namespace.path, config.cache.disk_cache)
     capacity = Capacity(
         device_rows=device_rows,
         host_slots=host_slots,
@@ -162,11 +169,12 @@ def build(
     scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session")})
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
     blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
+    scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
     runner = TorchRunner(
-        decoder, store, blocks, kv_dtype=kv_dtype, max_batch=config.max_batch, read_timeout=READ_TIMEOUT
+        decoder, store, blocks, kv_dtype=kv_dtype, max_batch=config.max_batch, read_timeout=READ_TIMEOUT, scores=scores
     )
     return Parts(
-        model_name=Path(model).name or str(model),
+        model_name=name,
         model_dir=Path(model),
         max_model_len=max_model_len,
         vocab_size=spec.vocab,
@@ -174,6 +182,7 @@ def build(
         scheduler=scheduler,
         store=store,
         runner=runner,
+        scores=scores,
         notify=notify,
         device_row_bytes=row_bytes,
         host_block_bytes=arena_bytes(layout, 1),
@@ -300,7 +309,7 @@ def _scheduler(config: EngineConfig, capacity: Capacity, **settings: Any) -> tup
 
 
 def _open_store(
-    model: str, digest: str, layout: KVLayout, store: Callable[..., KVStore], config: EngineConfig
+    name: str, digest: str, layout: KVLayout, store: Callable[..., KVStore], config: EngineConfig
 ) -> tuple[KVStore, Namespace | None]:
     """The store, and its folder if it has a disk tier and can have it. A default folder that cannot be used costs a
     warning, one that was asked for is an error."""
@@ -309,7 +318,7 @@ def _open_store(
     folder = config.cache.cache_dir or default_cache_dir()
     namespace = None
     try:
-        namespace = Namespace.open(folder, Path(model).name or "model", digest, layout)
+        namespace = Namespace.open(folder, name, digest, layout)
         return store(namespace=namespace), namespace
     except StoreError as error:
         if namespace is not None:

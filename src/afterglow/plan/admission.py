@@ -8,11 +8,12 @@ vanished, been damaged or been added meanwhile is accounted for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Literal
 
 from afterglow.plan.compaction import Compaction
 from afterglow.plan.cost import Cost
-from afterglow.plan.device import Context, Device
+from afterglow.plan.device import GROWTH, Context, Device
 from afterglow.plan.extent import Capacity, View
 from afterglow.plan.ghosts import Ghosts, Reason
 from afterglow.plan.index import NO_MATCH, Index, Match, common_rows
@@ -71,7 +72,7 @@ class Admission:
         for extent in guarded:  # making room must cost neither the context that was just chosen nor what was matched
             extent.users += 1
         views = _beyond(match, device_rows)
-        kept = self._choose(job, views, device_rows, now)
+        kept = [v for v in self._choose(job, views, device_rows, now) if not self._placement.avoids(v.extent, now)]
         self._repin(job, kept)
         obtained = self._obtain(job, kept, now)
         room = obtained is None or not may_join or self.may_save(job, match.rows, job.length, now)
@@ -104,7 +105,8 @@ class Admission:
                 return Wait.LOADS
             self._revived(job)
             return None
-        views = self._compaction.surviving(origin.salt, origin.tokens, origin.kept)
+        surviving = self._compaction.surviving(origin.salt, origin.tokens, origin.kept)
+        views = list(takewhile(lambda view: not self._placement.avoids(view.extent, now), surviving))
         rows = sum(view.stop - view.start for view in views)
         if not job.spec.read or rows <= self._match(job, bytes(job.tokens)).rows or not self._pays(views, rows, now):
             self._revived(job)
@@ -132,7 +134,8 @@ class Admission:
         """Is loading and copying them faster than computing what remains of the prompt from its first token?"""
         if self.source != "auto" or not self._cost.known:
             return self.source != "recompute"
-        sizes = [view.extent.file_bytes for view in views if view.extent.host == "absent"]
+        extents = dict.fromkeys(view.extent for view in views)  # of a scattered list, many views are of one extent
+        sizes = [extent.file_bytes for extent in extents if extent.host == "absent"]
         return self._cost.loads(sizes, now) <= self._cost.compute(rows, 0)
 
     def may_begin(self, job: Job, stage: Stage, now: float) -> bool:
@@ -254,9 +257,18 @@ class Admission:
         return views
 
     def _reserve(self, job: Job, context: Context | None, device_rows: int) -> bool | None:
-        """Count the job's segment against the device's budget: True, it takes the context over; None, no room."""
-        growth = max(min(job.remaining, self._capacity.block_rows), 1)
-        capacity = min(self._capacity.round_up(job.length + growth), self._device.budget)
+        """Count the job's segment against the device's budget: True, it takes the context over; None, no room.
+
+        With room to grow, because growing may mean copying; with less of it where that would keep the job waiting.
+        """
+        found = None
+        for blocks in (GROWTH, 1):
+            growth = max(min(job.remaining, blocks * self._capacity.block_rows), 1)
+            capacity = min(self._capacity.round_up(job.length + growth), self._device.budget)
+            found = found if found is not None else self._reserve_rows(job, context, device_rows, capacity)
+        return found
+
+    def _reserve_rows(self, job: Job, context: Context | None, device_rows: int, capacity: int) -> bool | None:
         if context is None:
             return self._give(job, capacity, 0, None, False)
         wanted = not context.pinned and 2 * device_rows >= context.rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from afterglow.plan.admission import Admission
-from afterglow.plan.device import Device
+from afterglow.plan.device import GROWTH, Device
 from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
@@ -16,8 +16,6 @@ from afterglow.plan.jobs import Job
 from afterglow.plan.sessions import Sessions
 from afterglow.plan.step import Release
 from afterglow.plan.truncation import tenant_of
-
-GROWTH = 4  # blocks by which a segment grows while there is room: growing may mean copying
 
 
 class Batch:
@@ -73,9 +71,8 @@ class Batch:
             return
         held = list(job.held)
         if held and job.spec.session is not None and job.spec.write and not job.disowned:
-            match = self._index.match(job.spec.salt, bytes(job.tokens))
-            extents = [view.extent for view in match.views]
-            self._sessions.used(tenant_of(job.spec.salt), job.spec.session, extents, match.rows, now)
+            extents = [view.extent for view in self._index.match(job.spec.salt, bytes(job.tokens)).views]
+            self._sessions.used(tenant_of(job.spec.salt), job.spec.session, extents, now)
         self._let_go(job)
         if job.disowned:
             self._sessions.discard(held)

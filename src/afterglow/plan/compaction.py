@@ -7,15 +7,16 @@ there, never before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
 from afterglow.plan.extent import Capacity, Extent, View
-from afterglow.plan.index import Index, extent_id
+from afterglow.plan.index import Index, common_rows, extent_id
+from afterglow.plan.jobs import Job
 from afterglow.plan.placement import Placement
+from afterglow.plan.ranges import Rows
 from afterglow.plan.step import MoveDone
-from afterglow.plan.truncation import Rows
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +43,27 @@ class Compaction:
 
     def __len__(self) -> int:
         return len(self._copies)
+
+    def knows(self, salt: str, tokens: bytes, others: Iterable[Job]) -> bool:
+        """Are there any rows of these tokens, or about to be?"""
+        return self._index.match(salt, tokens).rows > 0 or self._more(salt, tokens, 0, others)
+
+    def is_promised(self, job: Job, others: Iterable[Job]) -> bool:
+        """Are more rows that a job could keep about to be in the index, so that it pays to wait before copying?"""
+        origin = job.origin
+        if origin is None or not origin.kept or job.copies or not job.spec.read:
+            return False
+        tokens = origin.tokens[: 4 * origin.kept[-1][1]]
+        known = self._index.match(origin.salt, tokens).rows
+        return 4 * known < len(tokens) and self._more(origin.salt, tokens, known, others)
+
+    def _more(self, salt: str, tokens: bytes, known: int, others: Iterable[Job]) -> bool:
+        """Will one of these jobs put more than the `known` rows of these tokens into the index?"""
+        return any(
+            common_rows(other.tokens, 0, tokens, 0, other.promised) > known
+            for other in others
+            if other.spec.salt == salt
+        )
 
     def surviving(self, salt: str, tokens: bytes, kept: tuple[Rows, ...]) -> list[View]:
         """Views of the kept rows, up to the first that is not cached."""

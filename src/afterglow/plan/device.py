@@ -12,6 +12,7 @@ from afterglow.plan.extent import Capacity, Extent, View, with_key, without_key
 from afterglow.plan.index import Match, common_rows
 from afterglow.plan.stats import Counters
 
+GROWTH = 4  # blocks by which a segment grows while there is room: growing may mean copying
 MAX_CANDIDATES = 16  # contexts looked at per match; a popular prefix may be part of hundreds
 
 

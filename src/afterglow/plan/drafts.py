@@ -21,6 +21,8 @@ from afterglow.plan.stats import Counters
 from afterglow.plan.step import Save, SaveDone
 from afterglow.plan.truncation import is_private
 
+AHEAD = 4  # slots that a decoding job takes at a time while there is room; what it does not need it gives back
+
 
 class Drafts:
     """All drafts that are not yet resolved."""
@@ -67,6 +69,32 @@ class Drafts:
                 job.saving = False
         return tuple(saves)
 
+    def room(self, job: Job) -> int:
+        """Rows that could be teed one by one after what was planned last, without a new slot and without a new draft."""
+        draft = job.drafts[-1]
+        return min(len(draft.slots) * self._capacity.block_rows, self._capacity.max_extent_rows) - draft.planned
+
+    def repeated(self, job: Job, times: int, now: float) -> None:
+        """What was planned last, a row, was carried out so many times, each time a row further; `commit` of all that."""
+        draft = job.drafts[-1]
+        draft.planned += times - 1
+        draft.teed += times - 1
+        draft.rows = draft.planned
+        if draft.rows == self._capacity.max_extent_rows:
+            self._seal(job, now, all_of_them=False)
+
+    def tee_one(self, job: Job, row: int, now: float) -> tuple[Save, ...]:
+        """`tee` of one row: most of the time there is a draft, and room for it."""
+        if job.drafts:
+            draft = job.drafts[-1]
+            planned = draft.planned
+            room = min(len(draft.slots) * self._capacity.block_rows, self._capacity.max_extent_rows)
+            if planned < room and not draft.sealed:
+                draft.planned = planned + 1
+                draft.teed += 1
+                return (Save(draft.id, draft.slots, planned, row, 1),)
+        return self.tee(job, row, 1, now)
+
     def _new(self, job: Job, start: int) -> Draft:
         self._last_id += 1
         draft = self._open[self._last_id] = Draft(self._last_id, job, start)
@@ -79,6 +107,8 @@ class Drafts:
         need = self._capacity.blocks(draft.planned + rows) - len(draft.slots)
         if need > 0:
             slots = None
+            if rows == 1 and self._placement.pool.free > self._placement.low + AHEAD:  # more of them are going to come
+                need = min(AHEAD, self._capacity.max_extent_rows // block - len(draft.slots))
             while need > 0 and slots is None:
                 slots = self._placement.urge_slots(need, now, draft.slots[-1] if draft.slots else None)
                 need = need if slots is not None else min(need - 1, self._placement.pool.free)
@@ -91,7 +121,9 @@ class Drafts:
             if draft.planned == draft.rows:
                 break
             draft.rows = draft.planned
-        self._seal(job, now, all_of_them=not job.saving or job.rows == job.target)
+        all_of_them = not job.saving or job.rows == job.target
+        if all_of_them or any(draft.rows == self._capacity.max_extent_rows for draft in job.drafts):
+            self._seal(job, now, all_of_them)
 
     def leave(self, job: Job, now: float) -> None:
         """The job leaves the device: rows planned but not committed are void, and there will be no more."""

@@ -84,7 +84,7 @@ class Extent:
     last_used: float = 0.0
     hits: int = 0
 
-    nodes: list[Node] = field(default_factory=list)  # in path order
+    nodes: tuple[Node, ...] = ()  # in path order; nearly always one
 
     slots: tuple[int, ...] = ()
     host: HostState = "absent"

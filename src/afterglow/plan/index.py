@@ -14,7 +14,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from afterglow.plan.extent import Extent, View
 from afterglow.plan.step import ExtentId
@@ -131,11 +131,7 @@ class Inserted(NamedTuple):
     holders: tuple[Extent, ...]
 
 
-class _Place(NamedTuple):
-    """A place in the tree: `rows` rows into the edge of `node`."""
-
-    node: Node
-    rows: int
+_Place: TypeAlias = tuple[Node, int]  # a place in the tree: so many rows into the edge of the node
 
 
 class Index:
@@ -152,8 +148,22 @@ class Index:
         if root is None:
             return NO_MATCH
         views: list[View] = []
-        _, rows = _descend(_Place(root, 0), tokens, 0, views)
+        _, rows = _descend((root, 0), tokens, 0, views)
         return Match(tuple(views), rows)
+
+    def outdated(self, salt: str, match: Match, following: bytes) -> bool:
+        """Would the match be another one by now, if the first token that did not match is `following` (b"": there was
+        none)? Much cheaper than to find out which."""
+        if not match.views:
+            place = self._roots.get(salt), 0
+        elif match.views[-1].extent.dead:  # as is whatever hangs below one that is
+            return True
+        else:
+            place = _locate(match.views[-1].extent, match.views[-1].stop)
+        node, offset = place
+        if node is None or offset < node.stop - node.start:
+            return False
+        return node.child(following) is not None
 
     def elsewhere(self, salt: str, tokens: bytes, rows: int, most: int) -> bool:
         """Does another tenant (of the first `most`) have these first `rows` tokens? For counting only: nobody is told."""
@@ -176,7 +186,7 @@ class Index:
                 return Inserted("orphan", ())
             root = self._roots[extent.salt] = Node(None, 0, 0, None)
         views: list[View] = []
-        place, rows = _descend(_Place(root, 0), prefix_tokens, 0, views)
+        place, rows = _descend((root, 0), prefix_tokens, 0, views)
         if 4 * rows < len(prefix_tokens):
             return Inserted("orphan", ())
         extent.parent, extent.parent_rows = (views[-1].extent.id, views[-1].stop) if views else (None, 0)
@@ -188,17 +198,17 @@ class Index:
 
     def _hang(self, extent: Extent, place: _Place) -> Inserted:
         views: list[View] = []
-        place, rows = _descend(place, extent.tokens, 0, views)
-        holders = list(dict.fromkeys(view.extent for view in views))
-        if rows == extent.rows:
-            return Inserted("duplicate", tuple(holders))
+        (parent, reached), rows = _descend(place, extent.tokens, 0, views)
+        holders = tuple(dict.fromkeys(view.extent for view in views)) if views else ()
+        stop = extent.rows
+        if rows == stop:
+            return Inserted("duplicate", holders)
         assert extent.id not in self.extents, "the same extent twice, not on the same path"
-        parent = place.node
-        if place.rows < parent.rows:
-            _split(parent, place.rows)
-        node = Node(extent, rows, extent.rows, parent)
+        if reached < parent.stop - parent.start:
+            _split(parent, reached)
+        node = Node(extent, rows, stop, parent)
         parent.adopt(node)
-        extent.nodes = [node]
+        extent.nodes = (node,)
         self.extents[extent.id] = extent
         self.version += 1
         return Inserted("inserted", (*holders, extent))
@@ -217,7 +227,7 @@ class Index:
             gone[node.extent] = None
         self.version += 1
         for lost in gone:
-            lost.nodes = []
+            lost.nodes = ()
             del self.extents[lost.id]
         if parent.extent is None:
             if not parent.children():
@@ -242,7 +252,7 @@ class Index:
                     seen.setdefault(child.extent, []).append(child)
         assert {extent.id: extent for extent in seen} == self.extents
         for extent, nodes in seen.items():
-            assert nodes == extent.nodes, "an extent's nodes in path order"
+            assert tuple(nodes) == extent.nodes, "an extent's nodes in path order"
             assert nodes[-1].stop == extent.rows
             for upper, lower in zip(nodes, nodes[1:], strict=False):
                 assert lower.parent is upper
@@ -257,7 +267,7 @@ def _descend(place: _Place, tokens: bytes, row: int, views: list[View]) -> tuple
     """
     node, offset = place
     while True:
-        if offset == node.rows:
+        if offset == node.stop - node.start:
             child = node.child(tokens[4 * row : 4 * row + 4])
             if child is None:
                 break
@@ -272,9 +282,9 @@ def _descend(place: _Place, tokens: bytes, row: int, views: list[View]) -> tuple
         views.append(View(extent, start, start + same))
         node = _node_at(extent, start + same)
         offset = start + same - node.start
-        if offset < node.rows:
+        if offset < node.stop - node.start:
             break
-    return _Place(node, offset), row
+    return (node, offset), row
 
 
 def _node_at(extent: Extent, rows: int) -> Node:
@@ -284,9 +294,11 @@ def _node_at(extent: Extent, rows: int) -> Node:
 
 def _locate(extent: Extent, rows: int) -> _Place:
     """The place `rows` rows into an extent. Rows before its first node lie in the edges above it."""
-    node = _node_at(extent, rows)
+    node = extent.nodes[-1]
+    if node.start >= rows:
+        node = _node_at(extent, rows)
     if node.start < rows:
-        return _Place(node, rows - node.start)
+        return node, rows - node.start
     back = extent.nodes[0].start - rows
     above = extent.nodes[0].parent
     assert above is not None
@@ -294,7 +306,7 @@ def _locate(extent: Extent, rows: int) -> _Place:
         back -= above.rows
         above = above.parent
         assert above is not None
-    return _Place(above, above.rows - back)
+    return above, above.rows - back
 
 
 def _split(node: Node, rows: int) -> None:
@@ -304,7 +316,9 @@ def _split(node: Node, rows: int) -> None:
     lower.take_children_of(node)
     node.stop = lower.start
     node.adopt(lower)
-    node.extent.nodes.insert(node.extent.nodes.index(node) + 1, lower)
+    nodes = node.extent.nodes
+    place = nodes.index(node) + 1
+    node.extent.nodes = (*nodes[:place], lower, *nodes[place:])
 
 
 def _rejoin(node: Node) -> None:
@@ -317,7 +331,9 @@ def _rejoin(node: Node) -> None:
         return
     node.stop = lower.stop
     node.take_children_of(lower)
-    node.extent.nodes.remove(lower)
+    nodes = node.extent.nodes
+    place = nodes.index(lower)
+    node.extent.nodes = (*nodes[:place], *nodes[place + 1 :])
 
 
 def _subtree(top: Node) -> Iterator[Node]:

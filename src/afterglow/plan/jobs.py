@@ -11,6 +11,7 @@ from typing import Literal
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent, Key
 from afterglow.plan.ghosts import Reason
+from afterglow.plan.index import NO_MATCH, Match
 from afterglow.plan.step import Gather, JobSpec
 from afterglow.plan.truncation import Origin, tenant_of
 
@@ -123,6 +124,12 @@ class Job:
     missed: tuple[Reason, int] = ("cold", 0)  # why its match ended where it did, and the rows after that
     carried: int = 0  # rows of those that were on disk
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
+    match: Match = NO_MATCH  # and where that ended
+    conversation: tuple[str, str] | None = field(init=False)  # whose turns run one after the other
+
+    def __post_init__(self) -> None:
+        session = self.spec.session
+        self.conversation = (tenant_of(self.spec.salt), session) if session is not None else None
 
     @property
     def length(self) -> int:
@@ -142,11 +149,6 @@ class Job:
         """Its place in the queue: priority, then order of arrival, which a job keeps when it is sent back. Of those
         that arrived together, jobs with equal hints go side by side."""
         return (self.spec.priority, self.turn, self.spec.tie, self.seq)
-
-    @property
-    def conversation(self) -> tuple[str, str] | None:
-        """Whose turns run one after the other."""
-        return (tenant_of(self.spec.salt), self.spec.session) if self.spec.session is not None else None
 
     @property
     def reach(self) -> int:

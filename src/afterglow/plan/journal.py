@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from afterglow.plan.admission import Source
@@ -24,7 +24,9 @@ from afterglow.plan.step import (
     SaveDone,
     Step,
     StepResult,
+    expanded,
 )
+from afterglow.plan.truncation import Cut
 
 FORMAT = 1
 
@@ -46,10 +48,11 @@ class RecordingScheduler(Scheduler):
     def _note(self, op: str, **values: Any) -> None:
         self._write(json.dumps({"op": op, **values}, separators=(",", ":")))
 
-    def submit(self, spec: JobSpec, now: float) -> None:
-        super().submit(spec, now)  # what is refused is no input
+    def submit(self, spec: JobSpec, now: float) -> Cut | None:
+        found = super().submit(spec, now)  # what is refused is no input
         values = asdict(spec) | {"prompt": spec.prompt.hex(), "stop_tokens": sorted(spec.stop_tokens)}
         self._note("submit", now=now, spec=values)
+        return found
 
     def cancel(self, job: int, now: float) -> list[Event]:
         self._note("cancel", now=now, job=job)
@@ -92,15 +95,18 @@ class RecordingScheduler(Scheduler):
         self._note("flush", now=now)
         super().flush(now)
 
-    def schedule(self, now: float) -> Step:
-        step = super().schedule(now)
-        self._note("schedule", now=now, step=step_digest(step))
+    def schedule(self, now: float, repeat_limit: int = 1) -> Step:
+        step = super().schedule(now, repeat_limit)
+        self._note("schedule", now=now, limit=repeat_limit, step=step_digest(step))
         return step
 
     def commit(self, step: Step, result: StepResult, done: Iterable[Completion], now: float) -> list[Event]:
         done = list(done)
         tokens, failed = list(result.tokens.items()), list(result.failed.items())
-        self._note("commit", now=now, tokens=tokens, failed=failed, done=[_packed(item) for item in done])
+        values: dict[str, Any] = {"tokens": tokens, "failed": failed, "done": [_packed(item) for item in done]}
+        if result.repeats > 1:
+            values["repeats"], values["drawn"] = result.repeats, [[job, text.hex()] for job, text in result.drawn.items()]
+        self._note("commit", now=now, **values)
         return super().commit(step, result, done, now)
 
     def complete(self, done: Iterable[Completion], now: float) -> list[Event]:
@@ -122,10 +128,59 @@ def replay(lines: Iterable[str]) -> Iterator[tuple[Step, str]]:
         if scheduler is None:
             raise ValueError("a journal begins with a `plan` line")
         if op == "schedule":
-            step = scheduler.schedule(entry["now"])
+            step = scheduler.schedule(entry["now"], entry.get("limit", 1))
             yield step, entry["step"]
         else:
             _feed(scheduler, step, op, entry)
+
+
+def replay_repeated(lines: Iterable[str], limit: int) -> Iterator[tuple[Step, str]]:
+    """The same of a journal whose steps were carried out once each, with as many as possible at once, at most `limit`:
+    repeated steps are told one by one, as `expanded` has them."""
+    scheduler: Scheduler | None = None
+    step: Step | None = None
+    entries = [_parsed(line, number) for number, line in enumerate(lines, 1)]
+    at = 0
+    while at < len(entries):
+        entry = dict(entries[at])
+        op = entry.pop("op")
+        at += 1
+        if op == "plan":
+            scheduler = _start(entry)
+        elif scheduler is None:
+            raise ValueError("a journal begins with a `plan` line")
+        elif op != "schedule":
+            _feed(scheduler, step, op, entry)
+        else:
+            step = scheduler.schedule(entry["now"], limit)
+            times = _times(entries, at - 1, step.repeat)
+            if times < 2:
+                yield replace(step, repeat=1), entry["step"]
+                continue
+            commits = entries[at : at + 2 * times : 2]
+            drawn = {run.job: b"" for run in step.runs}
+            for commit in commits:
+                for job, token in commit["tokens"]:
+                    drawn[job] += token.to_bytes(4, "little")
+            result = StepResult({}, {}, times, drawn)
+            recorded = [each["step"] for each in entries[at - 1 : at - 1 + 2 * times : 2]]
+            yield from zip((each for each, _ in expanded(step, result)), recorded, strict=True)
+            done = [_unpacked(dict(item)) for item in commits[-1]["done"]]
+            scheduler.commit(step, result, done, commits[-1]["now"])
+            at += 2 * times - 1
+
+
+def _times(entries: list[dict[str, Any]], start: int, most: int) -> int:
+    """How many times a step was scheduled and committed from `start` on, with no other input before the last commit."""
+    count = 0
+    while count < most and start + 2 * count + 1 < len(entries):
+        first, second = entries[start + 2 * count : start + 2 * count + 2]
+        if first["op"] != "schedule" or second["op"] != "commit":
+            break
+        count += 1
+        if second["done"]:
+            break
+    return count
 
 
 def step_digest(step: Step) -> str:
@@ -155,7 +210,8 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
     if op == "submit":
         values = entry["spec"]
         values |= {"prompt": bytes.fromhex(values["prompt"]), "stop_tokens": frozenset(values["stop_tokens"])}
-        values["turns"] = tuple(values["turns"])
+        values["turns"], values["scores"] = tuple(values["turns"]), tuple(values["scores"])
+        values["discard"] = tuple((start, stop) for start, stop in values["discard"])
         scheduler.submit(JobSpec(**values), now)
     elif op == "cancel":
         scheduler.cancel(entry["job"], now)
@@ -164,8 +220,7 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.restore(records, now)
     elif op == "commit":
         assert step is not None
-        result = StepResult(dict(entry["tokens"]), dict(entry["failed"]))
-        scheduler.commit(step, result, [_unpacked(item) for item in entry["done"]], now)
+        scheduler.commit(step, _result(entry), [_unpacked(item) for item in entry["done"]], now)
     elif op == "complete":
         scheduler.complete([_unpacked(item) for item in entry["done"]], now)
     elif op == "reset":
@@ -186,6 +241,11 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.drop_clean_host()
     else:
         raise ValueError(f"a journal has no {op!r} lines")
+
+
+def _result(entry: dict[str, Any]) -> StepResult:
+    drawn = {job: bytes.fromhex(text) for job, text in entry.get("drawn", ())}
+    return StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn)
 
 
 def _packed(item: Completion) -> dict[str, Any]:

@@ -30,7 +30,10 @@ class LookAhead:
         self._queue = queue
         self._items = 0  # finished jobs, and the rows of their paths in whole blocks
         self._item_rows = 0
+        self._queued = 0  # the same of the jobs in the queue that wait for anything
+        self._queued_rows = 0
         self._longest = longest
+        self._window = 1  # the prefetch window of this step
         self._seen = -1  # the index's version when the head of the queue was last matched
 
     @property
@@ -52,20 +55,28 @@ class LookAhead:
             extent.waiting = (*extent.waiting[:place], *extent.waiting[place + 1 :])
             if place == 0:
                 self._placement.ranked(extent)
+        self._count(job, -1)
         job.path = ()
 
     def _follow(self, job: Job) -> None:
         """Find out what a job waits for, as far as it is known now."""
-        path = self._path(job.spec.salt, bytes(job.tokens[:-4]))
+        job.match = self._index.match(job.spec.salt, bytes(job.tokens[:-4]))
+        path = tuple(dict.fromkeys(view.extent for view in job.match.views))
         if path == job.path:
             return
         self.left(job)
         job.path = path
+        self._count(job, 1)
         for extent in path:
             place = bisect_left(extent.waiting, job.key)
             extent.waiting = (*extent.waiting[:place], job.key, *extent.waiting[place:])
             if extent.waiting[0] == job.key:
                 self._placement.ranked(extent)
+
+    def _count(self, job: Job, sign: int) -> None:
+        if job.path:
+            self._queued += sign
+            self._queued_rows += sign * sum(self._capacity.round_up(extent.rows) for extent in job.path)
 
     def _path(self, salt: str, tokens: bytes) -> tuple[Extent, ...]:
         return tuple(dict.fromkeys(view.extent for view in self._index.match(salt, tokens).views))
@@ -95,14 +106,20 @@ class LookAhead:
         return self._item_rows / self._items if self._items else float(self._longest)
 
     @property
+    def _windowed_rows(self) -> float:
+        """The mean of what is queued for, if that is larger, as where all conversations grow: a window fits its tiers."""
+        queued = self._queued_rows / self._queued if self._queued else 0.0
+        return max(self.item_rows, queued)
+
+    @property
     def prefetch_window(self) -> int:
         """Waiting jobs whose items are brought to host (A8): host room that is not pinned nor kept free, over S_kv."""
-        return int(self._host_rows() / self.item_rows) if self._windows else 1
+        return int(self._host_rows() / self._windowed_rows) if self._windows else 1
 
     @property
     def eviction_window(self) -> int:
         """Waiting jobs whose items are not let go of (A10): room in host and on disk, over S_kv."""
-        return int((self._host_rows() + self._disk_rows()) / self.item_rows)
+        return int((self._host_rows() + self._disk_rows()) / self._windowed_rows)
 
     def _host_rows(self) -> int:
         free = self._placement.pool.total - self._placement.low
@@ -119,17 +136,20 @@ class LookAhead:
     def watch(self) -> None:
         """Before a step is planned: who is at the head, and up to where may nothing be evicted?"""
         if self._items:
-            item = self._capacity.blocks(int(self.item_rows))
-            self._placement.keep_free(2 * item, 4 * item)
+            blocks = self._capacity.blocks(int(self.item_rows))
+            self._placement.keep_free(2 * blocks, 4 * blocks)
         if not self.enabled:
             return
         if self._index.version != self._seen:
             self._seen = self._index.version
-            for job in self._queue.first(min(self.prefetch_window, REMATCHED)):
-                if job.spec.read:
+            for job in self._queue.first(min(self._window, REMATCHED)):
+                following = bytes(job.tokens[4 * job.match.rows : min(4 * job.match.rows + 4, len(job.tokens) - 4)])
+                if job.spec.read and self._index.outdated(job.spec.salt, job.match, following):
                     self._follow(job)
-        if self._windows:
-            self._placement.horizon = self._key_at(self.eviction_window)
+        if self._windows:  # once a step: it asks for everything that is pinned
+            host, item = self._host_rows(), self._windowed_rows
+            self._window = int(host / item)
+            self._placement.horizon = self._key_at(int((host + self._disk_rows()) / item))
 
     def coming(self, jobs: int) -> int:
         """Host slots that the rows of the next jobs are going to need, at most a quarter of all."""
@@ -144,7 +164,7 @@ class LookAhead:
         for rows that are about to be computed."""
         if not self.enabled:
             return
-        for job in self._queue.first(self.prefetch_window):
+        for job in self._queue.first(self._window):
             for extent in job.path:
                 if extent.dead:
                     break
@@ -154,7 +174,7 @@ class LookAhead:
     @property
     def fetched(self) -> Key | None:
         """The last job in the prefetch window: what it and those before it wait for stays in host."""
-        return self._key_at(self.prefetch_window) if self._windows else None
+        return self._key_at(self._window) if self._windows else None
 
     def _key_at(self, length: int) -> Key | None:
         job = self._queue.last_of(length)

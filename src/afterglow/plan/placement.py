@@ -26,10 +26,18 @@ from afterglow.plan.truncation import tenant_of
 
 MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
 STORE_BACKOFF_S = 30.0
+MAX_WRITES = 3  # of an extent that could stay in host; after that it is written when it is evicted
+WRITES_AT_ONCE = 4  # that are tried again in a step
+EARLY = ("write_through", "second use", "above")  # why extents are written that could stay in host
 EXPIRY_RETRY_S = 60.0  # when what has expired but is still needed is looked at again
+MAX_LOAD_FAILURES = 3  # in a row, before an extent counts as lost
+LOAD_RETRY_S = 5.0  # when a load that failed in a way that may pass is tried again
+LOAD_RETRY_LATE_S = 60.0  # and when one that nobody should wait for once more in vain: it timed out
+PASSING = ("io", "timeout", "refused")  # why loads fail of which that may be so
 THRASH_S = 60.0  # an extent wanted again so soon after it was evicted should have stayed
 
 Room = Literal["now", "soon", "never"]
+_Worth = tuple[bool, float, int, int]  # needed, last used, and what decides between equals
 
 
 @dataclass(slots=True)
@@ -77,10 +85,14 @@ class Placement:
         self._files: dict[ExtentId, Extent] = {}  # who owns the file of that name; also one being dropped
         self._evicting_slots = 0
         self._dropping_bytes = 0
+        self._claimed = 0  # bytes of those for victims that wait to be written, while victims are looked for
         self._undropped: list[Extent] = []  # whose files could not be removed
         self._drop_again_at = 0.0
+        self._unwritten: dict[Extent, int] = {}  # that should be on disk, and how often that has failed
+        self._write_again_at = inf
         self._quarantine: dict[int, tuple[int, ...]] = {}
         self._dead: dict[Extent, None] = {}
+        self._unsure: dict[Extent, tuple[int, float]] = {}  # whose loads failed: how often, and until when not again
         self._last_move = 0
         self._failures = 0
         self._no_disk_until = 0.0
@@ -115,7 +127,7 @@ class Placement:
         extent.hits += 1
         self.ranked(extent)
         if self._selective and extent.host == "ready" and extent.disk == "absent":
-            self.store(extent, now, "second use")
+            self._write(extent, now, "second use")
         if extent.disk == "ready":
             self._touched[extent] = None
 
@@ -227,8 +239,20 @@ class Placement:
         """Start to bring an extent from disk to host. False: no slots now (see `relief`)."""
         return self._load(extent, now, waiter, DEMAND, "demand")
 
+    def avoid(self, extent: Extent, now: float) -> None:
+        """Its rows did not come in time. Whether they are lost is said when the load has ended."""
+        if extent.load is not None:
+            failures, _ = self._unsure.get(extent, (0, 0.0))
+            self._unsure[extent] = (failures, now + LOAD_RETRY_S)
+
+    def avoids(self, extent: Extent, now: float) -> bool:
+        """Is it to be recomputed, because a load of it has just failed? What is in host is not."""
+        return extent in self._unsure and extent.host != "ready" and now < self._unsure[extent][1]
+
     def prefetch(self, extent: Extent, now: float, waiter: Key, reserve: int = 0) -> bool:
         """The same before its job's turn has come. `reserve` slots are to stay free."""
+        if self.avoids(extent, now):
+            return True
         need = self.capacity.blocks(extent.rows) + reserve
         if reserve and self.pool.free < need:
             self.evict(need, now, waiter)
@@ -314,15 +338,16 @@ class Placement:
         self._rank(extent)
         self._belongs(extent)
         if write_through:
-            self.store(extent, now, "write_through")
+            self._write(extent, now, "write_through")
 
-    def restore(self, extent: Extent) -> None:
-        """An extent found on disk at start."""
-        extent.disk = "ready"
-        self._files[extent.id] = extent
-        self.disk_used += extent.file_bytes
-        self._rank(extent)
-        self._belongs(extent)
+    def restore(self, extents: Sequence[Extent]) -> None:
+        """Extents found on disk at start."""
+        for extent in extents:
+            extent.disk = "ready"
+            self._files[extent.id] = extent
+            self.disk_used += extent.file_bytes
+            self._belongs(extent)
+        self._cold.fill(extents)
 
     def within_quota(self, salt: str, size: int) -> bool:
         """Make room for `size` more bytes of a tenant, at the cost of its own least recently used. False: there is none."""
@@ -368,11 +393,12 @@ class Placement:
                 self._drop_file(extent, "again")
 
     def background(self, now: float, expected: int, waiter: Key | None = None) -> None:
-        """Keep some slots free, and as many more as running prefills are going to need (at most half of all)."""
+        """Keep some slots free, and as many as running prefills are going to need (at most half of all)."""
         self._drop_again(now)
+        self._write_again(now)
         expected = min(expected, self.pool.total // 2)
-        if self.pool.free + self._evicting_slots < self.low + expected:
-            self.evict(self.high + expected, now, waiter)
+        if self.pool.free + self._evicting_slots < max(self.low, expected):
+            self.evict(max(self.high, expected), now, waiter)
 
     def evict(self, target: int, now: float, waiter: Key | None = None) -> None:
         """Let go of victims until `target` slots are free, or are going to be; of none that `waiter` or a job before it
@@ -387,8 +413,10 @@ class Placement:
                 short -= self._evict_one(extent, now)
             return short > 0
 
+        self._claimed = 0
         if short > 0:
             self._host.visit(more)
+        self._claimed = 0
 
     def _evict_one(self, extent: Extent, now: float) -> int:
         """Slots that this frees now or soon."""
@@ -401,7 +429,9 @@ class Placement:
             extent.evicting = True
             self._evicting_slots += slots
             self._store_above(extent, now)
-        elif room == "never":
+        elif room == "soon":
+            self._claimed += extent.file_bytes  # the next victim needs room of its own
+        else:
             if extent.users or extent.kept or extent.has_children or self._exempt(extent):
                 return 0
             self._counters.evicted_host += 1
@@ -435,6 +465,46 @@ class Placement:
                 return
             above = self._index.extents.get(above.parent) if above.parent is not None else None
 
+    def _write(self, extent: Extent, now: float, why: str) -> Room:
+        """Write an extent that could stay in host, and before it what it hangs below: after a crash it is of no use
+        without. What cannot be done now is done later.
+        """
+        path = [extent]
+        while (above := self._parent(path[-1])) is not None and above.disk == "absent":
+            path.append(above)
+        for part in reversed(path):
+            room = self.store(part, now, why) if part.host == "ready" else "never"
+            if room != "now":
+                self._put_off(extent, room == "never" and now >= self._no_disk_until, now)
+                return room
+        return "now"
+
+    def _put_off(self, extent: Extent, failed: bool, now: float) -> None:
+        """An extent that should be on disk is not: see to it later, but not for ever."""
+        failures = self._unwritten.pop(extent, 0) + failed
+        if failures < MAX_WRITES and not extent.dead:
+            self._unwritten[extent] = failures
+            self._write_again_at = min(self._write_again_at, now + STORE_BACKOFF_S)
+
+    def _write_again(self, now: float) -> None:
+        """Now and then, and when files have been removed, try again to write what could not be written."""
+        if not self._unwritten or now < max(self._write_again_at, self._no_disk_until):
+            return
+        self._write_again_at, self._claimed = inf, 0
+        waiting = [extent for extent in self._unwritten if extent.disk == "absent"]
+        for extent in waiting[:WRITES_AT_ONCE]:
+            if extent.host == "ready" and self._write(extent, now, "write_through") == "soon":
+                self._claimed += extent.file_bytes  # the next one needs room of its own
+        self._claimed = 0
+        if len(waiting) > WRITES_AT_ONCE:
+            self._write_again_at = now
+
+    @property
+    def chores_at(self) -> float:
+        """When to try again what has failed on disk; infinity: nothing has."""
+        again = max(self._write_again_at, self._no_disk_until) if self._unwritten else inf
+        return min(again, self._drop_again_at if self._undropped else inf)
+
     def store(self, extent: Extent, now: float, why: str) -> Room:
         """Plan to write an extent to disk, if there is room now."""
         if now < self._no_disk_until:
@@ -455,7 +525,7 @@ class Placement:
         """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on."""
         if incoming > self.capacity.disk_bytes or self.capacity.disk_bytes == 0:
             return "never"
-        short = self.disk_used + incoming - self.capacity.disk_bytes
+        short = self.disk_used + self._claimed + incoming - self.capacity.disk_bytes
         if short <= 0:
             return "now"
         short -= self._dropping_bytes
@@ -485,14 +555,19 @@ class Placement:
         Only the disk survives, so what is on it and worth less makes room, whatever the policy; not what is worth more.
         """
         waiting = False
-        dirty = sorted((e for e in self._host.members() if e.disk == "absent"), key=_worth, reverse=True)
-        stale = sorted((e for e in self._index.extents.values() if e.disk == "ready"), key=_worth, reverse=True)
+        dirty = [extent for extent in self._host.members() if extent.disk == "absent"]
+        if not dirty:
+            return not self.flights
+        worth = self._worths()
+        dirty.sort(key=worth.__getitem__, reverse=True)
+        stale = [extent for extent in self._index.extents.values() if extent.disk == "ready"]
+        stale.sort(key=worth.__getitem__, reverse=True)
         for extent in dirty:
-            if extent.dead or extent.file_bytes > self.capacity.disk_bytes:
+            if extent.dead or extent.file_bytes > self.capacity.disk_bytes or not self._has_parent_on_disk(extent):
                 continue
-            while self._disk_short(extent.file_bytes) > 0 and stale and _worth(stale[-1]) < _worth(extent):
+            while self._disk_short(extent.file_bytes) > 0 and stale and worth[stale[-1]] < worth[extent]:
                 victim = stale.pop()
-                if not (victim.dead or victim.pins or victim.users or victim.kept):
+                if not (victim.dead or worth[victim][0]):
                     self._counters.evicted_disk += 1
                     self.forget(victim, "evicted")
             if self._disk_short(extent.file_bytes) > 0:
@@ -501,6 +576,28 @@ class Placement:
                 waiting = True
                 break  # those behind it are worth less: they must not take its room
         return not waiting and not self.flights
+
+    def _worths(self) -> dict[Extent, _Worth]:
+        """What extents are worth when not all can be kept. What is needed now is worth most, then what was used last;
+        nothing less than what hangs below it, and is lost with it; of a conversation, which is used as a whole, the head.
+        """
+        best: dict[Extent, tuple[bool, float]] = {}
+        worths: dict[Extent, _Worth] = {}
+        for extent in sorted(self._index.extents.values(), key=lambda e: -(e.first_row + e.nodes[0].start)):
+            own = (extent.kept > 0 or extent.users > 0 or extent.pins > 0, extent.last_used)
+            own = max(own, best.pop(extent, own))
+            worths[extent] = (*own, -extent.first_row, -extent.serial)
+            if (above := self._above(extent)) is not None:
+                best[above] = max(own, best.get(above, own))
+        return worths
+
+    def _parent(self, extent: Extent) -> Extent | None:
+        """Without whose file its own is of no use."""
+        return self._index.extents.get(extent.parent) if extent.parent is not None else None
+
+    def _has_parent_on_disk(self, extent: Extent) -> bool:
+        parent = self._parent(extent)
+        return parent is None or parent.disk != "absent"
 
     def _disk_short(self, incoming: int) -> int:
         """Bytes that `incoming` bytes lack once the removals under way are done."""
@@ -588,6 +685,8 @@ class Placement:
         """Remove an extent from the index and all tiers, and what hangs below it."""
         for lost in self._index.remove(extent):
             lost.dead = True
+            self._unsure.pop(lost, None)
+            self._unwritten.pop(lost, None)
             self._not_prefetched(lost)
             self._belongs_no_more(lost)
             self._ghosts.add(lost, why)
@@ -641,10 +740,11 @@ class Placement:
             self._gated.pop(done.move, None)
             self._lazy.pop(done.move, None)
             self._cost.ended(done.move, done.bytes if done.ok else 0, done.seconds, now)
-            self._loaded(flight.extent, done)
+            self._loaded(flight.extent, done, now)
         elif isinstance(flight.move, Store):
-            self._stored(flight.extent, done, now)
+            self._stored(flight.extent, flight.move, done, now)
         elif done.ok:
+            self._write_again_at = min(self._write_again_at, now)  # there is room
             self._dropping_bytes -= flight.extent.file_bytes
             self.disk_used -= flight.extent.file_bytes
             del self._files[flight.extent.id]
@@ -653,10 +753,11 @@ class Placement:
             self._undropped.append(flight.extent)
             self._drop_again_at = now + STORE_BACKOFF_S
 
-    def _loaded(self, extent: Extent, done: MoveDone) -> None:
+    def _loaded(self, extent: Extent, done: MoveDone, now: float) -> None:
         extent.load = None
         if done.ok:
             extent.host = "ready"
+            self._unsure.pop(extent, None)
             self._rank(extent)
         else:
             if done.slots_busy:
@@ -664,17 +765,27 @@ class Placement:
             else:
                 self.pool.give(extent.slots)
             extent.slots, extent.host = (), "absent"
-            self.damaged(extent)
+            self._not_loaded(extent, done.why, now)
         if extent.dead:
             self._reap(extent)
 
-    def _stored(self, extent: Extent, done: MoveDone, now: float) -> None:
+    def _not_loaded(self, extent: Extent, why: str | None, now: float) -> None:
+        """A load has failed: the extent is lost, or is tried again later."""
+        failures = self._unsure.get(extent, (0, 0.0))[0] + (why != "refused")  # nothing was tried then
+        if why in PASSING and failures < MAX_LOAD_FAILURES and not extent.dead:
+            self._unsure[extent] = (failures, now + (LOAD_RETRY_LATE_S if why == "timeout" else LOAD_RETRY_S))
+            self._rank(extent)
+        else:
+            self.damaged(extent)
+
+    def _stored(self, extent: Extent, move: Store, done: MoveDone, now: float) -> None:
         extent.store = None
         evicting, extent.evicting = extent.evicting, False
         if evicting:
             self._evicting_slots -= len(extent.slots)
         if done.ok:
             self._failures = 0
+            self._unwritten.pop(extent, None)
             extent.disk = "ready"
             if evicting and not extent.dead:
                 self._evicted(extent, now)
@@ -686,6 +797,8 @@ class Placement:
             self._failures += 1
             if self._failures >= MAX_STORE_FAILURES:
                 self._no_disk_until = now + STORE_BACKOFF_S
+            if move.why in EARLY:
+                self._put_off(extent, failed=True, now=now)
         self._rank(extent)
         if extent.dead:
             self._reap(extent)
@@ -735,8 +848,3 @@ class Placement:
             assert (extent.disk == "writing") == (extent.store is not None)
             assert (extent in self._host) == (extent.host == "ready" and not extent.dead)
             assert extent.disk == "absent" or self._files[extent.id] is extent
-
-
-def _worth(extent: Extent) -> tuple[bool, float, int, int]:
-    """What is pinned is worth most, then what was used last; of a conversation, which is used as a whole, the head."""
-    return (extent.kept > 0, extent.last_used, -extent.first_row, -extent.serial)

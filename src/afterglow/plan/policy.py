@@ -8,7 +8,7 @@ use anything the extent says of itself. When something changes that an order dep
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from afterglow.plan.extent import Extent
@@ -56,18 +56,37 @@ POLICIES: dict[str, Policy] = {
 
 
 class Ranking:
-    """Extents in the order of a policy: a lazy heap, whose outdated entries are dropped when they come up."""
+    """Extents in the order of a policy: a lazy heap, whose outdated entries are dropped when they come up.
+
+    Those that come all at once (`fill`: a million after a restart) are sorted and wait in line without entries of their
+    own. The first in line enters the heap when it would be the next victim, any other when its order changes.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._order = policy.order
-        self._members: dict[Extent, Order] = {}
+        self._members: dict[Extent, Order | None] = {}  # None: it stands in line
         self._heap: list[tuple[Order, int, Extent]] = []
+        self._line: list[Extent] = []  # the first victim last; who is none of those with None has left it
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __contains__(self, extent: Extent) -> bool:
         return extent in self._members
+
+    def fill(self, extents: Iterable[Extent]) -> None:
+        """Make many extents members at once. None is one yet, and no job waits for any: their orders are alike.
+
+        They are sorted by one part of the order after the other, the last one first: a million tuples at a time, if only
+        as keys, would take more memory than all that stays, and not all of it would be given back.
+        """
+        self._tidy()
+        come = list(extents)
+        self._members.update(dict.fromkeys(come))
+        self._line += come
+        parts = len(self._order(come[0])) if come else 0
+        for part in reversed(range(parts)):
+            self._line.sort(key=lambda extent: self._order(extent)[part], reverse=True)
 
     def set(self, extent: Extent, member: bool) -> None:
         """Make an extent a member, or not."""
@@ -78,22 +97,42 @@ class Ranking:
 
     def update(self, extent: Extent, add: bool = False) -> None:
         """Look again at a member's order (of no effect on others, unless `add`)."""
-        old = self._members.get(extent)
-        if old is None and not add:
+        if not (add or extent in self._members):
             return
         order = self._order(extent)
-        if order != old:
-            self._members[extent] = order
-            heapq.heappush(self._heap, (order, extent.serial, extent))
-            if len(self._heap) > 64 + 2 * len(self._members):
-                self._heap = [(rank, item.serial, item) for item, rank in self._members.items()]
-                heapq.heapify(self._heap)
+        if order != self._members.get(extent):
+            self._enter(extent, order)
+            if len(self._heap) + len(self._line) > 64 + 2 * len(self._members):
+                self._tidy()
+
+    def _enter(self, extent: Extent, order: Order) -> None:
+        self._members[extent] = order
+        heapq.heappush(self._heap, (order, extent.serial, extent))
+
+    def _tidy(self) -> None:
+        """Drop what is outdated."""
+        self._heap = [(rank, item.serial, item) for item, rank in self._members.items() if rank is not None]
+        heapq.heapify(self._heap)
+        self._line = [item for item in self._line if self._in_line(item)]
+
+    def _in_line(self, extent: Extent) -> bool:
+        return self._members.get(extent, ()) is None
+
+    def _call_up(self) -> bool:
+        """Let the first in line enter the heap, unless somebody there goes before it. False: nobody is left."""
+        while self._line and not self._in_line(self._line[-1]):
+            self._line.pop()
+        if self._line:
+            order = self._order(self._line[-1])
+            if not self._heap or order < self._heap[0][0]:
+                self._enter(self._line.pop(), order)
+        return bool(self._heap)
 
     def visit(self, more: Callable[[Extent], bool]) -> None:
         """Show members, first victim first, until `more` says no. It may change the membership of what it is shown."""
         shown: list[tuple[Order, int, Extent]] = []
         going = True
-        while going and self._heap:
+        while going and self._call_up():
             entry = heapq.heappop(self._heap)
             if self._members.get(entry[2]) == entry[0] and not (shown and shown[-1] == entry):
                 shown.append(entry)
@@ -104,4 +143,4 @@ class Ranking:
 
     def members(self) -> list[Extent]:
         """All members, first victim first. For tests and for rare, whole-cache work."""
-        return sorted(self._members, key=lambda extent: self._members[extent])
+        return sorted(self._members, key=self._order)

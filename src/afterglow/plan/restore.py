@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain
+from operator import attrgetter
+from typing import TypeAlias
 
 from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Extent
 from afterglow.plan.index import Index
 from afterglow.plan.placement import Placement
-from afterglow.plan.step import ExtentRecord
+from afterglow.plan.step import ExtentId, ExtentRecord
 from afterglow.plan.truncation import is_private
 
 
@@ -26,56 +29,142 @@ def restore(
     longer if somebody says so. Returns those that have no parent, or add nothing.
 
     Those that end first go first, as they once came: were the longer of two there before, the shorter would add
-    nothing, and all that hangs below it would have no parent.
+    nothing, and all that hangs below it would have no parent. What a branch hangs below goes with the branch, which may
+    end before it.
     """
-    children: dict[str | None, list[ExtentRecord]] = {}
-    for record in sorted(records, key=lambda item: item.id):
-        children.setdefault(record.parent, []).append(record)
-    useless: list[ExtentRecord] = []
-    heap: list[tuple[int, int, ExtentRecord, Extent | None]] = []
-    order = count()
-
-    def offer(offered: list[ExtentRecord], parent: Extent | None) -> None:
-        for record in offered:
-            end = _first_row(record, parent) + record.rows
-            heappush(heap, (end, next(order), record, parent))
-
-    offer(children.pop(None, []), None)
-    while heap:
-        _, _, record, parent = heappop(heap)
-        extent = _extent(record, parent, drafts.next_serial(), now)
-        if not _insert(extent, parent, index):
-            useless.append(record)
-            continue
-        placement.restore(extent)
-        if ttl is not None:
+    taken, useless = _taken(records, index, drafts, now)
+    placement.restore(taken)
+    if ttl is not None:
+        for extent in taken:
             placement.expire(extent, extent.last_used + ttl)
-        offer(children.pop(record.id, []), extent)
-    for orphans in children.values():
-        useless += orphans
     return useless
 
 
-def _first_row(record: ExtentRecord, parent: Extent | None) -> int:
-    return parent.first_row + record.parent_rows if parent else 0
+def _taken(
+    records: Sequence[ExtentRecord], index: Index, drafts: Drafts, now: float
+) -> tuple[list[Extent], list[ExtentRecord]]:
+    """The extents that are in the index now, and the records of no use."""
+    below, queue = _Below(records), _Queue()
+    taken: list[Extent] = []
+    useless: list[ExtentRecord] = []
+    early = below.early(records)
+    numbers: dict[int, int] = {}  # first rows come up again and again; one object of each is enough
+
+    def offer(offered: Sequence[ExtentRecord], parent: Extent | None) -> None:
+        for record in offered:
+            row = parent.first_row + record.parent_rows if parent is not None else 0
+            end = row + record.rows - early.get(record.id, 0)
+            queue.add(end, (numbers.setdefault(row, row), record, parent))
+
+    offer(below.take(None), None)
+    while queue:
+        first_row, record, parent = queue.pop()
+        extent = _extent(record, parent, first_row, drafts.next_serial(), now)
+        if not _insert(extent, parent, index):
+            useless.append(record)
+            continue
+        taken.append(extent)
+        offer(below.take(record.id), extent)
+    return taken, useless + below.left()
 
 
-def _extent(record: ExtentRecord, parent: Extent | None, serial: int, now: float) -> Extent:
+_Offer: TypeAlias = tuple[int, ExtentRecord, Extent | None]  # first row, what, below whom
+
+
+class _Below:
+    """Records by parent. Most are the only one of theirs, and get no list."""
+
+    def __init__(self, records: Sequence[ExtentRecord]) -> None:
+        self._first: dict[ExtentId | None, ExtentRecord] = {}
+        self._more: dict[ExtentId | None, list[ExtentRecord]] = {}
+        for record in records:
+            if record.parent in self._first:
+                self._more.setdefault(record.parent, []).append(record)
+            else:
+                self._first[record.parent] = record
+
+    def take(self, parent: ExtentId | None) -> Sequence[ExtentRecord]:
+        """Those below one parent, by id; they are given out once."""
+        first = self._first.pop(parent, None)
+        if first is None:
+            return ()
+        more = self._more.pop(parent, None)
+        return (first,) if more is None else sorted([first, *more], key=attrgetter("id"))
+
+    def early(self, records: Sequence[ExtentRecord]) -> dict[ExtentId, int]:
+        """How many rows before its own end something on an extent's branches ends, where that is so; it is rare."""
+        parents: dict[ExtentId, ExtentRecord] = {}
+        found: dict[ExtentId, int] = {}
+        for child in self._off_the_middle(records):
+            parents = parents or {record.id: record for record in records}
+            at, ends = child, child.rows  # after so many rows of `at` something ends
+            while at.parent is not None and at.parent_rows > 0 and at.parent in parents:
+                ends += at.parent_rows
+                at = parents[at.parent]
+                if at.rows - ends <= found.get(at.id, 0):
+                    break
+                found[at.id] = at.rows - ends
+        return found
+
+    def _off_the_middle(self, records: Sequence[ExtentRecord]) -> Iterator[ExtentRecord]:
+        """Those that end before their parent does."""
+        for record in records:
+            first = self._first.get(record.id)
+            if first is not None:
+                for child in (first, *self._more.get(record.id, ())):
+                    if child.parent_rows + child.rows < record.rows:
+                        yield child
+
+    def left(self) -> list[ExtentRecord]:
+        """Those that nobody has asked for."""
+        return [*self._first.values(), *chain.from_iterable(self._more.values())]
+
+
+class _Queue:
+    """What is to be inserted, those that end first first; of these, who came first. A heap of the ends alone: a
+    million records end at few different rows.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._waiting: dict[int, deque[_Offer]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    def add(self, end: int, offer: _Offer) -> None:
+        waiting = self._waiting.get(end)
+        if waiting is None:
+            waiting = self._waiting[end] = deque()
+            heappush(self._ends, end)
+        waiting.append(offer)
+
+    def pop(self) -> _Offer:
+        end = self._ends[0]
+        waiting = self._waiting[end]
+        offer = waiting.popleft()
+        if not waiting:
+            heappop(self._ends)
+            del self._waiting[end]
+        return offer
+
+
+def _extent(record: ExtentRecord, parent: Extent | None, first_row: int, serial: int, now: float) -> Extent:
     # A clock that was set back must not make an extent the most recently used for ever.
-    used = min(record.last_used, now)
+    used = record.last_used if record.last_used <= now else now
     return Extent(
-        id=record.id,
-        salt=record.salt,
-        kind=record.kind,
-        tokens=record.tokens,
-        first_row=_first_row(record, parent),
-        file_bytes=record.file_bytes,
-        born=used,
-        serial=serial,
-        parent=record.parent,
-        parent_rows=record.parent_rows,
-        last_used=used,
-        hits=record.hits,
+        record.id,
+        record.salt,
+        record.kind,
+        record.tokens,
+        first_row,
+        record.file_bytes,
+        used,
+        serial,
+        parent.id if parent is not None else None,
+        record.parent_rows,
+        used,
+        record.hits,
     )
 
 

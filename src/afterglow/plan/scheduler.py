@@ -46,13 +46,15 @@ from afterglow.plan.step import (
     JobSpec,
     MoveDone,
     Run,
+    Save,
     Step,
     StepResult,
 )
-from afterglow.plan.truncation import Epochs, Rules, TruncationPolicy, cut, is_private, tenant_of
+from afterglow.plan.truncation import Cut, Epochs, Rules, TruncationPolicy, cut, is_private, outgrown, tenant_of
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
 LOOK_AHEAD = 64  # waiting jobs that are tried in one step
+_TOKEN = struct.Struct("<I")
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 Preload = Literal["layerwise", "whole"]  # may a job join while its layers are on their way?
@@ -80,8 +82,9 @@ class Scheduler:
         tenant_quota: int | None = None,
         warm_start: bool = False,
         ttl: float | None = None,
+        retain: bool = True,
     ) -> None:
-        """`ttl`: of what a restart finds on disk, unless a conversation with a name says more (jobs bring theirs)."""
+        """`retain`: do contexts of jobs that have ended stay on the device while there is room? `ttl`: of what a restart finds on disk, unless a conversation with a name says more (jobs bring theirs)."""
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
         self.max_batch = max_batch
@@ -106,11 +109,12 @@ class Scheduler:
         self._batch = Batch(capacity, self._index, self._device, self._drafts, self._sessions)
         self._compaction = Compaction(capacity, self._index, self._placement, digest, self._drafts.next_serial)
         self._epochs = Epochs()
-        self._relative = relative_positions
+        self.relative = relative_positions
         self.rules = Rules(min(max_model_len, self._device.budget), truncation_ratio, truncation_policy)
         self._write_through = write_through
         self._warm_start = warm_start
         self._ttl = ttl
+        self._retain = retain
         self._restored = False  # since the last step
         self._admission = Admission(
             capacity,
@@ -139,16 +143,40 @@ class Scheduler:
         self._arrivals = 0
         self._wake = inf  # when to look again if nothing happens
         self._steps = 0
+        self._restless = False  # may the next step be another one, although nothing happens before?
 
     # ------------------------------------------------------------------------------------------- wishes
 
-    def submit(self, spec: JobSpec, now: float) -> None:
-        """Queue a job. `RequestError` if it could never run."""
+    def outgrown(self, spec: JobSpec) -> tuple[str, bytes] | None:
+        """Before `submit`: the context (salt, tokens) whose rows' scores the job should bring, if any are wanted."""
+        if not spec.truncation:
+            return None
+        return outgrown(self._epochs, self.rules, spec.salt, spec.prompt, spec.max_tokens, self.relative)
+
+    def knows(self, salt: str, tokens: bytes) -> bool:
+        """Is some of a context cached, or being saved?"""
+        epoch = self._epochs.peek(salt, tokens)
+        if epoch is not None:
+            salt, tokens = epoch.salt, epoch.compact(tokens)
+        return self._compaction.knows(salt, tokens, self._batch.promising())
+
+    def submit(self, spec: JobSpec, now: float) -> Cut | None:
+        """Queue a job. Returns how its prompt was cut, if it was. `RequestError` if it could never run."""
         found = None
         if spec.truncation:
-            found = cut(self._epochs, self.rules, spec.salt, spec.prompt, spec.max_tokens, spec.turns, self._relative)
+            found = cut(
+                self._epochs,
+                self.rules,
+                spec.salt,
+                spec.prompt,
+                spec.max_tokens,
+                spec.turns,
+                self.relative,
+                spec.discard,
+                spec.scores,
+            )
         if found is not None:
-            spec = replace(spec, prompt=found.prompt, salt=found.salt)
+            spec = replace(spec, prompt=found.prompt, salt=found.salt, scores=())
         refuse_impossible(spec, self.max_model_len, self._device.budget)
         if spec.job in self._jobs:
             raise ValueError(f"job {spec.job} exists")
@@ -158,8 +186,11 @@ class Scheduler:
         if found is not None:
             job.dropped, job.origin = found.dropped, found.origin
             self._counters.truncations += 1
+            unscored = self.rules.policy == "importance" and found.reason == "sinks_and_recent"
+            self._counters.truncations_unscored += unscored
         self._line_up(job)
         self._version += 1
+        return found
 
     def cancel(self, job: int, now: float) -> list[Event]:
         """End a job at whatever state it is in (nothing, if it is unknown or has ended).
@@ -227,6 +258,11 @@ class Scheduler:
         """Jobs that wait or run."""
         return len(self._jobs)
 
+    @property
+    def queued(self) -> int:
+        """Jobs that wait."""
+        return len(self._queue)
+
     def take_notes(self) -> list[tuple[str, str, str | None]]:
         """(kind, key, value) of what is to be remembered over restarts besides extents; None: no more."""
         epochs = [("epoch", key, value) for key, value in self._epochs.take_notes()]
@@ -260,8 +296,9 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- steps
 
-    def schedule(self, now: float) -> Step:
-        """The next step. The one before must have been committed if it had runs."""
+    def schedule(self, now: float, repeat_limit: int = 1) -> Step:
+        """The next step. The one before must have been committed if it had runs. `repeat_limit`: the most for
+        `Step.repeat`; whoever carries it out repeatedly says in the result how often (a simulator; an engine does not)."""
         assert self._open is None or not self._open.runs, "the step before has not been committed"
         self._steps += 1
         restored, self._restored = self._restored, False
@@ -271,6 +308,7 @@ class Scheduler:
         if restored and self._warm_start:
             self._placement.warm_up()
         self._wake = self._placement.next_expiry
+        self._restless, evicted = False, self._counters.evicted
         self._ahead.watch()
         if self.prefill_chunk:
             runs = self._decodes(now)
@@ -283,9 +321,11 @@ class Scheduler:
             expected = self._batch.expected_slots() + self._ahead.coming(2)
             self._ahead.prefetch(now, expected)
             self._placement.background(now, expected, self._ahead.fetched)
+            self._wake = min(self._wake, self._placement.chores_at)
             if not self._jobs:
                 self._placement.warm(now)
         self._placement.open_gates(all_of_them=self._flushing)
+        self._restless = self._restless or self._counters.evicted != evicted  # then perhaps more can go next time
         step = Step(
             self._steps,
             tuple(self._batch.releases),
@@ -294,10 +334,29 @@ class Scheduler:
             tuple(self._placement.urged),
             tuple(runs),
             self._wake if self._wake < inf else None,
+            self._repeats(runs, repeat_limit) if repeat_limit > 1 else 1,
         )
         self._batch.releases, self._device.frees, self._placement.moves, self._placement.urged = [], [], [], []
         self._open, self._opened = step, now
         return step
+
+    def _repeats(self, runs: list[Run], limit: int) -> int:
+        """How often a step with these runs may be carried out: until a job ends, or needs something new."""
+        moved = self._placement.moves or self._placement.urged or self._batch.releases or self._device.frees
+        if self._restless or self._flushing or moved or not runs:
+            return 1
+        for run in runs:
+            job = self._jobs[run.job]
+            spec = job.spec
+            if job.state != "decoding" or spec.stop_tokens or (job.saving and not run.saves):
+                return 1
+            length = len(job.tokens) // 4
+            most = min(spec.max_tokens - job.generated, job.capacity - job.rows, self.max_model_len - length)
+            if run.saves:
+                most = min(most, 1 + self._drafts.room(job))
+            if most < limit:
+                limit = most
+        return max(limit, 1)
 
     def commit(self, step: Step, result: StepResult, done: Iterable[Completion], now: float) -> list[Event]:
         """Take in what a step has computed, then what has been moved and saved meanwhile."""
@@ -316,8 +375,10 @@ class Scheduler:
         self._measure(step, result, now)
         if self._device.unpin():
             self._version += 1
+        self._steps += result.repeats - 1
+        share = self._committed if result.repeats == 1 else self._repeated
         for run in step.runs:
-            self._committed(run, result, now)
+            share(run, result, now)
 
     def _measure(self, step: Step, result: StepResult, now: float) -> None:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
@@ -350,7 +411,14 @@ class Scheduler:
         for job in list(self._batch.running):
             if job.state == "decoding" and job.rows + 1 > job.capacity:
                 self._grow(job, now)
-        return [self._run(job, 1, None, now) for job in self._batch.running if job.state == "decoding"]
+        return [self._decode(job, now) for job in self._batch.running if job.state == "decoding"]
+
+    def _decode(self, job: Job, now: float) -> Run:
+        row = job.rows
+        saves: tuple[Save, ...] = ()
+        if job.saving and row >= job.covered:
+            saves = self._drafts.tee_one(job, row, now)
+        return Run(job.spec.job, row, _TOKEN.unpack_from(job.tokens, 4 * row), True, job.capacity, None, (), saves)
 
     def _prefills(self, now: float, budget: int) -> list[Run]:
         """Prompt tokens: first of jobs that are at it, then of jobs that join."""
@@ -361,14 +429,18 @@ class Scheduler:
                 next_stage = job.stages[0] if job.stages and job.rows == job.stop else None
                 alone = not decoding and self.preload == "layerwise"
                 if not alone and next_stage is not None and not self._admission.may_begin(job, next_stage, now):
+                    self._restless = True
                     continue  # the others need not wait for its rows
                 stop = min(job.length, job.rows + budget)
                 if not self._admission.may_save(job, max(job.rows, job.covered), stop, now):
                     self._wake = min(self._wake, self._admission.deadline(job, job.rows, stop))
+                    self._restless = True
                     continue
                 job.held_since = None
                 runs.append(self._run(job, budget, None, now))
                 budget -= len(runs[-1].tokens)
+        if len(self._batch.running) >= self.max_batch:
+            return runs
         waiting = self._their_turn()
         seats = self.max_batch - len(self._batch.running) - sum(job.state == "loading" for job in waiting)
         for job in waiting:
@@ -397,7 +469,12 @@ class Scheduler:
         idle = not self._batch.running and self.preload == "layerwise"
         if job.tried == self._version and job.verdict is not None and not idle:
             return job.verdict
-        outcome = self._admission.attempt(job, now, idle, may_join)
+        outcome: Admit | Wait
+        if self._compaction.is_promised(job, self._batch.promising()):
+            self._counters.waits_prefix += not job.waited
+            job.waited, outcome = True, Wait.PREFIX
+        else:
+            outcome = self._admission.attempt(job, now, idle, may_join)
         if isinstance(outcome, Admit):
             self._leave_queue(job)
             self._batch.running.append(job)
@@ -405,6 +482,7 @@ class Scheduler:
         job.state = "loading" if outcome is Wait.LOADS else "waiting"
         # A turn comes with the budget of the next step, rows come with time: of both the version knows nothing.
         lasting = outcome not in (Wait.TURN, Wait.LOADS, Wait.SAVES)
+        self._restless = self._restless or not lasting
         if outcome is Wait.SAVES:
             self._wake = min(self._wake, self._admission.deadline(job, 0, job.length))
         job.tried, job.verdict = (self._version, outcome) if lasting else (-1, None)
@@ -442,16 +520,18 @@ class Scheduler:
         if run.job in result.failed:
             self._failed(job, result.failed[run.job], now)
             return
-        if job.pins and not job.stages:
-            self._admission.unpin(job)
         if not job.stages:
-            self._tell_admitted(job)
+            if job.pins:
+                self._admission.unpin(job)
+            if not job.admitted:
+                self._tell_admitted(job)
         job.rows = run.start + len(run.tokens)
         if job.spec.write:
             new = job.rows - max(run.start, job.covered)
             self._counters.rows_unsaved += max(0, new) - sum(save.rows for save in run.saves)
             self._drafts.commit(job, now)
-            self._batch.settle(job, now)
+            if not job.drafts:
+                self._batch.settle(job, now)
         if job.cancelled:
             self._finish(job, None, "cancelled", now)
         elif run.sample:
@@ -459,14 +539,29 @@ class Scheduler:
         elif job.rows == job.length:
             self._finish(job, None, "length", now)
 
+    def _repeated(self, run: Run, result: StepResult, now: float) -> None:
+        """A decoding job's share of a step that was carried out more than once: nothing ended before the last time."""
+        job = self._jobs[run.job]
+        times, drawn = result.repeats, result.drawn[run.job]
+        job.rows = run.start + times
+        if run.saves:
+            self._drafts.repeated(job, times, now)
+        elif job.spec.write:
+            self._counters.rows_unsaved += times
+        job.tokens += drawn
+        job.generated += times
+        if job.cancelled:
+            self._finish(job, None, "cancelled", now)
+        elif job.generated == job.spec.max_tokens or len(job.tokens) // 4 >= self.max_model_len:
+            self._finish(job, int.from_bytes(drawn[-4:], "little"), "length", now)
+
     def _tell_admitted(self, job: Job) -> None:
         # Only now, because a load that fails would make a liar of whoever tells earlier; and only once.
-        if not job.admitted:
-            job.admitted = True
-            embedded = is_private(job.spec.salt) and any(job.hits)
-            self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded))
-            self._counters.count_hits(job.target, *job.hits)
-            self._counters.count_miss(*job.missed)
+        job.admitted = True
+        embedded = is_private(job.spec.salt) and any(job.hits)
+        self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded))
+        self._counters.count_hits(job.target, *job.hits)
+        self._counters.count_miss(*job.missed)
 
     def _sampled(self, job: Job, token: int, now: float) -> None:
         job.tokens += token.to_bytes(4, "little")
@@ -482,11 +577,11 @@ class Scheduler:
             self._events.append(Emitted(job.spec.job, token, None))
 
     def _failed(self, job: Job, extent: ExtentId, now: float) -> None:
-        """An extent did not arrive: forget it, so that the next attempt cannot meet it again."""
+        """An extent did not arrive: the next attempt does not wait for it again."""
         self._counters.failed_loads += 1
-        damaged = self._index.extents.get(extent)
-        if damaged is not None:
-            self._placement.damaged(damaged)
+        missing = self._index.extents.get(extent)
+        if missing is not None:
+            self._placement.avoid(missing, now)
         if job.cancelled:
             self._finish(job, None, "cancelled", now, retain=False)
         else:
@@ -509,7 +604,7 @@ class Scheduler:
     ) -> None:
         if job.running:
             self._ahead.finished(self._batch.path_rows(job))
-            self._depart(job, now, retain)
+            self._depart(job, now, retain and self._retain)
         else:
             self._leave_queue(job)
             self._admission.unpin(job)

@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from afterglow.plan.extent import NONE, Extent, with_key, without_key
@@ -26,7 +27,6 @@ class Session:
     tenant: str
     name: str
     used: float
-    rows: int = 0
     pinned: bool = False
     extents: dict[Extent, None] = field(default_factory=dict)
 
@@ -58,18 +58,18 @@ class Sessions:
         self._bury()
         return len(self._sessions)
 
-    def used(self, tenant: str, name: str, extents: Iterable[Extent], rows: int, now: float) -> None:
-        """A turn of a conversation has ended and left a context of `rows` rows."""
+    def used(self, tenant: str, name: str, extents: Iterable[Extent], now: float) -> None:
+        """A turn of a conversation has ended; its context went through these extents."""
         self._bury()
         key = (tenant, name)
         session = self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = Session(tenant, name, now)
         self._sessions.move_to_end(key)
-        session.used, session.rows = now, rows
+        session.used = now
         self._add(session, extents)
         self._note(session)
-        for old, other in list(self._sessions.items())[: max(0, len(self._sessions) - MOST)]:
+        for old, other in list(islice(self._sessions.items(), max(0, len(self._sessions) - MOST))):
             if not other.pinned:
                 self._drop(old)
 
@@ -149,7 +149,7 @@ class Sessions:
 
     def _note(self, session: Session) -> None:
         expires = {extent.id: extent.expires if extent.expires < inf else None for extent in session.extents}
-        facts = [session.tenant, session.name, session.used, session.rows, session.pinned, expires]
+        facts = [session.tenant, session.name, session.used, session.pinned, expires]
         self._notes[_key(session)] = json.dumps(facts)
 
     def take_notes(self) -> list[tuple[str, str | None]]:
@@ -163,8 +163,8 @@ class Sessions:
         found: list[Session] = []
         for key, text in notes.items():
             try:
-                tenant, name, used, rows, pinned, expires = json.loads(text)
-                session = Session(tenant, name, float(used), int(rows), bool(pinned))
+                tenant, name, used, pinned, expires = json.loads(text)
+                session = Session(tenant, name, float(used), bool(pinned))
                 times = {item: float(when) if when is not None else inf for item, when in expires.items()}
             except (ValueError, TypeError, AttributeError):
                 continue

@@ -36,6 +36,7 @@ class Counters:
     orphans: int = 0  # sealed drafts whose prefix was gone
     recomputed: int = 0  # cached rows that were computed again: that was predicted to be faster, or they found no slots
     truncations: int = 0  # prompts that were cut
+    truncations_unscored: int = 0  # by `sinks_and_recent`, for want of the scores that `importance` goes by
     holds: int = 0  # prefills that waited for host slots to be freed, so that their rows could be saved
     cut_loads: int = 0  # matches cut short because no host slots could be had for them
     waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
@@ -50,6 +51,11 @@ class Counters:
     def count_miss(self, why: str, tokens: int) -> None:
         """A job has computed tokens that were not cached."""
         setattr(self, f"missed_{why}", getattr(self, f"missed_{why}") + tokens)
+
+    @property
+    def evicted(self) -> int:
+        """Whatever has left any tier."""
+        return self.evicted_host + self.evicted_disk + self.evicted_device + self.dropped
 
     def count_hits(self, prompt: int, device: int, host: int, disk: int) -> None:
         """A job was admitted."""

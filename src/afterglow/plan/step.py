@@ -13,8 +13,10 @@ a slot is a block's place in the host arena. Block b of an extent holds its rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from struct import iter_unpack
+from typing import Literal, NamedTuple
 
 ExtentId = str  # hex; see `plan.index.extent_id`
 Kind = Literal["exact", "session", "approx"]
@@ -109,7 +111,8 @@ Move = Load | Store | Drop | Copy
 @dataclass(frozen=True, slots=True)
 class MoveDone:
     """A move has ended. `slots_busy`: a timed-out read may still write into the slots; a second `MoveDone` with
-    `slots_busy=False` follows when it no longer can. `bytes` and `seconds` feed the measured rates."""
+    `slots_busy=False` follows when it no longer can. `bytes` and `seconds` feed the measured rates. `why` it failed, in
+    a word: damage, missing, no_space, io, timeout or refused (not even tried)."""
 
     move: int
     ok: bool
@@ -117,6 +120,7 @@ class MoveDone:
     seconds: float = 0.0
     error: str | None = None
     slots_busy: bool = False
+    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +167,7 @@ class Admit:
     device_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(NamedTuple):
     """New rows of a job to be teed, un-rotated, into host slots.
 
     Rows [job_row, job_row + rows) of the job become rows [draft_row, draft_row + rows) of draft `draft`.
@@ -178,8 +181,7 @@ class Save:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One job's share of a step: compute `tokens` at rows [start, start + len(tokens)).
 
     `gathers` bring in, from host and in order, the rows before `start` that are not on the device yet; mostly in a
@@ -214,6 +216,8 @@ class Step:
     """Carried out in this order: releases, frees (retained contexts), moves, runs.
 
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
+    `repeat`: if nothing arrives or completes before, it may be carried out so often before it is committed: all its runs
+    decode, and each time would lead to the same step, one row further.
     """
 
     number: int
@@ -223,6 +227,7 @@ class Step:
     urged: tuple[int, ...] = ()  # loads under way that somebody waits for now: they go before other moves
     runs: tuple[Run, ...] = ()
     wake_at: float | None = None
+    repeat: int = 1
 
     @property
     def idle(self) -> bool:
@@ -232,10 +237,29 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`tokens[job]` for each run with `sample`; `failed[job]`: the extent whose layers did not arrive (the job's
-    rows of this step are void)."""
+    rows of this step are void). A step that was carried out `repeats` times, more than one, has drawn as many tokens
+    for each job, uint32 little-endian: `drawn` has them and `tokens` is empty; events tell of the jobs that ended only."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
+    repeats: int = 1
+    drawn: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, int]]]:
+    """A repeated step as the steps, and the tokens drawn, that it stands for."""
+    drawn = {job: [token for (token,) in iter_unpack("<I", text)] for job, text in result.drawn.items()}
+    for i in range(result.repeats):
+        tokens = {job: text[i] for job, text in drawn.items()} if result.repeats > 1 else result.tokens
+        runs = [
+            run._replace(
+                start=run.start + i,
+                tokens=run.tokens if i == 0 else (drawn[run.job][i - 1],),
+                saves=tuple(s._replace(draft_row=s.draft_row + i, job_row=s.job_row + i) for s in run.saves),
+            )
+            for run in step.runs
+        ]
+        yield replace(step, number=step.number + i, runs=tuple(runs), repeat=1), tokens
 
 
 # ------------------------------------------------------------------------------------ jobs in and events out
@@ -258,6 +282,8 @@ class JobSpec:
     ttl: float | None = None  # seconds for which its rows are kept after the last use; None: for ever
     truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.truncation`)
     turns: tuple[int, ...] = ()  # prompt rows at which turns end, the first one the system prompt
+    discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)
+    scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
 
 

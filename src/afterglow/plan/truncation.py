@@ -1,6 +1,7 @@
 """Which tokens to leave out of a prompt that does not fit, and where the KV of the rest is to be found again.
 
-CachedAttention §3.4 (spec A12-A14, X2). What survives keeps its keys and values, embedded at new positions; but its deeper
+CachedAttention §3.4 (spec A12-A14, X2); by a policy where a prompt is too long, by a list that the caller gives (a token
+discarding list) at any time. What survives keeps its keys and values, embedded at new positions; but its deeper
 layers have seen what was dropped, so it is no prefix of anything: it lives under a salt of its own, the *epoch*, that names
 the tenant, all tokens up to the truncation, and what was dropped of them. Clients that resend everything each turn are
 recognised by those tokens. Pure: no extents here, only token strings and ranges.
@@ -9,20 +10,26 @@ recognised by those tokens. Pure: no extents here, only token strings and ranges
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
 from afterglow.errors import RequestError
+from afterglow.plan.ranges import Rows, checked, complement, count, keep, union
 
-Rows = tuple[int, int]  # [start, stop)
-TruncationPolicy = Literal["oldest", "sinks_and_recent"]
+TruncationPolicy = Literal["oldest", "sinks_and_recent", "importance"]
+Reason = TruncationPolicy | Literal["discard"]  # why tokens are gone: a policy, or a list that somebody gave
 
-EPOCHS = 4096  # remembered; the least recently used are forgotten first
+EPOCHS = 2**15  # remembered; the least recently used are forgotten first
+MAX_RANGES = 2**18  # dropped by all of them together: 32 MB or so, where single tokens were chosen
 RESERVE = 8  # an eighth of the window, at most, is kept free for the answer
+DIGEST = 16  # bytes
+HEAD = 16  # tokens that conversations mostly differ in, if they do not begin with the same system prompt
 SINKS = 4  # first tokens that attention leans on whatever they say
 
 
@@ -38,12 +45,14 @@ def is_private(salt: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A truncation. `rows`: untruncated tokens when it happened, of which `dropped` were left out."""
+    """A truncation. `rows`: untruncated tokens when it happened, of which `dropped` were left out, for this `reason`."""
 
     tenant: str
     rows: int
     digest: str  # of those tokens
     dropped: tuple[Rows, ...]
+    reason: Reason = "oldest"
+    head: str = ""  # of its first tokens, see `head_of`: what it is looked up by before anything else
 
     @property
     def salt(self) -> str:
@@ -56,13 +65,16 @@ class Epoch:
 
     def packed(self) -> str:
         """As text, for the catalog."""
-        return json.dumps([self.tenant, self.rows, self.digest, self.dropped])
+        steps = _steps(self.dropped)  # short numbers: single tokens may be dropped, thousands of them
+        values = [self.tenant, self.rows, self.digest, steps, self.reason, self.head]
+        return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def unpacked(cls, text: str) -> Epoch:
         """The opposite of `packed`. Errors: ValueError."""
-        tenant, rows, digest, dropped = json.loads(text)
-        return cls(tenant, rows, digest, tuple((a, b) for a, b in dropped))
+        tenant, rows, digest, steps, reason, head = json.loads(text)
+        ends = list(accumulate(steps))
+        return cls(tenant, rows, digest, tuple(zip(ends[::2], ends[1::2], strict=True)), reason, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,46 +86,20 @@ class Origin:
     kept: tuple[Rows, ...]
 
 
+def _steps(ranges: Sequence[Rows]) -> list[int]:
+    """How far it is from each end of a range to the next one."""
+    ends = [end for each in ranges for end in each]
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
 def digest_of(tokens: bytes) -> str:
-    return hashlib.blake2b(tokens, digest_size=16).hexdigest()
+    return hashlib.blake2b(tokens, digest_size=DIGEST).hexdigest()
 
 
-def keep(tokens: bytes, dropped: Sequence[Rows]) -> bytes:
-    """Tokens without those ranges (sorted, apart)."""
-    return b"".join(tokens[4 * a : 4 * b] for a, b in complement(dropped, len(tokens) // 4))
-
-
-def complement(ranges: Sequence[Rows], rows: int) -> tuple[Rows, ...]:
-    """What of [0, rows) is in none of the ranges (sorted, apart)."""
-    found, at = [], 0
-    for start, stop in (*ranges, (rows, rows)):
-        if at < min(start, rows):
-            found.append((at, min(start, rows)))
-        at = max(at, stop)
-    return tuple(found)
-
-
-def union(ranges: Sequence[Rows]) -> tuple[Rows, ...]:
-    """The same rows as sorted ranges that do not touch."""
-    found: list[Rows] = []
-    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
-def ranges_of(indices: Sequence[int], rows: int) -> tuple[Rows, ...]:
-    """A token discarding list (A14) as ranges. Errors: RequestError for what is not sorted, unique and within."""
-    if any(b <= a for a, b in zip(indices, indices[1:], strict=False)):
-        raise RequestError("the tokens to discard must be given in ascending order, each once", param="discard")
-    if indices and not 0 <= indices[0] <= indices[-1] < rows:
-        bad = indices[0] if indices[0] < 0 else indices[-1]
-        raise RequestError(f"token {bad} cannot be discarded: the context has {rows} tokens", param="discard")
-    if len(indices) >= rows:
-        raise RequestError("not every token can be discarded", param="discard")
-    return union([(i, i + 1) for i in indices])
+def head_of(tokens: bytes) -> str:
+    """Four bytes, in hex, that stand for a conversation's beginning; empty if there are too few tokens."""
+    head = tokens[: 4 * HEAD]
+    return hashlib.blake2b(head, digest_size=4).hexdigest() if len(head) == 4 * HEAD else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +114,45 @@ class Rules:
         """Is there room for a prompt and some of its answer?"""
         return rows + max(min(max_tokens, self.window // RESERVE), min(1, max_tokens)) <= self.window
 
-    def drop(self, rows: int, turns: Sequence[int], gone: Sequence[Rows]) -> tuple[Rows, ...]:
+    @property
+    def most(self) -> int:
+        """Tokens that remain of a prompt that is cut, at most (but for a longer system prompt, and a last turn)."""
+        return self.window - ceil(self.ratio * self.window)
+
+    def drop(
+        self, rows: int, turns: Sequence[int], gone: Sequence[Rows], scores: Sequence[float] = ()
+    ) -> tuple[Rows, ...]:
         """What to leave out of a prompt of `rows` rows, of which `gone` is out already: whole turns where they are known,
-        the oldest first, until at most the other part of the window remains; never the system prompt, nor the last turn."""
-        most = self.window - ceil(self.ratio * self.window)
+        the oldest first, until at most the other part of the window remains; never the system prompt, nor the last turn.
+
+        `scores`: how important its first rows are, for `importance`, which does as `sinks_and_recent` without.
+        """
         first = min(turns[0], rows) if turns else 0
-        if self.policy == "sinks_and_recent":
+        if self.policy != "oldest":
             first = max(first, min(SINKS, rows))
         dropped = union(gone)
+        if self.policy == "importance" and scores:
+            return self._unimportant(rows, first, dropped, scores)
         if len(turns) > 1 and self.policy == "oldest":
             for start, stop in zip(turns, turns[1:], strict=False):
-                if rows - count(dropped) <= most or stop > rows:
+                if rows - count(dropped) <= self.most or stop > rows:
                     break
                 dropped = union([*dropped, (start, stop)])
             return dropped
-        recent = max(first, rows - max(most - first, 1))
+        recent = max(first, rows - max(self.most - first, 1))
         return union([*dropped, (first, recent)])
 
-
-def count(ranges: Sequence[Rows]) -> int:
-    return sum(stop - start for start, stop in ranges)
+    def _unimportant(self, rows: int, first: int, gone: tuple[Rows, ...], scores: Sequence[float]) -> tuple[Rows, ...]:
+        """All but the first rows, the most recent ones (half of what remains, and what has no score yet because it was
+        never computed), and of the others those with the highest scores; of equals the older (H2O; spec S2)."""
+        left = [row for start, stop in complement(gone, rows) for row in range(start, stop)]
+        head = sum(row < first for row in left)
+        room = max(self.most - head, 1)
+        recent = min(room, max(self.most // 2, sum(row >= len(scores) for row in left)))
+        rivals = left[head : max(head, len(left) - recent)]
+        best = heapq.nsmallest(room - recent, rivals, key=lambda row: (-scores[row], row)) if room > recent else []
+        chosen = frozenset(best)
+        return union([*gone, *((row, row + 1) for row in rivals if row not in chosen)])
 
 
 class Epochs:
@@ -155,33 +160,47 @@ class Epochs:
 
     def __init__(self) -> None:
         self._epochs: OrderedDict[str, Epoch] = OrderedDict()  # by salt, least recently used first
-        self._lengths: dict[str, dict[int, dict[str, str]]] = {}  # tenant -> rows -> digest -> salt
+        self._lengths: dict[tuple[str, str], dict[int, dict[str, str]]] = {}  # tenant, head -> rows -> digest -> salt
         self._notes: dict[str, str | None] = {}
+        self._ranges = 0  # dropped by all of them
 
     def __len__(self) -> int:
         return len(self._epochs)
 
     def find(self, tenant: str, tokens: bytes) -> Epoch | None:
         """The latest truncation of a conversation of which these are all tokens so far."""
-        for rows in sorted(self._lengths.get(tenant, ()), reverse=True):
-            if 4 * rows <= len(tokens):
-                salt = self._lengths[tenant][rows].get(digest_of(tokens[: 4 * rows]))
-                if salt is not None:
-                    self._epochs.move_to_end(salt)
-                    return self._epochs[salt]
-        return None
+        found = self.peek(tenant, tokens)
+        if found is not None:
+            self._epochs.move_to_end(found.salt)
+        return found
+
+    def peek(self, tenant: str, tokens: bytes) -> Epoch | None:
+        """The same, without its counting as a use."""
+        best: Epoch | None = None
+        for head in dict.fromkeys((head_of(tokens), "")):
+            lengths = self._lengths.get((tenant, head), {})
+            state, done = hashlib.blake2b(digest_size=DIGEST), 0
+            for rows in sorted(rows for rows in lengths if 4 * rows <= len(tokens)):
+                state.update(tokens[done : 4 * rows])  # one pass over the tokens, however many lengths there are
+                done = 4 * rows
+                salt = lengths[rows].get(state.copy().hexdigest())
+                if salt is not None and (best is None or rows > best.rows):
+                    best = self._epochs[salt]
+        return best
 
     def add(self, epoch: Epoch, note: bool = True) -> None:
         """Remember a truncation. Another one at the same tokens is replaced."""
-        there = self._lengths.setdefault(epoch.tenant, {}).setdefault(epoch.rows, {})
+        key = (epoch.tenant, epoch.head)
+        there = self._lengths.setdefault(key, {}).setdefault(epoch.rows, {})
         if epoch.digest in there:
             self._forget(there[epoch.digest])
-            there = self._lengths.setdefault(epoch.tenant, {}).setdefault(epoch.rows, {})
+            there = self._lengths.setdefault(key, {}).setdefault(epoch.rows, {})
         there[epoch.digest] = epoch.salt
         self._epochs[epoch.salt] = epoch
+        self._ranges += len(epoch.dropped)
         if note:
             self._notes[epoch.salt] = epoch.packed()
-        while len(self._epochs) > EPOCHS:
+        while len(self._epochs) > EPOCHS or (self._ranges > MAX_RANGES and len(self._epochs) > 1):
             self._forget(next(iter(self._epochs)))
 
     def forget_tenant(self, tenant: str | None) -> None:
@@ -192,12 +211,13 @@ class Epochs:
 
     def _forget(self, salt: str) -> None:
         epoch = self._epochs.pop(salt)
-        by_rows = self._lengths[epoch.tenant]
+        self._ranges -= len(epoch.dropped)
+        by_rows = self._lengths[epoch.tenant, epoch.head]
         del by_rows[epoch.rows][epoch.digest]
         if not by_rows[epoch.rows]:
             del by_rows[epoch.rows]
         if not by_rows:
-            del self._lengths[epoch.tenant]
+            del self._lengths[epoch.tenant, epoch.head]
         self._notes[salt] = None
 
     def take_notes(self) -> list[tuple[str, str | None]]:
@@ -226,6 +246,17 @@ def refuse_uncuttable(rules: Rules, rows: int, max_tokens: int, turns: Sequence[
         )
 
 
+def refuse_discarding(discard: Sequence[Rows], rows: int, turns: Sequence[int], relative: bool) -> tuple[Rows, ...]:
+    """The ranges of a token discarding list, sorted and apart. Errors: RequestError, see `ranges.checked`; or where
+    positions were learned: nothing can be kept there."""
+    if not relative:
+        raise RequestError(
+            "this model has learned positions, so what remains could not be kept: send a shorter prompt instead",
+            param="discard",
+        )
+    return checked(discard, rows, turns[0] if turns else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A prompt that was cut: its tokens, the salt under which its rows lie, and where the first of them may come from."""
@@ -234,41 +265,92 @@ class Cut:
     salt: str
     dropped: int
     origin: Origin | None
+    reason: Reason
 
 
 def cut(
-    epochs: Epochs, rules: Rules, tenant: str, tokens: bytes, max_tokens: int, turns: Sequence[int], relative: bool
+    epochs: Epochs,
+    rules: Rules,
+    tenant: str,
+    tokens: bytes,
+    max_tokens: int,
+    turns: Sequence[int],
+    relative: bool,
+    discard: Sequence[Rows] = (),
+    scores: Sequence[float] = (),
 ) -> Cut | None:
-    """Cut a prompt if it does not fit, or if its conversation has been cut before; None if neither.
+    """Cut a prompt if it does not fit, if there is something to `discard`, or if its conversation has been cut before;
+    None if none of that.
 
     `relative`: can keys be embedded at new positions? Where positions were learned they cannot (A13): the rest is then
-    an ordinary prompt, and is recomputed. Errors: RequestError where even the last turn does not fit.
+    an ordinary prompt, and is recomputed. `scores`: of the first rows of what was left of it before (see `outgrown`).
+    Errors: RequestError where even the last turn does not fit, and for a list that cannot be discarded.
     """
     rows = len(tokens) // 4
-    epoch = epochs.find(tenant, tokens)
-    dropped = epoch.dropped if epoch is not None else ()
-    if rules.fits(rows - count(dropped), max_tokens):
-        if epoch is None:
+    before = epochs.find(tenant, tokens)
+    gone = before.dropped if before is not None else ()
+    dropped, reason = gone, before.reason if before is not None else rules.policy
+    if discard:
+        dropped = union([*gone, *refuse_discarding(discard, rows, turns, relative)])
+        reason = "discard"
+        checked(dropped, rows)
+    fits = rules.fits(rows - count(dropped), max_tokens)
+    if fits and dropped == gone:
+        if before is None:
             return None
-        return Cut(epoch.compact(tokens), epoch.salt if relative else tenant, count(dropped), None)
-    before = epoch
-    dropped = rules.drop(rows, turns, dropped)
-    refuse_uncuttable(rules, rows, max_tokens, turns)
-    epoch = Epoch(tenant, rows, digest_of(tokens), dropped)
+        return Cut(before.compact(tokens), before.salt if relative else tenant, count(gone), None, before.reason)
+    if not fits:
+        refuse_uncuttable(rules, rows, max_tokens, turns)
+        dropped = rules.drop(rows, turns, dropped, _spread(scores, gone))
+        reason = rules.policy if rules.policy != "importance" or scores else "sinks_and_recent"
+    epoch = Epoch(tenant, rows, digest_of(tokens), dropped, reason, head_of(tokens))
     epochs.add(epoch)
     compact = epoch.compact(tokens)
     if not relative:
-        return Cut(compact, tenant, count(dropped), None)
-    return Cut(compact, epoch.salt, count(dropped), _origin(before, epoch, tokens))
+        return Cut(compact, tenant, count(dropped), None, reason)
+    return Cut(compact, epoch.salt, count(dropped), _origin(before, epoch, tokens), reason)
+
+
+def outgrown(
+    epochs: Epochs, rules: Rules, tenant: str, tokens: bytes, max_tokens: int, relative: bool
+) -> tuple[str, bytes] | None:
+    """Of a prompt that `cut` would have to cut by importance: the salt and the tokens of the context that it goes on
+    from, whose rows' scores are wanted. None for all others. Changes nothing."""
+    if rules.policy != "importance":
+        return None
+    epoch = epochs.peek(tenant, tokens)
+    compact = epoch.compact(tokens) if epoch is not None else tokens
+    if rules.fits(len(compact) // 4, max_tokens):
+        return None
+    return (epoch.salt if epoch is not None and relative else tenant, compact)
+
+
+def _spread(scores: Sequence[float], gone: Sequence[Rows]) -> list[float]:
+    """Scores of what was left, as scores of all rows; those of rows that are gone mean nothing."""
+    found: list[float] = []
+    taken = 0
+    for start, stop in complement(gone, len(scores) + count(gone)):
+        found += [0.0] * (start - len(found))
+        found += scores[taken : taken + stop - start]
+        taken += stop - start
+    return found
 
 
 def _origin(before: Epoch | None, epoch: Epoch, tokens: bytes) -> Origin:
-    """The kept rows, in terms of what the conversation looked like just before."""
-    kept = complement(epoch.dropped, len(tokens) // 4)
+    """The kept rows, in terms of what the conversation looked like just before. Without the last one, which is computed
+    in any case."""
+    kept = complement(epoch.dropped, len(tokens) // 4 - 1)
     if before is None:
         return Origin(epoch.tenant, tokens, kept)
-    shifted = []
+    return Origin(before.salt, before.compact(tokens), union(_shifted(kept, before.dropped)))
+
+
+def _shifted(kept: Sequence[Rows], gone: Sequence[Rows]) -> list[Rows]:
+    """Kept ranges as rows of what is left without those that are gone, none of which lies within one."""
+    found, past, missing = [], 0, 0
     for start, stop in kept:
-        gone = count([(a, min(b, start)) for a, b in before.dropped if a < start])
-        shifted.append((start - gone, stop - gone))  # nothing that was dropped before lies within
-    return Origin(before.salt, before.compact(tokens), union(shifted))
+        while past < len(gone) and gone[past][0] < start:
+            missing += gone[past][1] - gone[past][0]
+            past += 1
+        found.append((start - missing, stop - missing))
+    return found

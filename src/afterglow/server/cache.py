@@ -37,6 +37,7 @@ async def delete_session(http: HttpRequest) -> Response:
     _check_alive(state)
     if not await asyncio.to_thread(state.engine.forget_session, salt, name):
         raise _unknown(name)
+    await stored(state.engine.conversations.forget_replies, [salt], name)
     return json_response({"object": "cache.session", "name": name, "deleted": True})
 
 
@@ -90,11 +91,13 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
     if record.caller.admin:
         state.engine.reset_cache(None)
         state.tokenizer.replies.clear()
+        await stored(state.engine.conversations.forget_replies)
         return json_response({"status": "ok", "cleared": "all"})
     salts = dict.fromkeys([*state.tenants.salts(record.caller), salt])
     for own in salts:
         state.engine.reset_cache(own)
     state.tokenizer.replies.clear(salts.keys())
+    await stored(state.engine.conversations.forget_replies, list(salts))
     return json_response({"status": "ok", "cleared": "own"})
 
 

@@ -114,8 +114,10 @@ class _Reply:
     def _remember(self) -> None:
         """For when the reply comes back as text. Of several replies the first: which one goes on, nobody
         knows."""
-        assembler = self._run.choices[0].assembler
-        self._state.tokenizer.remember(self._prompt, assembler.text, assembler.tokens)
+        first = self._run.choices[0]
+        reply = self._state.tokenizer.remember(self._prompt, first.assembler.text, first.assembler.tokens)
+        if reply is not None:
+            self._state.keep_reply(self._prompt, reply, first.request)
 
 
 _CHUNK: dict[str, Any] = {"object": "chat.completion.chunk"}

@@ -21,7 +21,7 @@ log = logging.getLogger("afterglow.server")
 access = logging.getLogger("afterglow.access")
 
 OPEN_PATHS = ("/health",)
-QUIET_PATHS = ("/health", "/metrics")  # asked for all day long by machines
+QUIET_PATHS = ("/health", "/metrics", "/dashboard/data", "/v1/cache/sessions")  # asked for all day long by machines
 MAX_REQUEST_ID = 128
 
 

@@ -136,6 +136,7 @@ class Service:
             for number in (signal.SIGINT, signal.SIGTERM):
                 # Not the loop's own handlers, which end with it: closing the engine takes a while.
                 signal.signal(number, self._on_signal)
+        await asyncio.to_thread(self._state.load_replies)
         announce(self._state.engine.conversations.folder, self.address)
         names = ", ".join(self._state.names)
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)

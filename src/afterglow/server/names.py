@@ -31,6 +31,12 @@ PLAN_ROWS = (
     Row("plan_prefill_rate", "afterglow:prefill_tokens_per_second", "gauge", "Rate that computing is predicted with."),
     Row("plan_truncations", "afterglow:truncated_prompts", "counter", "Prompts of which the oldest was left out."),
     Row(
+        "plan_truncations_unscored",
+        "afterglow:truncated_prompts_unscored",
+        "counter",
+        "Prompts that were to be cut by importance, and of which no token's importance was known.",
+    ),
+    Row(
         "plan_recomputed",
         "afterglow:recomputed_tokens",
         "counter",

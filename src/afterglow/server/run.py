@@ -68,7 +68,12 @@ class Run:
         found = self.choices[0].assembler.truncation
         if found is None:
             return None
-        said = {"dropped_tokens": found.dropped, "kept_tokens": found.kept, "reused": found.reused}
+        said = {
+            "dropped_tokens": found.dropped,
+            "kept_tokens": found.kept,
+            "reused": found.reused,
+            "policy": found.policy,
+        }
         return said if self._uncut is None else {**said, "note": f"not cut between turns: {self._uncut}"}
 
     def usage(self) -> dict[str, Any]:

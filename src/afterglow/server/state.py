@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, StoreError
 from afterglow.request import CachedTokens, Request, SamplingParams
 from afterglow.server.assemble import Assembler
 from afterglow.server.defaults import Defaults
@@ -167,6 +167,28 @@ class State:
         """Tokenise `size` characters, or detokenise as many ids: here if that is quick, else in a thread, so that
         streams go on."""
         return work() if size <= LONG else await asyncio.to_thread(work)
+
+    def keep_reply(self, prompt: ChatPrompt, reply: Reply, request: Request) -> None:
+        """Keep the ids of a reply over restarts, where there is a disk tier; in a thread, for which nobody waits."""
+        kept = self.engine.conversations
+
+        def work() -> None:
+            body = {"text": reply.text, **reply.as_json()}
+            try:
+                kept.keep_reply(prompt.chain.hex(), prompt.salt, request.session_id, body, request.ttl_s)
+            except StoreError as error:
+                log.warning("the ids of a reply are not kept: %s", error)
+
+        if kept.folder is not None and request.reuse:
+            asyncio.get_running_loop().run_in_executor(None, work)
+
+    def load_replies(self) -> None:
+        """Take over the replies that were kept before a restart."""
+        try:
+            for chain, salt, body in self.engine.conversations.replies():
+                self.tokenizer.replies.restore(bytes.fromhex(chain), salt, Reply.from_json(body["text"], body))
+        except StoreError as error:
+            log.warning("the ids of earlier replies are lost: %s", error)
 
     def session_of(self, http: HttpRequest, body: Body) -> str | None:
         """Errors: RequestError."""

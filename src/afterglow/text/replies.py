@@ -114,13 +114,17 @@ class ReplyMemory:
 
     def put(self, prompt: ChatPrompt, text: str, ids: Sequence[int], end: int | None) -> Reply:
         reply = Reply(text, array("I", ids), end, len(prompt.text), text_digest(prompt.text))
+        self.restore(prompt.chain, prompt.salt, reply)
+        return reply
+
+    def restore(self, chain: bytes, salt: str, reply: Reply) -> None:
+        """Take over a reply that was kept elsewhere."""
         with self._lock:
-            self._drop(prompt.chain)
-            self._replies[prompt.chain] = (prompt.salt, reply)
+            self._drop(chain)
+            self._replies[chain] = (salt, reply)
             self._tokens += _cost(reply)
             while self._tokens > self._max_tokens:
                 self._drop(next(iter(self._replies)))
-        return reply
 
     def get(self, chain: bytes) -> Reply | None:
         with self._lock:

@@ -1,0 +1,100 @@
+"""What a truncated conversation must give, computed without any engine, and how to ask an engine for it.
+
+Keys and values of the whole text, those of what survived taken out and embedded anew, the new tokens computed on top of
+them; attention weights by the formula.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afterglow.engine.engine import Engine
+from afterglow.kernels.attention import attend
+from afterglow.model.decoder import Attention, Decoder
+from afterglow.plan.ranges import Rows, complement
+from afterglow.request import Output, Request, SamplingParams
+from tests.engine.conftest import VOCAB
+
+IDS = count()
+
+
+class Growing:
+    """`Attend` over plain tensors: un-rotated keys and values of the context, and what comes after it. `sums`: what
+    attention each row gets, by the formula."""
+
+    def __init__(self, decoder: Decoder, kept: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        self.decoder = decoder
+        self.rows = dict(kept or {})
+        self.sums: Tensor | float = 0.0
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x)
+        if layer in self.rows:
+            k, v = torch.cat([self.rows[layer][0], k]), torch.cat([self.rows[layer][1], v])
+        self.rows[layer] = (k.clone(), v.clone())
+        rope = self.decoder.rope
+        assert rope is not None
+        q = attention.rotate(q, rope.cos_sin(torch.arange(len(k) - len(q), len(k))))
+        k = attention.rotate(k, rope.cos_sin(torch.arange(len(k))))
+        self.sums = self.sums + sums(q, k, attention)
+        return attend(q, k, v, scale=attention.scale, causal=True)[0].flatten(1)
+
+
+def sums(q: Tensor, k: Tensor, attention: Attention) -> Tensor:
+    """Column sums of the attention weights, [rows]."""
+    keys = k.repeat_interleave(attention.heads // attention.kv_heads, 1)
+    weights = torch.einsum("qhd,khd->hqk", q, keys) * attention.scale
+    ahead = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+    return weights.masked_fill(ahead, -torch.inf).softmax(-1).sum((0, 1))
+
+
+@torch.inference_mode()
+def importance(decoder: Decoder, seen: Sequence[int]) -> Tensor:
+    """The attention that each token gets in all of a text."""
+    full = Growing(decoder)
+    decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
+    assert isinstance(full.sums, Tensor)
+    return full.sums
+
+
+@torch.inference_mode()
+def reference(decoder: Decoder, seen: Sequence[int], dropped: Sequence[Rows], new: Sequence[int]) -> Tensor:
+    """Log-probabilities after `new`, when `dropped` of `seen` has been cut out after all of it was computed."""
+    full = Growing(decoder)
+    decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
+    left = torch.tensor([row for a, b in complement(dropped, len(seen)) for row in range(a, b)])
+    kept = {i: (k[left], v[left]) for i, (k, v) in full.rows.items()}
+    positions = torch.arange(len(left), len(left) + len(new))
+    hidden = decoder.forward(torch.tensor(new), positions, Growing(decoder, kept))
+    return torch.log_softmax(decoder.logits(hidden[-1:])[0].float(), dim=-1)
+
+
+def ask_truncated(engine: Engine, tokens: Sequence[int], max_tokens: int = 2, **more: Any) -> list[Output]:
+    """All outputs of a turn that may be truncated; the distribution of each token."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
+    outputs: list[Output] = []
+    ended = threading.Event()
+
+    def take(output: Output) -> None:
+        outputs.append(output)
+        if output.finish_reason is not None:
+            ended.set()
+
+    engine.submit(Request(f"turn-{next(IDS)}", list(tokens), params, truncation=True, **more), take)
+    assert ended.wait(60)
+    return outputs
+
+
+def logprobs(outputs: Sequence[Output]) -> Tensor:
+    """The distribution of the first token that was generated."""
+    (first,) = outputs[0].logprobs
+    found = torch.empty(VOCAB)
+    for token, value in first.top:
+        found[token] = value
+    return found

@@ -1,0 +1,49 @@
+"""Steps that are carried out repeatedly before they are committed, as a simulator does, are the steps of an engine."""
+
+from __future__ import annotations
+
+import pytest
+from server_kit import words
+from test_journal import Recorded, eventful
+
+from afterglow.plan.journal import replay_repeated, step_digest
+from afterglow.plan.scheduler import Scheduler
+
+
+def busy(disk_bytes: int) -> Recorded:
+    """Conversations whose turns decode side by side, on tiers that hold half of them."""
+    server = Recorded(device_rows=400, host_slots=60, disk_bytes=disk_bytes, prefill_chunk=8, policy="lookahead")  # type: ignore[arg-type]
+    for turn in range(3):
+        for talk in range(5):
+            if turn:
+                server.submit([*server.text(5 * (turn - 1) + talk + 1), 7], max_tokens=23 + 7 * talk)
+            else:
+                server.submit(words(10 + talk, 100 * talk), max_tokens=30 + 11 * talk)
+            if talk % 2:
+                server.step()
+        server.finish()
+    return server
+
+
+@pytest.mark.parametrize("limit", [1, 2, 1000])
+@pytest.mark.parametrize("make", [eventful, lambda: busy(0), lambda: busy(30_000)])
+def test_repeated_steps_are_the_engines(limit: int, make: object) -> None:
+    server: Recorded = make()  # type: ignore[operator]
+    pairs = [pair for lines in server.journals for pair in replay_repeated(lines, limit)]
+    assert [step_digest(step) for step, _ in pairs] == [recorded for _, recorded in pairs]
+    assert [step for step, _ in pairs] == server.steps
+
+
+def test_uneventful_steps_are_advanced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = busy(0)
+    calls = 0
+    schedule = Scheduler.schedule
+
+    def counting(self: Scheduler, now: float, repeat_limit: int = 1) -> object:
+        nonlocal calls
+        calls += 1
+        return schedule(self, now, repeat_limit)
+
+    monkeypatch.setattr(Scheduler, "schedule", counting)
+    steps = [step for lines in server.journals for step, _ in replay_repeated(lines, 1000)]
+    assert calls < 0.75 * len(steps)

@@ -492,6 +492,8 @@ def test_serve_restart_and_cache_commands(tmp_path: Path) -> None:
 
     listed = json.loads(inside("cache", "ls", "--json", *folder).stdout)
     assert len(listed) == 1
+    assert listed[0]["namespace"].startswith("afterglow-small-")
+    assert listed[0]["model"] == "afterglow-small"
     assert listed[0]["tokens"] >= first["usage"]["prompt_tokens"]
     assert (listed[0]["held_by"], listed[0]["listens_at"]) == (None, None)
     checked = inside("cache", "check", *folder)

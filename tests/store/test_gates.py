@@ -96,7 +96,7 @@ def test_layers_beyond_the_read_buffer_come_after_the_release_only(kit, monkeypa
     assert not kit.store.at_rest()
     tensors = 2 * LAYOUT.tensor_bytes(ROWS)
     head = LAYOUT.head_bytes(ROWS)
-    assert reads.bytes == LAYOUT.file_bytes(ROWS) + there * tensors  # heads of parts come through the page cache
+    assert reads.bytes == LAYOUT.file_bytes(ROWS) + (head + there * tensors if there else 0)
     kit.store.release(move)
     assert kit.store.wait_layer(move, 3, 20)
     (done,) = kit.settle()
@@ -188,7 +188,7 @@ def test_no_time_out_runs_at_the_gate(tmp_path, monkeypatch):
         reads = Reads(monkeypatch)
         reads.gate.clear()
         hung = load(kit, 2, into=(20, 21))
-        assert collect(kit, 1) == [MoveDone(hung, False, error="time-out", slots_busy=True)]
+        assert collect(kit, 1) == [MoveDone(hung, False, error="time-out", slots_busy=True, why="timeout")]
         reads.gate.set()
         assert [done.move for done in collect(kit, 1)] == [hung]
         kit.store.release(gated)
@@ -204,7 +204,7 @@ def test_a_gated_load_is_given_up_when_it_hangs_behind_its_gate(tmp_path, monkey
         reads.gate.clear()
         kit.store.release(move)
         assert not kit.store.wait_layer(move, 2, 20)
-        assert collect(kit, 1) == [MoveDone(move, False, error="time-out", slots_busy=True)]
+        assert collect(kit, 1) == [MoveDone(move, False, error="time-out", slots_busy=True, why="timeout")]
         reads.gate.set()
         assert [(done.ok, done.slots_busy) for done in collect(kit, 1)] == [(False, False)]
 
@@ -273,9 +273,9 @@ def test_urged_loads_overtake(kit, monkeypatch):
     second, third, fourth = (load(kit, n, into=(2 * n + 2, 2 * n + 3), priority=PREFETCH) for n in (2, 3, 4))
     kit.store.urge([fourth, first, 12345])
     demanded = load(kit, 5, into=(20, 21))
-    kit.store.urge([third, fourth])
+    kit.store.urge([third, fourth])  # which are waited for together: the third shares the place of the fourth
     reads.gate.set()
-    assert [done.move for done in kit.settle()] == [first, fourth, demanded, third, second]
+    assert [done.move for done in kit.settle()] == [first, fourth, third, demanded, second]
     kit.store.urge([first, fourth])
 
 
@@ -343,7 +343,7 @@ def test_any_order_of_releases_ends_every_task_once(seed):
     def interfere(order):
         for task in order:
             if rng.random() < 0.3:
-                mover.urge(task, DEMAND)
+                mover.urge([task])
             mover.release(task)
 
     threads = [threading.Thread(target=interfere, args=(rng.sample(tasks, len(tasks)),)) for _ in range(2)]
@@ -387,7 +387,7 @@ def test_an_urged_task_is_not_run_again_at_its_gate():
     assert began.wait(20)
     task = Task("gated", PREFETCH, work, move=1, writes=False, gate=1)
     mover.submit(task)
-    mover.urge(task, DEMAND)
+    mover.urge([task])
     gate.set()
     assert task.wait_layer(0, 20)
     last = threading.Event()

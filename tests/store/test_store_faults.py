@@ -7,6 +7,7 @@ import ctypes
 import ctypes.util
 import errno
 import os
+import pathlib
 import shutil
 import sqlite3
 import threading
@@ -184,7 +185,7 @@ def test_a_read_that_hangs_is_a_miss_and_its_slots_stay_busy(tmp_path, monkeypat
         kit.store.start([Load(51, extent_name(2), 64, (6,))])
         assert kit.store.wait_layer(51, 1, 10)
         done = _collect(kit, 2)
-        assert MoveDone(50, False, error="time-out", slots_busy=True) in done
+        assert MoveDone(50, False, error="time-out", slots_busy=True, why="timeout") in done
         assert kit.store.stats().hung == 1
         gate.set()
         (late,) = _collect(kit, 1)
@@ -211,6 +212,81 @@ def test_a_write_that_hangs_leaves_nothing(tmp_path, monkeypatch):
         assert list(kit.path.glob("extents/*/*")) == []
         assert kit.store.stats().disk_bytes == 0
         assert kit.put(1, 64, (0,)).ok
+
+
+@pytest.mark.parametrize("call", ["rename", "commit"])
+def test_a_store_that_returns_late_harms_no_newer_one(tmp_path, monkeypatch, call):
+    """It undoes itself then: what was stored under the same name meanwhile, or is after that, stays."""
+    gate = threading.Event()
+    with Kit(tmp_path, read_timeout=0.3) as kit:
+        with monkeypatch.context() as patch:
+            if call == "rename":
+                _hang_once(patch, os, "rename", gate)
+            else:
+                _hang_once(patch, catalog_module, "_insert", gate)
+            kit.store.start([_store(1, 60)])
+            assert _collect(kit, 1)[0].slots_busy
+            kit.store.start([_store(1, 61)])
+            (meanwhile,) = _collect(kit, 1)
+            gate.set()
+            assert _collect(kit, 1)[0].move == 60
+        _expect_stored(kit, meanwhile)
+
+
+@pytest.mark.parametrize("call", ["unlink", "_delete"])
+def test_a_drop_that_returns_late_removes_nothing_newer(tmp_path, monkeypatch, call):
+    gate = threading.Event()
+    with Kit(tmp_path, read_timeout=0.3) as kit:
+        kit.put(1, 64, (0,))
+        with monkeypatch.context() as patch:
+            _hang_once(patch, pathlib.Path if call == "unlink" else catalog_module, call, gate)
+            kit.store.start([Drop(60, extent_name(1))])
+            assert _collect(kit, 1)[0].slots_busy
+            kit.store.start([Drop(61, extent_name(1)), _store(1, 62)])
+            meanwhile = _collect(kit, 2)[-1]
+            gate.set()
+            assert _collect(kit, 1)[0].move == 60
+        _expect_stored(kit, meanwhile)
+
+
+def test_a_read_that_returns_late_with_an_error_removes_nothing_newer(tmp_path, monkeypatch):
+    gate = threading.Event()
+    with Kit(tmp_path, read_timeout=0.3) as kit:
+        kit.put(1, 64, (0,))
+        with monkeypatch.context() as patch:
+            _hang_once(patch, os, "preadv", gate, then=_raise(errno.ENOENT))
+            kit.store.start([Load(60, extent_name(1), 64, (5,))])
+            assert _collect(kit, 1)[0].slots_busy
+            kit.store.start([Drop(61, extent_name(1)), _store(1, 62)])
+            meanwhile = _collect(kit, 2)[-1]
+            gate.set()
+            assert _collect(kit, 1)[0].move == 60
+        _expect_stored(kit, meanwhile)
+
+
+def _hang_once(patch, module, name, gate, then=None):
+    real, left = getattr(module, name), [1]
+
+    def call(*args, **more):
+        if left and left.pop():
+            assert gate.wait(20)
+            return (then or real)(*args, **more)
+        return real(*args, **more)
+
+    patch.setattr(module, name, call)
+
+
+def _expect_stored(kit, done):
+    """What was told to be stored is; what was refused can be now."""
+    assert kit.settle() == []
+    if not done.ok:
+        assert done.why == "refused"
+        assert kit.put(1, 64, (0,)).ok
+    assert kit.get(1, 64, (5,)).ok
+    assert np.array_equal(contents(kit.store.arena, (5,), 64), contents(kit.store.arena, (0,), 64))
+    kit.store.close()
+    assert [found.id for found in admin.list_extents(kit.path)] == [extent_name(1)]
+    assert [file.name for file in kit.path.glob("extents/*/*")] == [kit.file(1).name]
 
 
 def _store(number, move):
@@ -354,7 +430,21 @@ def test_a_catalog_that_cannot_be_written_fails_the_store(tmp_path, monkeypatch)
         assert not done.ok
         assert "full" in done.error
         assert not kit.file(2).exists()
+        assert kit.store.stats().errors == {"no_space": 1}
         assert kit.put(2, 64, (1,)).ok
+
+
+def test_a_catalog_without_room_counts_as_a_full_disk(tmp_path):
+    """The words are SQLite's own: its file may not grow any more."""
+    with Kit(tmp_path) as kit:
+        db = kit.store._catalog._db
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count = {pages}")
+        done = [kit.put(n, 1000, range(16)) for n in range(20)]
+        failed = [one for one in done if not one.ok]
+        assert failed
+        assert all("full" in one.error for one in failed)
+        assert kit.store.stats().errors == {"no_space": len(failed)}
 
 
 def _sqlite_full(*_):

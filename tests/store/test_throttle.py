@@ -16,14 +16,14 @@ from afterglow.errors import ConfigError, StoreError
 from afterglow.plan.step import Load, Store
 from afterglow.store import disk as disk_module
 from afterglow.store import throttle as throttle_module
+from afterglow.store.disk import DiskTier
 from afterglow.store.layout import KVLayout
-from afterglow.store.partial import LayeredDisk
 from afterglow.store.task import Abandoned
 from afterglow.store.throttle import ArtificiallySlowTier, Throttle, _Line
 
 
 def slow(folder, layout=ALIGNED, **speeds):
-    return ArtificiallySlowTier(LayeredDisk(folder / "extents", layout, DIGEST), Throttle(**speeds))
+    return ArtificiallySlowTier(DiskTier(folder / "extents", layout, DIGEST), Throttle(**speeds))
 
 
 class TestThrottled(test_tiers.TestDisk):
@@ -34,7 +34,7 @@ class TestThrottled(test_tiers.TestDisk):
             def __getattr__(self, name):
                 return getattr(self.real, name)
 
-        disk = LayeredDisk(folder / "extents", self.layout, DIGEST)
+        disk = DiskTier(folder / "extents", self.layout, DIGEST)
         return Slow(disk, Throttle(1e9, 1e9, 1e-5))
 
 

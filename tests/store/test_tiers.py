@@ -19,7 +19,6 @@ from afterglow.store import disk as disk_module
 from afterglow.store import files
 from afterglow.store.disk import DiskTier
 from afterglow.store.layout import KVLayout
-from afterglow.store.partial import LayeredDisk
 from afterglow.store.task import Abandoned
 
 
@@ -273,13 +272,10 @@ class TestDiskThroughABounceBuffer(TestDisk):
     layout = ODD
 
 
-class TestLayeredDisk(TestDisk):
+class TestPartsOfADisk(TestDisk):
     """The contract of a tier that reads extents in parts."""
 
     layout = KVLayout(4, 2, 8, "F32")
-
-    def make(self, folder):
-        return LayeredDisk(folder / "extents", self.layout, DIGEST)
 
     @pytest.mark.parametrize("joined", [1, 1 << 20])
     @pytest.mark.parametrize("count", [1, 3])
@@ -340,15 +336,8 @@ class TestLayeredDisk(TestDisk):
         assert files.kind_of(caught.value) == "io"
 
 
-class TestLayeredDiskThroughABounceBuffer(TestLayeredDisk):
+class TestPartsThroughABounceBuffer(TestPartsOfADisk):
     layout = KVLayout(4, 1, 6, "BF16")
-
-
-class TestPartsOfADisk(TestLayeredDisk):
-    """DiskTier reads parts of extents by itself."""
-
-    def make(self, folder):
-        return DiskTier(folder / "extents", self.layout, DIGEST)
 
 
 class TestDiskPieceByPiece(TestPartsOfADisk):

@@ -16,13 +16,13 @@ import shutil
 import sqlite3
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, get_args
 
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord, Kind
@@ -35,6 +35,7 @@ log = logging.getLogger("afterglow.store")
 SCHEMA_VERSION: Final = 1
 TOUCH_SECONDS: Final = 5.0  # how long last-used times and notes may wait for a transaction of their own
 
+_KINDS: Final = frozenset(get_args(Kind))
 _COLUMNS: Final = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c"
 _SCHEMA: Final = """
 CREATE TABLE extents (
@@ -68,6 +69,7 @@ _PASSING: Final = frozenset(
 )
 
 _DAMAGED: Final = ".damaged"
+NO_NAMES: Final[Mapping[str, str]] = {}
 
 Job = Callable[[sqlite3.Connection], None]
 _Noted = tuple[str, str, str | None]  # kind, key, value
@@ -135,14 +137,19 @@ def failure(path: Path, error: Exception) -> StoreError:
     return StoreError(f"{path}: {error}") if passing else DamageError(f"{path}: {error}")
 
 
-def read_rows(db: sqlite3.Connection) -> Iterator[tuple[str, ExtentRecord | None]]:
-    """All rows as (id, record); None in place of a record whose row is damaged. Raises sqlite3.Error."""
-    same: dict[object, Any] = {}  # what comes up again and again is one object: ids, salts, kinds, sizes
-    for row in db.execute(f"SELECT {_COLUMNS} FROM extents ORDER BY last_used, id"):
-        extent, parent, parent_rows, salt, kind, tokens, rows, file, size, *rest = row
-        texts = [same.setdefault(value, value) for value in (extent, parent, salt, kind, size)]
-        record = _record((*texts[:2], parent_rows, *texts[2:4], tokens, rows, file, texts[4], *rest))
-        yield str(texts[0]), record
+def read_rows(
+    db: sqlite3.Connection, names: Mapping[str, str] = NO_NAMES, ordered: bool = True
+) -> Iterator[tuple[str, ExtentRecord | None]]:
+    """All rows as (id, record), least recently used first if `ordered`; None in place of a record whose row is damaged.
+
+    What comes up again and again is one object: salts, sizes, times; ids, if they are among `names` (each by itself).
+    Raises sqlite3.Error.
+    """
+    same: dict[Any, Any] = {}
+    times: dict[float, float] = {}  # apart: 64.0 is 64, and would come back as that
+    for row in db.execute(f"SELECT {_COLUMNS} FROM extents{' ORDER BY last_used, id' if ordered else ''}"):
+        record = _record(row, names, same, times)
+        yield (record.id if record is not None else str(row[0])), record
 
 
 def read_only(path: Path) -> sqlite3.Connection:
@@ -237,10 +244,15 @@ class Catalog:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def load(self) -> list[ExtentRecord | str]:
-        """All records, and of damaged rows the ids, least recently used first; then starts the thread: call once, first. Raises as `Catalog`."""
+    def load(self, names: Mapping[str, str] = NO_NAMES) -> list[ExtentRecord | str]:
+        """All records, and of damaged rows the ids, in any order; then starts the thread: call once, first.
+
+        `names`: see `read_rows`. Raises as `Catalog`.
+        """
         try:
-            rows = [record if record is not None else extent for extent, record in read_rows(self._db)]
+            # To order a million rows with their tokens would take SQLite longer than to read them.
+            listing = read_rows(self._db, names, ordered=False)
+            rows = [record if record is not None else extent for extent, record in listing]
             self._load_notes()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             self._db.close()
@@ -406,6 +418,7 @@ class Catalog:
 
 
 def _insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:
+    names = (record.id, record.parent, record.parent_rows, record.salt, record.kind, file, record.file_bytes)
     values = (
         record.id,
         record.parent,
@@ -418,7 +431,7 @@ def _insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:
         record.file_bytes,
         record.last_used,
         record.hits,
-        _row_crc(record, file),
+        _row_crc(names, record.tokens),
     )
     db.execute(f"INSERT OR REPLACE INTO extents ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", values)
 
@@ -427,25 +440,31 @@ def _delete(db: sqlite3.Connection, extents: Sequence[str]) -> None:
     db.executemany("DELETE FROM extents WHERE id = ?", [(extent,) for extent in extents])
 
 
-def _row_crc(record: ExtentRecord, file: str) -> int:
-    names = (record.id, record.parent, record.parent_rows, record.salt, record.kind, file, record.file_bytes)
-    return crc32c(repr(names).encode() + record.tokens)
+def _row_crc(names: tuple[Any, ...], tokens: bytes) -> int:
+    """`names`: id, parent, parent_rows, salt, kind, file, bytes."""
+    return crc32c(repr(names).encode() + tokens)
 
 
-def _record(row: tuple[Any, ...]) -> ExtentRecord | None:
+def _record(
+    row: tuple[Any, ...], names: Mapping[str, str], same: dict[Any, Any], times: dict[float, float]
+) -> ExtentRecord | None:
+    """The record of a row of `_COLUMNS`; None: it is damaged. What is in one of the three mappings is not there twice."""
+    extent, parent, parent_rows, salt, kind, tokens, rows, file, size, last_used, hits, crc = row
     try:
-        record = ExtentRecord(
-            id=row[0],
-            parent=row[1],
-            parent_rows=row[2],
-            salt=row[3],
-            kind=cast(Kind, row[4]),
-            tokens=bytes(row[5]),
-            file_bytes=row[8],
-            last_used=float(row[9]),
-            hits=int(row[10]),
+        sound = _row_crc((extent, parent, parent_rows, salt, kind, file, size), tokens) == crc
+        if not (sound and len(tokens) // 4 == rows and kind in _KINDS):
+            return None
+        used = float(last_used)
+        return ExtentRecord(
+            names.get(extent, extent),
+            names.get(parent, parent),
+            same.setdefault(parent_rows, parent_rows),
+            same.setdefault(salt, salt),
+            same.setdefault(kind, kind),
+            tokens,
+            same.setdefault(size, size),
+            times.setdefault(used, used),
+            int(hits),
         )
-        sound = record.rows == row[6] and record.kind in get_args(Kind) and _row_crc(record, row[7]) == row[11]
     except (TypeError, ValueError):
         return None
-    return record if sound else None

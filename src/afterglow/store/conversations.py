@@ -1,4 +1,5 @@
-"""Responses that a client may go on from by their id: what was asked and answered, as text.
+"""Responses that a client may go on from by their id: what was asked and answered, as text. And replies to clients that
+send their conversations back themselves, so that their ids are known.
 
 One SQLite file beside the extents, or none at all (`folder` None: in memory, gone with the process). A response names
 the one before it, so that a conversation is a tree of responses; it expires, and is evicted, as a whole, since a turn
@@ -48,6 +49,16 @@ CREATE TABLE responses (
 CREATE INDEX by_root ON responses (root);
 CREATE INDEX by_tenant ON responses (tenant);
 """
+# A table of its own that earlier files lack. `chain` names what a reply answered, `salt` and `session` whose it is.
+_REPLIES: Final = """
+CREATE TABLE IF NOT EXISTS replies (
+    chain TEXT PRIMARY KEY NOT NULL, salt TEXT NOT NULL, session TEXT, expires REAL NOT NULL, body TEXT NOT NULL,
+    crc32c INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS replies_by_expiry ON replies (expires);
+CREATE INDEX IF NOT EXISTS replies_by_owner ON replies (salt, session);
+"""
+REPLIES_MOST: Final = 16_384
 _COLUMNS: Final = "r.id, r.tenant, r.previous, r.root, r.created, c.expires, r.model, r.body, r.items, r.crc32c"
 _DUE: Final = "SELECT root FROM conversations WHERE expires <= ?"
 _FROM: Final = "responses r JOIN conversations c ON c.root = r.root AND c.expires > ?"
@@ -166,6 +177,57 @@ class Conversations:
 
         return self._run(work)
 
+    # -------------------------------------------------------------------------------------------------- replies
+
+    def keep_reply(
+        self, chain: str, salt: str, session: str | None, body: Mapping[str, Any], ttl_s: float | None = None
+    ) -> None:
+        """Keep a reply for `ttl_s` seconds, or as long as responses. Only the first half of the file is for replies, and
+        for no more than REPLIES_MOST: those that expire first make room. Raises StoreError."""
+        text = _text(body)
+        expires = self._clock() + min(self._ttl_s, self._ttl_s if ttl_s is None else ttl_s)
+
+        def work(db: sqlite3.Connection) -> None:
+            (number,) = db.execute("SELECT COUNT(*) FROM replies").fetchone()
+            while number and (number >= REPLIES_MOST or _used_bytes(db) + len(text) > self._max_bytes // 2):
+                some = min(number, 16)
+                db.execute(
+                    "DELETE FROM replies WHERE chain IN (SELECT chain FROM replies ORDER BY expires LIMIT ?)", (some,)
+                )
+                number -= some
+            if _used_bytes(db) + len(text) <= self._max_bytes // 2:
+                row = (chain, salt, session, expires, text, _crc(chain, salt, session, text))
+                db.execute("INSERT OR REPLACE INTO replies VALUES (?,?,?,?,?,?)", row)
+
+        self._run(work)
+
+    def replies(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """(chain, salt, body) of all replies, those that expire first at the beginning; damaged ones are left out. Raises
+        StoreError."""
+
+        def work(db: sqlite3.Connection) -> list[tuple[str, str, dict[str, Any]]]:
+            found = []
+            query = "SELECT chain, salt, session, body, crc32c FROM replies WHERE expires > ? ORDER BY expires"
+            for chain, salt, session, body, crc in db.execute(query, (self._clock(),)):
+                if _crc(chain, salt, session, body) == crc:
+                    found.append((chain, salt, json.loads(body)))
+            return found
+
+        return self._run(work)
+
+    def forget_replies(self, salts: Sequence[str] | None = None, session: str | None = None) -> None:
+        """Forget the replies under these salts (None: all), of one conversation or of any. Raises StoreError."""
+
+        def work(db: sqlite3.Connection) -> None:
+            if salts is None:
+                db.execute("DELETE FROM replies")
+            for salt in salts or ():
+                db.execute(
+                    "DELETE FROM replies WHERE salt = ? AND (? IS NULL OR session = ?)", (salt, session, session)
+                )
+
+        self._run(work)
+
     def count(self, tenant: str) -> tuple[int, int]:
         """How many responses a tenant has here, and bytes of their text. Raises StoreError."""
 
@@ -186,6 +248,7 @@ class Conversations:
         while some := self._run(lambda db: self._drop_some(db, f"root IN ({_DUE})", self._swept)):
             gone += some
         self._run(lambda db: db.execute("DELETE FROM conversations WHERE expires <= ?", (self._swept,)))
+        self._run(lambda db: db.execute("DELETE FROM replies WHERE expires <= ?", (self._swept,)))
         return gone
 
     def close(self) -> None:
@@ -318,6 +381,7 @@ def _connect(path: Path | None, wal_bytes: int) -> sqlite3.Connection:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT")
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"it has schema {version}, this version uses {_SCHEMA_VERSION}")
+        db.executescript(f"BEGIN; {_REPLIES} COMMIT")
         return db
     except BaseException:
         db.close()

@@ -177,6 +177,7 @@ class DiskTier:
         layer_done: Callable[[int], None],
         first: int = 0,
         stop: int | None = None,
+        heads: dict[str, Head] | None = None,
     ) -> int:
         """Fill `slots` with layers [first, stop) of the first `len(slots)` blocks, each verified. See `Tier.read`."""
         layers = range(self.layout.layers)[first:stop]
@@ -186,7 +187,9 @@ class DiskTier:
                 size = os.fstat(fd).st_size
                 if size != self.layout.file_bytes(rows):
                     raise DamageError(f"{size} bytes long instead of the {self.layout.file_bytes(rows)} of {rows} rows")
-                total = self._read_file(fd, extent, rows, arena, slots, layer_done, layers)
+                total = self._read_file(
+                    fd, extent, rows, arena, slots, layer_done, layers, {} if heads is None else heads
+                )
                 if not direct:
                     forget_pages(fd)
                 return total
@@ -206,18 +209,18 @@ class DiskTier:
         slots: Sequence[int],
         layer_done: Callable[[int], None],
         layers: range,
+        heads: dict[str, Head],
     ) -> int:
         layout = self.layout
         whole = len(slots) == layout.blocks(rows)
         span = layout.tensor_bytes(rows) if whole else align_up(len(slots) * layout.chunk_bytes)
         raw_head = self._heads.take(layout.head_bytes(rows))
-        head: Head | None = None
 
         def settle(piece: Piece, bounce: Bytes | None) -> None:
             """Verify the tensors of a piece; bring them to their slots where they have not been read into them."""
-            nonlocal head
+            head = heads.get(extent)
             if head is None:
-                head = decode_head(raw_head.tobytes(), layout, self.digest, extent=extent, rows=rows)
+                head = heads[extent] = decode_head(raw_head.tobytes(), layout, self.digest, extent=extent, rows=rows)
             used = len(slots) * layout.chunk_bytes
             for index, (layer, kv) in enumerate(piece):
                 plane = arena.plane(layer, kv)
@@ -230,7 +233,7 @@ class DiskTier:
 
         joined = self._pieces(rows, span, slots, READ_BYTES)
         pieces = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
-        if layers.start:
+        if layers.start and extent not in heads:
             read_full(fd, [raw_head], 0)
         total = done = 0
         settled: Callable[[], None] | None = None  # waits for what is verified while the next piece is read

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -163,13 +164,20 @@ class Helper:
 
 
 def kind_of(error: BaseException) -> str:
-    """A word for counters: damage, missing, no_space, timeout or io."""
+    """A word for counters, and for `MoveDone.why`: damage, missing, no_space, timeout or io."""
     if isinstance(error, DamageError):
         return "damage"
     cause = error.__cause__ if isinstance(error, StoreError) else error
+    if isinstance(cause, sqlite3.OperationalError) and _says_full(cause):
+        return "no_space"
     if isinstance(cause, OSError):
         if cause.errno == errno.ENOENT:
             return "missing"
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return "no_space"
     return "timeout" if isinstance(cause, TimeoutError) else "io"
+
+
+def _says_full(error: sqlite3.OperationalError) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)  # only SQLite itself sets it
+    return "is full" in str(error) if code is None else code & 0xFF == sqlite3.SQLITE_FULL

@@ -13,7 +13,6 @@ from typing import Final
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import (
     BACKGROUND,
-    DEMAND,
     Completion,
     Copy,
     Drop,
@@ -26,12 +25,13 @@ from afterglow.plan.step import (
 )
 from afterglow.store.catalog import Catalog, Shares, size_of
 from afterglow.store.copying import copy_rows
-from afterglow.store.extent import Bytes
+from afterglow.store.disk import DiskTier
+from afterglow.store.extent import Bytes, Head
 from afterglow.store.files import kind_of
 from afterglow.store.layout import KVLayout
 from afterglow.store.mover import Mover
 from afterglow.store.namespace import Namespace
-from afterglow.store.partial import LayeredDisk
+from afterglow.store.parts import layers_at_once
 from afterglow.store.recovery import Opened, file_name, open_catalog
 from afterglow.store.saver import WRITE_BUFFER, RowSaver
 from afterglow.store.task import Abandoned, Task
@@ -120,7 +120,7 @@ class KVStore:
         self._catalog: Catalog | None = None
         opened: Opened | None = None
         if namespace is not None:
-            disk = LayeredDisk(namespace.extents, layout, namespace.description.digest)
+            disk = DiskTier(namespace.extents, layout, namespace.description.digest)
             opened = open_catalog(namespace.catalog, disk, shares)
             self._tier, self._catalog = disk, opened.catalog
             if throttle is not None:
@@ -149,13 +149,13 @@ class KVStore:
 
     def start(self, moves: Sequence[Move]) -> None:
         """Queue moves; each ends with a MoveDone. Moves of one extent are carried out in order: behind a Load that
-        waits for `release`, too.
+        waits for `release`, too. Loads of priority DEMAND bring their layers side by side.
         """
-        for move in moves:
-            task = self._task(move)
+        tasks = [self._task(move) for move in moves]
+        for move, task in zip(moves, tasks, strict=True):
             if isinstance(move, Load | Copy):
                 self._loads[move.move] = task
-            self._mover.submit(task)
+        self._mover.submit(*tasks)
 
     def _task(self, move: Move) -> Task:
         number, priority = move.move, move.priority
@@ -179,14 +179,11 @@ class KVStore:
             self._mover.release(task)
 
     def urge(self, moves: Sequence[int]) -> None:
-        """Give queued loads and copies of these numbers the priority DEMAND: somebody waits for them now.
+        """Give loads and copies of these numbers the priority DEMAND: somebody waits for them, layer by layer, now.
 
-        No effect on what runs, has ended or is unknown.
+        No effect on what has ended or is unknown.
         """
-        for move in moves:
-            task = self._loads.get(move)
-            if task is not None:
-                self._mover.urge(task, DEMAND)
+        self._mover.urge([task for move in moves if (task := self._loads.get(move)) is not None])
 
     def wait_layer(self, move: int, layer: int, timeout: float | None = None) -> bool:
         """Wait (at most `timeout` seconds) until a Load or Copy has brought `layer`; False: it failed, or is late.
@@ -285,7 +282,9 @@ class KVStore:
     # ---------------------------------------------------------------------------------- inside the threads
 
     def _loading(self, move: Load) -> Callable[[Task], int]:
+        """In parts: after each the thread may go to another load that has come less far."""
         layers, there = self.layout.layers, 0  # how many have been read
+        heads: dict[str, Head] = {}
 
         def work(task: Task) -> int:
             nonlocal there
@@ -294,10 +293,16 @@ class KVStore:
                 raise StoreError(f"extent {move.extent[:16]} is not on disk") from FileNotFoundError(2, "missing")
             moved = 0
             try:
-                while there < (stop := task.limit(layers)):
-                    moved += self._tier.read(move.extent, rows, self.arena, move.slots, task.advance, there, stop)
+                while there < (limit := task.limit(layers)):
+                    count = layers_at_once(self.layout, len(move.slots), self._mover.crowded(task))
+                    stop = min(limit, there + count)
+                    moved += self._tier.read(
+                        move.extent, rows, self.arena, move.slots, task.advance, there, stop, heads
+                    )
                     there = stop
                     task.advance(there)
+                    if there < limit and self._mover.overtaken(task):
+                        break
                 if there < layers:
                     task.pause()
                 return moved
@@ -305,7 +310,7 @@ class KVStore:
                 raise
             except StoreError as error:
                 # It can never be read again: the room it takes is worth more than the evidence. An I/O error
-                # may pass; those extents stay.
+                # may pass: whether it has, the plan finds out later.
                 if isinstance(error, DamageError) or kind_of(error) == "missing":
                     log.warning("dropped from the cache: %s", error)
                     with contextlib.suppress(StoreError):

@@ -1,10 +1,12 @@
 """Threads and queues that carry moves out, in order of priority. Knows tasks, not extents or files.
 
-Four promises. Tasks of one key run one after another, in the order of submission, whatever their priorities.
+Six promises. Tasks of one key run one after another, in the order of submission, whatever their priorities.
 Writing tasks never hold the last thread, so that a load does not wait for them. A task that has come to its gate
-holds no thread while the gate is closed. And a task that stops making progress is given up: it is reported as
-failed with its memory still busy, another thread takes its place, and when the call returns at last a second
-report says that the memory is free.
+holds no thread while the gate is closed. Urgent tasks that come together, or are urged together, go on side by side
+where their work pauses: whichever has come the least far goes first. A task that stops making progress is given up:
+it is reported as failed with its memory still busy, another thread takes its place, and when the call returns at
+last a second report says that the memory is free. And until then tasks of its key are refused: what the call still
+does, it does to nothing newer.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Final
 
 from afterglow.errors import StoreError
-from afterglow.plan.step import MoveDone
+from afterglow.plan.step import DEMAND, MoveDone
 from afterglow.store.files import kind_of
-from afterglow.store.task import Task
+from afterglow.store.task import Place, Task
 
 log = logging.getLogger("afterglow.store")
 
@@ -41,10 +44,11 @@ class Mover:
         self._work_there = threading.Condition(self._lock)
         self._watch = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._reads: list[tuple[int, int, Task]] = []
-        self._writes: list[tuple[int, int, Task]] = []
+        self._reads: list[tuple[Place, Task]] = []
+        self._writes: list[tuple[Place, Task]] = []
         self._chains: dict[str, deque[Task]] = {}  # by key; the first is queued or runs, the rest wait for it
         self._running: dict[Task, None] = {}
+        self._stuck: set[str] = set()  # keys of tasks that were given up and have not returned
         self._writers = 0
         self._alive = 0
         self._hung = 0
@@ -58,15 +62,21 @@ class Mover:
 
     # ------------------------------------------------------------------------------------------ from outside
 
-    def submit(self, task: Task) -> None:
-        """Queue a task; fails it at once where no thread is left that could ever run it."""
-        with self._lock:
-            refused = "the store is closed" if self._closed else "the disk does not answer" if self._gone else None
-            if refused is None:
+    def submit(self, *tasks: Task) -> None:
+        """Queue tasks, the urgent ones (DEMAND) to go on side by side; fails those at once that no thread is left for."""
+        refused: list[tuple[Task, str]] = []
+        with self._lock:  # all at once: the first one is to know that others wait
+            together = self._next()
+            for task in tasks:
+                why = "the store is closed" if self._closed else self._hangs(task.key)
+                if why is not None:
+                    refused.append((task, why))
+                    continue
+                task.turn = together if task.priority == DEMAND else self._next()
                 self._chains.setdefault(task.key, deque()).append(task)
                 self._enqueue(task.key)
-                return
-        self._refuse(task, refused)
+        for task, why in refused:
+            self._refuse(task, why)
 
     def release(self, task: Task) -> None:
         """Open a task's gate. No effect where there is none."""
@@ -74,11 +84,23 @@ class Mover:
             task.gate = None
             self._enqueue(task.key)
 
-    def urge(self, task: Task, priority: int) -> None:
-        """Make a task that is queued, or waits at its gate, as urgent as `priority` if it is less so."""
+    def urge(self, tasks: Sequence[Task]) -> None:
+        """Somebody waits for all of these: those that are less urgent become DEMAND, and they go on side by side."""
         with self._lock:
-            task.priority = min(task.priority, priority)
-            self._enqueue(task.key)
+            together = min((task.turn for task in tasks if task.priority == DEMAND), default=self._next())
+            for task in tasks:
+                task.priority, task.turn = DEMAND, together
+                self._enqueue(task.key)
+
+    def crowded(self, task: Task) -> bool:
+        """Is a task queued that should not wait until a running one has ended? It is as urgent, and of the same turn, or
+        more urgent.
+        """
+        return self._ahead(task, 2)
+
+    def overtaken(self, task: Task) -> bool:
+        """Is a task queued that goes before what is left of a running one?"""
+        return self._ahead(task, 3)
 
     def pending(self) -> int:
         """Tasks that are queued, run, or wait at their gates; given-up ones do not count."""
@@ -104,16 +126,30 @@ class Mover:
         with self._lock:
             self._idle.wait_for(lambda: self._alive == self._hung, timeout)
             stuck = list(self._running)
-            for task in stuck:
-                self._set_aside(task)
+            late = [other for task in stuck for other in self._set_aside(task)]
         for task in stuck:
             task.end(False)
+        for task in late:
+            self._refuse(task, "the store is closed")
+
+    def _ahead(self, task: Task, parts: int) -> bool:
+        with self._lock:
+            heap = self._heap()
+            if not heap or task.key not in self._chains:
+                return False
+            return heap[0][0][:parts] <= (*self._urgency(task.key), task.layers)[:parts]
 
     # ------------------------------------------------------------------------------- below: the lock is held
 
     @property
     def _gone(self) -> bool:
         return self._hung > 0 and self._hung == self._alive
+
+    def _hangs(self, key: str) -> str | None:
+        """Why a task of this key cannot be taken now, if that is so."""
+        if self._gone:
+            return "the disk does not answer"
+        return "an earlier call hangs" if key in self._stuck else None
 
     def _pending(self) -> int:
         return sum(len(chain) for chain in self._chains.values()) + self._reporting
@@ -129,21 +165,32 @@ class Mover:
         chain = self._chains.get(key)
         if not chain or chain[0].started or chain[0].waits:
             return
-        first, priority = chain[0], min(task.priority for task in chain)
-        if first.place is None or priority < first.place[0]:
-            self._number += 1
-            first.place = (priority, self._number)
-            heappush(self._writes if first.writes else self._reads, (*first.place, first))
+        first, urgency = chain[0], self._urgency(key)
+        if first.place is None or urgency < first.place[:2]:
+            first.place = (*urgency, first.layers, self._next())
+            heappush(self._writes if first.writes else self._reads, (first.place, first))
             self._work_there.notify()
 
-    def _pop(self) -> Task | None:
+    def _urgency(self, key: str) -> tuple[int, int]:
+        return min((task.priority, task.turn) for task in self._chains[key])
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _heap(self) -> list[tuple[Place, Task]]:
+        """The queue whose first entry is next."""
         for heap in (self._reads, self._writes):
-            while heap and heap[0][:2] != heap[0][2].place:  # a more urgent entry of the same task took its place
+            while heap and heap[0][0] != heap[0][1].place:  # a more urgent entry of the same task took its place
                 heappop(heap)
         heap = self._reads
         if self._writes and self._writers < self._writers_most and (not heap or self._writes[0] < heap[0]):
             heap = self._writes
-        return heappop(heap)[2] if heap else None
+        return heap
+
+    def _pop(self) -> Task | None:
+        heap = self._heap()
+        return heappop(heap)[1] if heap else None
 
     def _begin(self, task: Task) -> None:
         task.started = True
@@ -171,16 +218,18 @@ class Mover:
             self._work_there.notify()  # a queued writer may have waited for its turn
 
     def _step_back(self, task: Task) -> None:
-        """The task has come to its gate: it stays the first of its key, and is queued when the gate is open."""
+        """The task has paused: it stays the first of its key, and is queued, at its gate when that is open."""
         self._rest(task)
         task.started = task.paused = False
         self._enqueue(task.key)  # opened meanwhile, perhaps
 
-    def _set_aside(self, task: Task) -> None:
-        """Give a running task up; its thread counts as hung until the call returns."""
+    def _set_aside(self, task: Task) -> list[Task]:
+        """Give a running task up; its thread counts as hung until the call returns. What waits for it is to be refused."""
         task.abandon()
         self._hung += 1
-        self._leave(task)
+        self._rest(task)
+        self._stuck.add(task.key)
+        return list(self._chains.pop(task.key))[1:]
 
     def _empty_queues(self) -> list[Task]:
         refused = []
@@ -200,7 +249,7 @@ class Mover:
     def _refuse(self, task: Task, why: str) -> None:
         task.started = True
         task.end(False)
-        self._tell([(task, MoveDone(task.move or 0, False, error=why), "refused")])
+        self._tell([(task, MoveDone(task.move or 0, False, error=why, why="refused"), "refused")])
 
     def _worker(self) -> None:
         while True:
@@ -237,13 +286,14 @@ class Mover:
                 error, kind = "the store is closed", "refused"
             if task.abandoned:
                 self._hung -= 1
+                self._stuck.discard(task.key)
                 stays = self._alive - self._hung <= self._normal
                 self._alive -= not stays
-                done = MoveDone(task.move or 0, False, error="returned after its time-out")
+                done = MoveDone(task.move or 0, False, error="returned after its time-out", why="timeout")
                 kind = None
             else:
                 self._leave(task)
-                done = MoveDone(task.move or 0, error is None, task.bytes, task.seconds, error)
+                done = MoveDone(task.move or 0, error is None, task.bytes, task.seconds, error, why=kind)
             self._reporting += 1
         task.end(done.ok)
         self._tell([(task, done, kind)])
@@ -268,18 +318,18 @@ class Mover:
                     first = min((task.progress_at for task in self._running), default=None)
                     self._watch.wait(None if first is None else first + self._timeout - now)
                     continue
+                refused = []
                 for task in late:
-                    self._set_aside(task)
+                    refused += self._set_aside(task)
                     if self._alive < self._normal + MAX_REPLACEMENTS:
                         self._spawn()
-                refused = self._empty_queues() if self._gone else []
+                refused += self._empty_queues() if self._gone else []
                 self._reporting += 1
             for task in late:
                 log.warning("a move made no progress for %.1f s and was given up", self._timeout)
                 task.end(False)
-            self._tell(
-                [(task, MoveDone(task.move or 0, False, error="time-out", slots_busy=True), "timeout") for task in late]
-            )
+            given_up = MoveDone(0, False, error="time-out", slots_busy=True, why="timeout")
+            self._tell([(task, replace(given_up, move=task.move or 0), "timeout") for task in late])
             for task in refused:
                 self._refuse(task, "the disk does not answer")
             with self._lock:

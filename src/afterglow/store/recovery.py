@@ -9,6 +9,7 @@ import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from afterglow.errors import DamageError, StoreError
@@ -23,8 +24,8 @@ Rows = Sequence[ExtentRecord | str]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A catalog whose rows all have files. `orphans`: files without a row, to be swept. `rebuilt`: 0 or 1; `damaged` rows
-    were read from their extents, or went with them; `missing` ones had no file.
+    """A catalog whose rows all have files; records come least recently used first. `orphans`: files without a row, to be
+    swept. `rebuilt`: 0 or 1; `damaged` rows were read from their extents, or went with them; `missing` ones had no file.
     """
 
     catalog: Catalog
@@ -41,27 +42,28 @@ def open_catalog(path: Path, disk: DiskTier, shares: Shares | None = None) -> Op
     Raises StoreError when the folder cannot be read or written.
     """
     rebuilt = 0
+    files = {extent: extent for extent in disk.extents()}  # before the rows, which then need no strings of their own
     try:
         if lost(path, disk):
             raise DamageError(f"{path} is missing")
         catalog = Catalog(path, shares)
-        rows = catalog.load()
+        rows = catalog.load(files)
     except DamageError as error:
         log.warning("the catalog cannot be read and is rebuilt from the extents: %s", error)
         rebuild(path, disk)
         rebuilt = 1
         catalog = Catalog(path, shares)
-        rows = catalog.load()
+        rows = catalog.load(files)
     try:
-        return _compare(catalog, rows, disk, rebuilt)
+        return _compare(catalog, rows, files, disk, rebuilt)
     except BaseException:
         catalog.close()
         raise
 
 
-def _compare(catalog: Catalog, rows: Rows, disk: DiskTier, rebuilt: int) -> Opened:
-    files = dict.fromkeys(disk.extents())
-    records, gone = [], []
+def _compare(catalog: Catalog, rows: Rows, files: dict[str, str], disk: DiskTier, rebuilt: int) -> Opened:
+    records: list[ExtentRecord] = []
+    gone: list[str] = []
     damaged = missing = 0
     for row in rows:
         extent, record = (row, None) if isinstance(row, str) else (row.id, row)
@@ -83,6 +85,7 @@ def _compare(catalog: Catalog, rows: Rows, disk: DiskTier, rebuilt: int) -> Open
         log.warning("%d extents are lost: their files are gone or cannot be read", len(gone))
         with contextlib.suppress(StoreError):
             catalog.remove(gone)
+    records.sort(key=attrgetter("last_used"))
     return Opened(catalog, records, list(files), rebuilt, damaged, missing)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from afterglow.errors import StoreError
 
+Place = tuple[int, int, int, int]  # priority, turn, layers in place, number of the entry: the lower goes first
+
 
 class Abandoned(StoreError):
     """Raised inside a task that was given up, so that it ends without an effect."""
@@ -17,8 +19,9 @@ class Task:
     """One piece of work of the mover. `work(task)` returns the bytes moved and calls `advance` as it goes.
 
     `move` is None for the store's own housekeeping, of which nothing is reported. `gate`: how many layers may be in
-    place before `Mover.release` (None: all). A work that has reached `limit` and is not done calls `pause` and returns;
-    it is called again when the gate is open. `label` is for whoever gets the report.
+    place before `Mover.release` (None: all). A work that is not done calls `pause` and returns where it has reached
+    `limit`, or lets others go first; it is called again when the gate is open and its turn has come. `label` is for
+    whoever gets the report.
     """
 
     def __init__(
@@ -39,8 +42,9 @@ class Task:
         self.writes = writes
         self.gate = gate
         self.label = label
-        self.place: tuple[int, int] | None = None  # its entry in a queue; other entries of it are void
-        self.started = False  # runs, or has ended; not while it waits at its gate
+        self.turn = 0  # tasks of one turn go on side by side, whichever has come the least far
+        self.place: Place | None = None  # its entry in a queue; other entries of it are void
+        self.started = False  # runs, or has ended; not while it waits at its gate, or for others
         self.paused = False
         self.abandoned = False
         self.progress_at = 0.0  # monotonic seconds
@@ -49,6 +53,11 @@ class Task:
         self._layers = 0
         self._ended: bool | None = None  # None: not yet; then whether it went well
         self._changed = threading.Condition()
+
+    @property
+    def layers(self) -> int:
+        """How many are in place."""
+        return self._layers
 
     def limit(self, layers: int) -> int:
         """How many of `layers` layers may be in place as things are."""
@@ -61,7 +70,7 @@ class Task:
         return self.gate is not None and self._layers >= self.gate
 
     def pause(self) -> None:
-        """Called by the work, which then returns: there is more to do, behind the gate."""
+        """Called by the work, which then returns: there is more to do, behind the gate or after others."""
         self.paused = True
 
     def advance(self, layers: int = 0) -> None:

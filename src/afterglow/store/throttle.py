@@ -98,6 +98,7 @@ class ArtificiallySlowTier:
         layer_done: Callable[[int], None],
         first: int = 0,
         stop: int | None = None,
+        heads: dict[str, Head] | None = None,
     ) -> int:
         """Fill `slots`; a layer counts as arrived when the line has carried its bytes (and the head's, with layer 0)."""
         layout = arena.layout
@@ -113,7 +114,7 @@ class ArtificiallySlowTier:
                 layer_done(layer + 1)
             arrived = max(arrived, layers)
 
-        return self.real.read(extent, rows, arena, slots, hold_back, first, stop)
+        return self.real.read(extent, rows, arena, slots, hold_back, first, stop, heads)
 
     def head(self, extent: str) -> Head:
         """The verified head of an extent, at the real tier's speed."""

@@ -97,11 +97,13 @@ class Tier(Protocol):
         layer_done: Callable[[int], None],
         first: int = 0,
         stop: int | None = None,
+        heads: dict[str, Head] | None = None,
     ) -> int:
         """Fill `slots` with the first blocks of an extent of `rows` rows; returns the bytes read.
 
         Only layers [first, stop) are read (`stop` None: to the last). `layer_done(n)` after each piece: the layers from
-        `first` up to n are in place and verified. The head counts with layer 0, however often it is read, so that the
+        `first` up to n are in place and verified. `heads`: verified ones, by extent, that need not be read again; one that is
+        read is put there. The head counts with layer 0, however often it is read, so that the
         bytes of an extent's parts add up to those of the whole.
         """
 

@@ -34,6 +34,8 @@ class LookAhead:
         self._queued_rows = 0
         self._longest = longest
         self._window = 1  # the prefetch window of this step
+        self._changes = 0  # how often the queue, or what is known of its jobs' paths, has changed
+        self._fetched = (-1, -1, -1)  # that, what had left host, and the window, when all in it was found in host
         self._seen = -1  # the index's version when the head of the queue was last matched
 
     @property
@@ -45,11 +47,13 @@ class LookAhead:
 
     def joined(self, job: Job) -> None:
         """A job waits."""
+        self._changes += 1
         if self.enabled and job.spec.read:
             self._follow(job)
 
     def left(self, job: Job) -> None:
         """A job waits no more."""
+        self._changes += 1
         for extent in job.path:
             place = bisect_left(extent.waiting, job.key)
             extent.waiting = (*extent.waiting[:place], *extent.waiting[place + 1 :])
@@ -66,6 +70,7 @@ class LookAhead:
             return
         self.left(job)
         job.path = path
+        self._changes += 1
         self._count(job, 1)
         for extent in path:
             place = bisect_left(extent.waiting, job.key)
@@ -162,14 +167,20 @@ class LookAhead:
     def prefetch(self, now: float, reserve: int) -> None:
         """Start to bring to host what the jobs in the window wait for, in the order of the queue; `reserve` slots are left
         for rows that are about to be computed."""
-        if not self.enabled:
-            return
+        state = (self._changes, self._placement.absences, self._window)
+        if not self.enabled or state == self._fetched:
+            return  # nothing has left host since all in the window was there, or on its way
+        complete = True
         for job in self._queue.first(self._window):
             for extent in job.path:
                 if extent.dead:
                     break
-                if extent.host == "absent" and not self._placement.prefetch(extent, now, job.key, reserve):
-                    return
+                if extent.host == "absent":
+                    if not self._placement.prefetch(extent, now, job.key, reserve):
+                        return
+                    complete = complete and extent.host != "absent"
+        if complete:
+            self._fetched = state
 
     @property
     def fetched(self) -> Key | None:

@@ -66,6 +66,7 @@ class Placement:
         self.pool = SlotPool(capacity.host_slots)
         self.disk_used = 0
         self.moves: list[Move] = []  # planned, not yet handed out
+        self.absences = 0  # how often rows have left host, or have not come
         self.flights: dict[int, _Flight] = {}
         self.low, self.high = watermarks(capacity.host_slots)
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
@@ -717,6 +718,7 @@ class Placement:
     def _free_host(self, extent: Extent) -> None:
         self.pool.give(extent.slots)
         extent.slots, extent.host = (), "absent"
+        self.absences += 1
         self._rank(extent)
 
     def _drop_file(self, extent: Extent, why: str) -> int:
@@ -765,6 +767,7 @@ class Placement:
             else:
                 self.pool.give(extent.slots)
             extent.slots, extent.host = (), "absent"
+            self.absences += 1
             self._not_loaded(extent, done.why, now)
         if extent.dead:
             self._reap(extent)

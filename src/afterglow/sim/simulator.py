@@ -14,10 +14,9 @@ from afterglow.plan.stats import Counters
 from afterglow.plan.step import Admitted, Event, JobSpec, Step
 from afterglow.plan.truncation import Cut
 from afterglow.sim.executor import Executor
+from afterglow.sim.replay import REPEATS
 from afterglow.sim.settings import Setup
 from afterglow.sim.workload import Arrival, Workload, token_bytes
-
-REPEATS = 4096  # uneventful steps that are advanced together, at most
 
 
 @dataclass(slots=True)
@@ -244,9 +243,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     cached = sum(outcome.device) + sum(outcome.host) + sum(outcome.disk)
     later = [i for i in range(outcome.turns) if outcome.history[i]]
     hits = sum(1 for i in later if outcome.device[i] + outcome.host[i] + outcome.disk[i] > 0)
-    reused = sum(
-        min(outcome.history[i], outcome.device[i] + outcome.host[i] + outcome.disk[i]) for i in later
-    )
+    reused = sum(min(outcome.history[i], outcome.device[i] + outcome.host[i] + outcome.disk[i]) for i in later)
     history = sum(outcome.history)
     computing = outcome.prefilling + outcome.decoding
     return {

@@ -1,0 +1,33 @@
+"""An engine's journal through the plan, as the simulator drives it: the same steps, or it is not the same policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from afterglow.plan.journal import replay_repeated, step_digest
+from afterglow.plan.step import Step
+
+REPEATS = 4096  # uneventful steps that are advanced together, at most
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a journal led to. `different`: the first step that was not the engine's; None: all were."""
+
+    steps: int = 0
+    moves: int = 0
+    different: Step | None = None
+
+
+def replay_journal(lines: Iterable[str], limit: int = REPEATS) -> Replayed:
+    """Replay a journal (`--journal`) with as many decode steps at once as the simulator would take, and compare every
+    step, repeated ones expanded, with what the engine has recorded. Errors: ValueError, naming the line."""
+    found = Replayed()
+    for step, recorded in replay_repeated(lines, limit):
+        found.steps += 1
+        found.moves += len(step.moves)
+        if step_digest(step) != recorded:
+            found.different = step
+            break
+    return found

@@ -213,7 +213,13 @@ def flip_row(scene: Scene, victim: ExtentRecord) -> None:
 
 
 def flip_row_meanwhile(scene: Scene, world: World) -> None:
-    paths = (path_of(scene.namespace, talk) for talk in scene.talks)  # whose went by now is chance
+    flip_row(scene, path_of(scene.namespace, scene.first)[0])
+
+
+def flip_anybodys_row(scene: Scene, world: World) -> None:
+    scene.brief = True  # who is on disk by now, and who reads it or removes it next, is chance
+    scene.tell("evictions went on")
+    paths = (path_of(scene.namespace, talk) for talk in scene.talks)
     flip_row(scene, next(path[0] for path in paths if path))
 
 
@@ -388,7 +394,7 @@ def flips() -> Iterator[Cell]:
     fault = "bit flip in the catalog"
     yield from reading(fault, "a bit of the extent's row, meanwhile", flip_row)
     yield Cell(fault, "save", "a bit of a row, meanwhile", partial(Scene.save, harm=flip_row_meanwhile))
-    yield evicting(fault, "a bit of a row, meanwhile", flip_row_meanwhile, done=evicted)
+    yield evicting(fault, "a bit of a row, meanwhile", flip_anybodys_row, done=evicted)
     yield starting(fault, "a bit of a row", before_start(flip_row))
     yield starting(fault, "a bit of the first page", flip_magic)
 

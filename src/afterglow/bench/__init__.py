@@ -15,6 +15,7 @@ NAMES = {
     "multiturn": "TTFT of a next turn: recomputed, and with its history on device, in host memory, on disk.",
     "disk": "Reading and writing whole extents, checksums included, against plain O_DIRECT loops.",
     "engine": "Prefill and decode speed against transformers, same weights, same threads.",
+    "calibrate": "What passes and transfers take on this machine, as a file for `afterglow simulate --calibration`.",
     "overhead": "What HTTP adds to TTFT, and what the engine's own bookkeeping costs.",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from afterglow.config import format_size
@@ -125,6 +126,8 @@ class Setup:
     def machine(self) -> Machine:
         """The links of this engine."""
         link = self.host_link if self.host_link is not None else self.hardware.host_link_bandwidth
+        if self.calibration is not None:
+            link = inf  # what gathering rows takes is part of the passes that were measured
         return Machine(
             self.row_bytes,
             self.model.layers,
@@ -139,4 +142,6 @@ class Setup:
 
     def passes(self) -> Timing:
         """What computing takes."""
+        if self.calibration is not None:
+            return self.calibration.timing
         return self.timing or Roofline(self.model, self.hardware, self.devices, self.dtype)

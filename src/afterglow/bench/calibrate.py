@@ -1,0 +1,142 @@
+"""What forward passes and transfers take on this machine, as a file for `afterglow simulate --calibration`.
+
+Conversations of many lengths take turns, one at a time and several at once, on tiers too small for all of them, while the
+engine keeps its journal; passes and transfers are fitted to what the journal says they took. `--journal` fits one that
+a server has written (`afterglow serve --journal FILE`) instead.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import threading
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from afterglow.bench.report import arguments, show
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Engine
+from afterglow.errors import ConfigError
+from afterglow.request import Output, Request, SamplingParams
+from afterglow.sim.calibrate import calibrate
+from afterglow.sim.cost import Calibration
+
+TALKS = 8
+BATCHES = (1, 2, 4, 8)
+_ids = count()
+
+
+def main(args: Sequence[str]) -> int:
+    """`afterglow bench calibrate`."""
+    parser = arguments("calibrate", (__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest context (default 1024)")
+    parser.add_argument("--cache-dir", type=Path, help="folder of the disk tier (default: a temporary one)")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="fit this journal, and run nothing")
+    options = parser.parse_args(args)
+    if options.longest < 256:
+        raise ConfigError(f"--longest must be at least 256, got {options.longest}")
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-", dir=options.cache_dir) as folder:
+        found = _calibration(options, Path(folder))
+    prefill, decode = found.timing.prefill, found.timing.decode
+    show(
+        f"{found.model}: seconds",
+        ("", "fixed", "per row or job", "per million products, thousand rows", "per row gathered"),
+        [("prefill", *prefill), ("decode", *decode, "")],
+    )
+    show("disk", ("", "MB/s"), [("read", found.disk_read / 1e6), ("write", found.disk_write / 1e6)])
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found.packed(), indent=1) + "\n")
+        print(f"written to {options.json}")
+    else:
+        print("--json FILE keeps it, for `afterglow simulate --calibration FILE`")
+    return 0
+
+
+def _calibration(options: Any, folder: Path) -> Calibration:
+    with _engine(options, folder / "probe", disk_cache=0) as probe:
+        row = probe.stats().host_capacity_bytes // probe.capacity.host_slots // probe.capacity.block_rows
+        if options.journal is not None:
+            return calibrate(_lines(options.journal), options.model, row)
+    rows = options.longest * row
+    journal = folder / "journal.jsonl"
+    room = {"device_cache": 3 * rows, "host_cache": 4 * rows, "disk_cache": 64 * rows}
+    with _engine(options, folder / "cache", journal=journal, **room) as engine:
+        for part in range(1 if options.quick else 3):
+            _talk(engine, random.Random(f"{options.seed} {part}"), options.longest)
+    return calibrate(_lines(journal), options.model, row)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _engine(options: Any, folder: Path, journal: Path | None = None, **cache: Any) -> _Started:
+    settings = CacheConfig(cache_dir=folder, source="load", warm_start=False, **cache)
+    config = EngineConfig(
+        cache=settings,
+        threads=options.threads,
+        max_model_len=2 * options.longest,
+        max_batch=max(BATCHES),
+        journal=journal,
+    )
+    return _Started(Engine.load(options.model, config))
+
+
+class _Started:
+    """An engine that runs as long as a `with` block."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Engine:
+        self._engine.start()
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close(flush=False)
+
+
+def _talk(engine: Engine, rng: random.Random, longest: int) -> None:
+    """Conversations whose turns add from a few to hundreds of tokens, in batches of several sizes."""
+    texts: list[list[int]] = [[] for _ in range(TALKS)]
+    for batch in (*BATCHES, *reversed(BATCHES)):
+        order = rng.sample(range(TALKS), TALKS)
+        for first in range(0, TALKS, batch):
+            turns = []
+            for number in order[first : first + batch]:
+                text = texts[number]
+                room = longest - len(text) - 32
+                if room < 16:
+                    text.clear()
+                    room = longest - 32
+                text += _words(engine, rng, min(room, int(16 * 2 ** rng.uniform(0, 5))))
+                turns.append((text, *_ask(engine, text, rng.randrange(8, 32))))
+            for text, tokens, ended in turns:
+                ended.wait()
+                text += tokens
+
+
+def _words(engine: Engine, rng: random.Random, number: int) -> list[int]:
+    return [rng.randrange(engine.vocab_size) for _ in range(number)]
+
+
+def _ask(engine: Engine, prompt: list[int], max_tokens: int) -> tuple[list[int], threading.Event]:
+    tokens: list[int] = []
+    ended = threading.Event()
+
+    def take(output: Output) -> None:
+        tokens.extend(output.tokens)
+        if output.finish_reason is not None:
+            ended.set()
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    engine.submit(Request(f"calibrate-{next(_ids)}", list(prompt), sampling), take)
+    return tokens, ended

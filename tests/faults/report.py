@@ -28,6 +28,8 @@ FAULTS = (
     "kill -9",
 )
 
+TIMED = ("slow disk", "hanging disk")
+
 NOT_PLAYED: dict[tuple[str, str], str] = {
     ("kill -9", "prefetch"): "a prefetch writes nothing that a load does not: it is the same code, see load",
 }
@@ -42,9 +44,10 @@ NOTES = (
 
 INTRODUCTION = """# What happens when something breaks
 
-Written by the tests (`AFTERGLOW_WRITE_DOCS=1 pytest tests/faults`), which compare it word for word otherwise. Each line
-was played on the real scheduler and the real store, with real files and threads: conversations of several turns in tiny
-tiers, the fault injected at the system call or into the file, in the phase that the line names and counted there.
+Written by the tests (`AFTERGLOW_WRITE_DOCS=1 pytest tests/faults`), which compare it word for word otherwise, but for
+evictions and late disks: what is told there is one of several stories that timing allows. Each line was played on the
+real scheduler and the real store, with real files and threads: conversations of several turns in tiny tiers, the fault
+injected at the system call or into the file, in the phase that the line names and counted there.
 
 In every line but the known gaps at the end, and not repeated there: every request was answered with the tokens that it
 would have got without any cache, nothing waited for ever, the budgets held, `afterglow cache check` named exactly what a
@@ -85,10 +88,15 @@ def documented() -> dict[Key, str]:
 
 
 def happened(key: Key, story: Iterable[str]) -> None:
-    """Compare what was seen with the file, or keep it for writing."""
+    """Compare what was seen with the file, or keep it for writing.
+
+    Who is evicted next and whether somebody reads it before, and what else is late where a disk is, is a matter of
+    timing: there the file tells one of the stories that are possible. What must never happen is asserted while the
+    story is played.
+    """
     text = "; ".join(story)
     _outcomes[key] = text
-    if not WRITE:
+    if not WRITE and key[1] != "evict" and key[0] not in TIMED:
         written = documented().get(key)
         assert text == written, f"docs/faults.md says {written!r} of {key} (AFTERGLOW_WRITE_DOCS=1 writes it anew)"
 

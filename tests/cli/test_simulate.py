@@ -248,6 +248,11 @@ def test_a_calibration_takes_the_place_of_the_model(tmp_path: Path) -> None:
         (("simulate", *SMALL, "--shared-tier", "1T", "--disk", "0"), "--shared-tier needs a --disk"),
         (("simulate", *SMALL, "--warm-up", "100000"), "nothing to count: the warm-up took"),
         (("simulate", *SMALL, "--json", "/nowhere/x.json"), "there is no folder /nowhere"),
+        (("simulate",), "give a workload: a trace file, or a preset"),
+        (("simulate", *SMALL, "--prefix", "64"), "--prefix belongs to --operator"),
+        (("simulate", "--operator", "rely"), "unknown operator 'rely': did you mean relay"),
+        (("simulate", "--operator", "relay", "--dram", "1G"), "--dram means nothing to --operator"),
+        (("simulate", "sharegpt-atc", "--operator", "relay"), "a workload means nothing to --operator"),
         (("plan", *SMALL), "a plan needs a goal"),
         (("plan", *SMALL, "--hit-rate", "1.5"), "--hit-rate must lie between 0 and 1"),
         (("plan", *SMALL, "--ttft", "0.00001", "--max-devices", "1"), "cannot be met: the TTFT (p99) down to 0.1"),
@@ -284,6 +289,15 @@ def test_an_unmet_plan_shows_what_it_tried() -> None:
     assert ran.code == 2
     assert "missed" in ran.out
     assert "cannot be met: the hit rate gets up to" in ran.err
+
+
+def test_one_operator_instead_of_a_workload() -> None:
+    ran = afterglow("simulate", "--operator", "importance", "--prefix", "1024")
+    assert ran.out.startswith("first token after a cached prefix: OPT-30B on A100-80G")  # the paper's set-up
+    other = afterglow("simulate", "--operator", "importance", "--prefix", "1024", "--model", "OPT-13B", "--json", "-")
+    (table,) = json.loads(other.out)["tables"]
+    assert "OPT-13B" in table["title"]
+    assert {row["prefix"] for row in table["rows"]} == {1024}
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

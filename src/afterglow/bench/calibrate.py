@@ -58,17 +58,29 @@ def main(args: Sequence[str]) -> int:
 
 
 def _calibration(options: Any, folder: Path) -> Calibration:
-    with _engine(options, folder / "probe", disk_cache=0) as probe:
-        row = probe.stats().host_capacity_bytes // probe.capacity.host_slots // probe.capacity.block_rows
-        if options.journal is not None:
-            return calibrate(_lines(options.journal), options.model, row)
-    rows = options.longest * row
+    if options.journal is not None:
+        with _engine(options.model, options.longest, folder, options.threads, disk_cache=0) as probe:
+            return calibrate(_lines(options.journal), options.model, _row_bytes(probe))
+    return measured_calibration(options.model, options.longest, options.seed, folder, options.threads, options.quick)
+
+
+def measured_calibration(
+    model: str, longest: int, seed: int, folder: Path, threads: int | None = None, quick: bool = False
+) -> Calibration:
+    """Run conversations of up to `longest` tokens in `folder`, and fit what their journal says."""
+    with _engine(model, longest, folder / "probe", threads, disk_cache=0) as probe:
+        row = _row_bytes(probe)
+    rows = longest * row
     journal = folder / "journal.jsonl"
     room = {"device_cache": 3 * rows, "host_cache": 4 * rows, "disk_cache": 64 * rows}
-    with _engine(options, folder / "cache", journal=journal, **room) as engine:
-        for part in range(1 if options.quick else 3):
-            _talk(engine, random.Random(f"{options.seed} {part}"), options.longest)
-    return calibrate(_lines(journal), options.model, row)
+    with _engine(model, longest, folder / "cache", threads, journal, **room) as engine:
+        for part in range(1 if quick else 3):
+            _talk(engine, random.Random(f"{seed} {part}"), longest)
+    return calibrate(_lines(journal), model, row)
+
+
+def _row_bytes(engine: Engine) -> int:
+    return engine.stats().host_capacity_bytes // engine.capacity.host_slots // engine.capacity.block_rows
 
 
 def _lines(path: Path) -> list[str]:
@@ -78,16 +90,14 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _engine(options: Any, folder: Path, journal: Path | None = None, **cache: Any) -> _Started:
+def _engine(
+    model: str, longest: int, folder: Path, threads: int | None, journal: Path | None = None, **cache: Any
+) -> _Started:
     settings = CacheConfig(cache_dir=folder, source="load", warm_start=False, **cache)
     config = EngineConfig(
-        cache=settings,
-        threads=options.threads,
-        max_model_len=2 * options.longest,
-        max_batch=max(BATCHES),
-        journal=journal,
+        cache=settings, threads=threads, max_model_len=2 * longest, max_batch=max(BATCHES), journal=journal
     )
-    return _Started(Engine.load(options.model, config))
+    return _Started(Engine.load(model, config))
 
 
 class _Started:

@@ -12,8 +12,9 @@ import typer
 from afterglow import __version__
 from afterglow.cli.options import usage_line, with_configs
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.errors import AfterglowError, UserError
+from afterglow.errors import AfterglowError, ConfigError, UserError
 from afterglow.server.settings import ServerConfig
+from afterglow.sim.options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
 
 _USAGE = cast(type[Exception], typer.BadParameter.__mro__[2])  # ClickException, wherever this version of typer has it
 
@@ -99,6 +100,30 @@ CacheSalt = Annotated[
     str | None,
     typer.Option(
         metavar="SALT", help="See what was asked for with this cache_salt. The default is none.", show_default=False
+    ),
+]
+_WORKLOAD = typer.Argument(
+    metavar="WORKLOAD",
+    help="A trace file (of afterglow serve --record-trace, Mooncake, agentic sessions, or Azure), or a preset: "
+    "sharegpt-atc, sharegpt-arxiv.",
+    show_default=False,
+)
+JsonFile = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write all figures to this file as well; - prints them instead of a table. The default is not to.",
+        show_default=False,
+    ),
+]
+PlotFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="DIR",
+        help="Draw pictures into this folder; needs matplotlib (the extra plots). The default is not to.",
+        show_default=False,
     ),
 ]
 Conversations = Annotated[
@@ -247,6 +272,85 @@ def bench(
     args = [*(["--quick"] if quick else []), *(["--json", str(json)] if json else []), *context.args]
     args += ["--help"] if help else []
     raise typer.Exit(afterglow.bench.run(name, args))
+
+
+@app.command()
+@with_configs(WorkloadConfig, EngineModel, TierConfig, ClusterConfig)
+def simulate(
+    source: WorkloadConfig,
+    engine: EngineModel,
+    tiers: TierConfig,
+    cluster: ClusterConfig,
+    context: typer.Context,
+    workload: Annotated[str | None, _WORKLOAD] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=V1,V2,...",
+            help="Simulate once for each value of any option below, such as disk=1T,2T,10T; several make a grid. Options that "
+            "change together: engines,rate=1:0.5,10:5. The default is one simulation.",
+            show_default=False,
+        ),
+    ] = None,
+    operator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead of a workload, model one operator on its paper's set-up: importance (SPEC), relay "
+            "(RelayAttention) or memo (AttnCache). --model, --hardware, --devices, --disk-bandwidth, --host-link and --seed "
+            "change it. The default is none.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With --operator, a length of the prefix (memo: of the sentence) in tokens; may be given several times. The "
+            "default is those of the paper.",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonFile = None,
+    plot: PlotFolder = None,
+) -> None:
+    """Simulate a workload on hardware that you need not have: hit rates, times to first tokens, bytes moved, costs.
+
+    It is the server's own planning that runs, on modelled devices and links. Ctrl-C prints what is known by then.
+    """
+    from afterglow.cli.simulate import simulate as run
+    from afterglow.cli.simulate import simulate_operator
+
+    if operator is not None:
+        given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+        raise typer.Exit(simulate_operator(operator, prefix or [], given, engine, tiers, source.seed, json))
+    if workload is None:
+        raise ConfigError(
+            "give a workload: a trace file, or a preset such as sharegpt-atc (see afterglow simulate --help)"
+        )
+    if prefix:
+        raise ConfigError("--prefix belongs to --operator")
+    scenario = Scenario(workload=workload, source=source, engine=engine, tiers=tiers, cluster=cluster)
+    raise typer.Exit(run(scenario, sweep or [], json, plot))
+
+
+@app.command()
+@with_configs(GoalConfig, WorkloadConfig, EngineModel)
+def plan(
+    goal: GoalConfig,
+    source: WorkloadConfig,
+    engine: EngineModel,
+    workload: Annotated[str, _WORKLOAD],
+    json: JsonFile = None,
+    plot: PlotFolder = None,
+) -> None:
+    """Find the cheapest host memory, disk and number of devices that meet a goal for a workload, and say why.
+
+    Each size that is tried is a simulation of the whole workload: --conversations makes it shorter.
+    """
+    from afterglow.cli.plan import plan as run
+
+    scenario = Scenario(workload=workload, source=source, engine=engine, tiers=TierConfig(), cluster=ClusterConfig())
+    raise typer.Exit(run(scenario, goal, json, plot))
 
 
 @cache_app.command("ls")

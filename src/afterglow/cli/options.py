@@ -17,7 +17,16 @@ from afterglow.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_PANELS = {"ServerConfig": "Server", "EngineConfig": "Engine", "CacheConfig": "Cache"}
+_PANELS = {
+    "ServerConfig": "Server",
+    "EngineConfig": "Engine",
+    "CacheConfig": "Cache",
+    "WorkloadConfig": "Workload",
+    "EngineModel": "Model and machine",
+    "TierConfig": "Sizes",
+    "ClusterConfig": "Several engines",
+    "GoalConfig": "Goal",
+}
 
 
 def with_configs(*configs: type) -> Callable[[F], Callable[..., Any]]:

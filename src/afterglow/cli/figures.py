@@ -1,0 +1,165 @@
+"""How the simulator's figures are written: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from afterglow.config import format_size
+from afterglow.errors import ConfigError
+from afterglow.sim.options import Scenario
+
+Figures = dict[str, Any]
+
+
+def seconds(value: float) -> str:
+    """`0.0357` -> `35.7 ms`."""
+    if value < 1e-6:
+        return "0 s"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.2f} h"
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}".replace("%", " %")
+
+
+def dollars(value: float) -> str:
+    return f"${value:,.2f}" if value >= 0.1 else f"${value:.3g}"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Plain columns, the first to the left and the others to the right."""
+    lines = [tuple(heads), *map(tuple, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def lines(rows: Iterable[tuple[str, str]]) -> None:
+    """A name and what there is to say of it, line by line."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name.ljust(width)}  {text}".rstrip())
+
+
+# What a sweep's table has for each point: heading, and how to write it.
+COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+    ("hit rate", lambda f: percent(f["hit_rate"])),
+    ("of prompts", lambda f: percent(f["cached_of_prompts"])),
+    ("host", lambda f: percent(f["from_host"])),
+    ("disk", lambda f: percent(f["from_disk"])),
+    ("TTFT mean", lambda f: seconds(f["ttft_mean"])),
+    ("p50", lambda f: seconds(f["ttft_p50"])),
+    ("p99", lambda f: seconds(f["ttft_p99"])),
+    ("admitted", lambda f: seconds(f["service_mean"])),
+    ("prefill tok/s", lambda f: number(f["prefill_throughput"])),
+    ("device time", lambda f: seconds(f["device_seconds"])),
+    ("queue", lambda f: number(f["mean_queue"])),
+    ("cost", lambda f: dollars(f["cost"]["dollars"]) if f["cost"] else "-"),
+)
+
+
+def overview(figures: Figures) -> list[tuple[str, str]]:
+    """The lines of one simulation."""
+    f = figures
+    refused = f", {number(f['refused'])} refused" if f["refused"] else ""
+    rows = [
+        ("turns", f"{number(f['turns'])} in {seconds(f['simulated_seconds'])}{refused}"),
+        (
+            "hit rate",
+            f"{percent(f['hit_rate'])} of conversations' history, {percent(f['cached_of_prompts'])} of all prompt tokens",
+        ),
+        ("  by tier", _tiers(f)),
+        ("TTFT", f"mean {seconds(f['ttft_mean'])}, p50 {seconds(f['ttft_p50'])}, p99 {seconds(f['ttft_p99'])}"),
+        ("  from admission on", f"mean {seconds(f['service_mean'])}"),
+        ("prefill throughput", f"{number(f['prefill_throughput'])} tokens/s, history included"),
+        ("device time", _device_time(f)),
+        ("queue", f"{number(f['mean_queue'])} turns wait, in the mean"),
+        ("bytes moved", ", ".join(f"{format_size(size)} {link}" for link, size in f["bytes_moved"].items())),
+        ("cost", _cost(f)),
+    ]
+    if "cluster" in f:
+        rows.append(("engines", _cluster(f["cluster"])))
+    if "bad_lines" in f:
+        rows.append(("left out", f"{f['bad_lines']['skipped']} bad lines; the first: {f['bad_lines']['first']}"))
+    return rows
+
+
+def _tiers(f: Figures) -> str:
+    if not f["cached_of_prompts"]:
+        return "nothing was cached"
+    return f"device {percent(f['from_device'])}, host {percent(f['from_host'])}, disk {percent(f['from_disk'])}"
+
+
+def _device_time(f: Figures) -> str:
+    return (
+        f"{seconds(f['device_seconds'])}: prefill {seconds(f['prefill_seconds'])} (stalled "
+        f"{seconds(f['stalled_seconds'])}), decode {seconds(f['decode_seconds'])}"
+    )
+
+
+def _cost(f: Figures) -> str:
+    cost = f["cost"]
+    if not cost:
+        return "not known for this device: give --prices"
+    share = cost["storage"] / cost["dollars"] if cost["dollars"] else 0.0
+    return (
+        f"{dollars(cost['dollars'])} for the device time: devices {dollars(cost['devices'])}, storage "
+        f"{dollars(cost['storage'])} ({percent(share)}); {dollars(cost['dollars_per_hour'])} per hour"
+    )
+
+
+def _cluster(c: Figures) -> str:
+    text = (
+        f"{c['engines']}, routed by {c['router']}: {number(c['moved_turns'])} turns came to another engine than the one "
+        f"before, the busiest engine computed {c['busiest_over_mean']:.2f} times the mean"
+    )
+    if c["network_out_bytes"]:
+        text += (
+            f"; shared store {format_size(c['shared_bytes'])}, {format_size(c['network_out_bytes'])} written and "
+            f"{format_size(c['network_in_bytes'])} read over the network"
+        )
+    return text
+
+
+def options_of(scenario: Scenario) -> dict[str, Any]:
+    """All options of a scenario, for JSON."""
+    parts = (scenario.source, scenario.engine, scenario.tiers, scenario.cluster)
+    return {
+        name: str(value) if isinstance(value, Path) else value for part in parts for name, value in asdict(part).items()
+    }
+
+
+def check_writable(path: str | None) -> None:
+    """Before hours are spent. Errors: ConfigError."""
+    if path not in (None, "-") and not Path(str(path)).parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no folder {Path(str(path)).parent}")
+
+
+def write_json(path: str, value: object) -> None:
+    """To a file, or to standard output (`-`). Errors: ConfigError."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,160 @@
+"""`afterglow plan`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from afterglow.cli import figures as fig
+from afterglow.cli.plots import check_plots, draw_plan
+from afterglow.cli.progress import progress
+from afterglow.config import format_size
+from afterglow.errors import ConfigError
+from afterglow.sim.capacity import Search, Trial
+from afterglow.sim.catalogue import hardware, model
+from afterglow.sim.census import WorkingSet
+from afterglow.sim.options import GoalConfig, Scenario
+
+INTERRUPTED = 130
+PARTS = 1000  # of a simulation, for the progress bar
+USUAL = 16  # simulations of a search, about
+
+
+def plan(scenario: Scenario, goal: GoalConfig, json: str | None, plot: Path | None) -> int:
+    """Search, and say what was found and why; returns the exit code. Errors: ConfigError, ModelError."""
+    fig.check_writable(json)
+    if plot is not None:
+        check_plots(plot)
+    search = Search(scenario, goal)
+    failed: ConfigError | None = None
+    stopped = False
+    try:
+        with progress() as report:
+
+            def tell(search: Search, part: float) -> None:
+                made = len(search.trials)
+                report("simulating", int(PARTS * (made + part)), PARTS * max(USUAL, made + 1))
+
+            search.run(tell)
+    except KeyboardInterrupt:
+        stopped = True
+    except ConfigError as error:
+        if not search.trials:
+            raise
+        failed = error
+    if json != "-":
+        _show(search)
+    if json is not None:
+        fig.write_json(json, _packed(search, complete=not stopped))
+    if plot is not None and search.trials:
+        paths = draw_plan(plot, search.trials, search.best)
+        print("drawn: " + ", ".join(map(str, paths)), file=sys.stderr)
+    if failed is not None:
+        raise failed
+    if stopped:
+        print(f"interrupted after {len(search.trials)} simulations: the search is not over", file=sys.stderr)
+    return INTERRUPTED if stopped else 0
+
+
+def _show(search: Search) -> None:
+    best, found = search.best, search.working_set
+    engine = search.scenario.engine
+    print(
+        f"{model(engine.model).name} on {hardware(engine.hardware).name}, {search.scenario.workload}: {search.wanted()}"
+    )
+    rows: list[tuple[str, str]] = []
+    if found is not None:
+        rows += _needs(found)
+    if best is not None:
+        rows += _answer(best, found)
+    if rows:
+        print()
+        fig.lines(rows)
+    if search.trials:
+        print("\nsimulated:")
+        fig.table(HEADS, [_row(trial, trial is best) for trial in sorted(search.trials, key=_order)])
+
+
+def _needs(found: WorkingSet) -> list[tuple[str, str]]:
+    unit = fig.seconds(found.unit)
+    return [
+        (
+            "working set",
+            f"{format_size(found.bytes)} of distinct KV in the busiest {unit}, of {found.sessions} conversations",
+        ),
+        (
+            "CCpUT",
+            f"{format_size(found.most_bytes)}, the most that so many can need: {found.sessions} times "
+            f"{found.window} tokens of {format_size(found.row_bytes)}",
+        ),
+    ]
+
+
+def _answer(best: Trial, found: WorkingSet | None) -> list[tuple[str, str]]:
+    capacity = best.dram + best.disk
+    ratio = f", {capacity / found.most_bytes:.2f} of CCpUT" if found is not None and found.most_bytes else ""
+    cost = best.figures["cost"]
+    share = best.hourly.storage / best.hourly.total if best.hourly.total else 0.0
+    return [
+        ("RCC", f"{format_size(capacity)}{ratio}"),
+        (
+            "cheapest",
+            f"{best.devices} device{'s' * (best.devices > 1)}, {format_size(best.dram)} of host memory, "
+            f"{format_size(best.disk)} of disk",
+        ),
+        ("  hit rate", f"{fig.percent(best.hit_rate)} (device {fig.percent(best.figures['from_device'])} of what is cached, "
+         f"host {fig.percent(best.figures['from_host'])}, disk {fig.percent(best.figures['from_disk'])})"),
+        ("  TTFT", f"mean {fig.seconds(best.figures['ttft_mean'])}, p50 {fig.seconds(best.figures['ttft_p50'])}, "
+         f"p99 {fig.seconds(best.figures['ttft_p99'])}"),
+        (
+            "  per hour",
+            f"{fig.dollars(best.hourly.total)}: devices {fig.dollars(best.hourly.devices)}, storage "
+            f"{fig.dollars(best.hourly.storage)} ({fig.percent(share)})",
+        ),
+        ("  this workload", f"{fig.dollars(cost['dollars'])} for {fig.seconds(best.figures['device_seconds'])} of device time"),
+    ]  # fmt: skip
+
+
+HEADS = ("devices", "host memory", "disk", "hit rate", "TTFT mean", "p50", "p99", "per hour", "goal")
+
+
+def _row(trial: Trial, best: bool) -> tuple[str, ...]:
+    f = trial.figures
+    said = "met, cheapest" if best else "met" if trial.met else "missed"
+    times = (fig.seconds(f["ttft_mean"]), fig.seconds(f["ttft_p50"]), fig.seconds(f["ttft_p99"]))
+    tiers = (str(trial.devices), format_size(trial.dram), format_size(trial.disk))
+    return (*tiers, fig.percent(trial.hit_rate), *times, fig.dollars(trial.hourly.total), said)
+
+
+def _order(trial: Trial) -> tuple[int, int, int]:
+    return trial.devices, trial.dram, trial.disk
+
+
+def _packed(search: Search, complete: bool) -> dict[str, Any]:
+    found, best = search.working_set, search.best
+    needs = None
+    if found is not None:
+        needs = asdict(found) | {
+            "bytes": found.bytes,
+            "ccpus_bytes": found.session_bytes,
+            "ccput_bytes": found.most_bytes,
+        }
+    return {
+        "workload": search.scenario.workload,
+        "options": fig.options_of(search.scenario),
+        "goal": asdict(search.goal),
+        "complete": complete,
+        "met": best is not None,
+        "working_set": needs,
+        "best": _trial(best) if best is not None else None,
+        "rcc_over_ccput": (best.dram + best.disk) / found.most_bytes if best and found and found.most_bytes else None,
+        "trials": [_trial(trial) for trial in search.trials],
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    packed = asdict(trial)
+    packed["hourly"]["total"] = trial.hourly.total
+    return packed

@@ -1,0 +1,205 @@
+"""From options to a simulation, and from its outcome to the figures that people ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+
+from afterglow.config import format_size
+from afterglow.errors import ConfigError
+from afterglow.sim.bill import charged, hourly, price_list
+from afterglow.sim.catalogue import Hardware, hardware, model
+from afterglow.sim.cluster import Cluster, Network
+from afterglow.sim.cost import Calibration
+from afterglow.sim.nearest import unknown
+from afterglow.sim.options import Scenario
+from afterglow.sim.settings import Setup
+from afterglow.sim.shape import ModelShape
+from afterglow.sim.simulator import Outcome, Simulation, summary
+from afterglow.sim.traces import TraceSource
+from afterglow.sim.workload import Conversation, Workload
+from afterglow.sim.workload_sharegpt import PRESETS, ShareGPT, ThinkTime, preset
+
+GB = 10**9
+PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
+RESERVE = 0.1  # of the devices' memory, as in `catalogue.kv_room`
+
+
+class Source(Protocol):
+    """Where conversations come from."""
+
+    @property
+    def fraction(self) -> float: ...
+
+    def __iter__(self) -> Iterator[Conversation]: ...
+
+
+class _First:
+    """The first conversations of a source."""
+
+    def __init__(self, source: TraceSource, count: int) -> None:
+        self._source, self._count, self._given = source, count, 0
+
+    @property
+    def fraction(self) -> float:
+        return self._given / self._count
+
+    def __iter__(self) -> Iterator[Conversation]:
+        self._given = 0
+        for conversation in islice(self._source, self._count):
+            self._given += 1
+            yield conversation
+
+
+class Running:
+    """One scenario on its way: `figures` can be asked for at any time."""
+
+    def __init__(self, scenario: Scenario, kind: type[Workload] = Workload) -> None:
+        """Errors: ConfigError, ModelError."""
+        self.scenario = scenario
+        self.setup = setup_of(scenario)
+        self.rates = price_list(scenario)
+        self.trace, self.source = source_of(scenario, self.setup.longest)
+        self.workload = kind(self.source, scenario.source.pace)
+        self.complete = False
+        self.outcome: Outcome | None = None
+        cluster, warm_up = scenario.cluster, scenario.source.warm_up
+        self._engine: Simulation | None = None
+        self._cluster: Cluster | None = None
+        if cluster.engines == 1 and not cluster.shared_tier:
+            self._engine = Simulation(self.setup, self.workload, warm_up=warm_up)
+        else:
+            network = Network(cluster.network * GB, cluster.shared_tier)
+            self._cluster = Cluster(
+                self.setup, self.workload, cluster.engines, cluster.router, network, scenario.source.seed, warm_up
+            )
+
+    def run(self, progress: Callable[[float], object] | None = None) -> dict[str, Any]:
+        """To the end. `progress` is told how much of the workload has begun, 0 to 1."""
+        tell = (lambda _: progress(self.source.fraction)) if progress is not None else None
+        if self._engine is not None:
+            self._engine.run(tell)
+        elif self._cluster is not None:
+            self._cluster.run(tell)
+        self.complete = True
+        return self.figures()
+
+    def figures(self) -> dict[str, Any]:
+        """What is known so far. Errors: ConfigError, where nothing was counted although all is over."""
+        outcome = self._engine.finish() if self._engine is not None else self._cluster_outcome()
+        self.outcome = outcome
+        if self.complete and not outcome.turns:
+            raise ConfigError(
+                f"nothing to count: the warm-up took {outcome.skipped} turns, {outcome.refused} were refused "
+                "(too long for the window), and there were no others"
+            )
+        found = summary(outcome)
+        found["history_tokens"] = sum(outcome.history)
+        found["cost"] = self._cost(outcome)
+        if self._cluster is not None:
+            found["cluster"] = self._cluster.figures()
+        if self.trace is not None and self.trace.skipped:
+            found["bad_lines"] = {"skipped": self.trace.skipped, "first": self.trace.first_bad}
+        found["complete"] = self.complete
+        found["fraction"] = 1.0 if self.complete else self.source.fraction
+        return found
+
+    def _cluster_outcome(self) -> Outcome:
+        assert self._cluster is not None
+        return self._cluster.finish()
+
+    def _cost(self, outcome: Outcome) -> dict[str, Any] | None:
+        if self.rates is None:
+            return None
+        bill = charged(self.scenario, self.rates, outcome.prefilling + outcome.decoding)
+        hour = hourly(self.scenario, self.rates)
+        return {
+            "prices": self.rates.name,
+            "dollars": bill.total,
+            "devices": bill.devices,
+            "storage": bill.storage,
+            "dollars_per_hour": hour.total * self.scenario.cluster.engines,
+        }
+
+
+def setup_of(scenario: Scenario) -> Setup:
+    """Errors: ConfigError, also for a model that does not fit, ModelError."""
+    wanted, tiers = scenario.engine, scenario.tiers
+    shape, device = model(wanted.model), hardware(wanted.hardware)
+    least = fewest_devices(shape, device, wanted.window or shape.window, wanted.dtype)
+    if tiers.devices < least:
+        raise ConfigError(
+            f"{shape.name} does not fit: its weights ({format_size(shape.weight_bytes(wanted.dtype))} as {wanted.dtype}) and "
+            f"the keys and values of one context of {wanted.window or shape.window} tokens take {least} {device.name}, "
+            f"not {tiers.devices}"
+        )
+    measured: dict[str, Any] = {"disk_read": wanted.disk_bandwidth * GB, "disk_write": wanted.disk_bandwidth * GB}
+    if wanted.calibration is not None:
+        measured = _measured(wanted.calibration, shape, wanted.dtype)
+    if scenario.cluster.shared_tier and not tiers.disk:
+        raise ConfigError("--shared-tier needs a --disk on each engine, through which it is read and written")
+    more = {"write_policy": "write_through"} if scenario.cluster.shared_tier else {}
+    return Setup(
+        model=shape,
+        hardware=device,
+        devices=tiers.devices,
+        dtype=wanted.dtype,
+        dram=tiers.dram,
+        disk=tiers.disk,
+        host_link=wanted.host_link * GB if wanted.host_link is not None else None,
+        policy=wanted.policy,
+        mode=wanted.mode,
+        max_batch=wanted.max_batch,
+        prefill_chunk=wanted.prefill_chunk,
+        window=wanted.window,
+        retain=wanted.retain,
+        ttl=wanted.ttl,
+        more=more,
+        **measured,
+    )
+
+
+def _measured(path: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
+    found = Calibration.load(path)
+    if found.kv_bytes_per_token != shape.kv_bytes_per_token(dtype):
+        raise ConfigError(
+            f"{path} was measured with {found.model}, {found.kv_bytes_per_token} bytes of KV per token; {shape.name} as "
+            f"{dtype} has {shape.kv_bytes_per_token(dtype)}: give the --model and --dtype that were measured"
+        )
+    return {
+        "calibration": found,
+        "disk_read": found.disk_read,
+        "disk_write": found.disk_write,
+        "disk_latency": found.disk_latency,
+    }
+
+
+def fewest_devices(shape: ModelShape, device: Hardware, window: int, dtype: str) -> int:
+    """How many devices have room for the weights, and for the keys and values of one context."""
+    needed = shape.weight_bytes(dtype) + window * shape.kv_bytes_per_token(dtype)
+    return ceil((needed + 1) / (device.memory_bytes * (1 - RESERVE)))
+
+
+def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, Source]:
+    """The conversations of a trace file or a preset, and the trace if it is one. Errors: ConfigError."""
+    wanted, name = scenario.source, scenario.workload
+    if name not in PRESETS:
+        if not Path(name).exists():
+            raise unknown("workload", name, PRESETS, "(a trace file will do as well)")
+        trace = TraceSource(
+            name, wanted.format, skip_bad=wanted.skip_bad, rate=wanted.rate or TRACE_RATE, seed=wanted.seed
+        )
+        return trace, trace if wanted.conversations is None else _First(trace, wanted.conversations)
+    law = preset(name)
+    return None, ShareGPT(
+        law,
+        conversations=wanted.conversations,
+        rate=wanted.rate or PRESET_RATE,
+        think=ThinkTime(wanted.think),
+        seed=wanted.seed,
+        max_prompt=min(law.max_prompt, window // 2),
+        max_reply=min(law.max_reply, window // 2),
+    )

@@ -1,0 +1,171 @@
+"""The planner: what it finds meets the goal and nothing a step smaller does; it says how far an unmet goal gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from afterglow.errors import ConfigError
+from afterglow.sim.bill import charged, hourly
+from afterglow.sim.capacity import GIB, Search, _first, device_counts, hit_rate, sizes
+from afterglow.sim.catalogue import prices
+from afterglow.sim.census import Census
+from afterglow.sim.options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
+from afterglow.sim.scenario import Running
+from afterglow.sim.sweep import points
+from afterglow.sim.workload import Arrival, Segment, TraceTurn
+
+
+def scenario(**values: Any) -> Scenario:
+    made = Scenario(
+        workload="sharegpt-atc",
+        source=WorkloadConfig(conversations=30, think=10.0),
+        engine=EngineModel(retain=False),
+        tiers=TierConfig(),
+        cluster=ClusterConfig(),
+    )
+    return made.with_values(**values)
+
+
+def test_the_cheapest_meets_the_goal_and_a_step_less_does_not() -> None:
+    search = Search(scenario(), GoalConfig(hit_rate=0.8))
+    best = search.run()
+    assert best.met
+    assert best.hit_rate >= 0.8
+    assert best.devices == 1
+    assert len(search.trials) <= 20
+    assert best.hourly.total == min(trial.hourly.total for trial in search.trials if trial.met)
+    grid = [0, *sizes(GIB, best.disk, best.disk)]
+    less = scenario(devices=best.devices, dram=best.dram, disk=grid[grid.index(best.disk) - 1])
+    assert best.disk > 0
+    assert hit_rate(Running(less).run()) < 0.8
+
+
+def test_the_working_set_is_the_workloads() -> None:
+    search = Search(scenario(), GoalConfig(hit_rate=0.5))
+    best = search.run()
+    found = search.working_set
+    assert found is not None
+    assert found.sessions == 30
+    assert found.session_bytes == 2048 * 2 * 40 * 5120 * 2
+    assert found.most_bytes == 30 * found.session_bytes
+    assert 0 < found.bytes < found.most_bytes
+    assert best.dram + best.disk < 4 * found.most_bytes
+
+
+def test_more_devices_where_one_is_too_slow() -> None:
+    slow = Search(scenario(), GoalConfig(ttft=10.0)).run()
+    quick = Search(scenario(), GoalConfig(ttft=0.06, ttft_of="mean")).run()
+    assert slow.devices == 1
+    assert quick.devices == 2
+    assert quick.figures["ttft_mean"] <= 0.06
+
+
+def test_a_goal_that_cannot_be_met_says_how_far_it_gets() -> None:
+    search = Search(scenario(), GoalConfig(hit_rate=0.9, ttft=0.0001, max_devices=2))
+    with pytest.raises(
+        ConfigError, match=r"cannot be met: the hit rate gets up to .* %.*, the TTFT \(p99\) down to .* s \(2 dev"
+    ):
+        search.run()
+    assert search.best is None
+    assert [trial.devices for trial in search.trials] == [1, 2]
+
+
+def test_what_cannot_be_planned_is_said_before_anything_is_simulated() -> None:
+    goal = GoalConfig(hit_rate=0.9)
+    with pytest.raises(ConfigError, match="takes 2 A100-80G, and --max-devices is 1"):
+        Search(scenario(model="LLaMA-65B"), GoalConfig(hit_rate=0.9, max_devices=1))
+    with pytest.raises(ConfigError, match="what H100 costs is not known"):
+        Search(scenario(hardware="H100"), goal)
+    with pytest.raises(ConfigError, match="--max-dram must be"):
+        Search(scenario(), GoalConfig(hit_rate=0.9, max_dram=GIB))
+    with pytest.raises(ConfigError, match="a plan needs a goal"):
+        GoalConfig()
+
+
+def test_sizes_are_round_and_end_where_they_are_enough() -> None:
+    assert sizes(GIB, 10 * GIB, 64 * GIB) == [n * GIB for n in (1, 1.5, 2, 3, 4, 6, 8, 12)]
+    assert sizes(5 * GIB, 10**15, 10 * GIB) == [6 * GIB, 8 * GIB, 10 * GIB]
+    assert sizes(GIB, GIB, GIB) == [GIB]
+
+
+def test_devices_are_powers_of_two_between_the_fewest_and_the_most() -> None:
+    assert device_counts(1, 8) == [1, 2, 4, 8]
+    assert device_counts(3, 12) == [3, 4, 8, 12]
+    assert device_counts(2, 2) == [2]
+
+
+@pytest.mark.parametrize("answer", [0, 1, 7, 15])
+def test_bisection(answer: int) -> None:
+    asked: list[int] = []
+
+    def met(i: int) -> bool:
+        asked.append(i)
+        return i >= answer
+
+    assert _first(0, 15, met) == answer
+    assert len(asked) <= 6
+    assert _first(0, 15, lambda i: False) is None
+
+
+def arrival(time: float, session: str, start: int, length: int, stream: str = "") -> Arrival:
+    return Arrival(time, TraceTurn(session, 0, (Segment(stream or session, start, length),), (), length))
+
+
+def test_census_counts_the_busiest_unit() -> None:
+    census = Census(3600.0, 1000, 10)
+    for each in (
+        arrival(0, "a", 0, 100),
+        arrival(10, "b", 0, 200),
+        arrival(20, "a", 0, 300),  # the next turn of a: 200 new tokens
+        arrival(30, "c", 0, 150, "b"),  # the same tokens as b's
+        arrival(3700, "d", 0, 5000),  # no more than a context holds
+    ):
+        census.add(each)
+    found = census.result()
+    assert (found.sessions, found.rows, found.all_rows) == (3, 1000, 1500)
+    assert (found.session_bytes, found.most_bytes, found.bytes) == (10_000, 30_000, 10_000)
+
+
+@pytest.mark.parametrize(("devices", "share"), [(2, 0.164), (4, 0.090)])
+def test_storages_share_of_the_papers_bill(devices: int, share: float) -> None:
+    wanted = scenario(devices=devices, dram=128 * GIB, disk=10 * 2**40)
+    bill = charged(wanted, prices("cachedattention"), 7 * 3600.0)
+    assert bill.storage / bill.total == pytest.approx(share, abs=0.0005)
+    assert bill.total == pytest.approx(7 * hourly(wanted, prices("cachedattention")).total)
+    assert charged(wanted.with_values(mode="recompute"), prices("cachedattention"), 3600.0).total == 5 * devices
+
+
+def test_sweeps_make_grids_and_pairs() -> None:
+    grid = points(["disk=1T,0", "policy=lru,fifo"])
+    assert [(p.values["disk"], p.values["policy"]) for p in grid] == [
+        (2**40, "lru"), (2**40, "fifo"), (0, "lru"), (0, "fifo"),
+    ]  # fmt: skip
+    pairs = points(["engines,rate=1:0.5,10:5"])
+    assert [point.values for point in pairs] == [{"engines": 1, "rate": 0.5}, {"engines": 10, "rate": 5.0}]
+    both = points(["engines,rate=1:0.5,10:5", "policy=lru,fifo"])
+    assert {(*point.first, len(point.values)) for point in both} == {("engines", "rate", 3)}
+    assert points(["retain=yes,no", "window=none,512"])[1].values == {"retain": True, "window": 512}
+    assert [point.values for point in points([])] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ("dsk=1", "unknown option to sweep 'dsk': did you mean disk"),
+        ("disk", "write an option and its values"),
+        ("disk=x", "'x' is not a size"),
+        ("max-batch=1.5", "--max-batch: '1.5' is not a whole number"),
+        ("engines,rate=1", "should be 2 values"),
+        ("retain=maybe", "yes or no"),
+    ],
+)
+def test_a_sweep_that_cannot_be(sweep: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        points([sweep])
+
+
+def test_a_sweep_names_an_option_once() -> None:
+    with pytest.raises(ConfigError, match="given twice"):
+        points(["disk=1", "disk=2"])

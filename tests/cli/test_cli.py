@@ -88,6 +88,8 @@ COMMANDS = (
     "generate",
     "chat",
     "bench",
+    "simulate",
+    "plan",
     *(f"cache {name}" for name in ("ls", "stats", "pin", "unpin", "rm", "check", "clear")),
 )
 

@@ -216,16 +216,15 @@ def evicting(scheduler: Scheduler, extents: list[Extent]) -> float:
     """Seconds to let 1,000 extents go from a host that holds all of them, the median."""
     placement = scheduler._placement
     for extent in extents:
-        slots = placement.pool.take(placement.capacity.blocks(extent.rows))
+        slots = placement.pool.take(scheduler.capacity.blocks(extent.rows))
         assert slots is not None
-        extent.slots, extent.host = slots, "ready"
-        placement._rank(extent)
+        placement.add(extent, slots, write_through=False, now=0.0)
     return statistics.median(_timed(lambda: _evict(scheduler)) for _ in range(5))
 
 
 def _evict(scheduler: Scheduler) -> None:
-    least = max(0, len(scheduler._placement._host) - VICTIMS)
-    while len(scheduler._placement._host) > least:
+    gone = scheduler._counters.evicted_host + VICTIMS
+    while scheduler._counters.evicted_host < gone:
         scheduler._placement.evict(scheduler._placement.pool.free + 64, 2e9)
 
 

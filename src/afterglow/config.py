@@ -19,6 +19,7 @@ WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 SourceName = Literal["auto", "load", "recompute"]
 PreloadName = Literal["layerwise", "whole"]
 TruncationName = Literal["oldest", "sinks_and_recent", "importance"]
+RelayName = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -128,6 +129,11 @@ class EngineConfig:
         "What is cut. oldest: whole turns. sinks_and_recent: all but the first few and the most recent tokens. importance: "
         "as that, but half of what is kept are the tokens that were attended to most; slower, as it has to be recorded.",
     )
+    relay: RelayName = option(
+        "auto",
+        "Read rows that running requests have in common once for all of them (RelayAttention). auto: where that is faster; "
+        "on, off.",
+    )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
 
     def __post_init__(self) -> None:
@@ -154,6 +160,7 @@ def _check_choices(config: object) -> None:
         "source": SourceName,
         "preload": PreloadName,
         "truncation_policy": TruncationName,
+        "relay": RelayName,
         "dtype": DtypeName,
         "kv_dtype": DtypeName,
     }

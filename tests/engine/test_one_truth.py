@@ -58,7 +58,7 @@ def test_a_journal_replayed_takes_the_same_steps(
             text += [*tokens, *(rng.randrange(VOCAB) for _ in range(WORDS))]
     counters = handle.engine.stats().plan.counters  # type: ignore[union-attr]
     handle.engine.close(flush=False)
-    assert counters.stores and counters.loads and counters.evicted_host
+    assert min(counters.stores, counters.loads, counters.evicted_host) > 0
     one_by_one = replay_journal(journal.read_text().splitlines(), limit=1)
     assert one_by_one.different is None
     repeated = replay_journal(journal.read_text().splitlines())

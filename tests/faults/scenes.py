@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import ConfigError, StoreError
-from afterglow.plan.placement import LOAD_RETRY_LATE_S
+from afterglow.plan.loading import LOAD_RETRY_LATE_S
 from afterglow.plan.step import ExtentRecord, Load
 from afterglow.store import admin
 from afterglow.store.namespace import holder

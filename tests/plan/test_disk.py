@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers_kit import Tiers, drops, stores
 
+from afterglow.plan.disk import MAX_STORE_FAILURES, STORE_BACKOFF_S
 from afterglow.plan.extent import Extent
-from afterglow.plan.placement import MAX_STORE_FAILURES, STORE_BACKOFF_S
 from afterglow.plan.step import Drop
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from lasting_kit import Lasting
 from server_kit import jobs_of, words
+from tiers_kit import Tiers
 
-from afterglow.plan.placement import EXPIRY_RETRY_S
+from afterglow.plan.expiry import EXPIRY_RETRY_S, Expiry
+from afterglow.plan.extent import Extent
 from afterglow.plan.step import Drop
 
 TTL = 1000.0
@@ -364,11 +366,22 @@ def test_it_never_sleeps_past_what_is_put_off() -> None:
     assert server.is_empty()
 
 
+def test_an_extent_is_looked_at_once_however_often_it_is_used() -> None:
+    gone: list[Extent] = []
+    expiry = Expiry(lambda extent, why: gone.append(extent))
+    extent = Tiers().insert(1, blocks=1, below=None, now=0.0)
+    for use in range(50):
+        expiry.expire(extent, use + TTL)
+    assert len(expiry) == 1
+    expiry.sweep(49 + TTL, tuple)
+    assert len(expiry) == 0
+    assert gone == [extent]
+
+
 def test_it_is_not_woken_for_each_use() -> None:
     server = serving()
     for _ in range(50):
         server.ask(words(40), max_tokens=0, ttl=TTL)
-    assert len(server.scheduler._placement._expiring) <= server.scheduler.stats().extents
     before = len(server.steps)
     server.sleep(until=server.now + TTL + 1)
     assert server.is_empty()

@@ -12,7 +12,7 @@ from tiers_kit import Tiers, make_extent
 
 from afterglow.plan.ghosts import MOST, Ghosts
 from afterglow.plan.index import NO_MATCH, Index
-from afterglow.plan.placement import THRASH_S
+from afterglow.plan.loading import THRASH_S
 from afterglow.plan.stats import Counters
 
 REASONS = ("cold", "evicted", "expired", "damaged", "deleted", "salt")

@@ -6,7 +6,7 @@ import pytest
 from lasting_kit import Lasting
 from server_kit import words
 
-from afterglow.plan.placement import LOAD_RETRY_LATE_S, LOAD_RETRY_S, MAX_LOAD_FAILURES
+from afterglow.plan.loading import LOAD_RETRY_LATE_S, LOAD_RETRY_S, MAX_LOAD_FAILURES
 
 
 def on_disk(**more: object) -> Lasting:

@@ -6,9 +6,10 @@ from lasting_kit import Lasting
 from server_kit import words
 from tiers_kit import Tiers, drops, stores
 
+from afterglow.plan.disk import MAX_STORE_FAILURES, STORE_BACKOFF_S
 from afterglow.plan.extent import Extent
-from afterglow.plan.placement import MAX_STORE_FAILURES, MAX_WRITES, STORE_BACKOFF_S
 from afterglow.plan.step import Store
+from afterglow.plan.writing import MAX_WRITES
 
 
 def again(tiers: Tiers, now: float) -> list[str]:

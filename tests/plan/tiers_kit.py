@@ -103,7 +103,7 @@ class Tiers:
 
     def planned(self) -> list[Move]:
         """Hand out what has been planned since the last call."""
-        moves, self.placement.moves = self.placement.moves, []
+        moves = self.placement.take_moves()
         self.moves += moves
         return moves
 

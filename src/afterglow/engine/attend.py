@@ -34,6 +34,7 @@ class Part:
     gather_from: int = 0  # first row of the context that the gathers fill
     gather_angles: Rotation | None = None
     failed: ExtentId | None = None
+    own_from: int = 0  # rows before are read together with others (see `engine.relay`)
 
 
 @dataclass(slots=True)
@@ -88,20 +89,26 @@ class CachedAttend:
         self._tee.layer(layer, k, v)
         if self._angles is not None:
             q, k = attention.rotate(q, self._angles), attention.rotate(k, self._angles)
-        out = torch.empty_like(q)
         for part in self.parts:
             if part.gathers and part.failed is None:
                 self._gather(layer, part)
+            if part.failed is None:
+                part.context.keys(layer)[part.start : part.stop] = k[part.where]
+                part.context.values(layer)[part.start : part.stop] = v[part.where]
+        return self._attention(layer, attention, q).flatten(1)
+
+    def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
+        """All rows of the step over their contexts, which are on the device: [rows, heads, head_dim]."""
+        out = torch.empty_like(q)
+        for part in self.parts:
             if part.failed is not None:
                 out[part.where] = 0  # void, but it must not become NaN: the forward goes on for the others
                 continue
             keys, values = part.context.keys(layer), part.context.values(layer)
-            keys[part.start : part.stop] = k[part.where]
-            values[part.start : part.stop] = v[part.where]
             out[part.where] = self._attended(
                 part, q[part.where], keys[: part.stop], values[: part.stop], attention.scale
             )
-        return out.flatten(1)
+        return out
 
     def _attended(self, part: Part, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """One part's new rows over its whole context, in one layer."""

@@ -186,6 +186,7 @@ class Engine:
             parts.capacity,
             parts.device_row_bytes,
             parts.host_block_bytes,
+            parts.relayed,
         )
 
     def reset_cache(self, salt: str | None = None) -> None:

@@ -12,10 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from afterglow.config import RelayName
 from afterglow.engine.attend import CachedAttend, HostRows, Part
 from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.relay import Group, RelayAttend, RelayCosts, depth_of, groups_of
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.scores import Scores, ScoringAttend
+from afterglow.engine.stats import RelayCounts
 from afterglow.engine.tee import Tee
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, Save, Step, StepResult
@@ -73,8 +76,10 @@ class TorchRunner:
         max_batch: int,
         read_timeout: float,
         scores: Scores | None = None,
+        relay: RelayName = "off",
     ) -> None:
-        """`scores`: where to record what attention tokens get, if somebody wants to know."""
+        """`scores`: where to record what attention tokens get, if somebody wants to know. `relay`: read what the jobs of
+        a step share together, always or where that is faster."""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
@@ -83,6 +88,9 @@ class TorchRunner:
         self._scores = scores
         self._jobs: dict[int, _Job] = {}
         self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
+        self._relay = relay
+        self._costs = RelayCosts.measured(self.shape, spec.heads) if relay == "auto" else None
+        self.relayed = RelayCounts()
 
     def register(self, job: int, request: Request) -> None:
         self._jobs[job] = _Job(request, Sampler.of(request.sampling, self.decoder.device))
@@ -125,10 +133,14 @@ class TorchRunner:
             at += n
         self._tee.begin(*_saves(step.runs, parts))
         places = torch.cat(positions).to(device)
-        attend = self._attend(parts, places)
+        groups = groups_of(step.shares, parts, self._costs) if self._relay != "off" and self._scores is None else []
+        attend = self._attend(parts, places, groups)
         hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend)
         if isinstance(attend, ScoringAttend):
             attend.finish(step.runs)
+        for group in groups:
+            self.relayed.group(group.stop - group.start, len(group.parts))
+        self.relayed.levels = max(self.relayed.levels, depth_of(groups))
         self._tee.end()
         self._host.waited.clear()
         failed = {part.job: part.failed for part in parts if part.failed is not None}
@@ -136,9 +148,11 @@ class TorchRunner:
             part.context.rows = part.start if part.job in failed else part.stop
         return self._outputs(step.runs, parts, hidden, failed)
 
-    def _attend(self, parts: list[Part], places: Tensor) -> CachedAttend:
+    def _attend(self, parts: list[Part], places: Tensor, groups: list[Group]) -> CachedAttend:
         rope = self.decoder.rope
         angles = rope.cos_sin(places) if rope else None
+        if groups:
+            return RelayAttend(parts, angles, rope, self._host, self._tee, groups)
         if self._scores is None:
             return CachedAttend(parts, angles, rope, self._host, self._tee)
         return ScoringAttend(parts, angles, rope, self._host, self._tee, self._scores)

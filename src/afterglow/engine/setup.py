@@ -22,6 +22,7 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, default_cache_dir, format_size
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
+from afterglow.engine.stats import RelayCounts
 from afterglow.errors import ConfigError, StoreError
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
@@ -73,6 +74,7 @@ class Parts:
     scheduler: Scheduler
     store: KVStore
     runner: Runner
+    relayed: RelayCounts
     scores: Scores | None
     notify: Notify
     device_row_bytes: int
@@ -145,6 +147,8 @@ def build(
         layers=spec.layers,
         readers=MOVER_THREADS,
     )
+    # Who records what attention each token gets has to compute each request's weights apart.
+    relay = config.relay if config.truncation_policy != "importance" else "off"
     scheduler, journal = _scheduler(
         config,
         capacity,
@@ -163,6 +167,7 @@ def build(
         tenant_quota=config.cache.tenant_quota,
         warm_start=config.cache.warm_start,
         ttl=config.cache.ttl,
+        relay=relay != "off",
     )
     with undisturbed():
         useless = scheduler.restore(store.records(), time.time())
@@ -171,7 +176,14 @@ def build(
     blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
     runner = TorchRunner(
-        decoder, store, blocks, kv_dtype=kv_dtype, max_batch=config.max_batch, read_timeout=READ_TIMEOUT, scores=scores
+        decoder,
+        store,
+        blocks,
+        kv_dtype=kv_dtype,
+        max_batch=config.max_batch,
+        read_timeout=READ_TIMEOUT,
+        scores=scores,
+        relay=relay,
     )
     return Parts(
         model_name=name,
@@ -182,6 +194,7 @@ def build(
         scheduler=scheduler,
         store=store,
         runner=runner,
+        relayed=runner.relayed,
         scores=scores,
         notify=notify,
         device_row_bytes=row_bytes,

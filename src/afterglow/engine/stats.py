@@ -48,6 +48,10 @@ class EngineStats:
     store_failures: int = 0
     unsaved_rows: int = 0
     preemptions: int = 0
+    relay_groups: int = 0  # of requests that read rows together, summed over steps
+    relay_levels: int = 0  # of the deepest nesting of them so far
+    relay_rows_read: int = 0  # once for a group, in each layer
+    relay_rows_saved: int = 0  # that were not read again for each request
     plan: Stats | None = None  # all that the plan counts
     store: StoreStats | None = None  # all that the store counts
 
@@ -81,8 +85,30 @@ class Totals:
         self.prefilled_tokens += prefilled
 
 
+@dataclass(slots=True)
+class RelayCounts:
+    """What was read together, in rows of one layer; written by the engine's thread alone."""
+
+    groups: int = 0
+    levels: int = 0
+    rows_read: int = 0
+    rows_saved: int = 0
+
+    def group(self, rows: int, jobs: int) -> None:
+        """A group of a step has read rows for so many jobs."""
+        self.groups += 1
+        self.rows_read += rows
+        self.rows_saved += rows * (jobs - 1)
+
+
 def collect(
-    totals: Totals, plan: Stats, store: StoreStats, capacity: Capacity, device_row_bytes: int, host_block_bytes: int
+    totals: Totals,
+    plan: Stats,
+    store: StoreStats,
+    capacity: Capacity,
+    device_row_bytes: int,
+    host_block_bytes: int,
+    relayed: RelayCounts,
 ) -> EngineStats:
     """One snapshot from what the engine, the plan and the store each count."""
     counters = plan.counters
@@ -108,6 +134,10 @@ def collect(
         requests_cancelled=finishes.get("cancelled", 0),
         requests_error=finishes.get("error", 0),
         steps=totals.steps,
+        relay_groups=relayed.groups,
+        relay_levels=relayed.levels,
+        relay_rows_read=relayed.rows_read,
+        relay_rows_saved=relayed.rows_saved,
         plan_seconds=totals.plan_seconds,
         forward_seconds=totals.forward_seconds,
         load_bytes=store.disk_read_bytes,

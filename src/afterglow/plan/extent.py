@@ -1,6 +1,6 @@
 """An extent as the plan sees it: what it is made of, where it lies, who needs it. It knows no policy and no tree.
 
-One object is shared by the index (which owns `nodes`), the placement (which owns the tiers' states and `pins`),
+One object is shared by the index (which owns `nodes`), the placement (whose parts own the tiers' states and `pins`),
 the device (which owns `contexts`) and the jobs (which count themselves in `users`). Each writes its own fields only.
 """
 
@@ -124,6 +124,12 @@ class Extent:
     def has_children(self) -> bool:
         """Can anything be matched only through it?"""
         return any(child.extent is not self for node in self.nodes for child in node.children())
+
+    @property
+    def above(self) -> Extent | None:
+        """What it is matched through."""
+        node = self.nodes[0].parent
+        return node.extent if node is not None else None
 
     def record(self) -> ExtentRecord:
         """What the catalog keeps of it."""

@@ -105,7 +105,8 @@ class RecordingScheduler(Scheduler):
         tokens, failed = list(result.tokens.items()), list(result.failed.items())
         values: dict[str, Any] = {"tokens": tokens, "failed": failed, "done": [_packed(item) for item in done]}
         if result.repeats > 1:
-            values["repeats"], values["drawn"] = result.repeats, [[job, text.hex()] for job, text in result.drawn.items()]
+            drawn = [[job, text.hex()] for job, text in result.drawn.items()]
+            values |= {"repeats": result.repeats, "drawn": drawn}
         self._note("commit", now=now, **values)
         return super().commit(step, result, done, now)
 

@@ -1,4 +1,6 @@
-"""After a restart: from catalog records to extents. It believes the catalog; whether bytes are right the reads say."""
+"""From records to extents: after a restart the catalog's, at any time another engine's. It believes them; whether bytes
+are right the reads say.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
+from math import inf
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -38,6 +41,61 @@ def restore(
         for extent in taken:
             placement.expire(extent, extent.last_used + ttl)
     return useless
+
+
+def adopt(
+    salt: str,
+    tokens: bytes,
+    path: Sequence[Extent],
+    index: Index,
+    placement: Placement,
+    drafts: Drafts,
+    now: float,
+    ttl: float | None,
+) -> list[Extent]:
+    """Put extents like those of `path`, another index's way along `tokens`, below what is there of these tokens: those
+    whose rows are not, for `ttl` seconds (None: for ever). Returns them, as if they were on the disk.
+
+    The two indexes may have cut the tokens into extents at different places: parents are found by the tokens.
+    """
+    known = index.match(salt, tokens).rows
+    taken: list[Extent] = []
+    for other in path:
+        if other.first_row + other.rows <= known or placement.has_file(other.id):
+            continue
+        own = Extent(
+            other.id,
+            salt,
+            other.kind,
+            other.tokens,
+            other.first_row,
+            other.file_bytes,
+            now,
+            drafts.next_serial(),
+            last_used=now,
+        )
+        if own.id in index.extents or index.insert(own, tokens[: 4 * own.first_row]).outcome == "orphan":
+            break
+        if own.nodes:
+            taken.append(own)
+    if taken:
+        placement.restore(taken)
+        for own in taken:
+            placement.expire(own, now + ttl if ttl is not None else inf)
+    return taken
+
+
+def prefix_of(record: ExtentRecord, index: Index) -> bytes | None:
+    """The tokens before an extent; None, if what it hangs below is gone."""
+    parts: list[bytes] = []
+    parent, rows = record.parent, record.parent_rows
+    while parent is not None:
+        above = index.extents.get(parent)
+        if above is None:
+            return None
+        parts.append(above.tokens[: 4 * rows])
+        parent, rows = above.parent, above.parent_rows
+    return b"".join(reversed(parts))
 
 
 def _taken(

@@ -24,15 +24,16 @@ from afterglow.plan.compaction import Compaction
 from afterglow.plan.cost import Cost, Work
 from afterglow.plan.device import Device
 from afterglow.plan.drafts import Drafts
-from afterglow.plan.extent import Capacity
+from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.ghosts import Ghosts
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job, JobQueue, Wait, refuse_impossible
 from afterglow.plan.lookahead import LookAhead
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
-from afterglow.plan.restore import restore
+from afterglow.plan.restore import adopt, prefix_of, restore
 from afterglow.plan.sessions import Sessions, SessionState
+from afterglow.plan.shares import Sharer, shares
 from afterglow.plan.stats import Counters, Stats
 from afterglow.plan.step import (
     Admit,
@@ -47,6 +48,7 @@ from afterglow.plan.step import (
     MoveDone,
     Run,
     Save,
+    Share,
     Step,
     StepResult,
 )
@@ -83,8 +85,11 @@ class Scheduler:
         warm_start: bool = False,
         ttl: float | None = None,
         retain: bool = True,
+        relay: bool = False,
     ) -> None:
-        """`retain`: do contexts of jobs that have ended stay on the device while there is room? `ttl`: of what a restart finds on disk, unless a conversation with a name says more (jobs bring theirs)."""
+        """`retain`: do contexts of jobs that have ended stay on the device while there is room? `relay`: say what the jobs
+        of a step have in common. `ttl`: of what a restart finds on disk, unless a conversation with a name says more
+        (jobs bring theirs)."""
         self.capacity = capacity
         self.prefill_chunk = prefill_chunk
         self.max_batch = max_batch
@@ -97,10 +102,17 @@ class Scheduler:
         self._ghosts = Ghosts()
         selective = write_policy == "write_through_selective" and capacity.disk_bytes > 0
         self._placement = Placement(
-            capacity, POLICIES[policy], self._index, self._device, self._counters, self._cost, self._ghosts, selective
+            capacity,
+            POLICIES[policy],
+            self._index,
+            self._device,
+            self._counters,
+            self._cost,
+            self._ghosts,
+            selective,
+            tenant_quota,
         )
         self._placement.read_buffer = read_buffer
-        self._placement.quota = tenant_quota
         self._sessions = Sessions(self._index, self._placement)
         write_through = write_policy == "write_through" and capacity.disk_bytes > 0
         self._drafts = Drafts(
@@ -115,6 +127,9 @@ class Scheduler:
         self._warm_start = warm_start
         self._ttl = ttl
         self._retain = retain
+        self._relay = relay
+        self._sharers: list[int | tuple[int, int]] = []  # of which batch `_shares` is known
+        self._shares: tuple[Share, ...] = ()
         self._restored = False  # since the last step
         self._admission = Admission(
             capacity,
@@ -213,6 +228,19 @@ class Scheduler:
         self._restored = True
         return restore(records, self._index, self._placement, self._drafts, now, self._ttl)
 
+    def adopt(self, salt: str, tokens: bytes, path: Sequence[Extent], ttl: float | None, now: float) -> list[Extent]:
+        """Take over those of `path`, another engine's extents of `tokens`, whose rows are not there, as if they were on
+        the disk; at any time. Returns its own."""
+        taken = adopt(salt, tokens, path, self._index, self._placement, self._drafts, now, ttl)
+        if taken:
+            self._restored = True
+            self._version += 1
+        return taken
+
+    def prefix_of(self, record: ExtentRecord) -> bytes | None:
+        """The tokens before an extent of its own; None, if what it hangs below is gone."""
+        return prefix_of(record, self._index)
+
     def reset(self, now: float, tenant: str | None = None) -> None:
         """Forget every cached row that nobody is using, in all tiers, of one tenant (by salt) or of all; the moves come
         with the next step."""
@@ -251,7 +279,7 @@ class Scheduler:
     @property
     def flushed(self) -> bool:
         """After `flush`, and a step: is all that can be saved on disk, and no move under way?"""
-        return self._flush_done and not (self._placement.flights or len(self._drafts) or len(self._compaction))
+        return self._flush_done and not (self._placement.in_flight or len(self._drafts) or len(self._compaction))
 
     @property
     def unfinished(self) -> int:
@@ -326,23 +354,41 @@ class Scheduler:
                 self._placement.warm(now)
         self._placement.open_gates(all_of_them=self._flushing)
         self._restless = self._restless or self._counters.evicted != evicted  # then perhaps more can go next time
+        repeats = self._repeats(runs, repeat_limit) if repeat_limit > 1 else 1
         step = Step(
             self._steps,
             tuple(self._batch.releases),
             tuple(self._device.frees),
-            tuple(self._placement.moves),
-            tuple(self._placement.urged),
+            tuple(self._placement.take_moves()),
+            tuple(self._placement.take_urged()),
             tuple(runs),
             self._wake if self._wake < inf else None,
-            self._repeats(runs, repeat_limit) if repeat_limit > 1 else 1,
+            repeats,
+            self._shared(runs) if self._relay else (),
         )
-        self._batch.releases, self._device.frees, self._placement.moves, self._placement.urged = [], [], [], []
+        self._batch.releases, self._device.frees = [], []
         self._open, self._opened = step, now
         return step
 
+    def _shared(self, runs: list[Run]) -> tuple[Share, ...]:
+        """What the step's jobs have in common, looked for when they are others, or one of them has a longer prefix."""
+        sharers: list[int | tuple[int, int]] = [
+            run.job if len(run.tokens) == 1 and run.admit is None else (run.job, run.start) for run in runs
+        ]
+        if sharers != self._sharers:
+            self._sharers = sharers
+            jobs = [self._jobs[run.job] for run in runs]
+            self._shares = shares(
+                [
+                    Sharer(job.spec.job, job.spec.salt, job.tokens, run.start)
+                    for job, run in zip(jobs, runs, strict=True)
+                ]
+            )
+        return self._shares
+
     def _repeats(self, runs: list[Run], limit: int) -> int:
         """How often a step with these runs may be carried out: until a job ends, or needs something new."""
-        moved = self._placement.moves or self._placement.urged or self._batch.releases or self._device.frees
+        moved = self._placement.has_moves or self._batch.releases or self._device.frees
         if self._restless or self._flushing or moved or not runs:
             return 1
         for run in runs:
@@ -652,7 +698,7 @@ class Scheduler:
             host_slots_total=self._placement.pool.total,
             disk_bytes=self._placement.disk_used,
             disk_bytes_total=self.capacity.disk_bytes,
-            moves_in_flight=len(self._placement.flights) + len(self._compaction),
+            moves_in_flight=self._placement.in_flight + len(self._compaction),
             saves_in_flight=len(self._drafts),
             counters=replace(self._counters),
         )

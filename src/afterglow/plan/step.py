@@ -201,6 +201,15 @@ class Run(NamedTuple):
     saves: tuple[Save, ...] = ()
 
 
+class Share(NamedTuple):
+    """Rows [start, stop) are the same for all these jobs. Of nested shares the outer one comes first, and the inner one
+    begins where it ends."""
+
+    jobs: tuple[int, ...]
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """A job has left the device: flush what was teed for it, then keep its first `rows` rows as retained context
@@ -217,7 +226,7 @@ class Step:
 
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
     `repeat`: if nothing arrives or completes before, it may be carried out so often before it is committed: all its runs
-    decode, and each time would lead to the same step, one row further.
+    decode, and each time would lead to the same step, one row further. `shares`: what its jobs have in common.
     """
 
     number: int
@@ -228,6 +237,7 @@ class Step:
     runs: tuple[Run, ...] = ()
     wake_at: float | None = None
     repeat: int = 1
+    shares: tuple[Share, ...] = ()
 
     @property
     def idle(self) -> bool:

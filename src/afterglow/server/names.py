@@ -131,6 +131,12 @@ ROWS = (
     Row("store_failures", "afterglow:store_failures", "counter", "Failed writes of KV: rows are forgotten."),
     Row("unsaved_rows", "afterglow:unsaved_rows", "counter", "New rows for which no host memory was free."),
     Row("preemptions", "vllm:num_preemptions", "counter", "Running requests put back into the queue."),
+    Row("relay_groups", "afterglow:relay_groups", "counter", "Groups of requests that read rows together, over steps."),
+    Row("relay_levels", "afterglow:relay_levels", "gauge", "Levels of such groups, one within another, at most so far."),
+    Row("relay_rows_read", "afterglow:relay_rows", "counter", "Rows of KV in one layer, by whether a group read them or "
+        "need not read them again.", _by("what", "read")),
+    Row("relay_rows_saved", "afterglow:relay_rows", "counter", "Rows of KV in one layer, by whether a group read them or "
+        "need not read them again.", _by("what", "saved")),
     *(
         Row(f"cached_tokens_{tier}", "vllm:prompt_tokens_cached_by_source", "counter",
             "Prompt tokens that were not computed, by the tier they were in.", _by("source", tier))

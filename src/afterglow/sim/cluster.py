@@ -21,7 +21,7 @@ from afterglow.plan.truncation import Cut
 from afterglow.sim.options import RouterName
 from afterglow.sim.routers import router
 from afterglow.sim.settings import Setup
-from afterglow.sim.shared import SharedTier, SharingExecutor, SharingScheduler
+from afterglow.sim.shared import SharedTier, SharingExecutor
 from afterglow.sim.simulator import Outcome, Simulation
 from afterglow.sim.workload import Arrival, Workload, token_bytes
 
@@ -92,13 +92,12 @@ class Engine(Simulation):
 class SharingEngine(Engine):
     """One that has a shared store beside its own tiers."""
 
-    scheduler: SharingScheduler
     executor: SharingExecutor
 
     def __init__(
         self, setup: Setup, workload: Workload, warm_up: int, shared: SharedTier, cuts: _Cuts, network: float
     ) -> None:
-        super().__init__(setup, workload, warm_up, scheduler=setup.scheduler(SharingScheduler))
+        super().__init__(setup, workload, warm_up)
         self.executor = SharingExecutor(setup.machine(), setup.passes(), shared, network)
         self._shared = shared
         self._cuts = cuts

@@ -68,7 +68,7 @@ class Workload:
     @property
     def touched(self) -> float:
         """The share of chunks with at least one important token, in the order of the text."""
-        return 1 - (1 - self.retention) ** max(1.0, self.chunk / self.run)
+        return 1 - float((1 - self.retention) ** max(1.0, self.chunk / self.run))
 
     def popularity(self, model: ModelShape) -> tuple[float, ...]:
         """Shares of requests, the most frequent prefix first."""

@@ -158,7 +158,8 @@ class _Run:
 
     def _prefill(self) -> bool:
         """One pass over those that wait, as many as the pass and the room take."""
-        server, taken, rows = self.server, [], 0
+        server, rows = self.server, 0
+        taken: list[tuple[Request, int]] = []
         while self.waiting and len(self.running) + len(taken) < server.max_batch:
             request, prompt = self.waiting[0]
             size = server.kept(prompt)

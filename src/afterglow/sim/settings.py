@@ -104,9 +104,9 @@ class Setup:
             self.rows_on_device, slots, self.disk, sizes, most * self.block_rows, self.block_rows, self.model.layers
         )
 
-    def scheduler(self, kind: type[Scheduler] = Scheduler, **more: Any) -> Scheduler:
+    def scheduler(self) -> Scheduler:
         """The plan of this engine."""
-        return kind(
+        return Scheduler(
             self.capacity,
             policy=self.policy,
             prefill_chunk=self.prefill_chunk,
@@ -120,7 +120,6 @@ class Setup:
             truncation_policy=self.truncation_policy,
             retain=self.retain,
             **self.more,
-            **more,
         )
 
     def machine(self) -> Machine:

@@ -16,7 +16,6 @@ from math import inf
 
 from afterglow.plan.extent import Extent
 from afterglow.plan.index import Index
-from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import (
     BACKGROUND,
     DEMAND,
@@ -116,55 +115,6 @@ class SharedTier:
         self._index.remove(extent)
         del self._order[extent.id]
         self.used -= extent.file_bytes
-
-
-class SharingScheduler(Scheduler):
-    """A plan that can be told, at any time, of extents that others have computed."""
-
-    def prefix_of(self, record: ExtentRecord) -> bytes | None:
-        """The tokens before an extent; None, if what it hangs below is gone."""
-        parts: list[bytes] = []
-        parent, rows = record.parent, record.parent_rows
-        while parent is not None:
-            above = self._index.extents.get(parent)
-            if above is None:
-                return None
-            parts.append(above.tokens[: 4 * rows])
-            parent, rows = above.parent, above.parent_rows
-        return b"".join(reversed(parts))
-
-    def adopt(self, salt: str, tokens: bytes, extents: Sequence[Extent], ttl: float | None, now: float) -> list[Extent]:
-        """Take over those of `extents`, a path of `tokens`, whose rows are not there, as if they were on the disk."""
-        known = self._index.match(salt, tokens).rows
-        taken: list[Extent] = []
-        for other in extents:
-            if other.first_row + other.rows <= known or other.id in self._placement._files:
-                continue
-            own = Extent(
-                other.id,
-                salt,
-                other.kind,
-                other.tokens,
-                other.first_row,
-                other.file_bytes,
-                now,
-                self._drafts.next_serial(),
-                last_used=now,
-            )
-            if (
-                own.id in self._index.extents
-                or self._index.insert(own, tokens[: 4 * own.first_row]).outcome == "orphan"
-            ):
-                break
-            if own.nodes:
-                taken.append(own)
-        if taken:
-            self._placement.restore(taken)
-            for own in taken:
-                self._placement.expire(own, now + ttl if ttl is not None else inf)
-            self._restored = True
-            self._version += 1
-        return taken
 
 
 class SharingExecutor(Executor):

@@ -1,0 +1,201 @@
+"""What is on disk, and its budget: files that are written and removed, what makes room, and a disk that fails.
+
+It knows extents and who goes first; not what else is to be written, nor host. States of an extent: absent -> writing ->
+ready. Bytes count as used from the moment a Store is planned until the completion of the Drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Literal
+
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.moves import Moves
+from afterglow.plan.stats import Counters
+from afterglow.plan.step import BACKGROUND, SAVE, Drop, ExtentId, Store
+from afterglow.plan.victims import Forget, Victims
+
+MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
+STORE_BACKOFF_S = 30.0
+
+Room = Literal["now", "soon", "never"]
+
+
+class Disk:
+    """The disk tier."""
+
+    def __init__(self, capacity: Capacity, victims: Victims, moves: Moves, counters: Counters, forget: Forget) -> None:
+        self.used = 0  # bytes
+        self.dropping = 0  # bytes of them that are being removed
+        self.rests_until = 0.0  # nothing is written before, because stores have failed
+        self._budget = capacity.disk_bytes
+        self._victims = victims
+        self._moves = moves
+        self._counters = counters
+        self._forget = forget
+        self._owners: dict[ExtentId, Extent] = {}  # of the files, by name; also of one being removed
+        self._claimed = 0  # bytes for those that wait to be written
+        self._failures = 0  # of stores, in a row
+        self._undropped: list[Extent] = []  # whose files could not be removed
+        self._drop_again_at = 0.0
+        self._touched: dict[Extent, None] = {}
+
+    def restore(self, extents: Sequence[Extent]) -> None:
+        """Extents found on disk at start."""
+        for extent in extents:
+            extent.disk = "ready"
+            self._owners[extent.id] = extent
+            self.used += extent.file_bytes
+        self._victims.cold.fill(extents)
+
+    def has_file(self, name: ExtentId) -> bool:
+        """Is there a file of that name, or one being written or removed?"""
+        return name in self._owners
+
+    def touch(self, extent: Extent) -> None:
+        """An extent was of use, and the catalog is to know."""
+        if extent.disk == "ready":
+            self._touched[extent] = None
+
+    def take_touched(self) -> list[tuple[ExtentId, float, int]]:
+        """(id, last used, hits) of the extents on disk that were touched since the last call, for the catalog."""
+        touched, self._touched = self._touched, {}
+        return [(e.id, e.last_used, e.hits) for e in touched if e.disk == "ready" and not e.dead]
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def store(self, extent: Extent, now: float, why: str) -> Room:
+        """Plan to write an extent to disk, if there is room now."""
+        if now < self.rests_until:
+            return "never"
+        if extent.id in self._owners:  # the file of an older extent of the same name is still being removed
+            return "soon"
+        room = self._make_room(extent.file_bytes)
+        if room == "now":
+            move = Store(self._moves.number(), extent.record(), extent.slots, SAVE, why)
+            extent.disk, extent.store = "writing", move.move
+            self._owners[extent.id] = extent
+            self.used += extent.file_bytes
+            self._moves.start(move, extent)
+            self._counters.stores += 1
+        return room
+
+    def stored(self, extent: Extent, ok: bool, now: float) -> None:
+        """A Store has ended."""
+        extent.store = None
+        if ok:
+            self._failures = 0
+            extent.disk = "ready"
+            return
+        extent.disk = "absent"
+        del self._owners[extent.id]
+        self.used -= extent.file_bytes
+        self._counters.store_failures += 1
+        self._failures += 1
+        if self._failures >= MAX_STORE_FAILURES:
+            self.rests_until = now + STORE_BACKOFF_S
+
+    # ----------------------------------------------------------------------------------------- removing
+
+    def drop(self, extent: Extent, why: str) -> int:
+        """Plan the removal of the file; its bytes count, and its name is taken, until that is done. Returns them."""
+        move = Drop(self._moves.number(), extent.id, why, BACKGROUND)
+        extent.disk = "absent"
+        self.dropping += extent.file_bytes
+        self._moves.start(move, extent)
+        return extent.file_bytes
+
+    def dropped(self, extent: Extent, ok: bool, now: float) -> None:
+        """A Drop has ended."""
+        self.dropping -= extent.file_bytes
+        if ok:
+            self.used -= extent.file_bytes
+            del self._owners[extent.id]
+        else:  # the file is still there: its bytes count, and its name is taken, until it can be removed
+            self._undropped.append(extent)
+            self._drop_again_at = now + STORE_BACKOFF_S
+
+    def drop_again(self, now: float) -> None:
+        """Now and then try again to remove files that could not be removed."""
+        if self._undropped and now >= self._drop_again_at:
+            undropped, self._undropped = self._undropped, []
+            for extent in undropped:
+                self.drop(extent, "again")
+
+    @property
+    def chores_at(self) -> float:
+        """When to do so; infinity: there are none."""
+        return self._drop_again_at if self._undropped else inf
+
+    # --------------------------------------------------------------------------------------------- room
+
+    def claim(self, size: int) -> None:
+        """Of the room that is coming, so many bytes are somebody's: the next extent needs room of its own."""
+        self._claimed += size
+
+    def end_claims(self) -> None:
+        """Whoever waited is going to ask again."""
+        self._claimed = 0
+
+    def short(self, incoming: int) -> int:
+        """Bytes that `incoming` bytes lack once the removals under way are done."""
+        return self.used - self.dropping + incoming - self._budget
+
+    def _make_room(self, incoming: int) -> Room:
+        """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on."""
+        if incoming > self._budget or self._budget == 0:
+            return "never"
+        short = self.used + self._claimed + incoming - self._budget
+        if short <= 0:
+            return "now"
+        short -= self.dropping
+
+        def more(extent: Extent) -> bool:
+            nonlocal short
+            if extent.pins == 0:
+                if extent.host == "ready" and short > 0 and not extent.kept:
+                    short -= self.drop(extent, "evict")
+                    self._victims.place(extent)
+                    self._counters.evicted_disk += 1
+                elif short > 0 and not self._victims.must_stay(extent):
+                    short -= extent.file_bytes
+                    self.evict(extent)
+            return short > 0
+
+        if short > 0:
+            self._victims.clean.visit(more)
+        if short > 0:
+            self._victims.cold.visit(more)
+        return "soon" if short <= 0 else "never"
+
+    def evict(self, extent: Extent) -> None:
+        """Let go of a victim, wherever else it is."""
+        self._counters.evicted_disk += 1
+        self._forget(extent, "evicted")
+
+    def shrink(self) -> None:
+        """Come below the budget: before a restart it may have been larger. Pins hold as long as they fit."""
+        self._shrink(pinned_too=False)
+        self._shrink(pinned_too=True)
+
+    def _shrink(self, pinned_too: bool) -> None:
+        def more(extent: Extent) -> bool:
+            if not (extent.users or extent.pins or extent.has_children or (extent.kept and not pinned_too)):
+                self.evict(extent)
+            return self.short(0) > 0
+
+        before = -1
+        cold = self._victims.cold
+        while self.short(0) > 0 and len(cold) != before:
+            before = len(cold)  # a second look at parents, now without children
+            cold.visit(more)
+
+    def check(self, extents: Sequence[Extent], restored: bool) -> None:
+        """Bytes add up, and files have the right owners; `restored`: the budget may have been larger."""
+        assert self.used == sum(extent.file_bytes for extent in self._owners.values())
+        assert restored or self.short(0) <= 0
+        assert self.dropping == sum(extent.file_bytes for extent in self._moves.dropping())
+        for extent in extents:
+            assert (extent.disk == "writing") == (extent.store is not None)
+            assert extent.disk == "absent" or self._owners[extent.id] is extent

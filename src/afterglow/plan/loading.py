@@ -1,0 +1,172 @@
+"""Loads: who comes from disk to host, how urgent that is, where loads stop and wait, and what is done when they fail.
+
+It knows extents and host's slots; not what loads take, nor why a job would rather recompute. States of an extent in host:
+absent -> loading -> ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from afterglow.plan.cost import Cost
+from afterglow.plan.extent import Capacity, Extent, Key
+from afterglow.plan.host import Host
+from afterglow.plan.moves import Moves
+from afterglow.plan.stats import Counters
+from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, Load, MoveDone
+from afterglow.plan.victims import Victims
+
+MAX_LOAD_FAILURES = 3  # in a row, before an extent counts as lost
+LOAD_RETRY_S = 5.0  # when a load that failed in a way that may pass is tried again
+LOAD_RETRY_LATE_S = 60.0  # and when one that nobody should wait for once more in vain: it timed out
+PASSING = ("io", "timeout", "refused")  # why loads fail of which that may be so
+THRASH_S = 60.0  # an extent wanted again so soon after it was evicted should have stayed
+
+
+class Loading:
+    """Extents that come to host, and those whose loads have failed."""
+
+    def __init__(
+        self, capacity: Capacity, victims: Victims, host: Host, moves: Moves, counters: Counters, cost: Cost
+    ) -> None:
+        self.read_buffer: int | None = None  # layers to be loaded before the job joins (a baseline); None: all of them
+        self._capacity = capacity
+        self._victims = victims
+        self._host = host
+        self._moves = moves
+        self._counters = counters
+        self._cost = cost
+        self._urged: list[int] = []  # loads that somebody waits for now, not yet handed out
+        self._gated: dict[int, Extent] = {}  # loads that stop at the read buffer until they are urged
+        self._lazy: dict[int, None] = {}  # loads that let others go before them until they are urged
+        self._unsure: dict[Extent, tuple[int, float]] = {}  # whose loads failed: how often, and until when not again
+
+    # --------------------------------------------------------------------------------------- to begin
+
+    def load(self, extent: Extent, now: float, waiter: Key | None = None) -> bool:
+        """Start to bring an extent from disk to host. False: no slots now (see `relief`)."""
+        return self._load(extent, now, waiter, DEMAND, "demand")
+
+    def prefetch(self, extent: Extent, now: float, waiter: Key, reserve: int = 0) -> bool:
+        """The same before its job's turn has come. `reserve` slots are to stay free."""
+        if self.avoids(extent, now):
+            return True
+        need = self._capacity.blocks(extent.rows) + reserve
+        pool = self._host.pool
+        if reserve and pool.free < need:
+            self._host.evict(need, now, waiter)
+            if pool.free < need:
+                return False
+        if not self._load(extent, now, waiter, PREFETCH, "prefetch"):
+            return False
+        extent.prefetched = True
+        self._counters.prefetches += 1
+        return True
+
+    def bring_back(self, extent: Extent, now: float) -> bool:
+        """The same although nobody waits for it."""
+        return self._load(extent, now, None, BACKGROUND, "warm start")
+
+    def _load(self, extent: Extent, now: float, waiter: Key | None, priority: int, why: str) -> bool:
+        slots = self._host.take_slots(self._capacity.blocks(extent.rows), now, waiter=waiter)
+        if slots is None:
+            return False
+        ahead = self.read_buffer if priority != BACKGROUND else None
+        move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead)
+        if ahead is not None:
+            self._gated[move.move] = extent
+        if priority != DEMAND:
+            self._lazy[move.move] = None
+        extent.host, extent.load, extent.slots = "loading", move.move, slots
+        self._moves.start(move, extent)
+        self._cost.started(move.move, extent.file_bytes, now)
+        self._counters.loads += 1
+        self._counters.thrashed += extent.left_host is not None and now - extent.left_host < THRASH_S
+        return True
+
+    # ---------------------------------------------------------------------------------------- to urge
+
+    def wanted(self, extent: Extent) -> None:
+        """A job that is about to run needs an extent: a prefetch of it was of use, or comes late."""
+        if extent.load in self._lazy and extent.load not in self._gated:
+            self.urge([extent])
+        if extent.prefetched:
+            extent.prefetched = False
+            self._counters.prefetches_late += extent.load is not None
+            self._counters.prefetches_useful += extent.load is None
+
+    def urge(self, extents: Sequence[Extent]) -> None:
+        """A job has joined whose rows these loads bring."""
+        for extent in extents:
+            if extent.load is not None and extent.load not in self._urged:
+                self._gated.pop(extent.load, None)
+                self._lazy.pop(extent.load, None)
+                self._urged.append(extent.load)
+
+    def open_gates_of(self, extents: Sequence[Extent]) -> None:
+        """Loads that stop at the read buffer are to go on, although no job has joined."""
+        self.urge([extent for extent in extents if extent.load in self._gated])
+
+    def open_gates(self, all_of_them: bool) -> None:
+        """Those of which nobody waits for the rest would stop for ever, and keep their slots."""
+        abandoned = [
+            extent
+            for extent in self._gated.values()
+            if all_of_them or self.read_buffer is None or extent.dead or not (extent.pins or extent.rank is not None)
+        ]
+        self.open_gates_of(abandoned)
+
+    @property
+    def urges(self) -> bool:
+        """Are there any that were urged since `take_urged`?"""
+        return bool(self._urged)
+
+    def take_urged(self) -> list[int]:
+        """Loads that somebody waits for now, since the last call; to be handed out with the moves."""
+        urged, self._urged = self._urged, []
+        return urged
+
+    # ------------------------------------------------------------------------------------ how they end
+
+    def ended(self, extent: Extent, done: MoveDone, now: float) -> bool:
+        """A Load has ended. False: its extent counts as lost."""
+        self._gated.pop(done.move, None)
+        self._lazy.pop(done.move, None)
+        self._cost.ended(done.move, done.bytes if done.ok else 0, done.seconds, now)
+        extent.load = None
+        if done.ok:
+            extent.host = "ready"
+            self._unsure.pop(extent, None)
+            self._victims.place(extent)
+            return True
+        self._host.not_loaded(extent, done.move, done.slots_busy)
+        return self._may_come_later(extent, done.why, now)
+
+    def _may_come_later(self, extent: Extent, why: str | None, now: float) -> bool:
+        """Its load has failed: is it tried again?"""
+        failures = self._unsure.get(extent, (0, 0.0))[0] + (why != "refused")  # nothing was tried then
+        if why not in PASSING or failures >= MAX_LOAD_FAILURES or extent.dead:
+            return False
+        self._unsure[extent] = (failures, now + (LOAD_RETRY_LATE_S if why == "timeout" else LOAD_RETRY_S))
+        self._victims.place(extent)
+        return True
+
+    def avoid(self, extent: Extent, now: float) -> None:
+        """Its rows did not come in time. Whether they are lost is said when the load has ended."""
+        if extent.load is not None:
+            failures, _ = self._unsure.get(extent, (0, 0.0))
+            self._unsure[extent] = (failures, now + LOAD_RETRY_S)
+
+    def avoids(self, extent: Extent, now: float) -> bool:
+        """Is it to be recomputed, because a load of it has just failed? What is in host is not."""
+        return extent in self._unsure and extent.host != "ready" and now < self._unsure[extent][1]
+
+    def forget(self, extent: Extent) -> None:
+        """It is not to be loaded any more."""
+        self._unsure.pop(extent, None)
+
+    def check(self, extents: Sequence[Extent]) -> None:
+        """What waits at a gate is under way, and extents know their loads."""
+        assert all(self._moves.is_under_way(move) for move in self._gated)
+        for extent in extents:
+            assert (extent.host == "loading") == (extent.load is not None)

@@ -1,0 +1,53 @@
+"""Warm start: after a restart, what was used most is brought back to host before anybody asks for it."""
+
+from __future__ import annotations
+
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.host import Host
+from afterglow.plan.loading import Loading
+from afterglow.plan.moves import Moves
+from afterglow.plan.victims import Victims
+
+
+class WarmStart:
+    """At most half of host is filled."""
+
+    def __init__(self, capacity: Capacity, victims: Victims, host: Host, loading: Loading, moves: Moves) -> None:
+        self._capacity = capacity
+        self._victims = victims
+        self._pool = host.pool
+        self._loading = loading
+        self._moves = moves
+        self._chosen: list[Extent] = []  # to be brought back, the first one last
+
+    def choose(self) -> None:
+        """After a restart: remember what was used most, to bring it back to host when there is nothing else to do."""
+        cold = sorted(self._victims.cold.members(), key=lambda e: (-e.hits, -e.last_used, e.first_row, e.serial))
+        room = self._pool.total // 2
+        chosen: dict[Extent, None] = {}
+        for extent in cold:
+            for part in _unchosen(extent, chosen):
+                room -= self._capacity.blocks(part.rows)
+                if room >= 0:
+                    chosen[part] = None
+            if room < 0:
+                break
+        self._chosen = list(reversed(chosen))
+
+    def go_on(self, now: float) -> None:
+        """Bring one of them back, if nothing moves and at most half of host is full then."""
+        while self._chosen and not len(self._moves):
+            extent = self._chosen.pop()
+            full = self._pool.total - self._pool.free + self._capacity.blocks(extent.rows)
+            if not extent.dead and extent.host == "absent" and full <= self._pool.total // 2:
+                self._loading.bring_back(extent, now)
+
+
+def _unchosen(extent: Extent, chosen: dict[Extent, None]) -> list[Extent]:
+    """An extent and what it can be reached through only, from the top: a parent was perhaps used less lately."""
+    path: list[Extent] = []
+    above: Extent | None = extent
+    while above is not None and above not in chosen:
+        path.append(above)
+        above = above.above
+    return path[::-1]

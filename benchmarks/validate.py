@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         found = measured_calibration(options.model, LONGEST, options.seed, Path(folder), options.threads, options.quick)
     row = found.kv_bytes_per_token
-    cache = {"device_cache": 2 * LONGEST * row, "host_cache": 3 * LONGEST * row, "disk_cache": 64 * LONGEST * row}
+    cache = {"device_cache": 5 * LONGEST * row // 4, "host_cache": 2 * LONGEST * row, "disk_cache": 64 * LONGEST * row}
     with engine_of(
         options.model, threads=options.threads, cache=cache, max_batch=MAX_BATCH, max_model_len=2 * LONGEST
     ) as engine:
@@ -92,7 +92,7 @@ def _talks(rng: random.Random, count: int, gap: float) -> list[tuple[float, list
         now += rng.expovariate(1 / gap)
         turns, length = [], 0
         for _ in range(1 + min(7, int(rng.expovariate(1 / 3)))):
-            said = Said(int(rng.lognormvariate(3.6, 0.8)) + 4, rng.randrange(8, 48), rng.expovariate(1 / 2))
+            said = Said(int(rng.lognormvariate(3.6, 0.8)) + 4, rng.randrange(8, 48), rng.expovariate(1 / 8))
             length += said.question + said.reply
             if length > LONGEST:
                 break

@@ -31,7 +31,8 @@ from afterglow.sim.simulator import Simulation, summary
 from afterglow.sim.workload import Conversation, Segment, TraceTurn, Workload
 from asking import Turn, ask, engine_of, words
 
-LONGEST = 1024
+LONGEST = 1024  # tokens of a conversation
+ROOM = 1280  # tokens of all contexts on the device, so that most of a turn's history is elsewhere
 MAX_BATCH = 4
 
 
@@ -54,9 +55,9 @@ def main(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         found = measured_calibration(options.model, LONGEST, options.seed, Path(folder), options.threads, options.quick)
     row = found.kv_bytes_per_token
-    cache = {"device_cache": 5 * LONGEST * row // 4, "host_cache": 2 * LONGEST * row, "disk_cache": 64 * LONGEST * row}
+    cache = {"device_cache": ROOM * row, "host_cache": 2 * LONGEST * row, "disk_cache": 64 * LONGEST * row}
     with engine_of(
-        options.model, threads=options.threads, cache=cache, max_batch=MAX_BATCH, max_model_len=2 * LONGEST
+        options.model, threads=options.threads, cache=cache, max_batch=MAX_BATCH, max_model_len=ROOM
     ) as engine:
         real = _run(engine, rng, talks)
         simulated = _simulate(engine, found, options.model, talks)
@@ -157,7 +158,7 @@ def _simulate(engine: Engine, found: Calibration, name: str, talks: list[tuple[f
         head_dim=spec.head_dim,
         ffn=spec.ffn,
         vocab=spec.vocab,
-        window=2 * LONGEST,
+        window=ROOM,
     )
     setup = Setup(
         model=shape,
@@ -170,7 +171,7 @@ def _simulate(engine: Engine, found: Calibration, name: str, talks: list[tuple[f
         max_batch=MAX_BATCH,
     )
     scheduler = Scheduler(
-        engine.capacity, policy="lookahead", prefill_chunk=512, max_batch=MAX_BATCH, max_model_len=2 * LONGEST
+        engine.capacity, policy="lookahead", prefill_chunk=512, max_batch=MAX_BATCH, max_model_len=ROOM
     )
     simulation = Simulation(setup, Workload(_conversations(talks)), scheduler=scheduler)
     outcome = simulation.run()

@@ -18,7 +18,7 @@ from cachedattention_parts import closed, serving
 from cachedattention_parts.runs import GB, TB, Case, Runs, simulate
 from cachedattention_parts.table import Paper, holds, row
 
-SMALL = Case(conversations=50, rate=5.0, think=60.0)  # all wait at first
+SMALL = Case(conversations=50, rate=5.0, think=1.0, shrinks=False)  # most of them wait
 
 
 def test_storage_and_savings_are_the_printed_ones() -> None:
@@ -53,8 +53,8 @@ def test_no_goal_without_a_run_is_missed(paper: Paper) -> None:
 def test_capacity_is_counted_in_whole_windows() -> None:
     case = Case(rate=1.0)
     assert serving.ccput(case) == 3600 * 4096 * model("LLaMA-2-13B").kv_bytes_per_token()
-    assert case.setup().disk == int(10 * TB * 2200 / 4096)
-    assert replace(case, conversations=900).setup().disk == int(TB * 2200 / 4096)
+    assert case.setup().disk == int((10 * TB + 128 * GB) * 2284 / 4096 - 128 * GB)
+    assert replace(case, conversations=900).setup().disk == int((TB + 12.8 * GB) * 2284 / 4096 - 128 * GB)
     assert replace(case, whole_windows=False).setup().disk == 10 * TB
 
 
@@ -71,12 +71,12 @@ def test_a_small_run_has_the_orders_of_the_figures() -> None:
 
 
 def test_looking_ahead_hits_more_where_room_is_short() -> None:
-    short = replace(SMALL, dram=30 * GB, disk=3 * TB)
+    short = replace(SMALL, conversations=80, rate=50.0, whole_windows=False, dram=30 * GB, disk=30 * GB)
     found = {policy: simulate(replace(short, policy=policy)) for policy in serving.POLICIES}
     assert found["lookahead"]["hit_rate"] > found["lru"]["hit_rate"]
     assert found["lookahead"]["hit_rate"] > found["fifo"]["hit_rate"]
     assert found["lookahead"]["host_share"] > found["lru"]["host_share"]
-    roomier = simulate(replace(short, disk=10 * TB))
+    roomier = simulate(replace(short, disk=TB))
     assert roomier["hit_rate"] > found["lookahead"]["hit_rate"]
 
 
@@ -88,7 +88,7 @@ def test_first_turns_count_as_misses() -> None:
 
 def test_runs_are_made_once(capsys: pytest.CaptureFixture[str]) -> None:
     saved: list[int] = []
-    runs = Runs(changed=lambda: saved.append(len(runs.kept)))
+    runs: Runs = Runs(changed=lambda: saved.append(len(runs.kept)))
     tiny = Case(conversations=5)
     runs.all([tiny, tiny, replace(tiny, mode="recompute")])
     assert saved == [1, 2]
@@ -117,3 +117,5 @@ def test_the_command_writes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert papers_cachedattention.main([*asked, "--resume"]) == 0
     assert capsys.readouterr().out.count(" later turns), queue") == 0
     assert json.loads(path.read_text())["rows"] == found["rows"]
+    assert papers_cachedattention.main([*asked, "--figure", "22", "--kept"]) == 0
+    assert {each["figure"] for each in json.loads(path.read_text())["rows"]} == {"13", "19"}

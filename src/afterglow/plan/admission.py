@@ -123,6 +123,9 @@ class Admission:
         job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, job.spec.ttl, now)
         if job.copies:
             return Wait.LOADS
+        if obtained and self._placement.relief and job.rounds < MAX_ROUNDS:
+            job.rounds += 1
+            return Wait.SLOTS
         self._revived(job)
         return None
 

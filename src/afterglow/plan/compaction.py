@@ -87,7 +87,7 @@ class Compaction:
         rows = sum(view.stop - view.start for view in views)
         for first in range(0, rows, self._capacity.max_extent_rows):
             count = min(self._capacity.max_extent_rows, rows - first)
-            slots = self._placement.take_slots(self._capacity.blocks(count), now)
+            slots = self._placement.urge_slots(self._capacity.blocks(count), now)
             if slots is None:
                 break
             pieces = _cut(views, first, first + count)

@@ -7,11 +7,13 @@ A job's item is all extents on its path; an extent that many jobs wait for has t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from afterglow.plan.extent import Capacity, Extent, Key
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job, JobQueue
 from afterglow.plan.placement import Placement
+from afterglow.plan.truncation import Origin
 
 REMATCHED = 16  # jobs at the head whose paths are looked up anew in a step, if the index has grown
 
@@ -65,7 +67,10 @@ class LookAhead:
     def _follow(self, job: Job) -> None:
         """Find out what a job waits for, as far as it is known now."""
         job.match = self._index.match(job.spec.salt, bytes(job.tokens[:-4]))
-        path = tuple(dict.fromkeys(view.extent for view in job.match.views))
+        found = dict.fromkeys(view.extent for view in job.match.views)
+        if job.origin is not None:
+            found.update(dict.fromkeys(self._surviving(job.origin)))
+        path = tuple(found)
         if path == job.path:
             return
         self.left(job)
@@ -77,6 +82,15 @@ class LookAhead:
             extent.waiting = (*extent.waiting[:place], job.key, *extent.waiting[place:])
             if extent.waiting[0] == job.key:
                 self._placement.ranked(extent)
+
+    def _surviving(self, origin: Origin) -> Iterator[Extent]:
+        """The extents of which a job that has been cut is going to keep rows."""
+        row = 0
+        for view in self._index.match(origin.salt, origin.tokens).views:
+            stop = row + view.stop - view.start
+            if any(a < stop and row < b for a, b in origin.kept):
+                yield view.extent
+            row = stop
 
     def _count(self, job: Job, sign: int) -> None:
         if job.path:
@@ -160,7 +174,7 @@ class LookAhead:
         """Host slots that the rows of the next jobs are going to need, at most a quarter of all."""
         need = 0
         for job in self._queue.first(jobs):
-            known = sum(extent.rows for extent in job.path)
+            known = sum(extent.rows for extent in job.path) if job.origin is None else 0  # they are copied
             need += self._capacity.blocks(max(0, job.length - known)) + 1
         return min(need, self._placement.pool.total // 4)
 

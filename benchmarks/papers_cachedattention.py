@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""CachedAttention's evaluation (USENIX ATC'24; arXiv v1: AttentionStore) beside what the simulator makes of it.
+
+Figures 1, 2, 4, 13 to 25 of the ATC paper, and 1, 2, 4, 13 to 26 of the arXiv version: a row per printed value, and rows
+for the orders that the figures show. The policy is the server's own; workload and machine are modelled. What the papers
+leave open is set once, for all models and figures, at the head of `cachedattention_parts/runs.py`, and varied by
+`--figure sensitivity`.
+
+Runs of fewer conversations than the papers' 9,000 have as much less disk, warm-up and think time, so that as large a part
+of the workload waits and fits. Every run is kept in the JSON file as it ends; `--resume` goes on from there.
+
+    python benchmarks/papers_cachedattention.py --json benchmarks/results/papers_cachedattention.json
+    python benchmarks/papers_cachedattention.py --quick --figure 13 --figure 21 --paper ATC
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("COLUMNS", "150")  # of tables that go into a file
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from afterglow.bench.report import arguments, commit, hardware, show
+from cachedattention_parts import closed, serving
+from cachedattention_parts.runs import PAPER_CONVERSATIONS, Case, Figures, Runs
+from cachedattention_parts.table import Paper, Row, missed, shown
+
+QUICK = 1500
+PAPERS: tuple[Paper, ...] = ("ATC", "arXiv")
+SENSITIVITY = "sensitivity"
+
+
+@dataclass
+class Evaluation:
+    """What was asked for, and the rows so far."""
+
+    options: argparse.Namespace
+    rows: list[Row] = field(default_factory=list)
+    kept: dict[str, Figures] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def save(self) -> None:
+        """Write what there is, so that nothing is lost."""
+        path: Path | None = self.options.json
+        if path is not None:
+            facts = {"commit": commit(), "seed": self.options.seed, "partial": True, "rows": self.rows}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(facts | {"runs": self.kept}, indent=1) + "\n")
+
+    def add(self, paper: Paper, number: str, rows: Sequence[Row]) -> None:
+        """A figure is complete."""
+        self.rows += rows
+        title = f"{paper}, {number if number == SENSITIVITY else f'Figure {number}'} ({self.seconds:.0f} s)"
+        show(title, ("", "paper", "simulated", "deviation", "goal", ""), [shown(found) for found in rows])
+        self.save()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
+def options_of(args: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments("papers_cachedattention", __doc__ or "")
+    parser.prog = "benchmarks/papers_cachedattention.py"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--figure", action="append", metavar="N", help="only this figure; may be repeated")
+    parser.add_argument("--paper", choices=PAPERS, help="of this paper only (default: both)")
+    parser.add_argument(
+        "--conversations", type=int, metavar="N", help=f"per run (default {PAPER_CONVERSATIONS:,}; --quick: {QUICK:,})"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default 1)")
+    parser.add_argument("--resume", action="store_true", help="take over the runs that the JSON file already has")
+    parser.add_argument("--kept", action="store_true", help="the same, and leave out figures that take any others")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = options_of(args)
+    conversations = options.conversations or (QUICK if options.quick else PAPER_CONVERSATIONS)
+    found = Evaluation(options, kept=_known(options))
+    runs = Runs(options.jobs, found.kept, found.save, lambda line: print(line, flush=True))
+    base = Case(conversations=conversations, seed=options.seed)
+    wanted = set(options.figure or ())
+    papers: tuple[Paper, ...] = (options.paper,) if options.paper else PAPERS
+    for paper in papers:
+        for number, rows in closed.without_runs(paper, PAPER_CONVERSATIONS, options.seed, wanted).items():
+            found.add(paper, number, rows)
+    for paper in papers:
+        case = serving.paper_case(paper, base)
+        for number, make in serving.numbered(paper).items():
+            cases = serving.cases_of(paper, number, case)
+            if _is_wanted(options, number, cases, runs):
+                runs.all(cases)
+                found.add(paper, number, list(make(paper, case, runs)))
+    cases = serving.sensitivity_cases(base)
+    if "ATC" in papers and _is_wanted(options, SENSITIVITY, cases, runs):
+        runs.all(cases)
+        found.add("ATC", SENSITIVITY, list(serving.sensitivity_rows(base, runs)))
+    _finish(found, base)
+    return 0
+
+
+def _is_wanted(options: argparse.Namespace, number: str, cases: Sequence[Case], runs: Runs) -> bool:
+    """Was this figure asked for, and may all be simulated that it needs?"""
+    if options.figure and number not in options.figure:
+        return False
+    return not options.kept or all(case.key in runs.kept for case in cases)
+
+
+def _known(options: argparse.Namespace) -> dict[str, Figures]:
+    """Runs of the JSON file. Their keys say what they are of, so that others are simply not found."""
+    path: Path | None = options.json
+    if not (options.resume or options.kept) or path is None or not path.is_file():
+        return {}
+    known: dict[str, Figures] = json.loads(path.read_text()).get("runs", {})
+    return known
+
+
+def _finish(found: Evaluation, base: Case) -> None:
+    wrong = missed(found.rows)
+    columns = ("goals that are missed", "paper", "simulated", "deviation", "", "")
+    show("", columns, [(f"{r['paper']} {r['figure']}: {r['what']}", *shown(r)[1:]) for r in wrong])
+    judged = sum(r["met"] is not None for r in found.rows)
+    print(f"{judged - len(wrong)} of {judged} goals met, {found.seconds:.0f} s")
+    path: Path | None = found.options.json
+    if path is not None:
+        facts = {"hardware": hardware(), "commit": commit(), "seed": found.options.seed}
+        goals = [goal_of(r) for r in found.rows if r["met"] is not None]
+        everything = {"assumptions": asdict(base), "rows": found.rows, "goals": goals, "runs": found.kept}
+        path.write_text(json.dumps(facts | everything, indent=1) + "\n")
+        print(f"written to {path}")
+
+
+def goal_of(found: Row) -> dict[str, Any]:
+    """As all benchmarks write their goals."""
+    wanted = str(found["printed"]) + (f" +- {found['within']:g}" if found["within"] is not None else "")
+    name = f"{found['paper']} {found['figure']}: {found['what']}"
+    return {"name": name, "value": found["simulated"], "goal": wanted, "met": found["met"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

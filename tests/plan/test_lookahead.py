@@ -14,6 +14,7 @@ from afterglow.plan.jobs import Job, JobQueue
 from afterglow.plan.lookahead import LookAhead
 from afterglow.plan.policy import POLICIES
 from afterglow.plan.step import PREFETCH, JobSpec, Load
+from afterglow.plan.truncation import Origin
 
 ROWS = 4 * BLOCK  # of every item here: one extent of four blocks, four slots, 400 bytes on disk
 
@@ -90,6 +91,28 @@ def test_windows_have_the_papers_lengths() -> None:
     assert world.ahead.prefetch_window == (40 - low) // 8
     world.ahead.watch()
     assert world.tiers.placement.low == 10  # two items would be sixteen, but a quarter of the tier is the most
+
+
+def test_what_a_cut_context_keeps_is_fetched_and_protected_too() -> None:
+    world = Waiting(host_slots=40, disk_bytes=4000)
+    world.cached(1, "disk")
+    below = world.tiers.on_disk(2, blocks=4, below=world.extents[1])
+    text = pack([1] * ROWS + [2] * ROWS)
+    spec = JobSpec(7, pack([2] * 4 + [99]), 1, salt="~epoch")  # of what it was, the last four rows are left
+    job = Job(spec, 7, 0, bytearray(spec.prompt))
+    job.origin = Origin("", text, ((2 * ROWS - 4, 2 * ROWS),))
+    world.queue.add(job)
+    world.ahead.joined(job)
+    assert job.path == (below,)
+    world.ahead.watch()
+    world.ahead.prefetch(now=1, reserve=0)
+    (load,) = world.tiers.planned()
+    assert isinstance(load, Load)
+    assert load.extent == below.id
+    assert world.ahead.coming(1) == 3, "its rows are copied, so that they take slots of their own"
+    world.queue.remove(job)
+    world.ahead.left(job)
+    assert below.rank is None
 
 
 def test_windows_shrink_if_what_is_queued_for_is_larger_than_what_has_finished() -> None:

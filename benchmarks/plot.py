@@ -15,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 RESULTS, IMAGES = HERE / "results", HERE.parent / "docs" / "images"
@@ -60,14 +61,88 @@ def engine(found: dict[str, Any]) -> None:
     figure.savefig(IMAGES / "engine.svg")
 
 
-def _finish(figure: plt.Figure, axes: Axes, title: str) -> None:
+def load_or_recompute(found: dict[str, Any]) -> None:
+    """Time to first token over the disk's speed: loaded, recomputed, and as the engine decides."""
+    rows = found["rows"]
+    figure, axes = plt.subplots(figsize=(7.6, 3.2))
+    colours = {"load": COLOURS["disk"], "recompute": COLOURS["recompute"], "auto": COLOURS["device"]}
+    for source, colour in colours.items():
+        label = {"load": "loaded", "recompute": "recomputed", "auto": "whichever is predicted to be faster"}[source]
+        style = {"marker": "o", "lw": 2.4} if source == "auto" else {"marker": "o", "lw": 1.2, "ls": "--"}
+        axes.plot(
+            [r["mb_per_s"] for r in rows], [r["ttft_ms"][source] for r in rows], color=colour, label=label, **style
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("disk, MB/s")
+    axes.set_ylabel("time to first token, ms")
+    axes.legend(frameon=False)
+    _finish(figure, axes, "2,048 tokens of history on disk, 64 new ones, bench-100m")
+    figure.savefig(IMAGES / "load_or_recompute.svg")
+
+
+def preload(found: dict[str, Any]) -> None:
+    """Figures 18 and 19 of CachedAttention: layer-wise pre-loading with read buffers of several sizes."""
+    rows = [row for row in found["rows"] if "variant" in row]
+    figure, axes = plt.subplots(figsize=(7.6, 3.0))
+    axes.bar([r["variant"] for r in rows], [r["ttft_ms"] for r in rows], 0.55, color=COLOURS["disk"], label="measured")
+    axes.plot([r["variant"] for r in rows], [r["predicted_ms"] for r in rows], "k_", ms=22, label="closed form")
+    axes.set_ylabel("time to first token, ms")
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.legend(frameon=False)
+    _finish(figure, axes, "disk slowed down to the paper's ratio of loading and computing, bench-100m")
+    figure.savefig(IMAGES / "preload.svg")
+
+
+def placement(found: dict[str, Any]) -> None:
+    """Figure 21 of CachedAttention, small: the share of history that was cached, by policy and tier."""
+    rows = found["rows"]
+    figure, axes = plt.subplots(figsize=(7.6, 3.0))
+    names = [f"{r['policy']}, {'backlog' if r['backlog'] else 'one at a time'}" for r in rows]
+    host = [100 * r["hit_rate"] * r["host_share"] for r in rows]
+    disk = [100 * r["hit_rate"] * (1 - r["host_share"]) for r in rows]
+    axes.barh(names, host, color=COLOURS["host"], label="from host memory")
+    axes.barh(names, disk, left=host, color=COLOURS["disk"], label="from disk")
+    axes.invert_yaxis()
+    axes.set_xlabel("history that was cached, %")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.85))
+    _finish(figure, axes, "60 conversations, room for 6 in host memory and 18 on disk")
+    figure.savefig(IMAGES / "placement.svg")
+
+
+def relay_operator(found: dict[str, Any]) -> None:
+    """Figures 1 and 5 of RelayAttention on this machine."""
+    rows = [row for row in found["rows"] if row["batch"] == 32 and row["context"] == 128]
+    figure, axes = plt.subplots(figsize=(7.6, 3.2))
+    colours = {"plain": COLOURS["recompute"], "shared": COLOURS["disk"], "relay": COLOURS["device"]}
+    labels = {"plain": "a copy for each", "shared": "one copy, read by each", "relay": "one copy, read once (relay)"}
+    for name, colour in colours.items():
+        times = [1e3 * row["seconds"][name] for row in rows]
+        axes.plot([row["prefix"] for row in rows], times, marker="o", color=colour, label=labels[name])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of the shared prefix")
+    axes.set_ylabel("attention of one layer, ms")
+    axes.legend(frameon=False)
+    _finish(figure, axes, "32 requests of 128 tokens each behind a shared prefix, 12 heads of 64, float32")
+    figure.savefig(IMAGES / "relay_operator.svg")
+
+
+def _finish(figure: Figure, axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=9, loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
 
 
-PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {"multiturn": multiturn, "engine": engine}
+PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "multiturn": multiturn,
+    "engine": engine,
+    "load_or_recompute": load_or_recompute,
+    "preload": preload,
+    "placement": placement,
+    "relay_operator": relay_operator,
+}
 
 
 def main() -> None:

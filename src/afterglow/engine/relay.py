@@ -9,7 +9,7 @@ not gain.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,13 +64,13 @@ class RelayCosts:
         return rows * self.row * (jobs - 1) - self.call - self.merge - queries * self.merged
 
 
-def _fastest(device: torch.device, call: object) -> float:
+def _fastest(device: torch.device, call: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(PROBE_ROUNDS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        call()  # type: ignore[operator]
+        call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)

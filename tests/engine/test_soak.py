@@ -156,7 +156,7 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
             gc.collect()
             marks.append((threading.active_count(), open_files(), resident()))
     threads, files, memory = zip(*marks, strict=True)
-    assert max(threads[2:]) <= max(threads[:2])
+    assert max(threads[2:]) <= max(threads[:2]) + 1  # the one that checks sums comes and goes
     assert max(files[2:]) <= max(files[:2]) + 2
     assert talk.aborted > 0
     assert talk.reused > 0

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from afterglow.engine.attend import CachedAttend, HostRows, Part
+from afterglow.engine.attend import CachedAttend
 from afterglow.engine.context import KVShape
+from afterglow.engine.gather import Gatherer, Part
 from afterglow.engine.tee import Tee
 from afterglow.kernels.attention import attend, merge
-from afterglow.kernels.rope import RopeTable, Rotation
+from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import Attention
 from afterglow.plan.step import Share
 
@@ -129,15 +130,9 @@ class RelayAttend(CachedAttend):
     """`Attend` for one step in which parts share rows."""
 
     def __init__(
-        self,
-        parts: list[Part],
-        angles: Rotation | None,
-        rope: RopeTable | None,
-        host: HostRows,
-        tee: Tee,
-        groups: list[Group],
+        self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, groups: list[Group]
     ) -> None:
-        super().__init__(parts, angles, rope, host, tee)
+        super().__init__(parts, angles, gatherer, tee)
         self._groups = groups
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from afterglow.config import RelayName
-from afterglow.engine.attend import CachedAttend, HostRows, Part
+from afterglow.engine.attend import CachedAttend
 from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.gather import Gatherer, HostRows, Part
 from afterglow.engine.relay import Group, RelayAttend, RelayCosts, depth_of, groups_of
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.scores import Scores, ScoringAttend
@@ -83,7 +84,7 @@ class TorchRunner:
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
-        self._host = HostRows(arena, store, read_timeout, decoder.device)
+        self._gatherer = Gatherer(HostRows(arena, store, read_timeout, decoder.device), spec.layers)
         self._tee = Tee(store, self.shape, kv_dtype, max_batch)
         self._scores = scores
         self._jobs: dict[int, _Job] = {}
@@ -134,6 +135,7 @@ class TorchRunner:
         self._tee.begin(*_saves(step.runs, parts))
         places = torch.cat(positions).to(device)
         groups = groups_of(step.shares, parts, self._costs) if self._relay != "off" and self._scores is None else []
+        self._gatherer.begin(parts, self.decoder.rope)
         attend = self._attend(parts, places, groups)
         hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend)
         if isinstance(attend, ScoringAttend):
@@ -141,21 +143,21 @@ class TorchRunner:
         for group in groups:
             self.relayed.group(group.stop - group.start, len(group.parts))
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
-        self._tee.end()
-        self._host.waited.clear()
+        self._gatherer.end()
         failed = {part.job: part.failed for part in parts if part.failed is not None}
         for part in parts:
             part.context.rows = part.start if part.job in failed else part.stop
-        return self._outputs(step.runs, parts, hidden, failed)
+        outputs = self._outputs(step.runs, parts, hidden, failed)
+        self._tee.end()
+        return outputs
 
     def _attend(self, parts: list[Part], places: Tensor, groups: list[Group]) -> CachedAttend:
-        rope = self.decoder.rope
-        angles = rope.cos_sin(places) if rope else None
+        angles = self.decoder.rotation(places)
         if groups:
-            return RelayAttend(parts, angles, rope, self._host, self._tee, groups)
+            return RelayAttend(parts, angles, self._gatherer, self._tee, groups)
         if self._scores is None:
-            return CachedAttend(parts, angles, rope, self._host, self._tee)
-        return ScoringAttend(parts, angles, rope, self._host, self._tee, self._scores)
+            return CachedAttend(parts, angles, self._gatherer, self._tee)
+        return ScoringAttend(parts, angles, self._gatherer, self._tee, self._scores)
 
     def _part(self, run: Run, where: slice) -> Part:
         """The run's device segment, with what the plan wants in it before the forward."""

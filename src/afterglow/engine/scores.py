@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from afterglow.engine.attend import CachedAttend, HostRows, Part
+from afterglow.engine.attend import CachedAttend
+from afterglow.engine.gather import Gatherer, Part
 from afterglow.engine.tee import Tee
 from afterglow.kernels.attention import attend
 from afterglow.kernels.column_sums import column_sums
-from afterglow.kernels.rope import RopeTable, Rotation
+from afterglow.kernels.rope import Rotation
 from afterglow.plan.step import Run
 from afterglow.plan.truncation import Cut, Origin, tenant_of
 
@@ -161,15 +162,9 @@ class ScoringAttend(CachedAttend):
     """`CachedAttend` that also records what attention each row gets, part by part."""
 
     def __init__(
-        self,
-        parts: list[Part],
-        angles: Rotation | None,
-        rope: RopeTable | None,
-        host: HostRows,
-        tee: Tee,
-        scores: Scores,
+        self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, scores: Scores
     ) -> None:
-        super().__init__(parts, angles, rope, host, tee)
+        super().__init__(parts, angles, gatherer, tee)
         self._scores = scores
         self._new = {part.job: max(0, scores.counted(part.job) - part.start) for part in parts}
         self._sums = {

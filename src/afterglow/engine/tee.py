@@ -2,12 +2,17 @@
 
 Prefilled rows go out layer by layer, as soon as a layer has produced them (CachedAttention §3.2.2). Decoded rows
 are single rows of many layers, too small to move one by one: they gather in a lane of a tail buffer and leave in
-blocks of `FLUSH_ROWS`, and at the end of a reply.
+blocks of `FLUSH_ROWS`, and at the end of a reply. Off a device with its own queues of work they leave in a second one,
+so that the next layer does not wait for the copy.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +28,45 @@ FLUSH_ROWS = 16
 Bytes = npt.NDArray[np.uint8]
 
 
-def as_bytes(rows: Tensor) -> Bytes:
-    """[n, kv_heads, head_dim] of any dtype -> the same memory as uint8 [n, row_bytes] (copied only off a GPU)."""
-    if rows.device.type != "cpu":
-        rows = rows.cpu()
-    n = rows.shape[0]
-    return rows.view(torch.uint8).reshape(n, -1).numpy()
+class _Exit:
+    """Off the device, into host memory that the store may read at its leisure."""
+
+    def __init__(self, device: torch.device, staged: bool) -> None:
+        """`staged`: copy in a second queue of the device's; else the rows are handed over as they are."""
+        self._where = device
+        self._device = torch.get_device_module(device)
+        self._stream = self._device.Stream() if staged else None
+        self._leaving: deque[tuple[Any, Callable[[], None]]] = deque()  # (event, what to do once it has happened)
+
+    def take(self, hand_over: Callable[..., None], *tensors: Tensor) -> None:
+        """`hand_over` gets each tensor [..., kv_heads, head_dim] as uint8 [..., row_bytes], now or soon."""
+        if self._stream is None:
+            hand_over(*map(_bytes, tensors))
+            return
+        cuda = self._where.type == "cuda"
+        staged = [torch.empty(rows.shape, dtype=rows.dtype, pin_memory=cuda) for rows in tensors]
+        self._stream.wait_stream(self._device.current_stream(self._where))
+        with self._device.stream(self._stream):
+            for copy, rows in zip(staged, tensors, strict=True):
+                copy.copy_(rows, non_blocking=True)
+                if cuda:
+                    rows.record_stream(self._stream)  # others do not get its memory before the copy is done
+            event = self._device.Event()
+            event.record(self._stream)
+        self._leaving.append((event, lambda: hand_over(*map(_bytes, staged))))
+        self.hand_over(wait=False)
+
+    def hand_over(self, wait: bool) -> None:
+        """What has left the device, in order; all of it, with `wait`."""
+        while self._leaving and (wait or self._leaving[0][0].query()):
+            event, hand_over = self._leaving.popleft()
+            event.synchronize()
+            hand_over()
+
+
+def _bytes(rows: Tensor) -> Bytes:
+    """[..., kv_heads, head_dim] on the CPU -> the same memory as uint8 [..., row_bytes]."""
+    return rows.view(torch.uint8).flatten(-2).numpy()
 
 
 @dataclass(slots=True)
@@ -45,8 +83,12 @@ class _Lane:
 class Tee:
     """Hands new rows to the store; owned by the runner, one call to `begin` and `end` around each forward."""
 
-    def __init__(self, store: KVStore, shape: KVShape, kv_dtype: torch.dtype, max_batch: int) -> None:
+    def __init__(
+        self, store: KVStore, shape: KVShape, kv_dtype: torch.dtype, max_batch: int, staged: bool | None = None
+    ) -> None:
+        """`staged`: rows leave in a queue of their own (None: where the device is not the CPU)."""
         self._store = store
+        self._exit = _Exit(shape.device, shape.device.type != "cpu" if staged is None else staged)
         self._dtype = kv_dtype
         self._tail = torch.empty(
             (shape.layers, 2, max_batch, FLUSH_ROWS, shape.kv_heads, shape.head_dim),
@@ -95,27 +137,27 @@ class Tee:
             self._tail[layer, 1].index_put_((lanes, places), values[rows].to(self._dtype))
         for where, save in self._prefills:
             k, v = keys[where].to(self._dtype), values[where].to(self._dtype)
-            self._store.save(save.draft, layer, save.slots, save.draft_row, as_bytes(k), as_bytes(v))
+            self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
 
     def end(self) -> None:
-        """After the forward: full lanes go out."""
+        """After the forward: full lanes go out, and all that has left is the store's."""
         self._prefills = []
         for lane in self._lanes.values():
             if lane.count == FLUSH_ROWS:
                 self._flush(lane)
+        self._exit.hand_over(wait=True)
 
     def release(self, job: int) -> None:
         """The job has left the device: what waits in its lane goes out now."""
         lane = self._lanes.pop(job, None)
         if lane is not None:
             self._flush(lane)
+            self._exit.hand_over(wait=True)
             self._free.append(lane.index)
 
     def _flush(self, lane: _Lane) -> None:
         if lane.count == 0:
             return
         rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is used again before the copy is done
-        layers, _, n = rows.shape[:3]
-        block = rows.cpu().view(torch.uint8).reshape(layers, 2, n, -1).numpy()
-        self._store.save_block(lane.draft, lane.slots, lane.first, block)
+        self._exit.take(partial(self._store.save_block, lane.draft, lane.slots, lane.first), rows)
         lane.count = 0

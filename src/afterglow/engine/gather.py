@@ -1,0 +1,181 @@
+"""Cached rows on their way from host slots to the device, layer by layer: CachedAttention §3.2.1, layer-wise pre-loading.
+
+Each row is copied once, and its key is rotated in the same pass. On a device with its own queues of work the copies run in
+a second one, ahead of the layer that is being computed, as far as the rows have come; each layer has an event, and the
+computing queue waits for just that. On a CPU both are the calling thread, and a layer is gathered when it is its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.engine.context import DeviceContext
+from afterglow.kernels.rope import RopeTable, Rotation, rotate_into
+from afterglow.plan.step import ExtentId, Gather
+from afterglow.store.kvstore import KVStore
+
+LAYERS_AHEAD = 2  # of the layer being computed, on a device with queues of its own
+FEWEST_BLOCKS = (
+    4  # in a row, on average: with shorter runs one gather into a temporary is faster than many small copies
+)
+
+
+@dataclass(slots=True)
+class Part:
+    """One run of the step: rows `where` of the flattened batch are rows [start, stop) of `context`."""
+
+    job: int
+    where: slice
+    start: int
+    stop: int
+    context: DeviceContext
+    gathers: tuple[Gather, ...] = ()
+    gather_from: int = 0  # first row of the context that the gathers fill
+    gather_angles: Rotation | None = None
+    failed: ExtentId | None = None
+    own_from: int = 0  # rows before are read together with others (see `engine.relay`)
+
+
+@dataclass(slots=True)
+class HostRows:
+    """Reads rows out of the host arena: [layers, 2, slots, 64, kv_heads, head_dim], un-rotated."""
+
+    arena: Tensor
+    store: KVStore
+    read_timeout: float
+    device: torch.device
+    waited: dict[int, int] = field(default_factory=dict)  # move -> layers known to be there
+
+    def ready(self, gather: Gather, layer: int, timeout: float | None = None) -> bool:
+        """Wait until `layer` of the gather's extent is in its slots; False: it failed or is too late (after `timeout`
+        seconds; the store's own, if None)."""
+        if gather.move is None or self.waited.get(gather.move, -1) >= layer:
+            return True
+        if not self.store.wait_layer(gather.move, layer, self.read_timeout if timeout is None else timeout):
+            return False
+        self.waited[gather.move] = layer
+        return True
+
+    def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
+        """[rows, kv_heads, head_dim] of keys (`which` 0) or values (1), in pieces, in order: views of the slots, but where
+        those are scattered."""
+        first, last = gather.start // BLOCK_ROWS, -(-gather.stop // BLOCK_ROWS)
+        slots = gather.slots[first:last]
+        plane = self.arena[layer, which]
+        runs = list(_runs(slots))
+        if len(runs) > 1 and self.device.type == "cpu" and len(slots) < FEWEST_BLOCKS * len(runs):
+            pieces = [plane.index_select(0, torch.tensor(slots))]
+        else:
+            pieces = [plane[slots[a] : slots[a] + b - a] for a, b in runs]
+        skip, left = gather.start - first * BLOCK_ROWS, gather.stop - gather.start
+        for blocks in pieces:
+            rows = blocks.reshape(-1, *blocks.shape[2:])[skip : skip + left]
+            skip, left = 0, left - len(rows)
+            yield rows
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of places in `slots` whose slots follow each other."""
+    cuts = [at for at, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
+    yield from pairwise((0, *cuts, len(slots)))
+
+
+class Gatherer:
+    """Fills the device contexts of a step's parts from host slots; owned by the runner."""
+
+    def __init__(self, host: HostRows, layers: int, ahead: int | None = None) -> None:
+        """`ahead`: how many layers to gather beyond the one in turn (None: what suits the device)."""
+        self._host = host
+        self._layers = layers
+        self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
+        self._device = torch.get_device_module(host.device)
+        self._stream = self._device.Stream()
+        self._parts: list[Part] = []
+        self._events: dict[int, list[Any]] = {}  # by job: of each layer whose copies have been queued
+
+    def begin(self, parts: Sequence[Part], rope: RopeTable | None) -> None:
+        """Of these parts, whose contexts have been reserved."""
+        self._parts = [part for part in parts if part.gathers]
+        if not self._parts:
+            return
+        for part in self._parts:
+            self._events[part.job] = []
+            if rope is not None:
+                positions = torch.arange(part.gather_from, part.start, device=self._host.device)
+                part.gather_angles = rope.cos_sin(positions)
+        # The contexts' memory may still be read by what was queued before, and the angles have to be there.
+        self._stream.wait_stream(self._device.current_stream(self._host.device))
+        self._look_ahead(0)
+
+    def layer(self, layer: int) -> None:
+        """What is computed from now on finds this layer's rows in place. A part that cannot have them has failed."""
+        for part in self._parts:
+            events = self._events[part.job]
+            while part.failed is None and len(events) <= layer:
+                self._queue(part, len(events))
+            if part.failed is None:
+                self._device.current_stream(self._host.device).wait_event(events[layer])
+
+    def computed(self, layer: int) -> None:
+        """The layer's attention has been queued: time for the copies of the next ones."""
+        if self._parts:
+            self._look_ahead(layer + 1)
+
+    def end(self) -> None:
+        """After the forward: no slot is being read any more, and no context written."""
+        if self._parts:
+            self._device.current_stream(self._host.device).wait_stream(self._stream)
+            for part in self._parts:
+                for event in self._events[part.job][-1:]:
+                    event.synchronize()
+        self._parts = []
+        self._events.clear()
+        self._host.waited.clear()
+
+    def _look_ahead(self, layer: int) -> None:
+        """Queue what has already come, up to the last layer ahead of `layer`. Waits for nothing."""
+        for part in self._parts:
+            events = self._events[part.job]
+            while part.failed is None and len(events) < min(layer + self._ahead, self._layers):
+                if not all(self._host.ready(gather, len(events), timeout=0) for gather in part.gathers):
+                    break
+                self._queue(part, len(events))
+
+    def _queue(self, part: Part, layer: int) -> None:
+        with self._device.stream(self._stream):
+            self._copy(part, layer)
+            event = self._device.Event()
+            event.record(self._stream)
+        self._events[part.job].append(event)
+
+    def _copy(self, part: Part, layer: int) -> None:
+        keys, values = part.context.keys(layer), part.context.values(layer)
+        start = part.gather_from
+        for gather in part.gathers:
+            if not self._host.ready(gather, layer):
+                part.failed = gather.extent
+                return
+            at = start
+            for rows in self._host.rows(gather, layer, 0):
+                self._rotated(part, rows, slice(at, at + len(rows)), keys)
+                at += len(rows)
+            at = start
+            for rows in self._host.rows(gather, layer, 1):
+                values[at : at + len(rows)].copy_(rows, non_blocking=True)
+                at += len(rows)
+            start = at
+
+    def _rotated(self, part: Part, rows: Tensor, where: slice, keys: Tensor) -> None:
+        if part.gather_angles is None:
+            keys[where].copy_(rows, non_blocking=True)
+            return
+        cos, sin = part.gather_angles
+        within = slice(where.start - part.gather_from, where.stop - part.gather_from)
+        rotate_into(rows.to(keys.device, non_blocking=True), (cos[within], sin[within]), keys[where])

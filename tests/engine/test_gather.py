@@ -1,0 +1,72 @@
+"""Gathering ahead and saving through a queue of its own, as on a CUDA device: the same code on the CPU, whose queues do
+everything at once. So a layer that is gathered before it has come, or a row that is saved before it was computed, shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from afterglow.engine import runner
+from afterglow.engine.gather import Gatherer, HostRows
+from afterglow.engine.tee import Tee
+from afterglow.plan.step import Gather
+from tests.engine.conftest import FAMILIES, VOCAB, Handle
+from tests.engine.test_exact_reuse import same
+
+Start = Callable[..., Handle]
+Models = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queues_of_their_own_change_no_answer(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tier: str
+) -> None:
+    copied: list[tuple[int, int]] = []  # (layers computed, layer copied)
+
+    class Watched(Gatherer):
+        def _copy(self, part: runner.Part, layer: int) -> None:
+            copied.append((self._computed, layer))
+            super()._copy(part, layer)
+
+        def begin(self, *args: object) -> None:
+            self._computed = 0
+            super().begin(*args)  # type: ignore[arg-type]
+
+        def computed(self, layer: int) -> None:
+            self._computed = layer + 1
+            super().computed(layer)
+
+    monkeypatch.setattr(runner, "Gatherer", partial(Watched, ahead=2))
+    monkeypatch.setattr(runner, "Tee", partial(Tee, staged=True))
+    rng = random.Random(family + tier)
+    handle = start(model_of(family), tmp_path)
+    for length in (70, 200):
+        history = [rng.randrange(VOCAB) for _ in range(length)]
+        handle.ask(history, max_tokens=20)
+        handle.engine.settle()
+        handle.engine.demote(tier)
+        prompt = history + [rng.randrange(VOCAB) for _ in range(9)]
+        reused = handle.ask(prompt, max_tokens=4)
+        assert getattr(reused.cached, tier) >= length - 1
+        same(reused, handle.ask(prompt, reuse=False, max_tokens=4))
+    if tier == "host":  # all is there: both layers are queued before the first one is computed
+        assert {(0, 0), (0, 1)} <= set(copied)
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 2, 3, 4, 5), (7, 0, 3, 5, 1, 2), (4, 5, 6, 7, 0, 1), (3,)])
+def test_pieces_are_the_rows_in_order(slots: tuple[int, ...]) -> None:
+    arena = torch.randn(2, 2, 8, 64, 2, 4)
+    host = HostRows(arena, None, 1.0, torch.device("cpu"))  # type: ignore[arg-type]
+    whole = torch.cat([arena[1, 0, slot] for slot in slots])
+    for start, stop in ((0, 64 * len(slots)), (0, 1), (63, 64), (5, 64 * len(slots) - 7)):
+        pieces = list(host.rows(Gather("x", start, stop, slots, None), 1, 0))
+        assert torch.equal(torch.cat(pieces), whole[start:stop])
+    if slots == tuple(range(slots[0], slots[0] + len(slots))):  # copied straight from the slots
+        (piece,) = pieces
+        assert piece.data_ptr() == arena[1, 0, slots[0], 5].data_ptr()

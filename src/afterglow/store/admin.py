@@ -7,6 +7,7 @@ says who holds it otherwise.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 import time
@@ -134,6 +135,23 @@ def list_extents(path: Path) -> list[ExtentRecord]:
     """
     rows = _rows(path, _tier(path, read_description(path)))
     return [record for record in rows.values() if record is not None]
+
+
+def registered_prompts(path: Path) -> dict[str, str]:
+    """The extents on disk that hold rows of registered prefixes (see `plan.registered`), with the prefix's name."""
+    found: dict[str, str] = {}
+    try:
+        records = {record.id: record for record in list_extents(path)}
+        with closing(read_only(path / CATALOG)) as db:
+            texts = [value for _, (kind, _), value in notes.read(db) if kind == "prefix" and value is not None]
+        for text in texts:
+            _, name, last, *_ = json.loads(text)
+            while last in records:
+                found[last] = name
+                last = records[last].parent
+    except (sqlite3.Error, UnicodeDecodeError, ValueError, TypeError, ConfigError, StoreError):
+        return found  # it is for show
+    return found
 
 
 def check(

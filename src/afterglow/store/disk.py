@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord
-from afterglow.store.extent import Bytes, Head, crc32c, decode_head, encode_head, peek_rows
+from afterglow.store.chunks import TENSORS, ChunkRead, ChunkReader, crcs_of, in_text_order, reordered
+from afterglow.store.extent import Bytes, Head, Sidecar, crc32c, decode_head, encode_head, peek_rows
 from afterglow.store.files import (
     IOV_MAX,
     Helper,
@@ -30,7 +33,7 @@ from afterglow.store.files import (
     supports_direct,
     write_full,
 )
-from afterglow.store.layout import ALIGNMENT, KVLayout, align_up
+from afterglow.store.layout import ALIGNMENT, KEYS, PROBES, KVLayout, align_up
 from afterglow.store.tier import HostArena, runs
 
 SUFFIX: Final = ".safetensors"
@@ -68,6 +71,7 @@ class DiskTier:
                 leftover.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"cannot use {folder}: {error.strerror}") from error
+        self._chunks = ChunkReader(layout, digest, self.direct)
 
     def path(self, extent: str) -> Path:
         """Where the file of an extent is, or would be."""
@@ -87,25 +91,33 @@ class DiskTier:
         pieces = list(self._pieces(rows, layout.tensor_bytes(rows), slots, WRITE_BYTES))
         # With one piece only, the making of the file is all that its checksums can be computed beside.
         first = self._begin_checksums(pieces[0], arena, slots) if len(pieces) == 1 else None
-        folder = self.folder / record.id[:2]
+
+        def fill(fd: int) -> int:
+            return self._write_file(fd, record, arena, slots, pieces, first, progress)
+
+        return self._put(record.id, fill, progress)
+
+    def _put(self, extent: str, fill: Callable[[int], int], progress: Callable[[], None]) -> int:
+        """Make the file of an extent, all of it or nothing; returns what `fill` returns, the bytes written."""
+        folder = self.folder / extent[:2]
         temporary = f"{folder}/{TEMPORARY}{os.getpid()}-{next(self._numbers)}"
         try:
             fd, direct = self._create(folder, temporary)
             try:
                 try:
-                    written = self._write_file(fd, record, arena, slots, pieces, first, progress)
+                    written = fill(fd)
                     if not direct:
                         forget_pages(fd)
                 finally:
                     os.close(fd)
                 progress()
-                os.rename(temporary, f"{folder}/{record.id}{SUFFIX}")
+                os.rename(temporary, f"{folder}/{extent}{SUFFIX}")
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
                 raise
         except OSError as error:
-            raise StoreError(f"writing extent {record.id[:16]}: {error.strerror}") from error
+            raise StoreError(f"writing extent {extent[:16]}: {error.strerror}") from error
         return written
 
     def _create(self, folder: Path, name: str) -> tuple[int, bool]:
@@ -141,11 +153,62 @@ class DiskTier:
         assert first is not None
         crcs = np.full((layout.layers * 2, layout.file_chunks(rows)), self._blank_crc, np.uint32)
         crcs[:, : len(slots)] = [tensor for wait in (first, *others) for tensor in wait()]
+        sidecar = None
+        if layout.probe_heads:
+            sidecar, size = self._write_probes(fd, rows, arena, slots, progress)
+            written += size
         head = self._heads.take(layout.head_bytes(rows))
-        head[:] = np.frombuffer(encode_head(layout, self.digest, record, crcs), np.uint8)
+        head[:] = np.frombuffer(encode_head(layout, self.digest, record, crcs, sidecar), np.uint8)
         written += write_full(fd, [head, *self._sources(pieces[0], arena, slots, span)], 0)
         progress()
         return written
+
+    def _write_probes(
+        self, fd: int, rows: int, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]
+    ) -> tuple[Sidecar, int]:
+        """The first heads' keys of each layer once more, by themselves; rows lie as the text goes."""
+        layout, written = self.layout, 0
+        padded, chunks, size = layout.padded_rows(rows), layout.file_chunks(rows), layout.probe_bytes(rows)
+        crcs = np.empty((layout.layers, chunks), np.uint32)
+        for layer in range(layout.layers):
+            probes = self._scratch.take(size)
+            by_row = probes.reshape(padded, -1)
+            used = len(slots) * BLOCK_ROWS
+            by_row[:used] = arena.rows[layer, KEYS, list(slots), :, : layout.probe_row_bytes].reshape(used, -1)
+            by_row[used:] = 0
+            crcs[layer] = [crc32c(chunk) for chunk in probes.reshape(chunks, -1)]
+            written += write_full(fd, [probes], layout.offset(rows, layer, PROBES))
+            progress()
+        return Sidecar(crcs, np.tile(np.arange(padded, dtype=np.uint16), (layout.layers, 1))), written
+
+    def rewrite(self, extent: str, rows: int, orders: npt.NDArray[np.uint16], progress: Callable[[], None]) -> int:
+        """Put an extent's rows in another order, layer by layer (SPEC §IV-D): `orders` uint16 [layers, rows], the row of the
+        text that goes to each place. A new version of the file; whoever reads the old one reads on. Errors as `read`.
+        """
+        layout = self.layout
+        head, tensors = self._in_text_order(extent)
+        progress()
+        made, crcs, sidecar = reordered(layout, rows, tensors, orders, head)
+        whole = np.frombuffer(encode_head(layout, self.digest, head.record, crcs, sidecar), np.uint8)
+
+        def fill(fd: int) -> int:
+            written = 0
+            for part in (whole, *made):
+                buffer = self._scratch.take(part.nbytes)
+                buffer[:] = part.reshape(-1)
+                written += write_full(fd, [buffer], written)
+                progress()
+            return written
+
+        return self._put(extent, fill, progress)
+
+    def _in_text_order(self, extent: str) -> tuple[Head, list[Bytes]]:
+        """All keys and values of an extent, verified: uint8 [padded, row bytes] each."""
+        tensors: list[Bytes] = []
+        head = self.verify(extent, lambda layer, kv, tensor: tensors.append(tensor.copy()))
+        assert head.sidecar is not None, "rewriting needs a layout with probe heads"
+        by_row = [tensor.reshape(-1, self.layout.row_bytes) for tensor in tensors]
+        return head, [in_text_order(tensor, head.sidecar.order[at // 2]) for at, tensor in enumerate(by_row)]
 
     def _begin_checksums(self, piece: Piece, arena: HostArena, slots: Sequence[int]) -> Checksums:
         def work() -> list[list[int]]:
@@ -212,6 +275,14 @@ class DiskTier:
         heads: dict[str, Head],
     ) -> int:
         layout = self.layout
+        if layout.probe_heads:
+            if extent not in heads:
+                raw = self._heads.take(layout.head_bytes(rows))
+                read_full(fd, [raw], 0)
+                heads[extent] = decode_head(raw.tobytes(), layout, self.digest, extent=extent, rows=rows)
+            sidecar = heads[extent].sidecar
+            if sidecar is not None and sidecar.reordered:
+                return self._read_reordered(fd, rows, arena, slots, layer_done, layers, heads[extent])
         whole = len(slots) == layout.blocks(rows)
         span = layout.tensor_bytes(rows) if whole else align_up(len(slots) * layout.chunk_bytes)
         raw_head = self._heads.take(layout.head_bytes(rows))
@@ -256,6 +327,39 @@ class DiskTier:
                 layer_done(done)
         return total
 
+    def _read_reordered(
+        self,
+        fd: int,
+        rows: int,
+        arena: HostArena,
+        slots: Sequence[int],
+        layer_done: Callable[[int], None],
+        layers: range,
+        head: Head,
+    ) -> int:
+        """As `_read_file`: rows whose place in the file is another go where the text has them. Reads whole tensors."""
+        layout, total = self.layout, 0 if layers.start else self.layout.head_bytes(rows)
+        assert head.sidecar is not None
+        wanted = len(slots) * BLOCK_ROWS
+        for layer in layers:
+            for kv in (0, 1):
+                stored = self._scratch.take(layout.tensor_bytes(rows))
+                total += read_full(fd, [stored], layout.offset(rows, layer, kv))
+                self._compare(list(stored.reshape(-1, layout.chunk_bytes)), head, layer, kv)
+                text = in_text_order(stored.reshape(-1, layout.row_bytes), head.sidecar.order[layer])
+                arena.rows[layer, kv, list(slots)] = text[:wanted].reshape(len(slots), BLOCK_ROWS, -1)
+            layer_done(layer + 1)
+        return total
+
+    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], version: int) -> tuple[int, Head]:
+        """Carry out `reads` of an extent of `rows` rows; see `Tier.read_chunks`."""
+        try:
+            return self._chunks.read(str(self.path(extent)), extent, rows, reads, version)
+        except DamageError as error:
+            raise DamageError(f"extent {extent[:16]}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
+
     def _pieces(self, rows: int, span: int, slots: Sequence[int], limit: int) -> Iterator[Piece]:
         """All tensors in file order, joined where neighbours fit one call of about `limit` bytes.
 
@@ -298,10 +402,10 @@ class DiskTier:
             raise StoreError(f"reading {path}: {error.strerror}") from error
         return decode_head(head, self.layout, self.digest, extent=extent)
 
-    def verify(self, extent: str) -> Head:
+    def verify(self, extent: str, seen: Callable[[int, int, Bytes], None] | None = None) -> Head:
         """Read every byte of an extent and compare it with the checksums; returns its head.
 
-        Errors as for `read`.
+        `seen(layer, kv, tensor)` may look at the keys and values, as they are stored. Errors as for `read`.
         """
         head = self.head(extent)
         layout, rows = self.layout, head.record.rows
@@ -312,6 +416,12 @@ class DiskTier:
                 for layer, kv in np.ndindex(layout.layers, 2):
                     read_full(file.fileno(), [tensor], layout.offset(rows, layer, kv))
                     self._compare(list(tensor.reshape(-1, layout.chunk_bytes)), head, layer, kv)
+                    if seen is not None:
+                        seen(layer, kv, tensor)
+                for layer in range(layout.layers if layout.probe_heads else 0):
+                    probes = tensor[: layout.probe_bytes(rows)]
+                    read_full(file.fileno(), [probes], layout.offset(rows, layer, PROBES))
+                    self._compare(list(probes.reshape(-1, layout.probe_chunk_bytes)), head, layer, PROBES)
                 forget_pages(file.fileno())
         except OSError as error:
             raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
@@ -319,15 +429,16 @@ class DiskTier:
 
     @staticmethod
     def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int) -> None:
-        found, wanted = [crc32c(data) for data in chunks], head.crcs[layer, kv, : len(chunks)].tolist()
+        found, wanted = [crc32c(data) for data in chunks], crcs_of(head, layer, kv)[: len(chunks)]
         if found != wanted:
             chunk = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
-            raise DamageError(f"layer {layer}, {('keys', 'values')[kv]}, chunk {chunk}")
+            raise DamageError(f"layer {layer}, {TENSORS[kv]}, chunk {chunk}")
 
     def delete(self, extent: str) -> None:
         """Remove the file of an extent; one that is not there is no error."""
         try:
             self.path(extent).unlink(missing_ok=True)
+            self._chunks.forget(extent)
         except OSError as error:
             raise StoreError(f"removing extent {extent[:16]}: {error.strerror}") from error
 

@@ -34,14 +34,32 @@ _ROWS_AT: Final = _CRC_AT + 8 + len(_ROWS_KEY)
 _ROWS_DIGITS: Final = 8
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sidecar:
+    """What files of a layout with probe heads have besides. `crcs` uint32 [layers, file chunks] of the probe keys;
+    `order` uint16 [layers, padded rows]: which row of the text is stored at each place (SPEC §IV-D); `version` counts how
+    often the rows were put in another order.
+    """
+
+    crcs: npt.NDArray[np.uint32]
+    order: npt.NDArray[np.uint16]
+    version: int = 0
+
+    @property
+    def reordered(self) -> bool:
+        """Some layer's rows are not in the order of the text."""
+        return self.version > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """A verified head. `crcs` is uint32 [layers, 2, file chunks]; the record's `last_used` and `hits` are
-    0.
+    0. `sidecar`: None where the layout has no probe heads.
     """
 
     record: ExtentRecord
     crcs: npt.NDArray[np.uint32]
+    sidecar: Sidecar | None = None
 
 
 def crc32c(data: Bytes | bytes) -> int:
@@ -50,11 +68,17 @@ def crc32c(data: Bytes | bytes) -> int:
     return int(google_crc32c.value(data))
 
 
-def encode_head(layout: KVLayout, digest: str, record: ExtentRecord, crcs: npt.NDArray[np.uint32]) -> bytes:
+def encode_head(
+    layout: KVLayout,
+    digest: str,
+    record: ExtentRecord,
+    crcs: npt.NDArray[np.uint32],
+    sidecar: Sidecar | None = None,
+) -> bytes:
     """The file's first `layout.head_bytes(rows)` bytes.
 
-    `crcs` is uint32 [layers, 2, file chunks], of whatever shape. Raises StoreError when the names in the record are too long to
-    fit.
+    `crcs` is uint32 [layers, 2, file chunks], of whatever shape; `sidecar` goes with layouts that have probe heads. Raises
+    StoreError when the names in the record are too long to fit.
     """
     rows = record.rows
     meta = {
@@ -66,6 +90,10 @@ def encode_head(layout: KVLayout, digest: str, record: ExtentRecord, crcs: npt.N
         "kind": record.kind,
         "model": digest,
     }
+    tables = crcs.astype("<u4").tobytes()
+    if sidecar is not None:
+        meta["version"] = f"{sidecar.version:08d}"
+        tables += sidecar.crcs.astype("<u4").tobytes() + sidecar.order.astype("<u2").tobytes()
     members = json.dumps(meta, separators=(",", ":")).encode()[1:]  # without the opening brace
     text = _OPENING + b"0" * 8 + _ROWS_KEY + b"%08d" % rows + b'",' + members
     if len(text) + 2 > META_RESERVE:
@@ -73,8 +101,8 @@ def encode_head(layout: KVLayout, digest: str, record: ExtentRecord, crcs: npt.N
     text += _after_metadata(layout, rows)
     size = layout.header_bytes(rows)
     tokens = record.tokens.ljust(4 * layout.padded_rows(rows), b"\0")
-    head = bytearray(struct.pack("<Q", size) + text.ljust(size) + tokens + crcs.astype("<u4").tobytes())
-    assert len(head) == layout.head_bytes(rows), "the table of checksums has another shape than the layout"
+    head = bytearray(struct.pack("<Q", size) + text.ljust(size) + tokens + tables)
+    assert len(head) == layout.head_bytes(rows), "the tables have another shape than the layout"
     head[_CRC_AT : _CRC_AT + 8] = b"%08x" % crc32c(bytes(head))
     return bytes(head)
 
@@ -133,9 +161,13 @@ def decode_head(
         file_bytes=layout.file_bytes(found_rows),
         last_used=0.0,
     )
-    crcs_at = 8 + size + 4 * layout.padded_rows(found_rows)
-    crcs = np.frombuffer(head, "<u4", offset=crcs_at).reshape(layout.layers, 2, -1)
-    return Head(record, crcs)
+    layers, chunks, at = layout.layers, layout.file_chunks(found_rows), 8 + size + 4 * layout.padded_rows(found_rows)
+    crcs = np.frombuffer(head, "<u4", 2 * layers * chunks, at).reshape(layers, 2, -1)
+    if not layout.probe_heads:
+        return Head(record, crcs)
+    probe_crcs = np.frombuffer(head, "<u4", layers * chunks, at + crcs.nbytes).reshape(layers, -1)
+    order = np.frombuffer(head, "<u2", offset=at + crcs.nbytes + probe_crcs.nbytes).reshape(layers, -1)
+    return Head(record, crcs, Sidecar(probe_crcs, order, int(meta["version"])))
 
 
 assert META_RESERVE < ALIGNMENT  # `peek_rows` needs no more than one aligned page

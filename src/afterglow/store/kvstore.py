@@ -32,6 +32,7 @@ from afterglow.store.layout import KVLayout
 from afterglow.store.mover import Mover
 from afterglow.store.namespace import Namespace
 from afterglow.store.parts import layers_at_once
+from afterglow.store.reading import Reader
 from afterglow.store.recovery import Opened, file_name, open_catalog
 from afterglow.store.saver import WRITE_BUFFER, RowSaver
 from afterglow.store.task import Abandoned, Task
@@ -54,6 +55,9 @@ class StoreStats:
     disk_reads: int = 0
     disk_read_bytes: int = 0
     disk_read_seconds: float = 0.0
+    chunk_reads: int = 0  # calls, each of some chunks of one extent
+    chunk_read_bytes: int = 0
+    chunk_read_seconds: float = 0.0
     disk_writes: int = 0
     disk_write_bytes: int = 0
     disk_write_seconds: float = 0.0
@@ -135,6 +139,9 @@ class KVStore:
             self._stats.direct_io = disk.direct
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
+        self.chunks: Reader | None = None  # reads parts of extents, where the layout has probe heads
+        if self._tier is not None and layout.probe_heads:
+            self.chunks = Reader(self._tier, self._mover, self._rows, self._lost_chunks, self._count_chunks)
         for extent in opened.orphans if opened is not None else ():
             self._mover.submit(Task(extent, BACKGROUND, self._sweeping(extent), move=None, writes=True))
 
@@ -309,15 +316,32 @@ class KVStore:
             except Abandoned:
                 raise
             except StoreError as error:
-                # It can never be read again: the room it takes is worth more than the evidence. An I/O error
-                # may pass: whether it has, the plan finds out later.
-                if isinstance(error, DamageError) or kind_of(error) == "missing":
-                    log.warning("dropped from the cache: %s", error)
-                    with contextlib.suppress(StoreError):
-                        self._remove(move.extent)
+                self._drop_lost(move.extent, error)
                 raise
 
         return work
+
+    def _drop_lost(self, extent: str, error: StoreError) -> None:
+        """What can never be read again goes: the room it takes is worth more than the evidence. An I/O error may pass:
+        whether it has, the plan finds out later.
+        """
+        if isinstance(error, DamageError) or kind_of(error) == "missing":
+            log.warning("dropped from the cache: %s", error)
+            with contextlib.suppress(StoreError):
+                self._remove(extent)
+
+    def _lost_chunks(self, extent: str, error: StoreError) -> None:
+        self._drop_lost(extent, error)
+        self._count_chunks(kind_of(error), 0, 0.0)
+
+    def _count_chunks(self, kind: str | None, moved: int, seconds: float) -> None:
+        with self._lock:
+            if kind is not None:
+                self._stats.errors[kind] = self._stats.errors.get(kind, 0) + 1
+                return
+            self._stats.chunk_reads += 1
+            self._stats.chunk_read_bytes += moved
+            self._stats.chunk_read_seconds += seconds
 
     def _copying(self, move: Copy) -> Callable[[Task], int]:
         def work(task: Task) -> int:

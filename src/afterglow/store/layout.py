@@ -7,6 +7,9 @@
     head_bytes      layers.0.keys    [padded_rows, kv_heads, head_dim]
                     layers.0.values  the same
                     layers.1.keys    ...
+                    layers.0.probe_keys  [padded_rows, probe_heads, head_dim]   only in layouts with probe heads, which
+                    layers.1.probe_keys  ...                                    have two more tables before `head_bytes`:
+                                     probe_crc32c uint32 [layers, chunks], order uint16 [layers, padded_rows]
 
 The spaces in the header make `head_bytes` a multiple of 4096, and `padded_rows` makes every tensor one, so
 that each layer's keys and values start aligned for direct I/O (safetensors allows no gaps between tensors).
@@ -26,7 +29,7 @@ from afterglow.errors import ConfigError
 
 ALIGNMENT: Final = 4096
 META_RESERVE: Final = 1024  # room for the metadata JSON, so that the head's size does not depend on its values
-KEYS, VALUES = 0, 1
+KEYS, VALUES, PROBES = 0, 1, 2
 
 _ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -38,12 +41,17 @@ def align_up(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16" or "F16"."""
+    """The shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16" or "F16".
+
+    `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar; spec S10), and rows
+    may be stored in another order than the text's.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: str
+    probe_heads: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
@@ -51,6 +59,8 @@ class KVLayout:
         for name in ("layers", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a KV layout needs {name} of at least 1, got {getattr(self, name)}")
+        if not 0 <= self.probe_heads <= self.kv_heads:
+            raise ConfigError(f"{self.probe_heads} probe heads are not among {self.kv_heads} KV heads")
 
     @property
     def row_bytes(self) -> int:
@@ -61,6 +71,16 @@ class KVLayout:
     def chunk_bytes(self) -> int:
         """Bytes of 64 rows of one layer's keys (or values)."""
         return BLOCK_ROWS * self.row_bytes
+
+    @property
+    def probe_row_bytes(self) -> int:
+        """Bytes of one token's probe keys in one layer: the first of its keys."""
+        return self.probe_heads * self.head_dim * _ITEMSIZE[self.dtype]
+
+    @property
+    def probe_chunk_bytes(self) -> int:
+        """Bytes of 64 rows of one layer's probe keys."""
+        return BLOCK_ROWS * self.probe_row_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -74,7 +94,8 @@ class KVLayout:
 
     def padded_rows(self, rows: int) -> int:
         """Rows of each tensor in the file: whole chunks, and a multiple of 4096 bytes."""
-        step = ALIGNMENT // math.gcd(self.chunk_bytes, ALIGNMENT)  # chunks that make up whole 4096s
+        # Chunks that make up whole 4096s; gcd(0, n) is n.
+        step = ALIGNMENT // math.gcd(self.chunk_bytes, self.probe_chunk_bytes, ALIGNMENT)
         return -(-self.blocks(rows) // step) * step * BLOCK_ROWS
 
     def file_chunks(self, rows: int) -> int:
@@ -85,34 +106,55 @@ class KVLayout:
         """Bytes of one layer's keys (or values) in the file, padding included."""
         return self.padded_rows(rows) * self.row_bytes
 
+    def probe_bytes(self, rows: int) -> int:
+        """Bytes of one layer's probe keys in the file, padding included."""
+        return self.padded_rows(rows) * self.probe_row_bytes
+
+    def table_bytes(self, rows: int) -> int:
+        """Bytes of what is between the header and `layers.0.keys`."""
+        return sum(size for *_, size in self.tables(rows))
+
+    def tables(self, rows: int) -> Iterator[tuple[str, str, list[int], int]]:
+        """Name, dtype, shape and bytes of each tensor between the header and `layers.0.keys`, in order."""
+        padded, chunks = self.padded_rows(rows), self.file_chunks(rows)
+        yield "tokens", "U32", [padded], 4 * padded
+        yield "crc32c", "U32", [self.layers, 2, chunks], 8 * self.layers * chunks
+        if self.probe_heads:
+            yield "probe_crc32c", "U32", [self.layers, chunks], 4 * self.layers * chunks
+            yield "order", "U16", [self.layers, padded], 2 * self.layers * padded
+
     def head_bytes(self, rows: int) -> int:
         """Bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
         return _head_bytes(self, self.padded_rows(rows))
 
     def header_bytes(self, rows: int) -> int:
         """Length of the JSON header, spaces included and the 8 bytes before it not."""
-        tables = 4 * self.padded_rows(rows) + 8 * self.layers * self.file_chunks(rows)
-        return self.head_bytes(rows) - tables - 8
+        return self.head_bytes(rows) - self.table_bytes(rows) - 8
 
     def offset(self, rows: int, layer: int, kv: int, chunk: int = 0) -> int:
-        """Where a chunk of `layers.{layer}.keys` (kv 0) or `.values` (kv 1) starts in the file of `rows`
-        rows.
+        """Where a chunk of `layers.{layer}.keys` (kv 0), `.values` (kv 1) or `.probe_keys` (kv 2) starts in the file of
+        `rows` rows.
         """
+        if kv == PROBES:
+            before = self.layers * 2 * self.tensor_bytes(rows) + layer * self.probe_bytes(rows)
+            return self.head_bytes(rows) + before + chunk * self.probe_chunk_bytes
         tensor = (layer * 2 + kv) * self.tensor_bytes(rows)
         return self.head_bytes(rows) + tensor + chunk * self.chunk_bytes
 
     def file_bytes(self, rows: int) -> int:
         """Size of the file of an extent of `rows` rows."""
-        return self.head_bytes(rows) + self.layers * 2 * self.tensor_bytes(rows)
+        return self.head_bytes(rows) + self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows))
 
     def as_dict(self) -> dict[str, int | str]:
         """For `afterglow.json`."""
+        probes = {"probe_heads": self.probe_heads} if self.probe_heads else {}
         return {
             "layers": self.layers,
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "dtype": self.dtype,
             "block_rows": BLOCK_ROWS,
+            **probes,
         }
 
     def __str__(self) -> str:
@@ -127,19 +169,21 @@ def tensor_table(layout: KVLayout, rows: int) -> bytes:
 @lru_cache(maxsize=256)
 def _head_bytes(layout: KVLayout, padded: int) -> int:
     fixed = 8 + META_RESERVE + len(_padded_table(layout, padded))
-    return align_up(fixed + 4 * padded + 8 * layout.layers * layout.file_chunks(padded))
+    return align_up(fixed + layout.table_bytes(padded))
 
 
 @lru_cache(maxsize=256)
 def _padded_table(layout: KVLayout, rows: int) -> bytes:
     def entries() -> Iterator[tuple[str, str, list[int], int]]:
-        padded, chunks = layout.padded_rows(rows), layout.file_chunks(rows)
-        yield "tokens", "U32", [padded], 4 * padded
-        yield "crc32c", "U32", [layout.layers, 2, chunks], 8 * layout.layers * chunks
+        padded = layout.padded_rows(rows)
+        yield from layout.tables(rows)
         for layer in range(layout.layers):
             for name in ("keys", "values"):
                 shape = [padded, layout.kv_heads, layout.head_dim]
                 yield f"layers.{layer}.{name}", layout.dtype, shape, layout.tensor_bytes(rows)
+        for layer in range(layout.layers if layout.probe_heads else 0):
+            shape = [padded, layout.probe_heads, layout.head_dim]
+            yield f"layers.{layer}.probe_keys", layout.dtype, shape, layout.probe_bytes(rows)
 
     table, start = {}, 0
     for name, dtype, shape, size in entries():

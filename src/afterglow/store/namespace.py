@@ -155,7 +155,8 @@ def read_description(path: Path) -> Description:
                 f"{path} has blocks of {layout['block_rows']} rows, this version uses {BLOCK_ROWS}; "
                 "delete the folder or choose another --cache-dir"
             )
-        shape = KVLayout(layout["layers"], layout["kv_heads"], layout["head_dim"], layout["dtype"])
+        sizes = (layout["layers"], layout["kv_heads"], layout["head_dim"], layout["dtype"])
+        shape = KVLayout(*sizes, probe_heads=layout.get("probe_heads", 0))
         return Description(str(found["name"]), str(found["digest"]), shape)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is incomplete ({error!r}); delete {path} or choose another --cache-dir") from error

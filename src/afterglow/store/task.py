@@ -95,6 +95,11 @@ class Task:
                 self._ended = ok
                 self._changed.notify_all()
 
+    @property
+    def over(self) -> bool:
+        """It has ended, well or not."""
+        return self._ended is not None
+
     def wait_layer(self, layer: int, timeout: float | None) -> bool:
         """Whether `layer` is in place, waiting for at most `timeout` seconds."""
         with self._changed:

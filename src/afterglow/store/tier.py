@@ -14,6 +14,7 @@ import numpy.typing as npt
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import ConfigError
 from afterglow.plan.step import ExtentRecord
+from afterglow.store.chunks import ChunkRead
 from afterglow.store.extent import Bytes, Head
 from afterglow.store.layout import ALIGNMENT, KVLayout
 
@@ -45,8 +46,8 @@ class HostArena:
         self.view: Bytes = flat[:need].reshape(layout.layers, 2, slots, layout.chunk_bytes)
         self.rows: Bytes = self.view.reshape(layout.layers, 2, slots, BLOCK_ROWS, layout.row_bytes)
         # Direct I/O wants memory, length and file offset aligned; otherwise transfers pass through a bounce
-        # buffer.
-        self.aligned = layout.chunk_bytes % ALIGNMENT == 0 and flat.ctypes.data % ALIGNMENT == 0
+        # buffer. So they do where a tensor in the file has more chunks than an extent's blocks.
+        self.aligned = layout.padded_rows(1) == BLOCK_ROWS and flat.ctypes.data % ALIGNMENT == 0
 
     def plane(self, layer: int, kv: int) -> Bytes:
         """One layer's keys (kv 0) or values (kv 1) in all slots: uint8 [slots, chunk_bytes], a view."""
@@ -105,6 +106,18 @@ class Tier(Protocol):
         `first` up to n are in place and verified. `heads`: verified ones, by extent, that need not be read again; one that is
         read is put there. The head counts with layer 0, however often it is read, so that the
         bytes of an extent's parts add up to those of the whole.
+        """
+
+    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], version: int) -> tuple[int, Head]:
+        """Some chunks of an extent of a layout with probe heads, each verified: the bytes read, and the head.
+
+        Raises `Stale` when the file has another version than `version`; without any reads, the head is returned, of
+        whatever version.
+        """
+
+    def rewrite(self, extent: str, rows: int, orders: npt.NDArray[np.uint16], progress: Callable[[], None]) -> int:
+        """Store the rows in another order (SPEC §IV-D), as the file's next version, all of it or nothing; returns the bytes
+        written. `orders` uint16 [layers, rows]: which row of the text goes to each place. `progress` as for `write`.
         """
 
     def head(self, extent: str) -> Head:

@@ -1,0 +1,199 @@
+"""Parts of extents: chunks of keys, values and probe keys; rows stored in another order; versions and damage."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, record
+
+from afterglow.errors import ConfigError, DamageError, StoreError
+from afterglow.plan.step import DEMAND
+from afterglow.store.chunks import ChunkRead, Stale
+from afterglow.store.disk import DiskTier
+from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
+
+DIRECT = KVLayout(2, 4, 16, "F32", probe_heads=2)  # chunks of 16 KiB, of probe keys 8 KiB
+SMALL = KVLayout(3, 2, 8, "F32", probe_heads=1)  # chunks of probe keys of 2 KiB: two make a page
+LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", probe_heads=3)]
+ROWS = 150
+
+
+def nothing(*_: Any) -> None: ...
+
+
+class Stored:
+    """One extent on disk, and what it holds: uint8 [layers, 2, rows, row_bytes]."""
+
+    def __init__(self, folder: Path, layout: KVLayout, rows: int = ROWS) -> None:
+        self.layout, self.rows, self.name = layout, rows, extent_name(5)
+        self.tier = DiskTier(folder, layout, DIGEST)
+        self.arena = arena_of(layout, 2 * layout.blocks(rows))
+        self.slots = list(range(layout.blocks(rows)))[::-1]
+        self.held = contents(self.arena, self.slots, rows)
+        self.written = self.tier.write(record(5, rows), self.arena, self.slots, nothing)
+
+    def chunks(self, layer: int, kv: int, first: int, stop: int, version: int = 0) -> np.ndarray:
+        size = self.layout.probe_chunk_bytes if kv == PROBES else self.layout.chunk_bytes
+        into = np.empty((stop - first, size), np.uint8)
+        self.tier.read_chunks(self.name, self.rows, [ChunkRead(layer, kv, first, stop, into)], version)
+        return into.reshape((stop - first) * 64, -1)
+
+    def wanted(self, layer: int, kv: int) -> np.ndarray:
+        """Rows of the text, padded with zeros."""
+        rows = self.held[layer, KEYS if kv == PROBES else kv]
+        if kv == PROBES:
+            rows = rows[:, : self.layout.probe_row_bytes]
+        padded = np.zeros((self.layout.padded_rows(self.rows), rows.shape[1]), np.uint8)
+        padded[: self.rows] = rows
+        return padded
+
+    def whole(self, blocks: int | None = None) -> np.ndarray:
+        slots = list(range(self.layout.blocks(self.rows), self.arena.slots))[:blocks]
+        self.tier.read(self.name, self.rows, self.arena, slots, nothing)
+        return contents(self.arena, slots, min(self.rows, 64 * len(slots)))
+
+    def orders(self, seed: int = 0) -> np.ndarray:
+        draw = np.random.default_rng(seed)
+        return np.array([draw.permutation(self.rows) for _ in range(self.layout.layers)], np.uint16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_chunks_are_what_was_written(tmp_path: Path, layout: KVLayout) -> None:
+    stored = Stored(tmp_path, layout)
+    assert stored.written == layout.file_bytes(ROWS) == stored.tier.path(stored.name).stat().st_size
+    for layer in range(layout.layers):
+        for kv in (KEYS, VALUES, PROBES):
+            for first, stop in ((0, 3), (0, 1), (2, 3), (1, 3)):
+                found = stored.chunks(layer, kv, first, stop)
+                assert np.array_equal(found, stored.wanted(layer, kv)[64 * first : 64 * stop])
+    assert np.array_equal(stored.whole(), stored.held)
+    tensors = load_file(stored.tier.path(stored.name)) if layout.dtype == "F32" else {}
+    for layer in range(layout.layers if tensors else 0):
+        keys = tensors[f"layers.{layer}.keys"]
+        assert tensors[f"layers.{layer}.probe_keys"].tobytes() == keys[:, : layout.probe_heads].tobytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_another_order_is_another_version(tmp_path: Path, layout: KVLayout) -> None:
+    stored = Stored(tmp_path, layout)
+    for version in (1, 2):
+        orders = stored.orders(version)
+        assert stored.tier.rewrite(stored.name, ROWS, orders, nothing) == layout.file_bytes(ROWS)
+        _, head = stored.tier.read_chunks(stored.name, ROWS, [], 0)
+        assert head.sidecar is not None
+        assert head.sidecar.version == version
+        assert np.array_equal(head.sidecar.order[:, :ROWS], orders)
+        for layer in range(layout.layers):
+            for kv in (KEYS, VALUES, PROBES):
+                found = stored.chunks(layer, kv, 0, 3, version)
+                assert np.array_equal(found[:ROWS], stored.wanted(layer, kv)[orders[layer]])
+        with pytest.raises(Stale):
+            stored.chunks(0, KEYS, 0, 1, version - 1)
+        # Whoever reads all of it, or its first blocks, does not see the order.
+        assert np.array_equal(stored.whole(), stored.held)
+        assert np.array_equal(stored.whole(blocks=1), stored.held[:, :, :64])
+        stored.tier.verify(stored.name)
+
+
+@given(rows=st.integers(1, 300), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_any_order_of_any_length(tmp_path_factory: pytest.TempPathFactory, rows: int, seed: int) -> None:
+    stored = Stored(tmp_path_factory.mktemp("x"), SMALL, rows)
+    stored.tier.rewrite(stored.name, rows, stored.orders(seed), nothing)
+    assert np.array_equal(stored.whole(), stored.held)
+
+
+@pytest.mark.parametrize("layout", [DIRECT, SMALL], ids=str)
+def test_every_damaged_byte_is_found(tmp_path: Path, layout: KVLayout) -> None:
+    stored = Stored(tmp_path, layout)
+    stored.tier.rewrite(stored.name, ROWS, stored.orders(), nothing)
+    path = stored.tier.path(stored.name)
+    good = path.read_bytes()
+    for at in np.random.default_rng(0).integers(0, len(good), 60).tolist():
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(DamageError):
+            stored.tier.verify(stored.name)
+        with pytest.raises((DamageError, Stale)):
+            for layer in range(layout.layers):
+                for kv in (KEYS, VALUES, PROBES):
+                    stored.chunks(layer, kv, 0, layout.file_chunks(ROWS), 1)
+    path.write_bytes(good[:-1])
+    with pytest.raises(DamageError, match="bytes long"):
+        stored.chunks(0, KEYS, 0, 1, 1)
+
+
+def test_a_rewriting_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    stored = Stored(tmp_path, DIRECT)
+    calls = 0
+
+    def stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise StoreError("enough")
+
+    with pytest.raises(StoreError, match="enough"):
+        stored.tier.rewrite(stored.name, ROWS, stored.orders(), stop)
+    assert np.array_equal(stored.whole(), stored.held)
+    assert stored.tier.leftovers() == []
+
+
+def test_probe_heads_are_among_the_heads() -> None:
+    with pytest.raises(ConfigError, match="5 probe heads are not among 4"):
+        KVLayout(2, 4, 16, "F32", probe_heads=5)
+
+
+def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
+    with Kit(tmp_path, DIRECT) as kit:
+        slots = (3, 4, 5)
+        held = contents(kit.store.arena, slots, ROWS)
+        kit.put(5, ROWS, slots)
+        reader = kit.store.chunks
+        assert reader is not None
+        into = np.empty((2, DIRECT.chunk_bytes), np.uint8)
+        reading = reader.read(extent_name(5), [ChunkRead(1, VALUES, 0, 2, into)], 0, DEMAND)
+        assert reading.wait(10)
+        assert np.array_equal(into.reshape(128, -1), held[1, VALUES, :128])
+        told = threading.Event()
+        orders = np.tile(np.arange(ROWS, dtype=np.uint16)[::-1], (2, 1))
+        reader.rewrite(extent_name(5), orders, lambda ok: told.set() if ok else None)
+        assert told.wait(10)
+        stale = reader.read(extent_name(5), [ChunkRead(1, VALUES, 0, 2, into)], 0, DEMAND)
+        assert not stale.wait(10)
+        assert stale.stale
+        assert not reader.read(extent_name(6), [], 0, DEMAND).wait(10)
+        stats = kit.store.stats()
+        assert stats.chunk_reads == 1
+        assert stats.chunk_read_bytes >= into.nbytes
+        assert stats.errors == {"missing": 1}
+    with Kit(tmp_path, DIRECT) as kit:
+        reader = kit.store.chunks
+        assert reader is not None
+        reading = reader.read(extent_name(5), [], 0, DEMAND)
+        assert reading.wait(10)
+        assert reading.head is not None
+        assert reading.head.sidecar is not None
+        assert reading.head.sidecar.version == 1
+
+
+def test_a_damaged_chunk_takes_its_extent_along(tmp_path: Path) -> None:
+    with Kit(tmp_path, DIRECT) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        path = next(tmp_path.glob("*/extents/*/*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[DIRECT.offset(ROWS, 1, PROBES, 2)] ^= 1
+        path.write_bytes(data)
+        reader = kit.store.chunks
+        assert reader is not None
+        into = np.empty((3, DIRECT.probe_chunk_bytes), np.uint8)
+        reading = reader.read(extent_name(5), [ChunkRead(1, PROBES, 0, 3, into)], 0, DEMAND)
+        assert not reading.wait(10)
+        assert kit.store.stats().damage == 1
+        assert not path.exists()

@@ -7,7 +7,8 @@ leave open is set once, for all models and figures, at the head of `cachedattent
 `--figure sensitivity`.
 
 Runs of fewer conversations than the papers' 9,000 have as much less disk, warm-up and think time, so that as large a part
-of the workload waits and fits. Every run is kept in the JSON file as it ends; `--resume` goes on from there.
+of the workload waits and fits. Every run is kept in the JSON file as it ends; `--resume` goes on from there, and `--kept`
+makes the figures that can be made of what there is, of 9,000 conversations or else of 1,500: each row says of how many.
 
     python benchmarks/papers_cachedattention.py --json benchmarks/results/papers_cachedattention.json
     python benchmarks/papers_cachedattention.py --quick --figure 13 --figure 21 --paper ATC
@@ -23,19 +24,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from afterglow.bench.report import arguments, commit, hardware, show
-from cachedattention_parts import closed, serving
+from cachedattention_parts import closed, serving, varied
 from cachedattention_parts.runs import PAPER_CONVERSATIONS, Case, Figures, Runs
 from cachedattention_parts.table import Paper, Row, missed, shown
 
 QUICK = 1500
 PAPERS: tuple[Paper, ...] = ("ATC", "arXiv")
-SENSITIVITY = "sensitivity"
+SENSITIVITY, SCALE = "sensitivity", "scale"
 
 
 @dataclass
@@ -58,7 +59,10 @@ class Evaluation:
     def add(self, paper: Paper, number: str, rows: Sequence[Row]) -> None:
         """A figure is complete."""
         self.rows += rows
-        title = f"{paper}, {number if number == SENSITIVITY else f'Figure {number}'} ({self.seconds:.0f} s)"
+        of = {f", {each['conversations']:,} conversations" for each in rows if "conversations" in each}
+        title = (
+            f"{paper}, {number if number == SENSITIVITY else f'Figure {number}'}{''.join(of)} ({self.seconds:.0f} s)"
+        )
         show(title, ("", "paper", "simulated", "deviation", "goal", ""), [shown(found) for found in rows])
         self.save()
 
@@ -78,7 +82,11 @@ def options_of(args: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("--resume", action="store_true", help="take over the runs that the JSON file already has")
-    parser.add_argument("--kept", action="store_true", help="the same, and leave out figures that take any others")
+    parser.add_argument(
+        "--kept",
+        action="store_true",
+        help=f"the same, and simulate nothing: figures that lack a run are made of runs of {QUICK:,} conversations, or left out",
+    )
     return parser.parse_args(args)
 
 
@@ -88,25 +96,39 @@ def main(args: Sequence[str] | None = None) -> int:
     conversations = options.conversations or (QUICK if options.quick else PAPER_CONVERSATIONS)
     found = Evaluation(options, kept=_known(options))
     runs = Runs(options.jobs, found.kept, found.save, lambda line: print(line, flush=True))
-    base = Case(conversations=conversations, seed=options.seed)
+    bases = [
+        Case(conversations=n, seed=options.seed) for n in ((conversations, QUICK) if options.kept else (conversations,))
+    ]
     wanted = set(options.figure or ())
     papers: tuple[Paper, ...] = (options.paper,) if options.paper else PAPERS
     for paper in papers:
         for number, rows in closed.without_runs(paper, PAPER_CONVERSATIONS, options.seed, wanted).items():
             found.add(paper, number, rows)
     for paper in papers:
-        case = serving.paper_case(paper, base)
         for number, make in serving.numbered(paper).items():
-            cases = serving.cases_of(paper, number, case)
-            if _is_wanted(options, number, cases, runs):
-                runs.all(cases)
-                found.add(paper, number, list(make(paper, case, runs)))
-    cases = serving.sensitivity_cases(base)
-    if "ATC" in papers and _is_wanted(options, SENSITIVITY, cases, runs):
-        runs.all(cases)
-        found.add("ATC", SENSITIVITY, list(serving.sensitivity_rows(base, runs)))
-    _finish(found, base)
+            for case in (serving.paper_case(paper, base) for base in bases):
+                cases = serving.cases_of(paper, number, case)
+                if _is_wanted(options, number, cases, runs):
+                    runs.all(cases)
+                    found.add(paper, number, _counted(make(paper, case, runs), case))
+                    break
+    for base in bases:
+        cases = varied.sensitivity_cases(base)
+        if "ATC" in papers and _is_wanted(options, SENSITIVITY, cases, runs):
+            runs.all(cases)
+            found.add("ATC", SENSITIVITY, _counted(varied.sensitivity_rows(base, runs), base))
+            break
+    if options.kept:
+        for paper in papers:
+            if rows := list(varied.scale_rows(paper, runs.kept, QUICK)):
+                found.add(paper, SCALE, rows)
+    _finish(found, bases[0])
     return 0
+
+
+def _counted(rows: Iterable[Row], case: Case) -> list[Row]:
+    """Rows of runs say of how many conversations these were."""
+    return [each | {"conversations": case.conversations} for each in rows]
 
 
 def _is_wanted(options: argparse.Namespace, number: str, cases: Sequence[Case], runs: Runs) -> bool:
@@ -144,7 +166,8 @@ def goal_of(found: Row) -> dict[str, Any]:
     """As all benchmarks write their goals."""
     wanted = str(found["printed"]) + (f" +- {found['within']:g}" if found["within"] is not None else "")
     name = f"{found['paper']} {found['figure']}: {found['what']}"
-    return {"name": name, "value": found["simulated"], "goal": wanted, "met": found["met"]}
+    counted = {"conversations": found["conversations"]} if "conversations" in found else {}
+    return {"name": name, "value": found["simulated"], "goal": wanted, "met": found["met"]} | counted
 
 
 if __name__ == "__main__":

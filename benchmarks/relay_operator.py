@@ -2,8 +2,9 @@
 
 One layer's attention of a batch of single queries, each over a shared prefix and a context of its own, in three ways: every
 request has a copy of the prefix ("plain"), the prefix is stored once and read by each ("shared"), or is read once for all,
-stacked, and merged ("relay": the engine's own kernels). `theory` is the smaller of the paper's count of reads (spec R5, for
-keys and values and grouped heads) and what this machine's arithmetic allows for stacked queries.
+stacked, and merged ("relay"): the engine's own kernels, and relay without what is built for this machine ("torch"). `theory` is
+the smaller of the paper's count of reads (spec R5, for keys and values and grouped heads) and the roofline: how fast each way's
+bytes can be read at all (measured on as much memory, caches included), and how fast its products can be computed.
 
     python benchmarks/relay_operator.py [--quick] [--json FILE]
 """
@@ -20,57 +21,38 @@ import torch
 from torch import Tensor
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
-from afterglow.kernels.attention import attend, merge
+from afterglow.kernels.decode import Read, Reads, native
 
 SCALE = 0.125
+WAYS = ("plain", "shared", "relay", "torch")
 
 
 class Batch:
-    """Queries, prefixes and contexts of `requests` requests; heads first, as the engine has them."""
+    """Queries, prefix and contexts of `requests` requests; stored as the engine does."""
 
     def __init__(self, options: Any, requests: int, prefix: int, context: int) -> None:
         generator = torch.Generator().manual_seed(options.seed)
         kv, d = options.kv_heads, options.head_dim
         self.q = torch.randn(requests, options.heads, d, generator=generator)
-        self.prefix = self._rows(generator, kv, prefix, d)
-        self.contexts = [self._rows(generator, kv, context, d) for _ in range(requests)]
-        self.copies = [
-            tuple(
-                torch.cat((p.transpose(0, 1), c.transpose(0, 1)), 1).transpose(0, 1)
-                for p, c in zip(self.prefix, own, strict=True)
-            )
-            for own in self.contexts
-        ]
+        shared = torch.randn(1, 2, kv, prefix, d, generator=generator)
+        own = [torch.randn(1, 2, kv, context, d, generator=generator) for _ in range(requests)]
+        private = [Read(data, 0, context, (i,)) for i, data in enumerate(own)]
+        together = [Read(shared, 0, prefix, range(requests)), *private]
+        self._reads = {
+            "plain": Reads(
+                [Read(torch.cat((shared, data), 3), 0, prefix + context, (i,)) for i, data in enumerate(own)]
+            ),
+            "shared": Reads([*(Read(shared, 0, prefix, (i,)) for i in range(requests)), *private]),
+            "relay": Reads(together),
+            "torch": Reads(together, built=False),
+        }
 
-    @staticmethod
-    def _rows(generator: torch.Generator, kv: int, rows: int, d: int) -> tuple[Tensor, Tensor]:
-        keys, values = (torch.randn(kv, rows, d, generator=generator).transpose(0, 1) for _ in range(2))
-        return keys, values
-
-    def plain(self) -> Tensor:
-        """Each request over its own copy of everything."""
-        out = torch.empty_like(self.q)
-        for i, (keys, values) in enumerate(self.copies):
-            out[i : i + 1] = attend(self.q[i : i + 1], keys, values, scale=SCALE, causal=True)[0]
+    def __call__(self, way: str) -> Tensor:
+        """Attention of all, in one of the ways."""
+        out = torch.zeros_like(self.q)
+        lse = torch.full(self.q.shape[:2], -torch.inf)
+        self._reads[way].attend(0, self.q, SCALE, out, lse)
         return out
-
-    def shared(self) -> Tensor:
-        """The prefix stored once, and read by each request."""
-        out = torch.empty_like(self.q)
-        for i, (keys, values) in enumerate(self.contexts):
-            q = self.q[i : i + 1]
-            own = attend(q, keys, values, scale=SCALE, causal=True)
-            out[i : i + 1] = merge((own, attend(q, *self.prefix, scale=SCALE, causal=False)))[0]
-        return out
-
-    def relay(self) -> Tensor:
-        """The prefix read once, all queries stacked."""
-        out = torch.empty_like(self.q)
-        lse = torch.empty(self.q.shape[:2], dtype=torch.float32)
-        for i, (keys, values) in enumerate(self.contexts):
-            out[i : i + 1], lse[i : i + 1] = attend(self.q[i : i + 1], keys, values, scale=SCALE, causal=True)
-        together = attend(self.q, *self.prefix, scale=SCALE, causal=False)
-        return merge(((out, lse), together))[0]
 
 
 def main(args: list[str]) -> int:
@@ -86,20 +68,22 @@ def main(args: list[str]) -> int:
     if not options.quick:
         points += [(requests, 128, 2048) for requests in (1, 2, 4, 8, 16, 64, 128)]
         points += [(32, context, 2048) for context in (256, 512)]
-    bandwidth, flops = _bandwidth(), _flops()
-    rows = [_point(options, *point, bandwidth, flops) for point in points]
+    bandwidth, flops = _bandwidth(2**28), _flops()
+    rows = [_point(options, *point, flops) for point in points]
     show(
         f"decode attention of one layer, {options.heads} heads ({options.kv_heads} KV) of {options.head_dim}, float32, "
-        f"{torch.get_num_threads()} threads, us (medians); {bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s",
-        ("batch", "context", "prefix", "plain", "shared", "relay", "plain / relay", "theory", "of theory", "spread"),
+        f"{torch.get_num_threads()} threads, {'built kernels' if native() else 'torch only'}, us (medians); "
+        f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s",
+        ("batch", "context", "prefix", *WAYS, "plain / relay", "counted", "roofline", "of the smaller", "spread"),
         [
             (
                 r["batch"],
                 r["context"],
                 r["prefix"],
-                *(f"{1e6 * r['seconds'][v]:.0f}" for v in ("plain", "shared", "relay")),
+                *(f"{1e6 * r['seconds'][v]:.0f}" for v in WAYS),
                 r["gain"],
-                r["theory"],
+                r["counted"],
+                r["roofline"],
                 f"{100 * r['of_theory']:.0f} %",
                 f"{100 * max(r['spread'].values()):.0f} %",
             )
@@ -116,25 +100,25 @@ def main(args: list[str]) -> int:
             tolerance=max(wanted["spread"].values()),
         )
     ]
-    finish(options.json, options.seed, rows, goals, bandwidth=bandwidth, flops=flops)
+    finish(options.json, options.seed, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)
     return 0
 
 
-def _point(options: Any, requests: int, context: int, prefix: int, bandwidth: float, flops: float) -> dict[str, Any]:
+def _point(options: Any, requests: int, context: int, prefix: int, flops: float) -> dict[str, Any]:
     with torch.inference_mode():
         batch = Batch(options, requests, prefix, context)
-        torch.testing.assert_close(batch.relay(), batch.plain(), atol=1e-5, rtol=1e-4)
-        variants = {name: functools.partial(_seconds, getattr(batch, name)) for name in ("plain", "shared", "relay")}
+        for way in WAYS[1:]:
+            torch.testing.assert_close(batch(way), batch("plain"), atol=1e-5, rtol=1e-4)
+        variants = {way: functools.partial(_seconds, functools.partial(batch, way)) for way in WAYS}
         samples = interleaved(variants, 5 if options.quick else 15)
     seconds = {name: statistics.median(found) for name, found in samples.items()}
     group = options.heads // options.kv_heads
     counted = (prefix + context + group) / (prefix / requests + context + 3.5 * group)  # spec R5
     row = 2 * options.kv_heads * options.head_dim * 4
-    product = 4 * options.heads * options.head_dim
-    reading = (prefix + requests * context) * row / bandwidth
-    computing = requests * (prefix + context) * product / flops
-    plain = requests * (prefix + context) * max(row / bandwidth, product / flops)
-    theory = min(counted, plain / max(reading, computing))
+    products = requests * (prefix + context) * 4 * options.heads * options.head_dim / flops
+    apart, together = ((rows + requests * context) * row for rows in (requests * prefix, prefix))
+    roofline = max(apart / _bandwidth(apart), products) / max(together / _bandwidth(together), products)
+    theory = min(counted, roofline)
     gain = seconds["plain"] / seconds["relay"]
     return {
         "batch": requests,
@@ -143,6 +127,7 @@ def _point(options: Any, requests: int, context: int, prefix: int, bandwidth: fl
         "seconds": seconds,
         "gain": gain,
         "counted": counted,
+        "roofline": roofline,
         "theory": theory,
         "of_theory": gain / theory,
         "spread": {name: spread(found) for name, found in samples.items()},
@@ -155,9 +140,10 @@ def _seconds(call: Any) -> float:
     return time.perf_counter() - began
 
 
-def _bandwidth() -> float:
-    """Bytes/s of reading memory that no cache holds."""
-    data = torch.ones(2**26)
+@functools.cache
+def _bandwidth(size: int) -> float:
+    """Bytes/s of reading so many bytes again and again, from wherever they are then."""
+    data = torch.ones(min(size, 2**28) // 4)
     data.sum()
     return data.numel() * 4 / min(_seconds(data.sum) for _ in range(5))
 

@@ -19,8 +19,10 @@ from afterglow.sim.simulator import Outcome, Simulation, summary
 from afterglow.sim.workload import Conversation, Workload
 from afterglow.sim.workload_sharegpt import ShareGPT, ThinkTime, preset
 
-GB = 10**9
-TB = 1024 * GB  # the papers price 10 TB as 10,240 GB
+# The papers' sizes are powers of two: 2.5 MB a token of LLaMA-65B are 2.5 MiB, 2K of those tokens are 5 GB, and 10 TB are
+# priced as 10,240 GB. Speeds (26 GB/s, 5 GB/s) are vendors' decimal ones.
+GB = 2**30
+TB = 1024 * GB
 PAPER_CONVERSATIONS = 9000
 WARM_UP = 10_000  # turns, of the whole workload
 DEVICE = "A100-80G"

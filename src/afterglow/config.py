@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,8 @@ WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 SourceName = Literal["auto", "load", "recompute"]
 PreloadName = Literal["layerwise", "whole"]
 TruncationName = Literal["oldest", "sinks_and_recent", "importance"]
+ImportanceFallback = Literal["per_head", "all"]
+ImportanceExact = Literal["idle", "never"]
 RelayName = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -32,13 +35,15 @@ def parse_size(text: str | int) -> int:
     else:
         found = _SIZE.match(text)
         if not found:
+            if text.strip().startswith("-"):
+                raise ConfigError(f"a size cannot be negative, got {text!r}; write 0 or more, such as 8G")
             raise ConfigError(f"{text!r} is not a size; write a number with K, M, G or T, such as 8G")
         number = min(float(found[1]), 1e30)
         value = int(number * 1024 ** "kmgt".index(found[2].lower()) * 1024) if found[2] else int(number)
     if value > 2**62:
         raise ConfigError(f"{str(text)[:40]} is more than any machine holds")
     if value < 0:
-        raise ConfigError(f"a size cannot be negative, got {text!r}")
+        raise ConfigError(f"a size cannot be negative, got {text}; give 0 or more")
     return value
 
 
@@ -120,6 +125,27 @@ class EngineConfig:
         512, "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers."
     )
     max_queue: int = option(1024, "Waiting requests before new ones are refused with status 429.")
+    importance: float | None = option(
+        None,
+        "Attend to this share of a request's cached prefix only, where it finds it important (SPEC): faster from slow disks, "
+        "and an approximation, said in the usage. 1 is exact, and lets requests ask for less (kv_retention). Default: off.",
+    )
+    importance_alpha: float = option(
+        0.6, "How soon probe heads are believed (SPEC's alpha): 0 never, more means sooner."
+    )
+    importance_fallback: ImportanceFallback = option(
+        "per_head", "Where probe heads disagree: per_head takes a set of rows for each head, all takes all rows."
+    )
+    importance_share: float = option(
+        0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."
+    )
+    importance_exact: ImportanceExact = option(
+        "idle",
+        "Compute such requests' prompts exactly for the cache as well: idle, when nothing else is to be done, or never.",
+    )
+    reorder_interval: float = option(
+        600.0, "Seconds after which important rows are put together on disk, in the background; 0 never does."
+    )
     journal: Path | None = option(None, "File to record every input of the planner in, to replay or simulate it later.")
     truncation_ratio: float = option(
         0.5, "Part of the context window that is cut away where a conversation outgrows it (the papers' 0.5)."
@@ -131,8 +157,8 @@ class EngineConfig:
     )
     relay: RelayName = option(
         "auto",
-        "Read rows that running requests have in common once for all of them (RelayAttention). auto: where that is faster; "
-        "on, off.",
+        "Read rows that running requests have in common once for all of them (RelayAttention). auto: where that is faster, "
+        "and never with truncation policy importance; on, off.",
     )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
 
@@ -143,6 +169,22 @@ class EngineConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must lie between {least} and {most}, got {getattr(self, name)}"
                 )
+        if self.relay == "on" and self.truncation_policy == "importance":
+            raise ConfigError(
+                "--relay on does not go with --truncation-policy importance, which has to compute each request's attention "
+                "apart; use --relay auto (nothing is shared then), or another policy"
+            )
+        if self.importance is not None and not 0 < self.importance <= 1:
+            raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")
+        if self.importance is not None and not self.cache.reuse:
+            raise ConfigError(
+                "--importance is about cached prefixes, and --no-reuse switches the cache off: use one of them"
+            )
+        for name in ("importance_alpha", "reorder_interval"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.importance_share < 1:
+            raise ConfigError(f"--importance-share must be 0 or more and below 1, got {self.importance_share}")
         if not 0 < self.truncation_ratio < 1:
             raise ConfigError(f"--truncation-ratio must lie between 0 and 1, got {self.truncation_ratio}")
         for name in ("max_model_len", "threads"):
@@ -161,6 +203,8 @@ def _check_choices(config: object) -> None:
         "preload": PreloadName,
         "truncation_policy": TruncationName,
         "relay": RelayName,
+        "importance_fallback": ImportanceFallback,
+        "importance_exact": ImportanceExact,
         "dtype": DtypeName,
         "kv_dtype": DtypeName,
     }

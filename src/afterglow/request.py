@@ -65,6 +65,9 @@ class Request:
     truncation: bool = False  # drop the oldest turns where the prompt does not fit, and keep the KV of the rest
     turns: tuple[int, ...] = ()  # prompt rows at which turns end; the first one is the end of the system prompt
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out from now on; needs `truncation`
+    kv_retention: float | None = (
+        None  # attend to this share of the cached prefix only (SPEC); None: the engine's default
+    )
     reuse: bool = True  # False: neither read nor write any cache (benchmarks, A/B demos)
 
 
@@ -104,6 +107,17 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
+class Selected:
+    """Of `rows` cached rows the request attended to `kept` (mean over layers; with a set for each head, those of one head):
+    its answer is an approximation (SPEC). In `fallbacks` of `layers` layers the probe heads disagreed."""
+
+    rows: int
+    kept: float
+    layers: int
+    fallbacks: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     """One conversation in the cache. `tokens`: rows known of it; the tiers count rows where they are fastest to reach."""
 
@@ -115,6 +129,22 @@ class SessionInfo:
     last_used: float  # seconds since 1970
     expires: float | None
     pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInfo:
+    """A registered prefix: its tokens, and how many of them are in each tier (they are kept in all). `shared`: it is the
+    operator's, for all tenants. `cached`: of its tokens, those that need not be computed when it was registered. `about`:
+    what was to be remembered with it."""
+
+    name: str
+    tokens: int
+    device: int
+    host: int
+    disk: int
+    shared: bool
+    cached: int = 0
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +163,5 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     truncation: Truncation | None = None
+    selected: Selected | None = None
     error: str | None = None

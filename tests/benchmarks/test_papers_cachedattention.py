@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from afterglow.sim.catalogue import model, prices
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import papers_cachedattention
-from cachedattention_parts import closed, serving
+from cachedattention_parts import closed, serving, varied
 from cachedattention_parts.runs import GB, TB, Case, Runs, simulate
 from cachedattention_parts.table import Paper, holds, row
 
@@ -58,6 +58,53 @@ def test_capacity_is_counted_in_whole_windows() -> None:
     assert replace(case, whole_windows=False).setup().disk == 10 * TB
 
 
+@pytest.mark.parametrize(
+    ("name", "window_gib"),
+    [("LLaMA-2-13B", 3.125), ("LLaMA-65B", 5.0), ("LLaMA-2-70B", 1.25), ("Falcon-40B", 0.234375)],
+)
+def test_a_conversation_takes_a_whole_windows_rows_at_most(name: str, window_gib: float) -> None:
+    """CCpS, and CCpUT as so many times that (ATC 4.3.6; the printed 2.5, 0.78, 0.31, 0.12 MB a token, in powers of two)."""
+    case = Case(model=name, rate=0.5)
+    assert serving.ccput(case) == 0.5 * 3600 * window_gib * GB
+    assert serving.ccput(replace(case, rate=1.0)) == 2 * serving.ccput(case)
+
+
+def test_with_room_for_all_of_a_unit_time_every_later_turn_hits() -> None:
+    """Room of CCpUT is enough for all, whose TTL is the unit time; with a part of it, fewer hit (ATC 4.3.6)."""
+    light = Case(conversations=80, rate=0.25, think=20.0, ttl=300.0, shrinks=False)
+    full = light.rate * 300.0 * serving.ccput(light) / (light.rate * serving.TTL_S)
+    found = []
+    for ratio in (1.0, 0.25, 0.05):
+        dram = min(light.dram, ratio * full / 2)
+        found.append(simulate(replace(light, dram=dram, disk=ratio * full - dram))["hit_rate_later"])
+    assert found[0] == 1
+    assert found[0] > found[1] > found[2]
+
+
+def test_capacity_cases_have_the_room_that_they_say() -> None:
+    for (_, ratio), case in serving.capacity_cases(Case(conversations=1500)).items():
+        assert case.dram + case.disk == pytest.approx(ratio * serving.ccput(case))
+        assert case.ttl == serving.TTL_S
+
+
+def test_the_printed_times_leave_no_room_for_figure_16() -> None:
+    """From 0.92 to 0.138 s for each of 42,000 turns are 9.1 h, of 6.63 that are left: 2.4 times less, not 4."""
+    assert serving.gain_of_printed_ttft() == pytest.approx(1 + 42_000 * (0.138 / 0.15 - 0.138) / 3600 / 6.63)
+    assert serving.gain_of_printed_ttft() < 2.5 < serving.SPEEDUPS["ATC"][0]
+
+
+def test_sizes_are_powers_of_two_and_swept() -> None:
+    read = varied.units(Case())
+    assert [(case.dram, case.disk) for case in read.values()] == [
+        (128 * 2**30, 10 * 2**40),
+        (128 * 10**9, 10**13),
+        (128 * 10**9, 10_240 * 10**9),
+    ]
+    assert set(varied.sensitivity_cases(Case())) >= {
+        case for each in read.values() for _, _, case in varied.unit_cases(each)
+    }
+
+
 def test_a_small_run_has_the_orders_of_the_figures() -> None:
     reuse = simulate(SMALL)
     again = simulate(replace(SMALL, mode="recompute"))
@@ -98,6 +145,18 @@ def test_runs_are_made_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("hits") == 2
 
 
+def test_runs_of_all_conversations_are_set_beside_shorter_ones() -> None:
+    def ran(case: Case, hits: float) -> dict[str, dict[str, object]]:
+        return {case.key: {"case": asdict(case), "hit_rate": hits, "mean_queue": 1.0}}
+
+    whole = Case(model="LLaMA-65B", policy="lru", disk=2 * TB)
+    kept = ran(whole, 0.5) | ran(replace(whole, conversations=1500), 0.48) | ran(Case(), 0.9)
+    (found,) = varied.scale_rows("ATC", kept, 1500)
+    assert found["what"] == f"LLaMA-65B lru disk={2 * TB}, hits %"
+    assert (found["simulated"], found["shorter"], found["conversations"]) == (50, 48, 9000)
+    assert list(varied.scale_rows("arXiv", kept, 1500)) == []
+
+
 def test_rows_say_what_is_missed() -> None:
     assert row("ATC", "13", "x, hits %", 86, 82, within=5)["met"]
     assert row("ATC", "13", "x, hits %", 86, 80.9, within=5)["met"] is False
@@ -118,4 +177,22 @@ def test_the_command_writes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.count(" later turns), queue") == 0
     assert json.loads(path.read_text())["rows"] == found["rows"]
     assert papers_cachedattention.main([*asked, "--figure", "22", "--kept"]) == 0
-    assert {each["figure"] for each in json.loads(path.read_text())["rows"]} == {"13", "19"}
+    kept = json.loads(path.read_text())["rows"]
+    assert {each["figure"] for each in kept} == {"13", "19"}
+    assert {each.get("conversations") for each in kept if each["figure"] == "13"} == {8}
+    assert {each.get("conversations") for each in kept if each["figure"] == "19"} == {None}
+
+
+def test_figures_that_lack_a_run_are_made_of_shorter_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(papers_cachedattention, "QUICK", 6)
+    path = tmp_path / "found.json"
+    asked = ["--paper", "ATC", "--figure", "13", "--json", str(path)]
+    assert papers_cachedattention.main([*asked, "--quick"]) == 0
+    longer = [*asked, "--conversations", "8", "--figure", "14", "--kept"]
+    assert papers_cachedattention.main(longer) == 0
+    assert {each["conversations"] for each in json.loads(path.read_text())["rows"]} == {6}
+    assert papers_cachedattention.main([*asked, "--conversations", "8", "--resume"]) == 0
+    assert papers_cachedattention.main(longer) == 0
+    found = json.loads(path.read_text())
+    assert {each["conversations"] for each in found["rows"]} == {8}
+    assert len(found["runs"]) == 8  # the shorter ones are kept

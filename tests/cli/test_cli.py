@@ -87,10 +87,11 @@ COMMANDS = (
     "serve",
     "generate",
     "chat",
+    "embed",
     "bench",
     "simulate",
     "plan",
-    *(f"cache {name}" for name in ("ls", "stats", "pin", "unpin", "rm", "check", "clear")),
+    *(f"cache {name}" for name in ("ls", "stats", "pin", "unpin", "rm", "register", "unregister", "check", "clear")),
 )
 
 

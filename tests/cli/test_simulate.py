@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -18,9 +20,9 @@ from typer.testing import CliRunner
 from afterglow.cli import main, simulate
 from afterglow.cli.commands import app
 from afterglow.cli.progress import Report
-from afterglow.sim.catalogue import model
+from afterglow.sim.catalogue import all_hardware, all_prices, model
 from afterglow.sim.cost import Calibrated, Calibration
-from afterglow.sim.options import option_kinds
+from afterglow.sim.options import EngineModel, option_kinds
 
 SMALL = ("sharegpt-atc", "--conversations", "20", "--think", "5")
 
@@ -83,6 +85,32 @@ def test_a_sweep_has_a_row_for_each_point() -> None:
     assert [row[:2] for row in rows] == [["0", "lru"], ["0", "lookahead"], ["100G", "lru"], ["100G", "lookahead"]]
     rates = [float(row[2]) for row in rows]
     assert min(rates[2:]) > max(rates[:2])
+
+
+def test_costs_say_whose_prices_they_are_of() -> None:
+    wanted = ("simulate", *SMALL, "--conversations", "5")
+    assert "(prices: aws)" in afterglow(*wanted, "--hardware", "H200").out
+    unknown = afterglow(*wanted, "--hardware", "CPU-2", "--model", "Llama-3.2-3B")
+    assert (
+        "not known for this device: give --prices a TOML file with dram_gb_hour, ssd_gb_hour and [devices]"
+        in unknown.out
+    )
+    one = afterglow(*wanted, "--sweep", "hardware=A100-80G,H100").out
+    assert one.splitlines()[0].endswith("cost (aws)")
+    several = afterglow(*wanted, "--sweep", "prices=aws,relayattention").out.splitlines()
+    assert [line.rpartition("(")[2] for line in several[1:]] == ["aws)", "relayattention)"]
+
+
+def test_traces_without_history_have_no_hit_rate_of_it(tmp_path: Path) -> None:
+    ran = afterglow("simulate", mooncake(tmp_path / "trace.jsonl"))
+    assert re.search(r"^hit rate +4\d\.\d % of all prompt tokens$", ran.out, re.MULTILINE)
+    assert "conversations' history" not in ran.out
+
+
+def test_help_names_the_devices_and_prices_that_there_are() -> None:
+    text = {f.name: f.metadata["help"] for f in fields(EngineModel)}
+    assert all(name in text["hardware"] for name in all_hardware())
+    assert all(name in text["prices"] for name in all_prices())
 
 
 def test_engines_and_a_shared_store() -> None:
@@ -202,7 +230,7 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path: Path) -> None:
     left_out = afterglow("simulate", trace, "--skip-bad")
     assert left_out.code == 0
     assert "left out" in left_out.out
-    assert f"1 bad lines; the first: {trace}, line 3" in left_out.out
+    assert f"1 bad line; the first: {trace}, line 3" in left_out.out
     assert "8 in " in left_out.out
 
 
@@ -236,13 +264,15 @@ def test_a_calibration_takes_the_place_of_the_model(tmp_path: Path) -> None:
         (("simulate", *SMALL, "--hardware", "H100", "--prices", "cachedattention"), "have none for H100"),
         (("simulate", *SMALL, "--model", "LLaMA-65B", "--devices", "1"), "LLaMA-65B does not fit"),
         (("simulate", *SMALL, "--model", "LLaMA-65B", "--devices", "1"), "take 2 A100-80G, not 1"),
-        (("simulate", *SMALL, "--disk", "-5G"), "'-5G' is not a size"),
-        (("simulate", *SMALL, "--sweep", "disk=1T,-5G"), "'-5G' is not a size"),
+        (("simulate", *SMALL, "--disk", "-5G"), "a size cannot be negative, got '-5G'; write 0 or more, such as 8G"),
+        (("simulate", *SMALL, "--sweep", "disk=1T,-5G"), "a size cannot be negative, got '-5G'"),
         (("simulate", *SMALL, "--disk-bandwidth", "-1"), "--disk-bandwidth must be more than 0, got -1"),
         (("simulate", *SMALL, "--engines", "0"), "--engines must be 1 or more, got 0"),
         (("simulate", *SMALL, "--rate", "0"), "--rate must be more than 0, got 0"),
         (("simulate", *SMALL, "--think", "nan"), "--think must be 0 or more, got nan"),
-        (("simulate", *SMALL, "--dram", "1K"), "less than 4 blocks"),
+        (("simulate", *SMALL, "--dram", "1K"), "1.0 KiB of host memory is less than 4 blocks of 50.0 MiB; give 209715200 or more"),
+        (("simulate", *SMALL, "--model", ""), "unknown model ''"),
+        (("simulate", ""), "unknown workload ''"),
         (("simulate", *SMALL, "--policy", "lry"), "'lry' is not one of"),
         (("simulate", *SMALL, "--sweep", "policy=lru,lry"), "--policy must be one of lookahead, lru, fifo, lfu, got 'lry'"),
         (("simulate", *SMALL, "--shared-tier", "1T", "--disk", "0"), "--shared-tier needs a --disk"),
@@ -253,8 +283,11 @@ def test_a_calibration_takes_the_place_of_the_model(tmp_path: Path) -> None:
         (("simulate", "--operator", "rely"), "unknown operator 'rely': did you mean relay"),
         (("simulate", "--operator", "relay", "--dram", "1G"), "--dram means nothing to --operator"),
         (("simulate", "sharegpt-atc", "--operator", "relay"), "a workload means nothing to --operator"),
+        (("simulate", "--replay", "/nowhere.jsonl"), "--replay /nowhere.jsonl cannot be read: No such file"),
+        (("simulate", "sharegpt-atc", "--replay", "x"), "a workload means nothing to --replay"),
+        (("plan", *SMALL, "--hit-rate", "0.5", "--hardware", "CPU-2"), "what an hour of CPU-2 costs is not known; give --prices"),
         (("plan", *SMALL), "a plan needs a goal"),
-        (("plan", *SMALL, "--hit-rate", "1.5"), "--hit-rate must lie between 0 and 1"),
+        (("plan", *SMALL, "--hit-rate", "1.5"), "--hit-rate must lie between 0 and 1, got 1.5; 90 % are 0.9"),
         (("plan", *SMALL, "--ttft", "0.00001", "--max-devices", "1"), "cannot be met: the TTFT (p99) down to 0.1"),
         (("plan", *SMALL, "--ttft", "1", "--model", "GPT-3", "--max-devices", "4"), "GPT-3 does not fit: it takes 5 A100-80G"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from afterglow.kernels import attention
-from afterglow.kernels.attention import attend, merge
+from afterglow.kernels.attention import attend, merge, merge_into
 
 D = 16
 SCALE = 0.3
@@ -117,6 +117,50 @@ def test_merge_is_associative_and_commutative(lengths: list[int], seed: int) -> 
         close(merge([a, b, c]), whole)
         close(merge([merge([a, b]), c]), whole)
         close(merge([a, merge([b, c])]), whole)
+
+
+Parts = list[tuple[Tensor, Tensor]]
+
+
+def weighed(parts: Parts) -> tuple[Tensor, Tensor]:
+    """The merge by its definition, in float64: each out weighs e^lse."""
+    lses = torch.stack([lse.double() for _, lse in parts])
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp().nan_to_num(0)
+    return (weights[..., None] * torch.stack([out.double() for out, _ in parts])).sum(0), lse
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    empty=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=6),
+    spread=st.sampled_from([0.1, 5.0, 60.0]),
+    data=st.data(),
+    seed=st.integers(0, 99),
+)
+def test_merging_in_any_order_and_grouping(
+    empty: list[list[bool]], spread: float, data: st.DataObject, seed: int
+) -> None:
+    """Parts of which some have seen nothing for some queries and heads; two random neighbours merge until one is left."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: Parts = []
+    for flags in empty:
+        nothing = torch.tensor(flags).view(2, 3)
+        out = torch.randn(2, 3, D, generator=generator).masked_fill(nothing[..., None], 0)
+        lse = (torch.randn(2, 3, generator=generator) * spread).masked_fill(nothing, -torch.inf)
+        parts.append((out, lse))
+    whole = weighed(parts)
+    left = data.draw(st.permutations(parts))
+    while len(left) > 1:
+        i = data.draw(st.integers(0, len(left) - 2))
+        left[i : i + 2] = [merge(left[i : i + 2])]
+    close(left[0], whole)
+    close(merge(parts), whole)
+    out, lse = torch.zeros(4, 3, D), torch.full((4, 3), -torch.inf)
+    for part in parts:
+        merge_into(out, lse, torch.tensor([3, 1]), part)
+    close((out[[3, 1]], lse[[3, 1]]), whole)
+    assert (lse[[0, 2]] == -torch.inf).all()
+    assert (out[[0, 2]] == 0).all()
 
 
 def test_merging_nothing_with_nothing_is_nothing() -> None:

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass, field
 
 from afterglow.plan.extent import Capacity
+from afterglow.plan.prefixes import OPERATOR
 from afterglow.plan.step import (
     Admit,
     Completion,
@@ -217,7 +218,7 @@ class FakeExecutor:
         assert run.tokens
         if isinstance(text, PrivateText):
             assert [TOKEN[row] for row in segment.rows] == text.tokens[: run.start], "rows of other tokens"
-            assert {TENANT[row] for row in segment.rows} <= {tenant_of(text.salt)}, "rows of another tenant"
+            assert {TENANT[row] for row in segment.rows} <= {tenant_of(text.salt), OPERATOR}, "rows of another tenant"
             segment.rows += text.compute(segment.rows, list(run.tokens))
         else:
             assert segment.rows == text.rows[: run.start], "rows that are not the job's own"

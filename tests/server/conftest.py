@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from afterglow.memo.texts import TextEmbedder
 from afterglow.server.launch import Service
 from afterglow.server.settings import ServerConfig
 from afterglow.text import Tokenizer
@@ -49,7 +50,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(model_dir: Path, config: ServerConfig | None = None, **engine_options: object) -> Iterator[Running]:
+def running(
+    model_dir: Path,
+    config: ServerConfig | None = None,
+    embedders: Sequence[TextEmbedder] = (),
+    **engine_options: object,
+) -> Iterator[Running]:
     tokenizer = Tokenizer(model_dir)
     eos = tokenizer.token_id("<|im_end|>")
     assert eos is not None
@@ -60,7 +66,7 @@ def running(model_dir: Path, config: ServerConfig | None = None, **engine_option
         **engine_options,  # type: ignore[arg-type]
     )
     engine.start()
-    service = Service(engine, tokenizer, config or ServerConfig(port=0, grace=0.5), model_dir)
+    service = Service(engine, tokenizer, config or ServerConfig(port=0, grace=0.5), model_dir, embedders=embedders)
     thread = threading.Thread(target=service.run, kwargs={"signals": False})
     thread.start()
     wait_for(lambda: service.started)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afterglow.config import EngineConfig
+from afterglow.engine.prefixes import owner_of
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
 from afterglow.request import (
     CachedTokens,
     FinishReason,
     Output,
+    PrefixInfo,
     Request,
     SessionInfo,
     TokenLogprob,
@@ -73,6 +75,9 @@ class FakeEngine:
         self.resets: list[str | None] = []
         self.conversations = conversations or Conversations(None)
         self.named: dict[tuple[str, str], SessionInfo] = {}
+        self.registering = False  # has anybody begun to?
+        self.prefix_ids: dict[tuple[str, str], list[int]] = {}
+        self.registered: dict[tuple[str, str], PrefixInfo] = {}  # by owner and name
         self.fail: str | None = None  # the error that ends the next request
         self.closed: bool | None = None
         self.healthy = True
@@ -118,6 +123,28 @@ class FakeEngine:
         if info is not None:
             self.named[salt, name] = replace(info, pinned=pinned)
         return info is not None
+
+    def register_prefix(
+        self, name: str, tokens: Sequence[int], *, salt: str | None = "", about: str = ""
+    ) -> PrefixInfo:
+        self.registering = True
+        self.gate.wait()
+        self.prefix_ids[owner_of(salt), name] = list(tokens)
+        info = PrefixInfo(name, len(tokens), 0, len(tokens), 0, salt is None, 0, about)
+        self.registered[owner_of(salt), name] = info
+        return info
+
+    def forget_prefix(self, name: str, *, salt: str | None = "") -> bool:
+        return self.registered.pop((owner_of(salt), name), None) is not None
+
+    def prefixes(self, salt: str | None = "") -> list[PrefixInfo]:
+        return self.all_prefixes().get(owner_of(salt), [])
+
+    def all_prefixes(self) -> dict[str, list[PrefixInfo]]:
+        found: dict[str, list[PrefixInfo]] = {}
+        for (owner, _), info in self.registered.items():
+            found.setdefault(owner, []).append(info)
+        return found
 
     def close(self, flush: bool = True) -> None:
         self.closed = flush

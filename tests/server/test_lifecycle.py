@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from afterglow.engine.stats import EngineStats
+from afterglow.importance.loader import LoaderStats
 from afterglow.plan.stats import Counters, Stats
 from afterglow.server.launch import Service
 from afterglow.server.metrics import flatten
@@ -286,7 +287,7 @@ def test_the_metrics_are_valid_and_complete(server: Running) -> None:
 def test_every_number_of_the_engine_has_a_name() -> None:
     numbers = dict.fromkeys((f.name for f in dataclasses.fields(Stats)), 0)
     plan = Stats(**{**numbers, "counters": Counters()})  # type: ignore[arg-type]
-    table = flatten(EngineStats(plan=plan, store=StoreStats(errors={"io": 1})))
+    table = flatten(EngineStats(plan=plan, store=StoreStats(errors={"io": 1}), importance=LoaderStats()))
     assert {row.field for row in ROWS} | REPEATED == set(table)
     assert not {row.field for row in ROWS} & REPEATED
     assert len({(row.name, row.labels) for row in ROWS}) == len(ROWS)

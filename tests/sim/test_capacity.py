@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.sim.bill import charged, hourly
+from afterglow.sim.bill import charged, hourly, price_list
 from afterglow.sim.capacity import GIB, Search, _first, device_counts, hit_rate, sizes
 from afterglow.sim.catalogue import prices
 from afterglow.sim.census import Census
 from afterglow.sim.options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
 from afterglow.sim.scenario import Running
-from afterglow.sim.sweep import points
+from afterglow.sim.sweep import checked, points
 from afterglow.sim.workload import Arrival, Segment, TraceTurn
 
 
@@ -76,8 +76,10 @@ def test_what_cannot_be_planned_is_said_before_anything_is_simulated() -> None:
     goal = GoalConfig(hit_rate=0.9)
     with pytest.raises(ConfigError, match="takes 2 A100-80G, and --max-devices is 1"):
         Search(scenario(model="LLaMA-65B"), GoalConfig(hit_rate=0.9, max_devices=1))
-    with pytest.raises(ConfigError, match="what H100 costs is not known"):
-        Search(scenario(hardware="H100"), goal)
+    with pytest.raises(
+        ConfigError, match=r"what an hour of CPU-2 costs is not known; give --prices .* \[devices\] CPU-2 ="
+    ):
+        Search(scenario(hardware="CPU-2", model="Llama-3.2-3B"), goal)
     with pytest.raises(ConfigError, match="--max-dram must be"):
         Search(scenario(), GoalConfig(hit_rate=0.9, max_dram=GIB))
     with pytest.raises(ConfigError, match="a plan needs a goal"):
@@ -135,6 +137,20 @@ def test_storages_share_of_the_papers_bill(devices: int, share: float) -> None:
     assert bill.storage / bill.total == pytest.approx(share, abs=0.0005)
     assert bill.total == pytest.approx(7 * hourly(wanted, prices("cachedattention")).total)
     assert charged(wanted.with_values(mode="recompute"), prices("cachedattention"), 3600.0).total == 5 * devices
+
+
+def test_a_sweep_of_devices_has_costs_of_one_list() -> None:
+    def lists(*sweeps: str) -> list[str | None]:
+        found = [price_list(each) for each in checked(scenario(), points(list(sweeps)))]
+        return [each.name if each is not None else None for each in found]
+
+    assert lists("hardware=A100-80G,H100,L40S") == ["aws"] * 3
+    assert lists("hardware=H100,H200") == ["aws"] * 2
+    assert lists("hardware=A100-80G,A40") == ["relayattention"] * 2
+    assert lists("disk=0,1T") == ["cachedattention"] * 2  # the papers', as for one simulation
+    assert lists("hardware=A40,H100") == ["relayattention", "aws"]  # none has both
+    assert lists("hardware=A100-80G,CPU-2") == ["cachedattention", None]
+    assert lists("prices=aws,cachedattention") == ["aws", "cachedattention"]
 
 
 def test_sweeps_make_grids_and_pairs() -> None:

@@ -18,6 +18,7 @@ from afterglow.cli.remote import Access, Server, find_server, server_of
 from afterglow.config import default_cache_dir, format_size
 from afterglow.errors import ConfigError, StoreError
 from afterglow.server.presence import address_of
+from afterglow.server.promptfile import read_prompt
 from afterglow.store import admin, conversations
 from afterglow.store.admin import NamespaceInfo
 from afterglow.store.namespace import DESCRIPTION, LOCK, Namespace, holder
@@ -43,6 +44,7 @@ def ls(cache_dir: Path | None, namespace: str | None, extents: bool, access: Acc
         except ConfigError as error:
             print(f"afterglow: {error}; these are the extents on disk:", file=sys.stderr)
     records = [record for info in found for record in admin.list_extents(info.path)]
+    prompts = {extent: name for info in found for extent, name in admin.registered_prompts(info.path).items()}
     if as_json:
         _print_json(
             [
@@ -55,13 +57,14 @@ def ls(cache_dir: Path | None, namespace: str | None, extents: bool, access: Acc
                     "bytes": r.file_bytes,
                     "last_used": r.last_used,
                     "hits": r.hits,
+                    "system_prompt": prompts.get(r.id),
                 }
                 for r in records
             ]
         )
     else:
         _table(
-            ("extent", "after", "kind", "tokens", "size", "hits", "last used"),
+            ("extent", "after", "kind", "tokens", "size", "hits", "last used", "pinned"),
             (
                 (
                     r.id[:16],
@@ -71,6 +74,7 @@ def ls(cache_dir: Path | None, namespace: str | None, extents: bool, access: Acc
                     format_size(r.file_bytes),
                     str(r.hits),
                     _ago(r.last_used),
+                    f"system prompt {prompts[r.id]}" if r.id in prompts else "-",
                 )
                 for r in records
             ),
@@ -79,25 +83,35 @@ def ls(cache_dir: Path | None, namespace: str | None, extents: bool, access: Acc
 
 
 def _conversations(server: Server, as_json: bool) -> int:
-    sessions = server.sessions()
+    sessions, prompts = server.sessions(), server.prompts()
     if as_json:
-        _print_json(sessions)
+        _print_json([*prompts, *sessions])
         return 0
-    _table(
-        ("conversation", "tokens", "device", "host", "disk", "last used", "expires", "pinned"),
+    shown = [
         (
-            (
-                session["name"],
-                str(session["tokens"]),
-                *(str(session["cached_tokens"][tier]) for tier in ("device", "host", "disk")),
-                _ago(session["last_used"]),
-                "never" if session["expires"] is None else _until(session["expires"]),
-                "yes" if session["pinned"] else "-",
-            )
-            for session in sessions
-        ),
-    )
+            prompt["name"],
+            *_sizes(prompt),
+            *("-", "never", "system prompt of all tenants" if prompt["shared"] else "system prompt"),
+        )
+        for prompt in prompts
+    ]
+    shown += [
+        (
+            session["name"],
+            *_sizes(session),
+            _ago(session["last_used"]),
+            "never" if session["expires"] is None else _until(session["expires"]),
+            "yes" if session["pinned"] else "-",
+        )
+        for session in sessions
+    ]
+    _table(("conversation", "tokens", "device", "host", "disk", "last used", "expires", "pinned"), shown)
     return 0
+
+
+def _sizes(card: Mapping[str, Any]) -> tuple[str, ...]:
+    tiers = (str(card["cached_tokens"][tier]) for tier in ("device", "host", "disk"))
+    return (str(card["tokens"]), *tiers)
 
 
 def stats(cache_dir: Path | None, namespace: str | None, access: Access, as_json: bool) -> int:
@@ -150,6 +164,26 @@ def pin(
 def remove(cache_dir: Path | None, namespace: str | None, names: Sequence[str], access: Access, as_json: bool) -> int:
     server = find_server(_namespaces(cache_dir, namespace, access), access)
     return _each(names, server.remove, "removed", as_json)
+
+
+def register(
+    cache_dir: Path | None, namespace: str | None, name: str, file: Path, access: Access, as_json: bool
+) -> int:
+    """Errors: ConfigError, also for a file that is no text."""
+    text = read_prompt(file, "the file")
+    done = find_server(_namespaces(cache_dir, namespace, access), access).register(name, text)
+    if as_json:
+        _print_json(done)
+    else:
+        print(f"{name}: {done['tokens']} tokens, {done['prefilled_tokens']} of them computed now; kept in all tiers")
+    return 0
+
+
+def unregister(
+    cache_dir: Path | None, namespace: str | None, names: Sequence[str], access: Access, as_json: bool
+) -> int:
+    server = find_server(_namespaces(cache_dir, namespace, access), access)
+    return _each(names, server.unregister, "not registered any more", as_json)
 
 
 def _each(names: Sequence[str], ask: Callable[[str], dict[str, Any]], done: str, as_json: bool) -> int:

@@ -238,6 +238,99 @@ def chat(
     raise typer.Exit(run(model, engine, url, api_key, system, max_tokens, sampling))
 
 
+@app.command()
+def embed(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TEXT", help="Texts to embed. The default is --file, or standard input.", show_default=False
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="Read the texts from this file, one in a line; empty lines are left out. The default is standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write all vectors to this file for NumPy, as float32, a row for each text, and print nothing. The default is "
+            "to print a line of JSON for each text.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Embed with this model: a Hugging Face directory of an encoder (BERT's family) or of any model that "
+            "generates. The default is all-minilm-l6-v2, which the extra embed installs.",
+            show_default=False,
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="Put each text into this prompt, at {text}. The default is none for models that were made to embed, and "
+            "a request for one word otherwise.",
+            show_default=False,
+        ),
+    ] = None,
+    dimensions: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep so many of a vector's first numbers, at unit length. The default is all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut off the ends of texts that are too long. The default is an error.")
+    ] = False,
+    memo: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Reuse the attention maps in this folder for texts that attend alike (AttnCache): faster and not exact. "
+            "The default is not to.",
+            show_default=False,
+        ),
+    ] = None,
+    threshold: Annotated[
+        float,
+        typer.Option(help="How alike texts have to be for that: 1 is equal, lower is faster and less exact."),
+    ] = 0.99,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Compute with so many threads. The default is the number of physical cores.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Turn texts into vectors of unit length: the nearer two of them, the nearer what the texts mean."""
+    from afterglow.cli.embed import embed as run
+
+    raise typer.Exit(
+        run(
+            texts or [],
+            file,
+            out,
+            model,
+            memo=memo,
+            threshold=threshold,
+            template=template,
+            dimensions=dimensions,
+            truncate=truncate,
+            config=EngineConfig(threads=threads),
+        )
+    )
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
@@ -310,6 +403,15 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOURNAL",
+            help="Instead of a workload, replay what serve --journal recorded, and say whether each step is the engine's; the "
+            "first that differs is printed, with exit code 1. The default is none.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonFile = None,
     plot: PlotFolder = None,
 ) -> None:
@@ -320,8 +422,12 @@ def simulate(
     from afterglow.cli.simulate import simulate as run
     from afterglow.cli.simulate import simulate_operator
 
+    given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+    if replay is not None:
+        from afterglow.cli.replay import replay as run_journal
+
+        raise typer.Exit(run_journal(replay, given, json))
     if operator is not None:
-        given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
         raise typer.Exit(simulate_operator(operator, prefix or [], given, engine, tiers, source.seed, json))
     if workload is None:
         raise ConfigError(
@@ -442,6 +548,45 @@ def cache_rm(
 
     access = Access(server, api_key, cache_salt)
     raise typer.Exit(cache.remove(cache_dir, namespace, names, access, as_json))
+
+
+@cache_app.command("register")
+def cache_register(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Call the prompt so; `default` goes before requests that bring none.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file with the prompt, in UTF-8.")],
+    namespace: InNamespace = None,
+    cache_dir: CacheDir = None,
+    server: ServerUrl = None,
+    api_key: ApiKey = None,
+    cache_salt: CacheSalt = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a system prompt on a running server, for the requests of one key, and keep it in all tiers."""
+    from afterglow.cli import cache
+    from afterglow.cli.remote import Access
+
+    access = Access(server, api_key, cache_salt)
+    raise typer.Exit(cache.register(cache_dir, namespace, name, file, access, as_json))
+
+
+@cache_app.command("unregister")
+def cache_unregister(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="System prompts, by their names.")],
+    namespace: InNamespace = None,
+    cache_dir: CacheDir = None,
+    server: ServerUrl = None,
+    api_key: ApiKey = None,
+    cache_salt: CacheSalt = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep registered system prompts no longer, nor put them before requests."""
+    from afterglow.cli import cache
+    from afterglow.cli.remote import Access
+
+    access = Access(server, api_key, cache_salt)
+    raise typer.Exit(cache.unregister(cache_dir, namespace, names, access, as_json))
 
 
 @cache_app.command("check")

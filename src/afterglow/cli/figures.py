@@ -61,7 +61,7 @@ def lines(rows: Iterable[tuple[str, str]]) -> None:
 
 # What a sweep's table has for each point: heading, and how to write it.
 COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
-    ("hit rate", lambda f: percent(f["hit_rate"])),
+    ("hit rate", lambda f: percent(f["hit_rate"]) if f["history_tokens"] else "-"),
     ("of prompts", lambda f: percent(f["cached_of_prompts"])),
     ("host", lambda f: percent(f["from_host"])),
     ("disk", lambda f: percent(f["from_disk"])),
@@ -82,10 +82,7 @@ def overview(figures: Figures) -> list[tuple[str, str]]:
     refused = f", {number(f['refused'])} refused" if f["refused"] else ""
     rows = [
         ("turns", f"{number(f['turns'])} in {seconds(f['simulated_seconds'])}{refused}"),
-        (
-            "hit rate",
-            f"{percent(f['hit_rate'])} of conversations' history, {percent(f['cached_of_prompts'])} of all prompt tokens",
-        ),
+        ("hit rate", f"{_history(f)}{percent(f['cached_of_prompts'])} of all prompt tokens"),
         ("  by tier", _tiers(f)),
         ("TTFT", f"mean {seconds(f['ttft_mean'])}, p50 {seconds(f['ttft_p50'])}, p99 {seconds(f['ttft_p99'])}"),
         ("  from admission on", f"mean {seconds(f['service_mean'])}"),
@@ -98,8 +95,14 @@ def overview(figures: Figures) -> list[tuple[str, str]]:
     if "cluster" in f:
         rows.append(("engines", _cluster(f["cluster"])))
     if "bad_lines" in f:
-        rows.append(("left out", f"{f['bad_lines']['skipped']} bad lines; the first: {f['bad_lines']['first']}"))
+        bad = f["bad_lines"]
+        rows.append(("left out", f"{bad['skipped']} bad line{'s' * (bad['skipped'] > 1)}; the first: {bad['first']}"))
     return rows
+
+
+def _history(f: Figures) -> str:
+    """Of the history of conversations, unless no turn has any."""
+    return f"{percent(f['hit_rate'])} of conversations' history, " if f["history_tokens"] else ""
 
 
 def _tiers(f: Figures) -> str:
@@ -118,11 +121,12 @@ def _device_time(f: Figures) -> str:
 def _cost(f: Figures) -> str:
     cost = f["cost"]
     if not cost:
-        return "not known for this device: give --prices"
+        return "not known for this device: give --prices a TOML file with dram_gb_hour, ssd_gb_hour and [devices]"
     share = cost["storage"] / cost["dollars"] if cost["dollars"] else 0.0
     return (
         f"{dollars(cost['dollars'])} for the device time: devices {dollars(cost['devices'])}, storage "
-        f"{dollars(cost['storage'])} ({percent(share)}); {dollars(cost['dollars_per_hour'])} per hour"
+        f"{dollars(cost['storage'])} ({percent(share)}); {dollars(cost['dollars_per_hour'])} per hour "
+        f"(prices: {cost['prices']})"
     )
 
 

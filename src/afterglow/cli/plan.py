@@ -111,7 +111,7 @@ def _answer(best: Trial, found: WorkingSet | None) -> list[tuple[str, str]]:
         (
             "  per hour",
             f"{fig.dollars(best.hourly.total)}: devices {fig.dollars(best.hourly.devices)}, storage "
-            f"{fig.dollars(best.hourly.storage)} ({fig.percent(share)})",
+            f"{fig.dollars(best.hourly.storage)} ({fig.percent(share)}; prices: {cost['prices']})",
         ),
         ("  this workload", f"{fig.dollars(cost['dollars'])} for {fig.seconds(best.figures['device_seconds'])} of device time"),
     ]  # fmt: skip

@@ -16,18 +16,20 @@ from afterglow.sim.sweep import Point
 
 SIZE = (6.0, 3.6)  # inches
 LEGEND_LINE = 0.2
-WIDEST = 36  # letters of a name in a legend of two columns
+COLUMNS = ((22, 3), (36, 2))  # letters of the longest name in a legend of so many columns
 STYLES = ("-", "--", ":")
 MOST_POINTS = 1000  # of a distribution
+MOST_TICKS = 10  # that are labelled as they were written
 WIDE = 20  # times the smallest value: then the axis is logarithmic
+GIB = 2**30
 
-# File, axis, and the figures in it: label -> where it is found.
-PICTURES: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
-    ("hit_rate", "share of tokens", {"history cached": ("hit_rate",), "all prompts cached": ("cached_of_prompts",)}),
-    ("ttft", "time to first token (s)", {"mean": ("ttft_mean",), "p50": ("ttft_p50",), "p99": ("ttft_p99",)}),
-    ("throughput", "prompt tokens/s of prefill time", {"prefill": ("prefill_throughput",)}),
-    ("cost", "dollars", {"total": ("cost", "dollars"), "storage": ("cost", "storage")}),
-    ("network", "bytes", {"read": ("cluster", "network_in_bytes"), "written": ("cluster", "network_out_bytes")}),
+# File, axis, what to divide by, and the figures in it: label -> where it is found.
+PICTURES: tuple[tuple[str, str, float, dict[str, tuple[str, ...]]], ...] = (
+    ("hit_rate", "share of tokens", 1, {"history cached": ("hit_rate",), "all prompts cached": ("cached_of_prompts",)}),
+    ("ttft", "time to first token (s)", 1, {"mean": ("ttft_mean",), "p50": ("ttft_p50",), "p99": ("ttft_p99",)}),
+    ("throughput", "prompt tokens/s of prefill time", 1, {"prefill": ("prefill_throughput",)}),
+    ("cost", "dollars", 1, {"total": ("cost", "dollars"), "storage": ("cost", "storage")}),
+    ("network", "GiB", GIB, {"read": ("cluster", "network_in_bytes"), "written": ("cluster", "network_out_bytes")}),
 )
 
 
@@ -52,7 +54,7 @@ def draw_run(folder: Path, outcome: Outcome | None) -> list[Path]:
     for values, label in ((outcome.ttft, "from arrival"), (_service(outcome), "from admission")):
         ordered = sorted(values)[::every]
         axes.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], label=label)
-    axes.set_xscale("log")
+    _logarithmic(axes)
     axes.legend()
     paths = [_save(figure, folder / "ttft.svg")]
     figure, axes = _blank("", "prompt tokens")
@@ -69,30 +71,46 @@ def draw_sweep(folder: Path, done: Sequence[tuple[Point, dict[str, Any]]]) -> li
     for point, found in done:
         rest = [f"{name} {value}" for name, value in point.written.items() if name not in first]
         groups.setdefault(", ".join(rest).replace("_", " "), []).append((point, found))
-    places = [_place(swept, point.written[swept]) for point, _ in done]
-    numbers = [place for place in places if isinstance(place, float) and place > 0]
-    wide = len(numbers) == len(places) and max(numbers) > WIDE * min(numbers)
+    ticks = {_place(swept, point.written[swept]): point.written[swept] for point, _ in done}
     paths = []
-    for name, axis, series in PICTURES:
+    for name, axis, unit, series in PICTURES:
         figure, axes = _blank(swept.replace("_", " "), axis)
         drawn = False
         for colour, (group, members) in enumerate(groups.items()):
             for style, (label, path) in zip(STYLES, series.items(), strict=False):
                 values = [(_place(swept, point.written[swept]), _at(found, path)) for point, found in members]
-                known = [(place, value) for place, value in values if value is not None]
+                known = [(place, value / unit) for place, value in values if value is not None]
                 if known:
                     name_of_line = f"{label}, {group}" if group else label
                     look = {"marker": "o", "color": f"C{colour % 10}", "linestyle": style}
                     axes.plot(*zip(*known, strict=True), label=name_of_line, **look)
                     drawn = True
         if drawn:
-            axes.set_xscale("log" if wide else axes.get_xscale())
+            _place_ticks(axes, ticks)
             labels = [line.get_label() for line in axes.get_lines()]
-            columns = 2 if max(map(len, labels)) < WIDEST else 1
+            longest = max(map(len, labels))
+            fits = next((most for letters, most in COLUMNS if longest < letters), 1)
+            columns = min(fits, len(groups) if len(groups) > 1 else len(labels))  # a column for each group
             figure.set_figheight(SIZE[1] + LEGEND_LINE * ceil(len(labels) / columns))
             figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
             paths.append(_save(figure, folder / f"{name}.svg"))
     return paths
+
+
+def _place_ticks(axes: Any, ticks: dict[float | str, str]) -> None:
+    """Values as they were written; far apart on a logarithmic axis, on which 0 has a place of its own."""
+    numbers = sorted(place for place in ticks if isinstance(place, float))
+    if len(numbers) < len(ticks):
+        return  # names
+    positive = [number for number in numbers if number > 0]
+    if len(positive) > 1 and numbers[0] >= 0 and positive[-1] > WIDE * positive[0]:
+        if numbers[0] > 0:
+            axes.set_xscale("log")
+        else:
+            axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
+        axes.minorticks_off()
+    if len(numbers) <= MOST_TICKS:
+        axes.set_xticks(numbers, [ticks[number] for number in numbers])
 
 
 def draw_plan(folder: Path, trials: Sequence[Trial], best: Trial | None) -> list[Path]:
@@ -105,10 +123,26 @@ def draw_plan(folder: Path, trials: Sequence[Trial], best: Trial | None) -> list
             label = "meets the goal" if met else "does not"
             axes.scatter([t.hourly.total for t in some], [getattr(t, name) for t in some], color=colour, label=label)
         if best is not None:
-            axes.annotate("cheapest", (best.hourly.total, getattr(best, name)))
-        axes.legend()
+            # The ring tells it from others as dear, which lie next to it or on top.
+            at = (best.hourly.total, getattr(best, name))
+            axes.scatter(*at, s=120, facecolors="none", edgecolors="black", label="cheapest")
+        _logarithmic(axes)
+        axes.margins(0.08)
+        axes.legend(loc="best", fontsize="small")
         paths.append(_save(figure, folder / f"plan_{name}.svg"))
     return paths
+
+
+def _logarithmic(axes: Any) -> None:
+    """A logarithmic axis of plain numbers that do not touch."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _service(outcome: Outcome) -> list[float]:

@@ -14,6 +14,7 @@ from afterglow.server.presence import address_of
 from afterglow.store.admin import NamespaceInfo
 
 TIMEOUT_S = 10.0
+COMPUTING_S = 600.0  # for a system prompt to be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,16 @@ class Server:
     def remove(self, name: str) -> dict[str, Any]:
         return self._ask("DELETE", f"/v1/cache/sessions/{quote(name, safe='')}")
 
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
+    def prompts(self) -> list[dict[str, Any]]:
+        return list(self._ask("GET", "/v1/cache/prompts")["data"])
+
+    def register(self, name: str, text: str) -> dict[str, Any]:
+        return self._ask("PUT", f"/v1/cache/prompts/{quote(name, safe='')}", {"text": text}, COMPUTING_S)
+
+    def unregister(self, name: str) -> dict[str, Any]:
+        return self._ask("DELETE", f"/v1/cache/prompts/{quote(name, safe='')}")
+
+    def _ask(self, method: str, path: str, body: object = None, timeout: float = TIMEOUT_S) -> dict[str, Any]:
         import httpx
 
         key, salt = self._access.api_key, self._access.cache_salt
@@ -55,7 +65,8 @@ class Server:
                 self.url + path,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 params={"cache_salt": salt} if salt else {},
-                timeout=TIMEOUT_S,
+                json=body,
+                timeout=timeout,
             )
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"no server answers at {self.url}: {error}") from None

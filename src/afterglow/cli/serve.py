@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from afterglow.cli.environment import find_model, model_name, set_up_threads
+from afterglow.cli.environment import find_embedding_model, find_model, model_name, set_up_threads
 from afterglow.cli.progress import progress
 from afterglow.config import EngineConfig
+from afterglow.errors import ConfigError, UserError
 from afterglow.server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from afterglow.engine.engine import Engine
+    from afterglow.memo.texts import TextEmbedder
+    from afterglow.text import Tokenizer
+
+log = logging.getLogger("afterglow.server")
 
 
 def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
@@ -22,23 +36,102 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     if not server.served_model_name:
         server = replace(server, served_model_name=(name,))
     set_up_threads(config.threads)
-    from afterglow.server.launch import Service, listen, set_up_logging
+    from afterglow.server.launch import listen, set_up_logging
+    from afterglow.server.promptfile import read_prompt
     from afterglow.server.record import open_for_appending
-    from afterglow.text import Tokenizer
 
     set_up_logging(server.log_level)
-    sock = listen(server)  # before the model is loaded: that may take minutes
-    if server.record_trace is not None:
-        os.close(open_for_appending(server.record_trace))
+    if server.system_prompt_file is not None:
+        read_prompt(server.system_prompt_file)  # a mistake in it should not take minutes to find out
+    with closing(listen(server)) as sock:  # before the model is loaded: that may take minutes
+        if server.record_trace is not None:
+            os.close(open_for_appending(server.record_trace))
+        _run(folder, name, server, config, sock)
+    return 0
+
+
+def _run(folder: Path, name: str, server: ServerConfig, config: EngineConfig, sock: socket) -> None:
+    """Load what is to be served, and serve it until somebody ends it."""
+    from afterglow.model.loader import is_encoder
+    from afterglow.server.launch import Service
+    from afterglow.text import Tokenizer
+
     tokenizer = Tokenizer(folder)
+
+    if is_encoder(folder):
+        from afterglow.server.encoder_only import EncoderOnly
+
+        only = _encoder(folder, tokenizer, server, config)
+        Service(EncoderOnly(only, config), tokenizer, server, folder, sock, [only]).run()
+        return
+    beside = _beside(server, config)
     from afterglow.engine.engine import Engine
 
     with progress() as report:
         engine = Engine.load(folder, config, report, name=name)
     engine.start()
     try:
-        service = Service(engine, tokenizer, server, folder, sock)
-        service.run()
+        embedders = [*beside, *_own(engine, folder, tokenizer, server)]
+        Service(engine, tokenizer, server, folder, sock, embedders).run()
     finally:
         engine.close(flush=True)
-    return 0
+
+
+def _encoder(folder: Path, tokenizer: Tokenizer, server: ServerConfig, config: EngineConfig) -> TextEmbedder:
+    """The only model of a server that has no decoder."""
+    if server.embedding_model is not None:
+        raise ConfigError(
+            f"{folder} is an encoder itself, and there is no place for --embedding-model {server.embedding_model} beside "
+            "it; start a second server, or serve it beside a model that generates"
+        )
+    from afterglow.cli.embed import load
+
+    return load(
+        folder,
+        server.served_model_name[0],
+        config,
+        tokenizer=tokenizer,
+        template=server.embedding_template,
+        memo=server.memo,
+        threshold=server.threshold,
+        max_tokens=config.max_model_len,
+    )
+
+
+def _beside(server: ServerConfig, config: EngineConfig) -> list[TextEmbedder]:
+    """The model of --embedding-model, before the other is loaded: it is the smaller one, and may be a mistake."""
+    if server.embedding_model is None:
+        return []
+    from afterglow.cli.embed import load
+
+    folder, name = find_embedding_model(server.embedding_model)
+    if name in server.served_model_name:
+        raise ConfigError(f"--embedding-model is called {name!r}, and so is the other model; use --served-model-name")
+    return [
+        load(folder, name, config, template=server.embedding_template, memo=server.memo, threshold=server.threshold)
+    ]
+
+
+def _own(engine: Engine, folder: Path, tokenizer: Tokenizer, server: ServerConfig) -> list[TextEmbedder]:
+    """The model that generates, as an embedder: with the memo and the template, unless there is another embedder."""
+    from afterglow.memo.texts import text_embedder
+
+    first = server.embedding_model is None
+    try:
+        return [
+            text_embedder(
+                engine.decoder,
+                folder,
+                tokenizer,
+                server.served_model_name[0],
+                template=server.embedding_template if first else None,
+                memo=server.memo if first else None,
+                threshold=server.threshold,
+                max_tokens=engine.max_model_len,
+            )
+        ]
+    except UserError as error:
+        if first and (server.memo is not None or server.embedding_template is not None):
+            raise
+        log.warning("no embeddings with this model: %s", error)
+        return []

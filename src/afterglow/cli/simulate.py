@@ -111,10 +111,15 @@ def _show(scenario: Scenario, done: list[tuple[Point, dict[str, Any]]], swept: b
         return
     names = list(done[0][0].written)
     heads = [flag(name)[2:] for name in names] + [head for head, _ in fig.COLUMNS]
+    lists = {found["cost"]["prices"] for _, found in done if found["cost"]}
+    if len(lists) == 1:
+        heads[-1] += f" ({lists.pop()})"
     clusters = any("cluster" in found for _, found in done)
     rows = []
     for point, found in done:
         row = [point.written[name] for name in names] + [write(found) for _, write in fig.COLUMNS]
+        if len(lists) > 1 and found["cost"]:
+            row[-1] += f" ({found['cost']['prices']})"
         if clusters:
             row.append(format_size(found["cluster"]["network_in_bytes"]) if "cluster" in found else "-")
         if not found["complete"]:

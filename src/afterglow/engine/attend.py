@@ -31,13 +31,17 @@ class CachedAttend:
         if self._angles is not None:
             q, k = attention.rotate(q, self._angles), attention.rotate(k, self._angles)
         self._gatherer.layer(layer)
+        self._append(layer, k, v)
+        out = self._attention(layer, attention, q)
+        self._gatherer.computed(layer)
+        return out.flatten(1)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The step's new rows [rows, kv_heads, head_dim] into their contexts."""
         for part in self.parts:
             if part.failed is None:
                 part.context.keys(layer)[part.start : part.stop] = k[part.where]
                 part.context.values(layer)[part.start : part.stop] = v[part.where]
-        out = self._attention(layer, attention, q)
-        self._gatherer.computed(layer)
-        return out.flatten(1)
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         """All rows of the step over their contexts, which are on the device: [rows, heads, head_dim]."""

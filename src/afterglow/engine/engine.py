@@ -6,6 +6,7 @@ Knows token ids only: text, HTTP and chat templates are outside.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from afterglow.config import EngineConfig, PreloadName, SourceName
+from afterglow.engine import prefixes
+from afterglow.engine.aside import Aside
 from afterglow.engine.requests import Completion, check, completion_of, discarding, job_spec, salt_id, token_bytes
 from afterglow.engine.runner import Runner, RunOutput
 from afterglow.engine.setup import Parts, build
@@ -25,7 +28,16 @@ from afterglow.plan.ranges import Rows
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Run, Step
 from afterglow.plan.truncation import Cut
-from afterglow.request import CachedTokens, Output, Request, SessionInfo, TokenLogprob, Truncation
+from afterglow.request import (
+    CachedTokens,
+    Output,
+    PrefixInfo,
+    Request,
+    Selected,
+    SessionInfo,
+    TokenLogprob,
+    Truncation,
+)
 from afterglow.store.kvstore import KVStore
 from afterglow.store.throttle import Throttle
 
@@ -49,6 +61,7 @@ class _Live:
     spec: JobSpec
     cut: Cut | None = None
     truncation: Truncation | None = None
+    selected: Selected | None = None
     admitted: bool = False
     cached: CachedTokens = CachedTokens()
     generated: int = 0
@@ -64,6 +77,7 @@ class Engine:
         self.model_name = parts.model_name
         self.max_model_len = parts.max_model_len
         self.capacity = parts.capacity
+        self.decoder = parts.decoder  # may be used beside the engine: a pass writes nothing but its result
         self.vocab_size = parts.vocab_size
         self.conversations = parts.conversations  # responses that clients go on from by id
         self.eos_token_ids = parts.eos_token_ids
@@ -72,6 +86,7 @@ class Engine:
         self._store: KVStore = parts.store
         self._runner: Runner = parts.runner
         self._scores = parts.scores
+        self._aside = Aside(parts.important, self.config.importance_exact == "idle", self.config.reorder_interval)
         self._parts = parts
         self._epoch = time.time() - time.monotonic()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -127,6 +142,10 @@ class Engine:
 
         Errors: RequestError (too long, a token outside the vocabulary, queue full, engine stopped).
         """
+        self._submit(request, sink, salt_id(request.salt))
+
+    def _submit(self, request: Request, sink: Sink, salt: str) -> None:
+        """The same under any salt, as the plan knows it."""
         check(request, self._scheduler, self.vocab_size, self.max_model_len)
         with self._lock:
             if self._closing or self._failure is not None:
@@ -143,7 +162,7 @@ class Engine:
             self._next_job += 1
             self._jobs[request.id] = job
             self._waiting += 1
-        live = _Live(job, request, sink, job_spec(job, request, self.config, self._eos))
+        live = _Live(job, request, sink, job_spec(job, request, self.config, self._eos, salt))
         if request.sampling.prompt_logprobs is not None:
             live.prompt_logprobs.append(None)
         self._send(lambda: self._accept(live))
@@ -187,6 +206,7 @@ class Engine:
             parts.device_row_bytes,
             parts.host_block_bytes,
             parts.relayed,
+            parts.important.loader.stats if parts.important is not None else None,
         )
 
     def reset_cache(self, salt: str | None = None) -> None:
@@ -244,6 +264,30 @@ class Engine:
     def forget_session(self, salt: str, name: str) -> bool:
         """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""
         return self._ask(lambda: self._scheduler.forget_session(salt_id(salt), name))
+
+    def register_prefix(
+        self, name: str, tokens: Sequence[int], *, salt: str | None = "", about: str = ""
+    ) -> PrefixInfo:
+        """Compute a prefix now, or load it, and keep it from now on: in host, on disk and, where there is room beside the
+        longest context, on the device. All requests under this salt whose prompts begin so find it; with None, the
+        operator's, those of all tenants, who share nothing else thereby. Known again after a restart. `about`: a text
+        that is told again then. Another one of this name is replaced. Waits until it is kept.
+
+        Errors: RequestError, where it is longer than the context or than half of a tier's budget.
+        """
+        return prefixes.register(self, name, tokens, salt, about)
+
+    def forget_prefix(self, name: str, *, salt: str | None = "") -> bool:
+        """Keep a registered prefix no longer than anything else. False: there is none of that name."""
+        return prefixes.forget(self, name, salt)
+
+    def prefixes(self, salt: str | None = "") -> list[PrefixInfo]:
+        """What is registered under a salt; None: by the operator."""
+        return self.all_prefixes().get(prefixes.owner_of(salt), [])
+
+    def all_prefixes(self) -> dict[str, list[PrefixInfo]]:
+        """All that is registered, by the plan's name of the salt (see `engine.prefixes.owner_of`)."""
+        return prefixes.listing(self)
 
     def _ask(self, question: Callable[[], T]) -> T:
         """The answer of the engine's thread."""
@@ -331,6 +375,11 @@ class Engine:
                 log.exception("a request could not be accepted")
             self._finish(live, Output(live.request.id, (), "error", error=str(error)))
 
+    def _submit_own(self, request: Request) -> None:
+        """A request of the engine's own, whose answer nobody waits for."""
+        with contextlib.suppress(RequestError):
+            self._submit(request, lambda output: None, salt_id(request.salt))
+
     def _plan(self, live: _Live) -> None:
         spec, scores = live.spec, self._scores
         if scores is not None and (wanted := self._scheduler.outgrown(spec)) is not None:
@@ -377,7 +426,7 @@ class Engine:
         step = self._scheduler.schedule(self._now())
         self._wake_at = step.wake_at
         if step.idle:
-            return False
+            return self._aside.turn(self._now(), self._submit_own)
         self._execute(step, began)
         return True
 
@@ -426,6 +475,8 @@ class Engine:
             known = self._live[job].prompt_logprobs
             del known[start + 1 :]  # a job that was sent back starts again
             known.extend(found)
+        for job, selected in (out.selected if out else {}).items():
+            self._live[job].selected = selected
         for event in events:
             live = self._live.get(event.job)
             if live is None:
@@ -454,6 +505,7 @@ class Engine:
             (logprob,) if logprob else (),
             tuple(live.prompt_logprobs) if first else (),
             live.truncation if first else None,
+            live.selected if first else None,
         )
         if event.finish is None:
             live.sink(output)
@@ -466,6 +518,8 @@ class Engine:
         if self._scores is not None:
             self._scores.end(live.job)
         self._leave_queue(live)
+        if live.selected is not None:
+            self._aside.add(live.request)
         with self._lock:
             self._jobs.pop(live.request.id, None)
         self._totals.finished(output.finish_reason or "error")

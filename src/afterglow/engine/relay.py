@@ -19,59 +19,74 @@ from afterglow.engine.attend import CachedAttend
 from afterglow.engine.context import KVShape
 from afterglow.engine.gather import Gatherer, Part
 from afterglow.engine.tee import Tee
-from afterglow.kernels.attention import attend, merge
+from afterglow.kernels.attention import attend
+from afterglow.kernels.decode import Appends, Read, Reads
 from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import Attention
 from afterglow.plan.step import Share
 
-PROBE_ROWS, PROBE_QUERIES, PROBE_ROUNDS = 1024, 16, 5
+PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
+PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
+FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RelayCosts:
-    """Seconds of attention in one layer: `call` for each call, `row` for each row read, `product` for each row and query;
-    `merge` for each merge of two parts, and `merged` for each query of it."""
+    """Seconds of attention in one layer: `rows`, for each row read, by how many queries read it (growing numbers, from 1
+    on); `call` for one more segment to read, and `merged` for each query that reads it."""
 
+    rows: tuple[tuple[int, float], ...]
     call: float
-    row: float
-    product: float
-    merge: float
     merged: float
 
     @classmethod
     def measured(cls, shape: KVShape, heads: int) -> RelayCosts:
-        """Of this device, for a model's shape. A few milliseconds."""
-        keys, values = torch.zeros(
-            (2, shape.kv_heads, PROBE_ROWS, shape.head_dim), dtype=shape.dtype, device=shape.device
-        ).transpose(1, 2)
-        few = torch.zeros((1, heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
-        many = few.expand(PROBE_QUERIES, -1, -1).contiguous()
+        """Of this device, for a model's shape: about a tenth of a second. The layers take turns, so that those of a large
+        model come from memory, and those of a small one from where they will be."""
+        layers = min(shape.layers, PROBE_LAYERS)
+        size = (layers, 2, shape.kv_heads, PROBE_ROWS, shape.head_dim)
+        data = torch.ones(size, dtype=shape.dtype, device=shape.device)
+        q = torch.ones((PROBE_QUERIES[-1], heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
 
-        def seconds(q: Tensor, rows: int) -> float:
-            return _fastest(shape.device, lambda: attend(q, keys[:rows], values[:rows], scale=1.0, causal=False))
+        def seconds(*reads: Read) -> float:
+            prepared = Reads(reads)
+            out = torch.zeros(q.shape, dtype=torch.float32, device=shape.device)
+            lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=shape.device)
+            return _fastest(shape.device, layers, lambda layer: prepared.attend(layer, q, 1.0, out, lse))
 
-        call, one, all_ = seconds(few, 16), seconds(few, PROBE_ROWS), seconds(many, PROBE_ROWS)
-        product = max(0.0, (all_ - one) / (PROBE_ROWS * (PROBE_QUERIES - 1)))
-        row = max(0.0, (one - call) / PROBE_ROWS - product)
-        part = attend(few, keys[:16], values[:16], scale=1.0, causal=False)
-        parts = attend(many, keys[:16], values[:16], scale=1.0, causal=False)
-        first = _fastest(shape.device, lambda: merge((part, part)))
-        merged = max(0.0, (_fastest(shape.device, lambda: merge((parts, parts))) - first) / (PROBE_QUERIES - 1))
-        return cls(call, row, product, first + 2 * call, merged)
+        rows = []
+        for number in PROBE_QUERIES:
+            few, many = (seconds(Read(data, 0, stop, range(number))) for stop in (FEW_ROWS, PROBE_ROWS))
+            rows.append((number, max(0.0, many - few) / (PROBE_ROWS - FEW_ROWS)))
+        added = []
+        for number in (2, PROBE_QUERIES[-1]):
+            own = [Read(data, 0, FEW_ROWS, (i,)) for i in range(number)]
+            added.append(max(0.0, seconds(*own, Read(data, 0, FEW_ROWS, range(number))) - seconds(*own)))
+        merged = max(0.0, (added[1] - added[0]) / (PROBE_QUERIES[-1] - 2))
+        return cls(tuple(rows), max(added[0] - 2 * merged, min(added)), merged)
+
+    def reading(self, queries: float) -> float:
+        """Seconds for a row that so many queries read at once."""
+        (low, a), *rest = self.rows
+        for high, b in rest:
+            if queries <= high or high == self.rows[-1][0]:
+                return max(0.0, a + (b - a) * (queries - low) / (high - low))
+            low, a = high, b
+        return a
 
     def gain(self, rows: int, jobs: int, queries: int) -> float:
-        """Seconds saved per layer by reading `rows` rows once for `jobs` jobs with so many queries in all. The products
-        are the same either way (spec R5; under grouped heads a row is read once for its heads in both)."""
-        return rows * self.row * (jobs - 1) - self.call - self.merge - queries * self.merged
+        """Seconds saved per layer by reading `rows` rows once for `jobs` jobs with so many queries in all."""
+        apart = jobs * self.reading(queries / jobs)
+        return rows * (apart - self.reading(queries)) - self.call - queries * self.merged
 
 
-def _fastest(device: torch.device, call: Callable[[], object]) -> float:
+def _fastest(device: torch.device, layers: int, call: Callable[[int], object]) -> float:
     best = float("inf")
-    for _ in range(PROBE_ROUNDS):
+    for layer in range(layers * PROBE_ROUNDS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        call()
+        call(layer % layers)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
@@ -81,12 +96,12 @@ def _fastest(device: torch.device, call: Callable[[], object]) -> float:
 @dataclass(slots=True)
 class Group:
     """Rows [start, stop) that some of the step's parts read together: those of the first part whose rows have come.
-    `where`: the rows of the batch that ask."""
+    `queries`: the rows of the batch that ask."""
 
     parts: list[Part]
     start: int
     stop: int
-    where: slice | Tensor
+    queries: list[int]
 
 
 def groups_of(shares: Sequence[Share], parts: Sequence[Part], costs: RelayCosts | None) -> list[Group]:
@@ -102,19 +117,15 @@ def groups_of(shares: Sequence[Share], parts: Sequence[Part], costs: RelayCosts 
         if costs is not None and costs.gain(share.stop - start, len(members), queries) <= 0:
             continue
         own_from.update(dict.fromkeys(share.jobs, share.stop))
-        found.append(Group(members, start, share.stop, _rows_of(members)))
+        found.append(Group(members, start, share.stop, sorted(row for part in members for row in _rows(part))))
     for part in parts:
         part.own_from = own_from.get(part.job, 0)
     return found
 
 
-def _rows_of(parts: Sequence[Part]) -> slice | Tensor:
-    """The rows of the batch that belong to parts, as a slice where they lie side by side."""
-    parts = sorted(parts, key=lambda part: part.where.start)
-    if all(a.where.stop == b.where.start for a, b in zip(parts, parts[1:], strict=False)):
-        return slice(parts[0].where.start, parts[-1].where.stop)
-    device = parts[0].context.shape.device
-    return torch.cat([torch.arange(part.where.start, part.where.stop, device=device) for part in parts])
+def _rows(part: Part) -> range:
+    """The part's rows of the batch."""
+    return range(part.where.start, part.where.stop)
 
 
 def depth_of(groups: Sequence[Group]) -> int:
@@ -127,30 +138,54 @@ def depth_of(groups: Sequence[Group]) -> int:
 
 
 class RelayAttend(CachedAttend):
-    """`Attend` for one step in which parts share rows."""
+    """`Attend` for one step: what parts share is read once for all of them, and what single new rows read, in one go."""
 
     def __init__(
         self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, groups: list[Group]
     ) -> None:
         super().__init__(parts, angles, gatherer, tee)
         self._groups = groups
+        self._several = [part for part in parts if part.stop - part.start > 1]
+        self._failed: list[int] | None = None  # parts that `_reads` was made without
+        self._reads: Reads | None = None
+        new = [Read(part.context.data, part.start, part.stop, _rows(part)) for part in parts]
+        self._appends = Appends(new) if Appends.possible(new) else None
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._appends is None:
+            super()._append(layer, k, v)
+        else:  # also of parts that have failed: their rows do not count
+            self._appends.write(layer, k, v)
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
-        out = torch.zeros_like(q)
+        # Parts fail while layers are gathered, hardly ever.
+        failed = [part.job for part in self.parts if part.failed is not None]
+        if failed != self._failed:
+            self._failed, self._reads = failed, self._prepared()
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-        for part in self.parts:
+        for part in self._several:
             if part.failed is None:
                 keys, values = part.context.keys(layer), part.context.values(layer)
                 own = slice(part.own_from, part.stop)
                 out[part.where], lse[part.where] = attend(
                     q[part.where], keys[own], values[own], scale=attention.scale, causal=True
                 )
-        for group in self._groups:
+        if self._reads is not None:
+            self._reads.attend(layer, q, attention.scale, out, lse)
+        return out.to(q.dtype)
+
+    def _prepared(self) -> Reads | None:
+        """What is read without a causal mask, but by parts that have failed: groups' rows, the largest first, and those of
+        single new rows."""
+        reads = []
+        for group in sorted(self._groups, key=lambda group: group.start - group.stop):
             whole = next((part for part in group.parts if part.failed is None), None)
-            if whole is None:
-                continue
-            rows = slice(group.start, group.stop)
-            keys, values = whole.context.keys(layer)[rows], whole.context.values(layer)[rows]
-            shared = attend(q[group.where], keys, values, scale=attention.scale, causal=False)
-            out[group.where], lse[group.where] = merge(((out[group.where], lse[group.where]), shared))
-        return out
+            if whole is not None:
+                reads.append(Read(whole.context.data, group.start, group.stop, group.queries))
+        reads += [
+            Read(part.context.data, part.own_from, part.stop, _rows(part))
+            for part in self.parts
+            if part.failed is None and part.stop - part.start == 1
+        ]
+        return Reads(reads) if reads else None

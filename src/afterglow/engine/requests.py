@@ -18,7 +18,16 @@ from afterglow.plan.ranges import Rows, ranges_of
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import JobSpec
 from afterglow.plan.truncation import refuse_discarding, refuse_uncuttable
-from afterglow.request import CachedTokens, FinishReason, Output, Request, SamplingParams, TokenLogprob, Truncation
+from afterglow.request import (
+    CachedTokens,
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    Selected,
+    TokenLogprob,
+    Truncation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...]
     truncation: Truncation | None = None
+    selected: Selected | None = None
 
 
 def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
@@ -48,6 +58,7 @@ def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
         logprobs=tuple(lp for output in outputs for lp in output.logprobs),
         prompt_logprobs=outputs[0].prompt_logprobs,
         truncation=outputs[0].truncation,
+        selected=outputs[0].selected,
     )
 
 
@@ -62,6 +73,12 @@ def check(request: Request, scheduler: Scheduler, vocab_size: int, max_model_len
     n = len(request.prompt)
     if request.truncation and request.sampling.prompt_logprobs is not None:
         raise RequestError("log-probabilities of a prompt need all of it: switch truncation off", param="truncation")
+    if request.kv_retention is not None and not 0 < request.kv_retention <= 1:
+        raise RequestError(
+            f"kv_retention is the share of the cached prefix to attend to, more than 0 and at most 1, got "
+            f"{request.kv_retention:g}",
+            param="kv_retention",
+        )
     if request.discard:
         if not request.truncation:
             raise RequestError("tokens can only be discarded with truncation switched on", param="discard")
@@ -104,15 +121,15 @@ def discarding(
     )
 
 
-def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[int]) -> JobSpec:
-    """A request as the plan sees it. Errors: RequestError for names that are no text."""
+def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[int], salt: str) -> JobSpec:
+    """A request as the plan sees it, under a salt of the plan's. Errors: RequestError for names that are no text."""
     sampling = request.sampling
     return JobSpec(
         job=job,
         prompt=token_bytes(request.prompt),
         max_tokens=sampling.max_tokens,
         stop_tokens=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos),
-        salt=salt_id(request.salt),
+        salt=salt,
         read=request.reuse and config.cache.reuse and sampling.prompt_logprobs is None,
         write=request.reuse and config.cache.reuse,
         priority=request.priority,
@@ -122,7 +139,21 @@ def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[in
         turns=request.turns,
         discard=request.discard,
         tie=_tie(request.cache_key),
+        selects=retention_of(request, config) < 1,
     )
+
+
+def retention_of(request: Request, config: EngineConfig) -> float:
+    """The share of its cached prefix that a request attends to. Errors: RequestError where there is no choice."""
+    if config.importance is None and request.kv_retention is not None and request.kv_retention < 1:
+        raise RequestError(
+            f"kv_retention {request.kv_retention:g} was asked for, and this server keeps no importance of tokens; start it "
+            "with --importance 1 to let requests choose",
+            param="kv_retention",
+        )
+    if config.importance is None or not request.reuse:
+        return 1.0
+    return config.importance if request.kv_retention is None else request.kv_retention
 
 
 def _tie(cache_key: str | None) -> int:

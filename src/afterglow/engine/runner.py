@@ -16,14 +16,17 @@ from afterglow.config import RelayName
 from afterglow.engine.attend import CachedAttend
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import Gatherer, HostRows, Part
+from afterglow.engine.important import Important, ImportantAttend, Taking
 from afterglow.engine.relay import Group, RelayAttend, RelayCosts, depth_of, groups_of
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.stats import RelayCounts
 from afterglow.engine.tee import Tee
+from afterglow.importance.loader import Lost
+from afterglow.kernels.decode import native
 from afterglow.model.decoder import Decoder
-from afterglow.plan.step import Run, Save, Step, StepResult
-from afterglow.request import Request, TokenLogprob
+from afterglow.plan.step import Admit, Run, Save, Step, StepResult
+from afterglow.request import Request, Selected, TokenLogprob
 from afterglow.store.kvstore import KVStore
 
 LOGIT_ROWS = 256  # prompt log-probabilities: rows of logits at a time, so that a long prompt needs little memory
@@ -38,6 +41,7 @@ class RunOutput:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(
         default_factory=dict
     )  # by job: from which row on
+    selected: dict[int, Selected] = field(default_factory=dict)  # by job: of those whose prompts are computed now
 
 
 class Runner(Protocol):
@@ -61,6 +65,7 @@ class _Job:
     request: Request
     sampler: Sampler
     context: DeviceContext | None = None
+    taking: Taking | None = None  # what it takes of a prefix that does not come as a whole
     ended: bool = False
 
 
@@ -78,15 +83,18 @@ class TorchRunner:
         read_timeout: float,
         scores: Scores | None = None,
         relay: RelayName = "off",
+        important: Important | None = None,
     ) -> None:
         """`scores`: where to record what attention tokens get, if somebody wants to know. `relay`: read what the jobs of
-        a step share together, always or where that is faster."""
+        a step share together, always or where that is faster. `important`: for requests that take only a part of their
+        prefix."""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
         self._gatherer = Gatherer(HostRows(arena, store, read_timeout, decoder.device), spec.layers)
         self._tee = Tee(store, self.shape, kv_dtype, max_batch)
         self._scores = scores
+        self._important = important
         self._jobs: dict[int, _Job] = {}
         self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
         self._relay = relay
@@ -107,7 +115,7 @@ class TorchRunner:
         for release in step.releases:
             self._tee.release(release.job)
             job = self._jobs[release.job]
-            context, job.context = job.context, None
+            context, job.context, job.taking = job.context, None, None
             if job.ended:
                 del self._jobs[release.job]
             if release.context is not None:
@@ -134,9 +142,11 @@ class TorchRunner:
             at += n
         self._tee.begin(*_saves(step.runs, parts))
         places = torch.cat(positions).to(device)
-        groups = groups_of(step.shares, parts, self._costs) if self._relay != "off" and self._scores is None else []
+        takings = {part.job: taking for part in parts if (taking := self._jobs[part.job].taking) is not None}
+        apart = self._relay == "off" or self._scores is not None or bool(takings)
+        groups = [] if apart else groups_of(step.shares, parts, self._costs)
         self._gatherer.begin(parts, self.decoder.rope)
-        attend = self._attend(parts, places, groups)
+        attend = self._attend(parts, places, groups, takings)
         hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend)
         if isinstance(attend, ScoringAttend):
             attend.finish(step.runs)
@@ -148,12 +158,19 @@ class TorchRunner:
         for part in parts:
             part.context.rows = part.start if part.job in failed else part.stop
         outputs = self._outputs(step.runs, parts, hidden, failed)
+        for run in step.runs:
+            if run.admit is not None and run.admit.selectable and run.job in takings and run.job not in failed:
+                outputs.selected[run.job] = takings[run.job].summary()
         self._tee.end()
         return outputs
 
-    def _attend(self, parts: list[Part], places: Tensor, groups: list[Group]) -> CachedAttend:
+    def _attend(
+        self, parts: list[Part], places: Tensor, groups: list[Group], takings: dict[int, Taking]
+    ) -> CachedAttend:
         angles = self.decoder.rotation(places)
-        if groups:
+        if takings:
+            return ImportantAttend(parts, angles, self._gatherer, self._tee, takings)
+        if groups or (self._scores is None and native() is not None):
             return RelayAttend(parts, angles, self._gatherer, self._tee, groups)
         if self._scores is None:
             return CachedAttend(parts, angles, self._gatherer, self._tee)
@@ -176,7 +193,17 @@ class TorchRunner:
         job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
-        return Part(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
+        part = Part(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
+        if admit is not None and admit.selectable:
+            self._begin_taking(job, part, admit)
+        return part
+
+    def _begin_taking(self, job: _Job, part: Part, admit: Admit) -> None:
+        assert self._important is not None, "a job that selects, on an engine that does not"
+        try:
+            job.taking = self._important.begin(admit.selectable, job.request.kv_retention)
+        except Lost as lost:
+            part.failed = lost.extent
 
     def _outputs(self, runs: Sequence[Run], parts: Sequence[Part], hidden: Tensor, failed: dict[int, str]) -> RunOutput:
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed]

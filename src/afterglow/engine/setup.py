@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 import logging
 import math
 import mmap
@@ -20,16 +21,22 @@ import torch
 from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, default_cache_dir, format_size
+from afterglow.engine.important import Important
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
 from afterglow.engine.stats import RelayCounts
 from afterglow.errors import ConfigError, StoreError
+from afterglow.importance.identify import Rules
+from afterglow.importance.loader import Loader
+from afterglow.importance.shelf import Shelf
+from afterglow.model.decoder import Decoder
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
 from afterglow.model.spec import ModelSpec
 from afterglow.plan.extent import Capacity
 from afterglow.plan.journal import RecordingScheduler
 from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.score import ScoreCache
 from afterglow.plan.step import Drop
 from afterglow.store import catalog, neighbours
 from afterglow.store.conversations import FILE as CONVERSATIONS
@@ -43,6 +50,7 @@ from afterglow.store.tier import arena_bytes
 
 log = logging.getLogger("afterglow.engine")
 
+PROBE_HEADS = 3  # of each layer, the first (SPEC §IV-B)
 READ_TIMEOUT = 30.0  # seconds without progress after which a read counts as lost
 MOVER_THREADS = 2  # that read and write extents
 SMALLEST_HOST_SLOTS = 8
@@ -70,12 +78,14 @@ class Parts:
     model_dir: Path
     max_model_len: int
     vocab_size: int
+    decoder: Decoder
     eos_token_ids: tuple[int, ...]
     scheduler: Scheduler
     store: KVStore
     runner: Runner
     relayed: RelayCounts
     scores: Scores | None
+    important: Important | None
     notify: Notify
     device_row_bytes: int
     host_block_bytes: int
@@ -97,8 +107,8 @@ def build(
     Errors: ModelError, ConfigError (impossible sizes, a cache directory in use or of another format).
     """
     name = name or Path(model).name or "model"
-    device = _device(config.device)
-    _use_threads(config.threads)
+    device = choose_device(config.device)
+    use_threads(config.threads)
     decoder = load_model(
         model,
         dtype=config.dtype,
@@ -113,10 +123,14 @@ def build(
         numeric_mode(str(decoder.dtype), str(kv_dtype)),
         progress=functools.partial(progress, "digest of the weights") if progress else None,
     )
-    layout = KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype])
+    probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0
+    if probes:  # their keys are stored apart as well: another format, and so another namespace
+        digest = hashlib.sha256(f"{digest} with {probes} probe heads".encode()).hexdigest()
+    layout = KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype], probes)
     row_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
-    host_slots = config.cache.host_cache // arena_bytes(layout, 1) if config.cache.reuse else 0
-    device_rows = _device_rows(config.cache.device_cache, row_bytes)
+    shelves = config.importance_share if probes else 0.0  # of each budget
+    host_slots = int(config.cache.host_cache * (1 - shelves)) // arena_bytes(layout, 1) if config.cache.reuse else 0
+    device_rows = _device_rows(int(config.cache.device_cache * (1 - shelves)), row_bytes)
     if config.cache.reuse:
         _check_host(config.cache.host_cache, host_slots, arena_bytes(layout, 1), device_rows)
     max_model_len = _max_model_len(spec, config, device_rows)
@@ -153,7 +167,7 @@ def build(
         config,
         capacity,
         policy=config.cache.policy,
-        write_policy=config.cache.write_policy,
+        write_policy="write_through" if probes else config.cache.write_policy,  # chunks come from disk (spec S9)
         prefill_chunk=config.prefill_chunk,
         max_batch=config.max_batch,
         max_model_len=max_model_len,
@@ -171,10 +185,11 @@ def build(
     )
     with undisturbed():
         useless = scheduler.restore(store.records(), time.time())
-    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session")})
+    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session", "prefix")})
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
     blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
+    important = _important(decoder, store, blocks, layout, config) if probes else None
     runner = TorchRunner(
         decoder,
         store,
@@ -184,18 +199,21 @@ def build(
         read_timeout=READ_TIMEOUT,
         scores=scores,
         relay=relay,
+        important=important,
     )
     return Parts(
         model_name=name,
         model_dir=Path(model),
         max_model_len=max_model_len,
         vocab_size=spec.vocab,
+        decoder=decoder,
         eos_token_ids=spec.eos_ids,
         scheduler=scheduler,
         store=store,
         runner=runner,
         relayed=runner.relayed,
         scores=scores,
+        important=important,
         notify=notify,
         device_row_bytes=row_bytes,
         host_block_bytes=arena_bytes(layout, 1),
@@ -203,6 +221,27 @@ def build(
         journal=journal,
         conversations=_conversations(config.cache.disk_cache, namespace),
     )
+
+
+def _important(decoder: Decoder, store: KVStore, arena: Tensor, layout: KVLayout, config: EngineConfig) -> Important:
+    """For requests that take only a part of their prefix."""
+    device, host = (int(b * config.importance_share) for b in (config.cache.device_cache, config.cache.host_cache))
+    loader = Loader(
+        arena,
+        layout,
+        store.chunks,
+        Shelf(ScoreCache(device, host), decoder.device),
+        dtype=decoder.dtype,
+        timeout=READ_TIMEOUT,
+    )
+    assert config.importance is not None
+    rules = Rules(
+        retention=config.importance,
+        probe_heads=PROBE_HEADS,
+        alpha=config.importance_alpha,
+        fallback=config.importance_fallback,
+    )
+    return Important(decoder, loader, rules)
 
 
 def _extent_bytes(disk_cache: int, namespace: Namespace, layout: KVLayout) -> int:
@@ -259,7 +298,8 @@ def allocate(num_bytes: int, pin: bool) -> Tensor:
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=num_bytes))
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`. Errors: ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):
@@ -269,7 +309,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _use_threads(threads: int | None) -> None:
+def use_threads(threads: int | None) -> None:
+    """Compute with so many threads; None: as many as torch takes."""
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from afterglow.importance.loader import LoaderStats
 from afterglow.plan.extent import Capacity
 from afterglow.plan.stats import Stats
 from afterglow.request import CachedTokens
@@ -52,6 +53,7 @@ class EngineStats:
     relay_levels: int = 0  # of the deepest nesting of them so far
     relay_rows_read: int = 0  # once for a group, in each layer
     relay_rows_saved: int = 0  # that were not read again for each request
+    importance: LoaderStats | None = None  # of requests that attend to a part of their prefix
     plan: Stats | None = None  # all that the plan counts
     store: StoreStats | None = None  # all that the store counts
 
@@ -109,6 +111,7 @@ def collect(
     device_row_bytes: int,
     host_block_bytes: int,
     relayed: RelayCounts,
+    importance: LoaderStats | None,
 ) -> EngineStats:
     """One snapshot from what the engine, the plan and the store each count."""
     counters = plan.counters
@@ -152,6 +155,7 @@ def collect(
         store_failures=counters.store_failures,
         unsaved_rows=counters.rows_unsaved,
         preemptions=counters.preemptions,
+        importance=importance,
         plan=plan,
         store=store,
     )

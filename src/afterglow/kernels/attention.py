@@ -12,7 +12,8 @@ difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return out, lse
     dtype = out.dtype
+    if out.device.type == "cuda" and (fused := _fused()) is not None:
+        out, lse = out.to(torch.float32, copy=True), lse.clone()
+        for other, other_lse in parts[1:]:
+            fused(out, lse, other, other_lse)
+        return out.to(dtype), lse
     out = out.float()
     for other, other_lse in parts[1:]:
         # -inf - -inf is nan where both are empty; any weight will do there. Infinities become huge: the same.
@@ -64,6 +70,28 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         out = torch.lerp(out, other.float(), weight[..., None])
         lse = torch.logaddexp(lse, other_lse)
     return out.to(dtype), lse
+
+
+def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tensor, Tensor]) -> None:
+    """Merge a part, [n, heads, head_dim] and [n, heads], into `rows` (n different ones; a slice or int64) of what has been
+    found before: `out` [batch, heads, head_dim] and `lse` [batch, heads], float32."""
+    if out.device.type == "cuda" and (fused := _fused()) is not None:
+        if isinstance(rows, slice):
+            fused(out[rows], lse[rows], *part)
+        else:
+            fused(out, lse, *part, rows)
+        return
+    out[rows], lse[rows] = merge(((out[rows], lse[rows]), part))
+
+
+@functools.cache
+def _fused() -> Callable[..., None] | None:
+    """The merge as one kernel, where Triton is installed: torch's own takes five, each reading and writing everything."""
+    try:
+        from afterglow.kernels.triton_merge import merge_onto
+    except ImportError:
+        return None
+    return merge_onto
 
 
 def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +140,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> t
         return out, lse
     head_dim = q.shape[-1]
     if q.device.type == "cuda":
-        if q.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
+        narrow = q.dtype in (torch.float16, torch.bfloat16)
+        if narrow and head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0):
             found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
             return found[0], found[1]
         if head_dim % 8 == 0:

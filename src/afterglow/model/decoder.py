@@ -40,7 +40,7 @@ class Norm:
 class Attention:
     """One layer's attention block as `Attend` sees it: hidden rows in, queries, keys and values out."""
 
-    __slots__ = ("_k_norm", "_q_norm", "_qkv", "head_dim", "heads", "kv_heads", "layer", "scale")
+    __slots__ = ("_k_norm", "_q_norm", "_qkv", "_values", "head_dim", "heads", "kv_heads", "layer", "scale")
 
     def __init__(
         self, layer: int, spec: ModelSpec, qkv: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
@@ -49,6 +49,7 @@ class Attention:
         self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
         self.head_dim, self.scale = spec.head_dim, spec.scale
         self._qkv, self._q_norm, self._k_norm = qkv, q_norm, k_norm
+        self._values: Linear | None = None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [tokens, hidden], normed -> q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
@@ -64,8 +65,12 @@ class Attention:
         return q, k, v
 
     def value(self, x: Tensor) -> Tensor:
-        """v alone, for whoever has the attention map. Costs a whole projection: the weights are fused."""
-        return self.project(x)[2]
+        """v alone, [tokens, kv_heads, head_dim], for whoever has the attention map. The first call keeps the values' part
+        of the fused weights apart, which takes that much memory again where they are packed."""
+        if self._values is None:
+            keys_end = (self.heads + self.kv_heads) * self.head_dim
+            self._values = self._qkv.rows(keys_end, keys_end + self.kv_heads * self.head_dim)
+        return self._values(x).view(x.shape[0], self.kv_heads, self.head_dim)
 
     def rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """Queries or keys [tokens, any heads, head_dim] at the positions of `rotation`.

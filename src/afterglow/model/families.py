@@ -38,6 +38,8 @@ class Names:
     mlp_out: str = "model.layers.{l}.mlp.down_proj"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    token_types: str = ""  # encoders only, as is the norm after the embeddings
+    embed_norm: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +130,27 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
         why = f" ({KNOWN_REFUSED[kind]})" if kind in KNOWN_REFUSED else ""
         raise ModelError(f"model type {kind!r}{why} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    _refuse(config, family)
+    refuse(config, family.honoured)
+    _refuse_architecture(config, family)
     fields = _read_common(config) | family.read(config)
     spec = ModelSpec(family=kind, **fields)
     return spec, family.names(spec)
 
 
-def _refuse(config: Config, family: Family) -> None:
+def refuse(config: Config, honoured: frozenset[str]) -> None:
+    """Errors: ModelError, for a key of UNSUPPORTED that changes the arithmetic and is not among the `honoured`."""
     for key, (neutral, what) in UNSUPPORTED.items():
         value = config.get(key)
         if key == "word_embed_proj_dim" and value == config.get("hidden_size"):
             continue
-        if key not in family.honoured and value not in neutral:
+        if key not in honoured and value not in neutral:
             raise ModelError(
                 f"{what} are not supported, and config.json says {key} = {_short(value)}; "
                 "use a model without, or one converted to plain weights"
             )
+
+
+def _refuse_architecture(config: Config, family: Family) -> None:
     for name in config.get("architectures") or ():
         if name.lower() != family.architecture.lower():
             raise ModelError(
@@ -160,13 +167,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _need(config: Config, key: str) -> Any:
+def need(config: Config, key: str) -> Any:
+    """A key that no config can do without. Errors: ModelError."""
     if config.get(key) is None:
         raise ModelError(f"config.json lacks {key!r}; the model directory is incomplete")
     return config[key]
 
 
-def _activation(name: Any) -> Activation:
+def read_activation(name: Any) -> Activation:
+    """Our name of an activation. Errors: ModelError."""
     if name not in ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -179,14 +188,14 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _read_common(config: Config) -> dict[str, Any]:
-    hidden, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
+    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     return {
-        "layers": _need(config, "num_hidden_layers"),
+        "layers": need(config, "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or hidden // heads,
-        "vocab": _need(config, "vocab_size"),
+        "vocab": need(config, "vocab_size"),
         "max_positions": config.get("max_position_embeddings") or 2048,
         "bos_id": (_ids(config.get("bos_token_id")) or (None,))[0],
         "eos_ids": _ids(config.get("eos_token_id")),
@@ -204,15 +213,15 @@ def _windowed(fields: dict[str, Any], window: int | None) -> dict[str, Any]:
 
 
 def _head_dim(config: Config) -> int:
-    return int(config.get("head_dim") or _need(config, "hidden_size") // _need(config, "num_attention_heads"))
+    return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
 
 
 def _llama(config: Config) -> dict[str, Any]:
     bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     return {
-        "ffn": _need(config, "intermediate_size"),
+        "ffn": need(config, "intermediate_size"),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": _activation(config.get("hidden_act", "silu")),
+        "activation": read_activation(config.get("hidden_act", "silu")),
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": mlp_bias,
@@ -247,13 +256,13 @@ def _qwen3(config: Config) -> dict[str, Any]:
 
 def _phi(config: Config) -> dict[str, Any]:
     return {
-        "ffn": _need(config, "intermediate_size"),
+        "ffn": need(config, "intermediate_size"),
         "residual": "parallel",
         "mlp_norm": False,
         "norm": "layer",
         "norm_eps": config.get("layer_norm_eps", 1e-5),
         "gated_mlp": False,
-        "activation": _activation(config.get("hidden_act", "gelu_new")),
+        "activation": read_activation(config.get("hidden_act", "gelu_new")),
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
@@ -271,20 +280,20 @@ def _falcon(config: Config) -> dict[str, Any]:
             f"Falcon with new_decoder_architecture = {new}, parallel_attn = {parallel} and {norms} parallel "
             "norms is not supported"
         )
-    heads, bias = _need(config, "num_attention_heads"), bool(config.get("bias", False))
+    heads, bias = need(config, "num_attention_heads"), bool(config.get("bias", False))
     if new:
         kv_heads = config.get("num_kv_heads") or heads
     else:
         kv_heads = 1 if config.get("multi_query", True) else heads
     return {
         "kv_heads": kv_heads,
-        "ffn": config.get("ffn_hidden_size") or 4 * _need(config, "hidden_size"),
+        "ffn": config.get("ffn_hidden_size") or 4 * need(config, "hidden_size"),
         "residual": "parallel" if parallel else "sequential",
         "mlp_norm": not parallel or norms == 2,
         "norm": "layer",
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "gated_mlp": False,
-        "activation": _activation(config.get("activation", "gelu")),
+        "activation": read_activation(config.get("activation", "gelu")),
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": bias,
@@ -296,13 +305,13 @@ def _falcon(config: Config) -> dict[str, Any]:
 def _opt(config: Config) -> dict[str, Any]:
     bias = bool(config.get("enable_bias", True))
     return {
-        "ffn": _need(config, "ffn_dim"),
+        "ffn": need(config, "ffn_dim"),
         "positions": "learned",
         "position_offset": 2,
         "norm": "layer",
         "norm_eps": 1e-5,
         "gated_mlp": False,
-        "activation": _activation(config.get("activation_function", "relu")),
+        "activation": read_activation(config.get("activation_function", "relu")),
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": bias,

@@ -50,6 +50,14 @@ class Linear:
             self.bias,
         )[:rows]
 
+    def rows(self, start: int, stop: int) -> Linear:
+        """The outputs from `start` to `stop` alone, as a matrix of its own: where this one is packed, a copy."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        if self._packed is None:
+            assert self._weight is not None
+            return Linear(self._weight[start:stop], bias)
+        return Linear(self._packed.to_dense()[start:stop].contiguous(), bias, pack=True)
+
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory -> Decoder. Only safetensors; nothing in a directory is ever executed."""
+"""A Hugging Face model directory -> Decoder, or Encoder. Only safetensors; nothing in a directory is ever executed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from torch import Tensor
 from afterglow.config import DtypeName
 from afterglow.errors import ModelError
 from afterglow.model.decoder import Decoder
+from afterglow.model.encoder import Encoder
+from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.families import Names, replace_eos, spec_from_config
 from afterglow.model.presets import PRESETS, random_model
-from afterglow.model.spec import ModelSpec
+from afterglow.model.spec import EncoderSpec, ModelSpec
 from afterglow.model.weights import Assembler
 
 Progress = Callable[[int, int], None]
@@ -49,10 +51,33 @@ def load_model(
         return random_model(spec, 0, compute_dtype(dtype, spec.dtype, place), device)
     directory = Path(model)
     spec, names = read_spec(directory)
+    if isinstance(spec, EncoderSpec):
+        raise ModelError(
+            f"{directory} holds an encoder ({spec.family}), which embeds texts and generates none; use it with "
+            "afterglow embed, or with afterglow serve for /v1/embeddings and /v1/rerank"
+        )
     spec.context(max_model_len)
     with Checkpoint(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
         return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place).decoder()
+
+
+def load_encoder(
+    directory: Path, *, dtype: DtypeName = "auto", device: str = "cpu", progress: Progress | None = None
+) -> Encoder:
+    """The encoder of a model directory; `dtype` and errors as in `load_model`."""
+    place = torch.device(device)
+    spec, names = read_spec(directory)
+    if not isinstance(spec, EncoderSpec):
+        raise ModelError(f"{directory} holds a {spec.family} decoder, not an encoder ({', '.join(ENCODERS)})")
+    with Checkpoint(directory, progress) as source:
+        spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
+        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place).encoder()
+
+
+def is_encoder(directory: Path) -> bool:
+    """Whether a model directory holds an encoder. Raises ModelError where it is no model directory."""
+    return isinstance(read_spec(directory)[0], EncoderSpec)
 
 
 def is_preset(model: str | Path) -> bool:
@@ -78,7 +103,10 @@ def read_spec(directory: Path) -> tuple[ModelSpec, Names]:
         raise ModelError(f"{directory}: no such model directory (and no preset: {', '.join(PRESETS)})")
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json, so this is not a Hugging Face model directory")
-    spec, names = spec_from_config(_read_json(directory / "config.json"))
+    config = _read_json(directory / "config.json")
+    if config.get("model_type") in ENCODERS:
+        return encoder_from_config(config)
+    spec, names = spec_from_config(config)
     generation = directory / "generation_config.json"
     if generation.is_file():
         spec = replace_eos(spec, _read_json(generation).get("eos_token_id"))

@@ -1,4 +1,4 @@
-"""What a model is, as data. One decoder serves every row; nothing here knows weights or tensors."""
+"""What a model is, as data. One decoder and one encoder serve all; nothing here knows weights or tensors."""
 
 from __future__ import annotations
 
@@ -89,6 +89,11 @@ class ModelSpec:
             )
 
     @property
+    def causal(self) -> bool:
+        """Whether a token sees only itself and those before it."""
+        return True
+
+    @property
     def scale(self) -> float:
         """What scores are multiplied by before the softmax."""
         return float(self.head_dim**-0.5)
@@ -143,3 +148,20 @@ class ModelSpec:
         if self.positions == "learned":
             tables += (self.max_positions + self.position_offset) * self.hidden
         return self.layers * (attention + mlp) + tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec(ModelSpec):
+    """The shape and arithmetic of one bidirectional encoder: learned positions, a norm after the embeddings and
+    after each residual (post-norm), biases everywhere, no head. `token_types`: rows of that table, 0 for none."""
+
+    token_types: int = 0
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def num_parameters(self) -> int:
+        tables = self.vocab + self.max_positions + self.position_offset + self.token_types
+        return self.layers * (4 * self.hidden * self.hidden + 2 * self.hidden * self.ffn) + tables * self.hidden

@@ -1,4 +1,4 @@
-"""From named tensors to a Decoder: checks every shape, fuses q, k, v and gate, up as they come, packs.
+"""From named tensors to a Decoder or an Encoder: checks every shape, fuses q, k, v and gate, up as they come, packs.
 
 Knows no files: a `Source` may be a checkpoint or a random generator. At no time are there two full copies:
 each fused matrix is filled tensor by tensor, packed, and dropped before the next one begins.
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
+from afterglow.model.encoder import Encoder
 from afterglow.model.families import Names
 from afterglow.model.linear import Linear, can_pack
 from afterglow.model.rotary import rope_table
-from afterglow.model.spec import ModelSpec
+from afterglow.model.spec import EncoderSpec, ModelSpec
 
 
 class Source(Protocol):
@@ -28,7 +29,7 @@ class Source(Protocol):
 
 
 class Assembler:
-    """Builds the parts of one decoder from `source`."""
+    """Builds the parts of one decoder, or encoder, from `source`."""
 
     def __init__(self, spec: ModelSpec, names: Names, source: Source, dtype: torch.dtype, device: torch.device) -> None:
         self._spec, self._names, self._source = spec, names, source
@@ -39,9 +40,7 @@ class Assembler:
         """The whole decoder. Raises ModelError at the first tensor that is missing or has another shape."""
         spec, names = self._spec, self._names
         embed = self._table(names.embed + ".weight", spec.vocab)
-        positions = None
-        if spec.positions == "learned":
-            positions = self._table(names.positions + ".weight", spec.max_positions + spec.position_offset)
+        positions = self._positions() if spec.positions == "learned" else None
         layers = [self._layer(index) for index in range(spec.layers)]
         return Decoder(
             spec,
@@ -53,6 +52,27 @@ class Assembler:
             rope=None if spec.rope is None else rope_table(spec.rope, self._device),
             dtype=self._dtype,
         )
+
+    def encoder(self) -> Encoder:
+        """The whole encoder. Raises ModelError at the first tensor that is missing or has another shape."""
+        spec, names = self._spec, self._names
+        assert isinstance(spec, EncoderSpec)
+        embed = self._table(names.embed + ".weight", spec.vocab)
+        types = None
+        if spec.token_types:
+            types = self._get(names.token_types + ".weight", spec.token_types, spec.hidden)[0].clone()
+        return Encoder(
+            spec,
+            embed=embed,
+            positions=self._positions(),
+            token_type=types,
+            embed_norm=self._norm(names.embed_norm, spec.hidden),
+            layers=[self._layer(index) for index in range(spec.layers)],
+            dtype=self._dtype,
+        )
+
+    def _positions(self) -> Tensor:
+        return self._table(self._names.positions + ".weight", self._spec.max_positions + self._spec.position_offset)
 
     def _layer(self, index: int) -> Layer:
         spec, names = self._spec, self._names

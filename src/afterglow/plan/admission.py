@@ -8,7 +8,9 @@ vanished, been damaged or been added meanwhile is accounted for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import takewhile
+from math import inf
 from typing import Literal
 
 from afterglow.plan.compaction import Compaction
@@ -20,7 +22,7 @@ from afterglow.plan.index import NO_MATCH, Index, Match, common_rows
 from afterglow.plan.jobs import Job, Stage, Wait
 from afterglow.plan.placement import Placement
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import Admit, Gather
+from afterglow.plan.step import Admit, Gather, Selectable
 
 Source = Literal["auto", "load", "recompute"]
 
@@ -59,6 +61,7 @@ class Admission:
 
     def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
         """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
+        job.again_at = now
         if job.origin is not None and (wait := self._revive(job, now)) is not None:
             return wait
         tokens = bytes(job.tokens)
@@ -67,6 +70,8 @@ class Admission:
             self._counters.waits_prefix += not job.waited
             job.waited = True
             return Wait.PREFIX
+        if job.spec.selects and match.rows and not job.generated:
+            return self._select(job, match, may_join, now)
         context, device_rows = self._device.best(job.spec.salt, tokens, match)
         guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
         for extent in guarded:  # making room must cost neither the context that was just chosen nor what was matched
@@ -86,6 +91,7 @@ class Admission:
         job.loads.update(dict.fromkeys(loading))
         stages = _stages(views, obtained, device_rows)
         if not idle and not self.may_begin(job, stages[0], now):
+            job.again_at = self._begins_at(job, stages[0], now)
             return Wait.LOADS
         if not may_join:
             return Wait.TURN
@@ -96,12 +102,36 @@ class Admission:
             return Wait.DEVICE
         return self._join(job, match, context, take, device_rows, views, obtained, stages, now)
 
+    def _select(self, job: Job, match: Match, may_join: bool, now: float) -> Admit | Wait:
+        """A job that takes what matters of its prefix from wherever it is: nothing of it is loaded as a whole (SPEC §IV)."""
+
+        def readable(view: View) -> bool:
+            extent = view.extent
+            return extent.host == "ready" or (extent.disk == "ready" and not self._placement.avoids(extent, now))
+
+        views = list(takewhile(readable, match.views))
+        if not may_join:
+            return Wait.TURN
+        if self._reserve(job, None, 0) is None:
+            return Wait.DEVICE
+        self._repin(job, views)
+        job.loads = {view.extent: None for view in views if view.extent.host != "ready"}
+        rows = sum(view.stop - view.start for view in views)
+        admit = self._join(job, match, None, False, 0, views, views, [Stage((), rows, None)], now)
+        job.approximate, job.saving = bool(views), job.saving and not views
+        found = [
+            Selectable(v.extent.id, v.extent.rows, v.start, v.stop, v.extent.slots if v.extent.host == "ready" else ())
+            for v in views
+        ]
+        return replace(admit, selectable=tuple(found))
+
     def _revive(self, job: Job, now: float) -> Wait | None:
         """Bring what survived a truncation to where the job looks for it. None: done, or not to be done."""
         origin = job.origin
         assert origin is not None
         if job.copies:
             if self._compaction.under_way(job.copies):
+                job.again_at = inf
                 return Wait.LOADS
             self._revived(job)
             return None
@@ -118,10 +148,12 @@ class Admission:
         job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
         if any(view.extent.host == "loading" for view in obtained):
             self._placement.open_gates_of(job.pins)  # a copy needs all layers
+            job.again_at = inf
             return Wait.LOADS
         job.carried = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
         job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, job.spec.ttl, now)
         if job.copies:
+            job.again_at = inf
             return Wait.LOADS
         if obtained and self._placement.relief and job.rounds < MAX_ROUNDS:
             job.rounds += 1
@@ -153,6 +185,12 @@ class Admission:
         stop = stage.stop if stage.stop is not None else job.length
         computing = self._cost.compute(stop - stage.start, stage.start)
         return self._cost.known and self._cost.fits(*self._cost.coming(under_way, (), now), computing)
+
+    def _begins_at(self, job: Job, stage: Stage, now: float) -> float:
+        """When a stage may begin that may not now, as far as that depends on time alone."""
+        under_way = [move for move in stage.loads if self._placement.is_under_way(move)]
+        stop = stage.stop if stage.stop is not None else job.length
+        return self._cost.fits_at(under_way, self._cost.compute(stop - stage.start, stage.start), now)
 
     def _match(self, job: Job, tokens: bytes) -> Match:
         """What is known of the tokens. The last one has to be computed in any case: there is no other way to logits."""
@@ -274,10 +312,11 @@ class Admission:
     def _reserve_rows(self, job: Job, context: Context | None, device_rows: int, capacity: int) -> bool | None:
         if context is None:
             return self._give(job, capacity, 0, None, False)
-        wanted = not context.pinned and 2 * device_rows >= context.rows
+        own = context.salt == job.spec.salt and not (context.pinned or context.held)
+        wanted = own and 2 * device_rows >= context.rows
         if not wanted and self._give(job, capacity, 0, context, False) is not None:
             return False
-        if context.pinned:
+        if context.pinned or context.held:
             return None
         return self._give(job, max(capacity, context.capacity), context.capacity, context, True)
 
@@ -328,6 +367,7 @@ class Admission:
         job.stages = stages
         job.target = job.length
         job.saving = job.spec.write
+        job.approximate = False
         job.state = "prefilling"
         job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
         self._placement.urge(job.pins)

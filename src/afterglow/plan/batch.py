@@ -13,6 +13,7 @@ from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job
+from afterglow.plan.prefixes import Prefix
 from afterglow.plan.sessions import Sessions
 from afterglow.plan.step import Release
 from afterglow.plan.truncation import tenant_of
@@ -41,6 +42,14 @@ class Batch:
                 return True
         return False
 
+    def extend_early(self, job: Job) -> None:
+        """The same before it has to be, if it costs nothing: several jobs are seen to at once."""
+        most = self._capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
+        rows = min(job.capacity + GROWTH * self._capacity.block_rows, most, self._device.budget)
+        if rows > job.capacity and self._device.used + rows - job.capacity <= self._device.budget:
+            self._device.reserve(rows - job.capacity)
+            job.capacity = rows
+
     def depart(self, job: Job, admission: Admission, now: float, retain: bool) -> None:
         """Off the device. What was committed may stay there as a context, as far as the index knows it or will."""
         self.running.remove(job)
@@ -50,11 +59,13 @@ class Batch:
             self._tails[job.seq] = job
         rows = min(job.rows, job.reach)
         job.context = None
-        if retain and job.spec.write and rows:
+        if retain and job.spec.write and rows and not job.approximate:
             tokens = bytes(job.tokens[: 4 * rows])
             context = self._device.retain(job.spec.salt, tokens, rows, job.capacity)
             views = self._index.match(job.spec.salt, tokens).views
             self._device.contain(context, tuple(view.extent for view in views))
+            if self._index.prefixes and Prefix(job.spec.salt, tokens) in self._index.prefixes:
+                self._device.hold(context)
             job.context = context.id
         else:
             self._device.release(job.capacity)

@@ -82,10 +82,15 @@ class Compaction:
         return views
 
     def begin(self, salt: str, prompt: bytes, views: list[View], ttl: float | None, now: float) -> list[int]:
-        """Copy these rows (all in host) into extents for the head of a prompt. The moves; fewer where room is short."""
+        """Copy these rows (all in host) into extents for the head of a prompt, without those of a registered prefix that
+        it begins with: they stay where they are. The moves; fewer where room is short."""
         moves: list[int] = []
         rows = sum(view.stop - view.start for view in views)
-        for first in range(0, rows, self._capacity.max_extent_rows):
+        registered = self._index.prefixes.before(salt, prompt)
+        begin = registered.rows if registered is not None else 0
+        if begin and self._index.match(salt, prompt).rows < begin:
+            return []
+        for first in range(begin, rows, self._capacity.max_extent_rows):
             count = min(self._capacity.max_extent_rows, rows - first)
             slots = self._placement.urge_slots(self._capacity.blocks(count), now)
             if slots is None:
@@ -120,7 +125,7 @@ class Compaction:
             self._placement.unpin(source)
         size = copying.extent.file_bytes
         room = done.ok and self._placement.within_quota(copying.extent.salt, size)
-        inserted = room and self._index.insert(copying.extent, copying.prefix).outcome == "inserted"
+        inserted = room and self._placement.insert(copying.extent, copying.prefix).outcome == "inserted"
         if done.slots_busy:
             self._placement.quarantine(done.move, copying.slots)
         elif inserted:

@@ -137,6 +137,11 @@ class Cost:
     # ----------------------------------------------------------------------------------------- predicting
 
     @property
+    def lessons(self) -> int:
+        """How many passes it has learned from."""
+        return self._pass.samples
+
+    @property
     def known(self) -> bool:
         """Can loading be compared with computing?"""
         return self._read.samples >= LEAST_SAMPLES and self._pass.samples >= LEAST_SAMPLES
@@ -184,6 +189,17 @@ class Cost:
     def loads(self, sizes: Sequence[int], now: float) -> float:
         """Seconds until loads of these sizes, asked for now, have ended."""
         return self.coming((), [self.read(size) for size in sizes], now)[1]
+
+    def fits_at(self, moves: Sequence[int], computing: float, now: float) -> float:
+        """When `fits` may say yes of these loads under way, if it does not now; at the latest when one of them is overdue,
+        because then more has to be looked at. `now`: that is so."""
+        latest, due = now, math.inf
+        for move in moves:
+            if (times := self._times.get(move)) is not None:
+                lead = computing / self.layers
+                latest = max(latest, times[0] - lead, times[1] - computing + lead)
+                due = min(due, times[1])
+        return max(now, min(latest, due)) if self.known else now
 
     def fits(self, first: float, last: float, computing: float) -> bool:
         """May a pass of `computing` seconds begin although the first, and the last, layers of what it gathers are not

@@ -28,6 +28,7 @@ class Context:
     extents: dict[Extent, None] = field(default_factory=dict)
     pinned: bool = False  # copied from in the current step
     doomed: bool = False  # to be freed as soon as it is not pinned
+    held: bool = False  # a registered prefix, which is copied only and stays
 
 
 class Device:
@@ -39,6 +40,7 @@ class Device:
         self.used = 0
         self.contexts: dict[int, Context] = {}  # least recently used first
         self.frees: list[int] = []
+        self.longest = self.budget  # rows of the longest context that any job may come to
         self._counters = counters
         self._last_id = 0
 
@@ -50,7 +52,7 @@ class Device:
             for context in self.contexts.values():
                 if short <= 0:
                     break
-                if context is not keep and not context.pinned:
+                if context is not keep and not (context.pinned or context.held):
                     victims.append(context)
                     short -= context.capacity
             if short > 0:
@@ -72,10 +74,26 @@ class Device:
         return context
 
     def contain(self, context: Context, extents: tuple[Extent, ...]) -> None:
-        """Note that a context contains rows of these extents."""
+        """Note that a context contains rows of these extents. Of a prefix under another salt it has rows of its own,
+        which others are not to be given."""
         for extent in extents:
+            if extent.salt != context.salt:
+                continue
             context.extents[extent] = None
             extent.contexts = with_key(extent.contexts, context.id)
+
+    def hold(self, context: Context) -> None:
+        """Keep a context whatever happens, if there is always room for the longest context of a job beside all that are
+        kept so, and it is not kept already."""
+        held = [other for other in self.contexts.values() if other.held]
+        room = self.budget - sum(other.capacity for other in held) - (self.longest // self.block + 1) * self.block
+        there = any(other.salt == context.salt and other.tokens == context.tokens for other in held)
+        context.held = context.capacity <= room and not there
+
+    def let_go(self, salt: str, tokens: bytes) -> None:
+        """Keep the context with exactly these tokens no longer than others."""
+        for context in self.contexts.values():
+            context.held = context.held and not (context.salt == salt and context.tokens == tokens)
 
     def free(self, context: Context) -> None:
         """Forget a context: at once, or after the step that copies from it."""
@@ -113,15 +131,20 @@ class Device:
     def best(self, salt: str, tokens: bytes, match: Match) -> tuple[Context | None, int]:
         """The context that has most of a match's rows, and how many. The more recent of equals."""
         view: View
+        end = limit = match.rows
+        salt = match.views[-1].extent.salt if match.views else ""
         for view in reversed(match.views):
+            if view.extent.salt != salt:  # a prefix of others', of whose contexts nothing else is wanted
+                salt, limit = view.extent.salt, end
+            end -= view.stop - view.start
             found: Context | None = None
             rows = 0
             for number in list(view.extent.contexts)[: -MAX_CANDIDATES - 1 : -1]:
                 context = self.contexts[number]
-                same = common_rows(context.tokens, 0, tokens, 0, min(context.rows, match.rows))
+                same = common_rows(context.tokens, 0, tokens, 0, min(context.rows, limit))
                 if same > rows and not context.doomed:
                     found, rows = context, same
-                if rows == match.rows:
+                if rows == limit:
                     break
             if found is not None:
                 return found, rows

@@ -17,6 +17,7 @@ from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index, extent_id
 from afterglow.plan.jobs import Draft, Job
 from afterglow.plan.placement import Placement
+from afterglow.plan.prefixes import Prefix
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Save, SaveDone
 from afterglow.plan.truncation import is_private
@@ -38,6 +39,7 @@ class Drafts:
         write_through: bool,
     ) -> None:
         self._capacity = capacity
+        self._soon = capacity.block_rows // 2  # rows
         self._index = index
         self._placement = placement
         self._device = device
@@ -54,11 +56,14 @@ class Drafts:
     def tee(self, job: Job, start: int, rows: int, now: float) -> tuple[Save, ...]:
         """Plan to save rows [start, start + rows) of a job, which are about to be computed."""
         saves: list[Save] = []
+        prefix = self.prefix_of(job)
+        border = prefix.rows if prefix is not None else 0  # an extent has one salt
         while rows and job.saving:
             draft = job.drafts[-1] if job.drafts else None
-            if draft is None or draft.sealed or draft.planned == self._capacity.max_extent_rows:
+            if draft is None or draft.sealed or draft.planned == self._capacity.max_extent_rows or start == border:
                 draft = self._new(job, start)
-            count = self._fit(draft, min(rows, self._capacity.max_extent_rows - draft.planned), now)
+            count = min(rows, self._capacity.max_extent_rows - draft.planned)
+            count = self._fit(draft, min(count, border - start) if start < border else count, now)
             if count:
                 saves.append(Save(draft.id, draft.slots, draft.planned, start, count))
                 draft.planned += count
@@ -69,17 +74,15 @@ class Drafts:
                 job.saving = False
         return tuple(saves)
 
-    def room(self, job: Job) -> int:
-        """Rows that could be teed one by one after what was planned last, without a new slot and without a new draft."""
-        draft = job.drafts[-1]
-        return min(len(draft.slots) * self._capacity.block_rows, self._capacity.max_extent_rows) - draft.planned
+    def prefix_of(self, job: Job) -> Prefix | None:
+        """The registered prefix that its tokens begin with and that lies under another salt, if there is one."""
+        return self._index.prefixes.before(job.spec.salt, job.tokens)
 
     def repeated(self, job: Job, times: int, now: float) -> None:
         """What was planned last, a row, was carried out so many times, each time a row further; `commit` of all that."""
         draft = job.drafts[-1]
-        draft.planned += times - 1
         draft.teed += times - 1
-        draft.rows = draft.planned
+        draft.planned = draft.rows = draft.planned + times - 1
         if draft.rows == self._capacity.max_extent_rows:
             self._seal(job, now, all_of_them=False)
 
@@ -88,8 +91,9 @@ class Drafts:
         if job.drafts:
             draft = job.drafts[-1]
             planned = draft.planned
-            room = min(len(draft.slots) * self._capacity.block_rows, self._capacity.max_extent_rows)
-            if planned < room and not draft.sealed:
+            if draft.room - planned <= self._soon and not draft.sealed:
+                self._widen(draft)
+            if planned < draft.room and not draft.sealed:
                 draft.planned = planned + 1
                 draft.teed += 1
                 return (Save(draft.id, draft.slots, planned, row, 1),)
@@ -113,7 +117,14 @@ class Drafts:
                 slots = self._placement.urge_slots(need, now, draft.slots[-1] if draft.slots else None)
                 need = need if slots is not None else min(need - 1, self._placement.pool.free)
             draft.slots += slots or ()
+            draft.room = min(len(draft.slots) * block, self._capacity.max_extent_rows)
         return min(rows, len(draft.slots) * block - draft.planned)
+
+    def _widen(self, draft: Draft) -> None:
+        """A slot for a decoding job before it has to be, if it costs nothing: several jobs are seen to at once."""
+        if draft.slots and draft.room < self._capacity.max_extent_rows and self._placement.pool.free > AHEAD:
+            draft.slots += self._placement.pool.take(1, draft.slots[-1]) or ()
+            draft.room = len(draft.slots) * self._capacity.block_rows
 
     def commit(self, job: Job, now: float) -> None:
         """A step of the job has been computed: seal what is full, and what ends with the prompt."""
@@ -170,12 +181,14 @@ class Drafts:
             bytes(job.tokens[4 * draft.first_row : 4 * draft.stop]),
         )
         self._serial += 1
-        name = extent_id(self._digest, job.spec.salt, prefix, own)
+        registered = self.prefix_of(job)
+        salt = registered.salt if registered is not None and draft.stop <= registered.rows else job.spec.salt
+        name = extent_id(self._digest, salt, prefix, own)
         size = self._capacity.file_size(draft.rows)
         extent = Extent(
             name,
-            job.spec.salt,
-            "session" if is_private(job.spec.salt) else "exact",
+            salt,
+            "session" if is_private(salt) else "exact",
             own,
             draft.first_row,
             size,
@@ -183,11 +196,11 @@ class Drafts:
             serial=self._serial,
             last_used=now,
         )
-        if not self._placement.within_quota(job.spec.salt, size):
+        if not self._placement.within_quota(salt, size):
             self._counters.rows_unsaved += draft.rows
             job.saving = False
             return False
-        outcome, holders = self._index.insert(extent, prefix)
+        outcome, holders = self._placement.insert(extent, prefix)
         if outcome == "orphan":
             self._counters.orphans += 1
             job.saving = False

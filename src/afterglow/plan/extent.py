@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from afterglow.plan.step import ExtentId, ExtentRecord, Kind
 
 if TYPE_CHECKING:
-    from afterglow.plan.index import Node
     from afterglow.plan.sessions import Session
+    from afterglow.plan.tree import Node
 
 Key = tuple[int, int, int, int]  # a job's place in the queue; see `Job.key`
 NONE: Final[Mapping[Any, None]] = MappingProxyType({})  # of the million extents that a cache may have, few have any

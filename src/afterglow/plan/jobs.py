@@ -41,6 +41,7 @@ class Draft:
     job: Job
     first_row: int
     slots: tuple[int, ...] = ()
+    room: int = 0  # rows that these slots, and one extent, can hold
     planned: int = 0
     rows: int = 0
     teed: int = 0
@@ -86,8 +87,8 @@ class Stage:
 class Job:
     """One request. `tokens` are its prompt and what it has generated; row i is token i's.
 
-    `target`: tokens to be prefilled in this stay on the device. `rows`: rows committed on the device. `covered`: rows
-    that it found in the index or has put there.
+    `end`: tokens with which it ends, if not before. `target`: tokens to be prefilled in this stay on the device. `rows`:
+    rows committed on the device. `covered`: rows that it found in the index or has put there.
     """
 
     spec: JobSpec
@@ -95,6 +96,7 @@ class Job:
     turn: int  # the step in which it arrived
     tokens: bytearray
     state: State = "waiting"
+    end: int = 0
     target: int = 0
     rows: int = 0
     covered: int = 0
@@ -116,6 +118,8 @@ class Job:
     rounds: int = 0  # evictions waited for
     tried: int = -1  # the scheduler's version when it was last tried, and what came of it
     verdict: Wait | None = None
+    again_at: float = 0.0  # when that may be another one although nothing has happened
+    lessons: int = 0  # from how many passes what computing takes had been learned then
     held_since: float | None = None  # when it began to wait for slots for its new rows
     waited: bool = False  # for somebody else's prefill
     dropped: int = 0  # tokens of the caller's prompt that were left out
@@ -123,6 +127,7 @@ class Job:
     copies: list[int] = field(default_factory=list)  # moves that do so
     missed: tuple[Reason, int] = ("cold", 0)  # why its match ended where it did, and the rows after that
     carried: int = 0  # rows of those that were on disk
+    approximate: bool = False  # its rows were computed over a selection: they are nobody else's
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
     match: Match = NO_MATCH  # and where that ended
     conversation: tuple[str, str] | None = field(init=False)  # whose turns run one after the other

@@ -79,6 +79,14 @@ class RecordingScheduler(Scheduler):
         self._note("forget_session", now=0, tenant=tenant, name=name)
         return super().forget_session(tenant, name)
 
+    def register_prefix(self, salt: str, name: str, tokens: bytes, about: str, now: float) -> None:
+        super().register_prefix(salt, name, tokens, about, now)  # what is refused is no input
+        self._note("register_prefix", now=now, values=[salt, name, tokens.hex(), about])
+
+    def forget_prefix(self, salt: str, name: str) -> bool:
+        self._note("forget_prefix", now=0, values=[salt, name])
+        return super().forget_prefix(salt, name)
+
     def baseline(self, preload: Preload, read_buffer: int | None, source: Source) -> None:
         self._note("baseline", now=0, values=[preload, read_buffer, source])
         super().baseline(preload, read_buffer, source)
@@ -104,7 +112,7 @@ class RecordingScheduler(Scheduler):
         done = list(done)
         tokens, failed = list(result.tokens.items()), list(result.failed.items())
         values: dict[str, Any] = {"tokens": tokens, "failed": failed, "done": [_packed(item) for item in done]}
-        if result.repeats > 1:
+        if result.drawn:
             drawn = [[job, text.hex()] for job, text in result.drawn.items()]
             values |= {"repeats": result.repeats, "drawn": drawn}
         self._note("commit", now=now, **values)
@@ -230,6 +238,11 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.pin_session(entry["tenant"], entry["name"], entry["pinned"])
     elif op == "forget_session":
         scheduler.forget_session(entry["tenant"], entry["name"])
+    elif op == "register_prefix":
+        salt, name, tokens, about = entry["values"]
+        scheduler.register_prefix(salt, name, bytes.fromhex(tokens), about, now)
+    elif op == "forget_prefix":
+        scheduler.forget_prefix(*entry["values"])
     elif op == "recall":
         scheduler.recall(entry["notes"])
     elif op == "flush":

@@ -157,6 +157,10 @@ class Loading:
             failures, _ = self._unsure.get(extent, (0, 0.0))
             self._unsure[extent] = (failures, now + LOAD_RETRY_S)
 
+    def unread(self, extent: Extent, now: float) -> bool:
+        """Parts of it could not be read, by somebody who had not loaded it. False: it counts as lost."""
+        return self._may_come_later(extent, "io", now)
+
     def avoids(self, extent: Extent, now: float) -> bool:
         """Is it to be recomputed, because a load of it has just failed? What is in host is not."""
         return extent in self._unsure and extent.host != "ready" and now < self._unsure[extent][1]

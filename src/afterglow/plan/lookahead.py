@@ -50,7 +50,7 @@ class LookAhead:
     def joined(self, job: Job) -> None:
         """A job waits."""
         self._changes += 1
-        if self.enabled and job.spec.read:
+        if self.enabled and job.spec.read and not job.spec.selects:  # which does not load its path
             self._follow(job)
 
     def left(self, job: Job) -> None:
@@ -104,7 +104,7 @@ class LookAhead:
         """All that queued jobs wait for, looked up anew: the windows follow no more than they need."""
         found: dict[Extent, None] = {}
         for job in self._queue:
-            if job.spec.read:
+            if job.spec.read and not job.spec.selects:
                 found.update(dict.fromkeys(self._path(job.spec.salt, bytes(job.tokens[:-4]))))
                 if job.origin is not None:
                     found.update(dict.fromkeys(self._path(job.origin.salt, job.origin.tokens)))

@@ -18,7 +18,7 @@ from afterglow.plan.expiry import Expiry
 from afterglow.plan.extent import Capacity, Extent, Key
 from afterglow.plan.ghosts import Ghosts, Reason
 from afterglow.plan.host import Host
-from afterglow.plan.index import Index
+from afterglow.plan.index import Index, Inserted
 from afterglow.plan.loading import Loading
 from afterglow.plan.moves import Moves
 from afterglow.plan.policy import Policy
@@ -68,7 +68,7 @@ class Placement:
         self.keep_free, self.evict, self.quarantine = host.keep_free, host.evict, host.quarantine
         self.take_slots, self.urge_slots, self.room_for_rows = host.take_slots, host.urge_slots, host.room_for_rows
         self.store, self.has_file, self.take_touched = disk.store, disk.has_file, disk.take_touched
-        self.flush = self._writing.flush
+        self.flush, self.write = self._writing.flush, self._writing.write
         self.load, self.prefetch, self.avoid, self.avoids = (
             loading.load, loading.prefetch, loading.avoid, loading.avoids
         )  # fmt: skip
@@ -153,6 +153,14 @@ class Placement:
         self._quota.add(extent)
         if write_through:
             self._writing.write(extent, now, "write_through")
+
+    def insert(self, extent: Extent, prefix_tokens: bytes) -> Inserted:
+        """Hang a new extent into the index, in place of one of its name in a tree where it is not looked for any more."""
+        found = self._index.insert(extent, prefix_tokens)
+        if found.outcome == "elsewhere":
+            self.forget(self._index.extents[extent.id], "evicted")
+            found = self._index.insert(extent, prefix_tokens)
+        return found
 
     def restore(self, extents: Sequence[Extent]) -> None:
         """Extents found on disk at start."""
@@ -270,6 +278,12 @@ class Placement:
             if done.ok:
                 self._writing.room_came(now)
             self._disk.dropped(flight.extent, done.ok, now)
+
+    def unread(self, extent: Extent, now: float) -> None:
+        """Parts of an extent that is on disk could not be read."""
+        if not self._loading.unread(extent, now) and not extent.dead:
+            self._counters.damaged += 1
+            self.forget(extent, "damaged")
 
     def _loaded(self, extent: Extent, done: MoveDone, now: float) -> None:
         if not self._loading.ended(extent, done, now) and not extent.dead:

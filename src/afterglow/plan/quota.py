@@ -1,6 +1,6 @@
 """Bytes of extents that a tenant may have, in whatever tier: who is over that forgets what it has used least recently.
 
-It knows extents by their salt; not where they lie.
+It knows extents by their salt; not where they lie. What the operator has registered is nobody's share.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from afterglow.plan.extent import Extent
 from afterglow.plan.policy import POLICIES, Ranking
+from afterglow.plan.prefixes import OPERATOR
 from afterglow.plan.truncation import tenant_of
 from afterglow.plan.victims import Forget
 
@@ -24,14 +25,14 @@ class Quota:
 
     def add(self, extent: Extent) -> None:
         """A new extent of its tenant's."""
-        if self._limit is not None:
+        if self._limit is not None and extent.salt != OPERATOR:
             tenant = tenant_of(extent.salt)
             self._tenants.setdefault(tenant, Ranking(POLICIES["lru"])).set(extent, member=True)
             self._bytes[tenant] = self._bytes.get(tenant, 0) + extent.file_bytes
 
     def remove(self, extent: Extent) -> None:
         """It is forgotten."""
-        if self._limit is not None:
+        if self._limit is not None and extent.salt != OPERATOR:
             tenant = tenant_of(extent.salt)
             self._tenants[tenant].set(extent, member=False)
             self._bytes[tenant] -= extent.file_bytes
@@ -46,7 +47,7 @@ class Quota:
     def make_room(self, salt: str, size: int) -> bool:
         """Make room for `size` more bytes of a tenant, at the cost of its own least recently used. False: there is none."""
         tenant = tenant_of(salt)
-        if self._limit is None or self._bytes.get(tenant, 0) + size <= self._limit:
+        if self._limit is None or tenant == OPERATOR or self._bytes.get(tenant, 0) + size <= self._limit:
             return True
 
         limit, gone = self._limit, True

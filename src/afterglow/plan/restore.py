@@ -235,6 +235,6 @@ def _insert(extent: Extent, parent: Extent | None, index: Index) -> bool:
         return False
     if parent is None:
         return index.insert(extent, b"").outcome == "inserted"
-    if not 0 < extent.parent_rows <= parent.rows or extent.salt != parent.salt:
+    if not 0 < extent.parent_rows <= parent.rows:
         return False
     return index.insert_below(extent, parent, extent.parent_rows).outcome == "inserted"

@@ -1,7 +1,8 @@
 """What the jobs of a step have in common: rows whose keys and values need to be read once for all of them.
 
 RelayAttention §3 knows one system prompt; here it is whatever tokens running jobs begin with alike, at several levels (a
-system prompt, below it a document, below that a conversation), found from the tokens themselves. Tenants share nothing.
+system prompt, below it a document, below that a conversation), found from the tokens themselves. Tenants share nothing
+but what is registered for all of them.
 """
 
 from __future__ import annotations
@@ -16,31 +17,43 @@ LEAST_ROWS = 64  # fewer are not worth a read of their own (spec R8)
 
 
 class Sharer(NamedTuple):
-    """A job of the step: its tokens, and how many rows it has on the device."""
+    """A job of the step: its tokens, and how many rows it has on the device. `common`: its first tokens that are a prefix
+    registered for others as well."""
 
     job: int
     salt: str
     tokens: bytes | bytearray
     rows: int
+    common: int = 0
 
 
 def shares(jobs: Sequence[Sharer], least: int = LEAST_ROWS) -> tuple[Share, ...]:
     """The shares among jobs, each of at least `least` rows and two jobs."""
-    by_salt: dict[str, list[tuple[bytes, int]]] = {}
+    groups: dict[str | bytes, list[_Member]] = {}
     for each in jobs:
         if each.rows >= least:
-            by_salt.setdefault(each.salt, []).append((bytes(each.tokens[: 4 * each.rows]), each.job))
+            group = bytes(each.tokens[: 4 * each.common]) if each.common else each.salt
+            member = _Member(each.salt, bytes(each.tokens[: 4 * each.rows]), each.job, each.common)
+            groups.setdefault(group, []).append(member)
     found: list[Share] = []
-    for rows in by_salt.values():
-        if len(rows) > 1:
-            rows.sort()  # those with the most in common lie side by side
-            alike = [_alike(a, b) for (a, _), (b, _) in zip(rows, rows[1:], strict=False)]
-            _nest([job for _, job in rows], alike, 0, least, found)
+    for members in groups.values():
+        if len(members) > 1:
+            members.sort()  # those with the most in common lie side by side
+            alike = [_alike(a, b) for a, b in zip(members, members[1:], strict=False)]
+            _nest([member.job for member in members], alike, 0, least, found)
     return tuple(found)
 
 
-def _alike(a: bytes, b: bytes) -> int:
-    return common_rows(a, 0, b, 0, min(len(a), len(b)) // 4)
+class _Member(NamedTuple):
+    salt: str
+    tokens: bytes
+    job: int
+    common: int
+
+
+def _alike(a: _Member, b: _Member) -> int:
+    rows = min(len(a.tokens), len(b.tokens)) // 4
+    return common_rows(a.tokens, 0, b.tokens, 0, rows if a.salt == b.salt else min(rows, a.common))
 
 
 def _nest(jobs: list[int], alike: list[int], start: int, least: int, found: list[Share]) -> None:

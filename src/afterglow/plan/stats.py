@@ -74,6 +74,8 @@ class Stats:
     read_rate: float | None  # bytes/s from disk, as measured; None: not yet
     prefill_rate: float | None  # rows/s of a prefill of 512 rows, as measured
     sessions: int  # conversations with a name
+    prefixes: int  # registered, and their tokens
+    prefix_rows: int
     waiting: int
     loading: int
     running: int

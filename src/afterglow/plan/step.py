@@ -154,17 +154,30 @@ class Gather:
     move: int | None  # the Load that fills the slots; None: they are full
 
 
+class Selectable(NamedTuple):
+    """Rows [start, stop) of an extent of `rows`, of which a job takes what it finds important: from its host `slots`, or,
+    where it has none, in chunks from disk."""
+
+    extent: ExtentId
+    rows: int
+    start: int
+    stop: int
+    slots: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Admit:
     """How a job's context comes to the device before its first forward pass.
 
     Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone
-    afterwards, its rows beyond `device_rows` forgotten) or copied.
+    afterwards, its rows beyond `device_rows` forgotten) or copied. With `selectable` (SPEC) none of its prefix comes as a
+    whole; the job's own rows begin behind those views.
     """
 
     context: int | None
     take: bool
     device_rows: int
+    selectable: tuple[Selectable, ...] = ()
 
 
 class Save(NamedTuple):
@@ -227,6 +240,9 @@ class Step:
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
     `repeat`: if nothing arrives or completes before, it may be carried out so often before it is committed: all its runs
     decode, and each time would lead to the same step, one row further. `shares`: what its jobs have in common.
+
+    What a simulator may go by (not a part of the step's value): `closed`: no job can join before one of these ends, whatever
+    arrives. `awaited`: a waiting job could join when moves under way end.
     """
 
     number: int
@@ -238,6 +254,8 @@ class Step:
     wake_at: float | None = None
     repeat: int = 1
     shares: tuple[Share, ...] = ()
+    closed: bool = field(default=False, compare=False, repr=False)
+    awaited: bool = field(default=True, compare=False, repr=False)
 
     @property
     def idle(self) -> bool:
@@ -247,8 +265,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`tokens[job]` for each run with `sample`; `failed[job]`: the extent whose layers did not arrive (the job's
-    rows of this step are void). A step that was carried out `repeats` times, more than one, has drawn as many tokens
-    for each job, uint32 little-endian: `drawn` has them and `tokens` is empty; events tell of the jobs that ended only."""
+    rows of this step are void). A step of one row each that was carried out `repeats` times may instead say in `drawn` what
+    each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
@@ -260,7 +278,7 @@ def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, i
     """A repeated step as the steps, and the tokens drawn, that it stands for."""
     drawn = {job: [token for (token,) in iter_unpack("<I", text)] for job, text in result.drawn.items()}
     for i in range(result.repeats):
-        tokens = {job: text[i] for job, text in drawn.items()} if result.repeats > 1 else result.tokens
+        tokens = {job: text[i] for job, text in drawn.items()} if result.drawn else result.tokens
         runs = [
             run._replace(
                 start=run.start + i,
@@ -295,6 +313,7 @@ class JobSpec:
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)
     scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
+    selects: bool = False  # take what is important of the cached prefix, and leave nothing (SPEC; spec X3)
 
 
 @dataclass(frozen=True, slots=True)

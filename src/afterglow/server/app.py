@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ from starlette.responses import Response
 
 from afterglow import __version__
 from afterglow.errors import RequestError
+from afterglow.memo.texts import TextEmbedder
 from afterglow.server.cache import (
     cache_stats,
+    delete_prompt,
     delete_session,
+    list_prompts,
     list_sessions,
     pin_session,
+    put_prompt,
     reset_prefix_cache,
     unpin_session,
 )
@@ -27,11 +31,14 @@ from afterglow.server.chat import chat_completions
 from afterglow.server.completions import completions
 from afterglow.server.dashboard import add_dashboard
 from afterglow.server.defaults import Defaults
+from afterglow.server.embeddings import EmbeddingBody, Embeddings, embeddings
+from afterglow.server.encoder_only import EncoderOnly
 from afterglow.server.errors import engine_dead, error_response
 from afterglow.server.guard import Guard
 from afterglow.server.jobs import EngineLike, Jobs
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.record import TraceRecorder
+from afterglow.server.rerank import RerankBody, rerank
 from afterglow.server.responses import create_response
 from afterglow.server.schema import (
     ChatBody,
@@ -57,16 +64,23 @@ def create_app(
     tokenizer: Tokenizer,
     config: ServerConfig | None = None,
     model_dir: Path | None = None,
+    embedders: Sequence[TextEmbedder] = (),
 ) -> FastAPI:
-    """The server around a started engine. `model_dir` is where sampling defaults are read from."""
+    """The server around a started engine. `model_dir` is where sampling defaults are read from. `embedders`: what
+    `/v1/embeddings` serves, the default first; the one that has the engine's model is known by the served name."""
     defaults = Defaults() if model_dir is None else Defaults.read(model_dir)
     state = State(engine, tokenizer, config or ServerConfig(), defaults)
+    state.generates = not isinstance(engine, EncoderOnly)
+    state.embeddings = Embeddings(state, embedders)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         recorder = TraceRecorder(state.config.record_trace) if state.config.record_trace is not None else None
         state.jobs = Jobs(engine, recorder)
+        if embedders:
+            state.embeddings.worker.start()
         yield
+        await asyncio.to_thread(state.embeddings.worker.close)
         await state.jobs.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)
@@ -79,6 +93,9 @@ def create_app(
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra=_schema(ChatBody))
     app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_schema(CompletionBody))
     app.add_api_route("/v1/responses", create_response, methods=["POST"], openapi_extra=_schema(ResponseBody))
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], openapi_extra=_schema(EmbeddingBody))
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):  # Jina's, and Cohere's clients
+        app.add_api_route(path, rerank, methods=["POST"], openapi_extra=_schema(RerankBody))
     for path, route, method in _ROUTES:
         app.add_api_route(path, route, methods=[method])
     app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_schema(TokenizeBody))
@@ -98,22 +115,27 @@ def _schema(body: Any) -> dict[str, Any]:
 
 async def models(request: Request) -> Response:
     state = _state(request)
-    return json_response({"object": "list", "data": [_card(state, name) for name in state.names]})
+    names = dict.fromkeys((*state.names, *state.embeddings.names))
+    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     state = _state(request)
-    return json_response(_card(state, state.check_model(request.path_params["model"])))
+    name = request.path_params["model"]
+    return json_response(_card(state, name if name in state.embeddings.names else state.check_model(name)))
 
 
 def _card(state: State, name: str) -> dict[str, Any]:
+    own = name in state.names
+    beside = state.embeddings.names.get(name)
+    longest = state.engine.max_model_len if own or beside is None else beside.embedder.max_tokens
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "afterglow",
-        "root": state.engine.model_name,
-        "max_model_len": state.engine.max_model_len,
+        "root": state.engine.model_name if own else name,
+        "max_model_len": longest,
     }
 
 
@@ -138,7 +160,7 @@ async def metrics(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     state = _state(request)
     body = await read_body(request, TokenizeBody)
-    state.check_model(body.model)
+    state.check_model(body.model, generate=False)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
 
@@ -163,7 +185,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     state = _state(request)
     body = await read_body(request, DetokenizeBody)
-    state.check_model(body.model)
+    state.check_model(body.model, generate=False)
     if len(body.tokens) > MAX_DETOKENIZE:
         raise RequestError(
             f"at most {MAX_DETOKENIZE} tokens can be detokenised at once, got {len(body.tokens)}; send them in parts",
@@ -183,6 +205,9 @@ _ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] =
     ("/v1/cache/sessions/{name:path}", delete_session, "DELETE"),
     ("/v1/cache/sessions/{name:path}/pin", pin_session, "POST"),
     ("/v1/cache/sessions/{name:path}/unpin", unpin_session, "POST"),
+    ("/v1/cache/prompts", list_prompts, "GET"),
+    ("/v1/cache/prompts/{name:path}", put_prompt, "PUT"),
+    ("/v1/cache/prompts/{name:path}", delete_prompt, "DELETE"),
     ("/v1/cache/stats", cache_stats, "GET"),
     ("/v1/models", models, "GET"),
     ("/v1/models/{model:path}", model, "GET"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from afterglow.errors import RequestError
-from afterglow.request import CachedTokens, Output, TokenLogprob, Truncation
+from afterglow.request import CachedTokens, Output, Selected, TokenLogprob, Truncation
 from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
 
 Finish = Literal["stop", "length"]
@@ -42,6 +42,7 @@ class Assembler:
         self.tokens: list[int] = []
         self.cached = CachedTokens()
         self.truncation: Truncation | None = None
+        self.selected: Selected | None = None
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.finish: Finish | None = None
 
@@ -57,6 +58,7 @@ class Assembler:
         if not self.tokens:
             self.cached = output.cached
             self.truncation = output.truncation
+            self.selected = output.selected
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
         text = ""

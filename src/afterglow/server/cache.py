@@ -1,4 +1,4 @@
-"""`/v1/cache`: the caller's own conversations in the cache, and clearing it."""
+"""`/v1/cache`: the caller's own conversations and system prompts in the cache, and clearing it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
-from afterglow.request import SessionInfo
+from afterglow.request import PrefixInfo, SessionInfo
 from afterglow.server.errors import engine_dead
+from afterglow.server.schema import PromptBody, check_session, read_body
 from afterglow.server.state import Record, State
 from afterglow.server.stored import stored
 from afterglow.server.wire import json_response
@@ -36,6 +37,9 @@ async def delete_session(http: HttpRequest) -> Response:
     name = http.path_params["name"]
     _check_alive(state)
     if not await asyncio.to_thread(state.engine.forget_session, salt, name):
+        for prompt in await asyncio.to_thread(state.prompts.listing, salt):
+            if prompt.name == name:
+                raise _is_prompt(prompt)
         raise _unknown(name)
     await stored(state.engine.conversations.forget_replies, [salt], name)
     return json_response({"object": "cache.session", "name": name, "deleted": True})
@@ -58,11 +62,44 @@ async def _pin(http: HttpRequest, pinned: bool) -> Response:
     return json_response({"object": "cache.session", "name": name, "pinned": pinned})
 
 
+async def list_prompts(http: HttpRequest) -> Response:
+    """The system prompts that are registered for the caller's requests."""
+    state, _, salt = _context(http)
+    _check_alive(state)
+    found = await asyncio.to_thread(state.prompts.listing, salt)
+    return json_response({"object": "list", "data": [_prompt_card(prompt) for prompt in found]})
+
+
+async def put_prompt(http: HttpRequest) -> Response:
+    """Register a system prompt, or another one of its name. Answers when it is computed and kept."""
+    state, _, salt = _context(http)
+    body = await read_body(http, PromptBody)
+    name = http.path_params["name"]
+    check_session(name)
+    _check_alive(state)
+    state.tokenizer.check_length(body.text, state.engine.max_model_len, "text")
+    found = await asyncio.to_thread(state.prompts.register, salt, name, body.text)
+    return json_response({**_prompt_card(found), "prefilled_tokens": found.tokens - found.cached})
+
+
+async def delete_prompt(http: HttpRequest) -> Response:
+    state, _, salt = _context(http)
+    name = http.path_params["name"]
+    _check_alive(state)
+    if not await asyncio.to_thread(state.prompts.forget, salt, name):
+        for prompt in await asyncio.to_thread(state.prompts.listing, salt):
+            if prompt.name == name:
+                raise _is_prompt(prompt)
+        raise RequestError(f"there is no system prompt {name[:80]!r}", status=404, code="not_found")
+    return json_response({"object": "cache.prompt", "name": name, "deleted": True})
+
+
 async def cache_stats(http: HttpRequest) -> Response:
     """The caller's own numbers; whoever is in charge of all tenants also gets the engine's."""
     state, record, salt = _context(http)
     found = await _sessions(state, salt)
     usage = state.tenants.usage(record.caller)
+    prompts = await asyncio.to_thread(state.prompts.listing, salt)
     number, size = await stored(state.engine.conversations.count, record.caller.tenant)
     said: dict[str, Any] = {
         "object": "cache.stats",
@@ -79,6 +116,7 @@ async def cache_stats(http: HttpRequest) -> Response:
             "cached_tokens": {"device": usage.device, "host": usage.host, "disk": usage.disk},
         },
         "responses": {"count": number, "bytes": size},
+        "prompts": {"count": len(prompts), "tokens": sum(prompt.tokens for prompt in prompts)},
     }
     if record.caller.admin:
         said["engine"] = asdict(state.engine.stats())
@@ -86,7 +124,8 @@ async def cache_stats(http: HttpRequest) -> Response:
 
 
 async def reset_prefix_cache(http: HttpRequest) -> Response:
-    """Forget all cached rows: everybody's for whoever is in charge of that, for others their own."""
+    """Forget all cached rows: everybody's for whoever is in charge of that, for others their own. System prompts that are
+    registered stay."""
     state, record, salt = _context(http)
     if record.caller.admin:
         state.engine.reset_cache(None)
@@ -123,7 +162,29 @@ def _card(session: SessionInfo) -> dict[str, Any]:
     }
 
 
-def _tiers(sessions: Sequence[SessionInfo]) -> dict[str, int]:
+def _prompt_card(prompt: PrefixInfo) -> dict[str, Any]:
+    return {
+        "object": "cache.prompt",
+        "name": prompt.name,
+        "tokens": prompt.tokens,
+        "cached_tokens": _tiers([prompt]),
+        "shared": prompt.shared,
+        "pinned": True,
+    }
+
+
+def _is_prompt(prompt: PrefixInfo) -> RequestError:
+    if prompt.shared:
+        message = f"{prompt.name!r} is the system prompt of all tenants; start the server without --system-prompt-file"
+    else:
+        message = (
+            f"{prompt.name!r} is a registered system prompt; afterglow cache unregister, or"
+            f" DELETE /v1/cache/prompts/{prompt.name}, lets it go"
+        )
+    return RequestError(message, status=409, code="registered_prompt")
+
+
+def _tiers(sessions: Sequence[SessionInfo | PrefixInfo]) -> dict[str, int]:
     return {tier: sum(getattr(session, tier) for session in sessions) for tier in ("device", "host", "disk")}
 
 

@@ -98,6 +98,8 @@ class Guard:
                 + (f" ttft={record.ttft * 1e3:.0f}ms" if record.ttft is not None else "")
             )
         level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+        if record.note:
+            details += f" {record.note}"
         client = scope["client"][0] if scope.get("client") else "-"
         access.log(
             level,

@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,11 @@ import uvicorn
 
 from afterglow import __version__
 from afterglow.errors import ConfigError
+from afterglow.memo.texts import TextEmbedder
 from afterglow.server.app import create_app
 from afterglow.server.errors import shutting_down
 from afterglow.server.presence import announce
+from afterglow.server.promptfile import read_prompt
 from afterglow.server.settings import ServerConfig
 from afterglow.server.state import State
 from afterglow.text import Tokenizer
@@ -98,11 +101,14 @@ class Service:
         config: ServerConfig,
         model_dir: Path | None = None,
         sock: socket.socket | None = None,
+        embedders: Sequence[TextEmbedder] = (),
     ) -> None:
         self._config = config
         self.socket = sock or listen(config)
         self.address = address(self.socket)
-        app = create_app(engine, tokenizer, config, model_dir)
+        path = config.system_prompt_file
+        self._system_prompt = read_prompt(path) if path is not None else None
+        app = create_app(engine, tokenizer, config, model_dir, embedders)
         self._state: State = app.state.afterglow
         if self._state.defaults.ignored:
             log.warning("generation_config.json asks for %s: not honoured", ", ".join(self._state.defaults.ignored))
@@ -132,18 +138,50 @@ class Service:
 
     async def _main(self, signals: bool) -> None:
         self._loop = asyncio.get_running_loop()
+        self._prepared = asyncio.Event()
         if signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 # Not the loop's own handlers, which end with it: closing the engine takes a while.
                 signal.signal(number, self._on_signal)
         await asyncio.to_thread(self._state.load_replies)
+        try:
+            prepared = await self._compute_prompts()
+        except BaseException:
+            self.socket.close()
+            raise
+        if not prepared:
+            self.socket.close()
+            return
         announce(self._state.engine.conversations.folder, self.address)
-        names = ", ".join(self._state.names)
+        names = ", ".join(dict.fromkeys((*self._state.names, *self._state.embeddings.names)))
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)
         try:
             await self._server.serve(sockets=[self.socket])
         except OSError as error:  # somebody else began to listen while the model was loading
             raise (_in_use(self._config) if error.errno == errno.EADDRINUSE else error) from None
+
+    async def _compute_prompts(self) -> bool:
+        """Registered system prompts, before anybody asks. False: a signal came first; computing ends with the engine."""
+        if not self._state.generates:
+            if self._system_prompt is not None:
+                raise ConfigError("--system-prompt-file is for models that chat, and this one only embeds")
+            return True
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                self._state.prompts.start(self._system_prompt)
+            except Exception as error:
+                errors.append(error)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._prepared.set)
+
+        # Not the loop's own threads, whose end it would wait for.
+        threading.Thread(target=work, name="afterglow-prompts", daemon=True).start()
+        await self._prepared.wait()
+        if errors:
+            raise errors[0]
+        return not self._server.should_exit
 
     def _on_signal(self, *_: object) -> None:
         """The first signal asks for an orderly end, the second one ends the process, whatever it is doing."""
@@ -157,6 +195,10 @@ class Service:
         self.stop()
 
     def _begin_end(self) -> None:
+        if not self.started:
+            self._server.should_exit = True
+            self._prepared.set()
+            return
         if self._state.jobs.draining:
             return
         self._state.jobs.drain()

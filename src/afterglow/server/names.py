@@ -21,6 +21,8 @@ def _by(label: str, value: str) -> tuple[tuple[str, str], ...]:
 
 PLAN_ROWS = (
     Row("plan_sessions", "afterglow:sessions", "gauge", "Conversations with a name."),
+    Row("plan_prefixes", "afterglow:registered_prefixes", "gauge", "System prompts that are kept in all tiers."),
+    Row("plan_prefix_rows", "afterglow:registered_prefix_tokens", "gauge", "Tokens of them."),
     Row("plan_loading", "afterglow:requests_loading", "gauge", "Waiting requests whose KV is on its way."),
     Row("plan_contexts", "afterglow:contexts", "gauge", "Contexts on the device, running or retained."),
     Row("plan_moves_in_flight", "afterglow:moves_in_flight", "gauge", "Loads, stores and drops under way."),
@@ -80,6 +82,9 @@ STORE_ROWS = (
     Row("store_queue", "afterglow:store_queue", "gauge", "Calls that wait for a thread of the store."),
     Row("store_hung", "afterglow:store_hung", "gauge", "Calls that have not come back for too long."),
     Row("store_catalog_bytes", "afterglow:catalog_bytes", "gauge", "Bytes of the catalog."),
+    Row("store_chunk_reads", "afterglow:chunk_reads", "counter", "Reads of some chunks of one extent."),
+    Row("store_chunk_read_bytes", "afterglow:chunk_read_bytes", "counter", "Bytes that they read."),
+    Row("store_chunk_read_seconds", "afterglow:chunk_read_seconds", "counter", "Seconds in these reads."),
     Row("store_direct_io", "afterglow:direct_io", "gauge", "1 where reads bypass the page cache."),
     Row("store_notes_damaged", "afterglow:damaged_notes", "counter", "Notes about conversations lost to damage."),
     Row("store_save_waits", "afterglow:save_waits", "counter", "Saves that waited for room in the write buffer."),
@@ -108,7 +113,7 @@ REPEATED = frozenset({
     "plan_evicted_device", "plan_damaged", "plan_store_failures", "plan_rows_unsaved", "plan_device_rows",
     "plan_device_rows_total", "plan_host_slots", "plan_host_slots_total", "plan_disk_bytes", "plan_disk_bytes_total",
     "store_disk_read_bytes", "store_disk_read_seconds", "store_disk_write_bytes", "store_disk_write_seconds",
-    "store_disk_bytes",
+    "store_disk_bytes", "importance_read_bytes",
 })  # fmt: skip
 
 ROWS = (
@@ -131,6 +136,26 @@ ROWS = (
     Row("store_failures", "afterglow:store_failures", "counter", "Failed writes of KV: rows are forgotten."),
     Row("unsaved_rows", "afterglow:unsaved_rows", "counter", "New rows for which no host memory was free."),
     Row("preemptions", "vllm:num_preemptions", "counter", "Running requests put back into the queue."),
+    Row("importance_requests", "afterglow:importance_requests", "counter", "Requests that attended to a part of their cached "
+        "prefix."),
+    Row("importance_layers", "afterglow:importance_layers", "counter", "Layers in which rows were selected."),
+    Row("importance_fallbacks", "afterglow:importance_fallback_layers", "counter", "Layers of them in which the probe heads "
+        "disagreed, so that all keys were read."),
+    Row("importance_rows_of", "afterglow:importance_rows", "counter", "Rows of prefixes in all layers, by whether they were "
+        "kept.", _by("which", "all")),
+    Row("importance_rows_kept", "afterglow:importance_rows", "counter", "Rows of prefixes in all layers, by whether they were "
+        "kept.", _by("which", "kept")),
+    *(
+        Row(f"tally_{what}", "afterglow:speculative_bytes", "counter", "Bytes of chunks that were guessed for the next layer, "
+            "or should have been.", _by("outcome", what))
+        for what in ("predicted", "cancelled", "hit", "late", "wasted", "missing")
+    ),
+    Row("importance_waited", "afterglow:importance_wait_seconds", "counter", "Time in which layers waited for chunks."),
+    Row("importance_mapping", "afterglow:importance_mapping_seconds", "counter", "Time of mapping rows to chunks."),
+    Row("importance_identifying", "afterglow:importance_identification_seconds", "counter", "Time of finding out what is "
+        "important."),
+    Row("importance_reordered", "afterglow:importance_reordered_extents", "counter", "Extents whose rows were put in another "
+        "order."),
     Row("relay_groups", "afterglow:relay_groups", "counter", "Groups of requests that read rows together, over steps."),
     Row("relay_levels", "afterglow:relay_levels", "gauge", "Levels of such groups, one within another, at most so far."),
     Row("relay_rows_read", "afterglow:relay_rows", "counter", "Rows of KV in one layer, by whether a group read them or "

@@ -175,7 +175,7 @@ class _Turn:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
-            **{name: usage[name] for name in ("cached_tokens_details", "truncation") if name in usage},
+            **{name: usage[name] for name in ("cached_tokens_details", "truncation", "kv_selection") if name in usage},
         }
 
     def _describe(

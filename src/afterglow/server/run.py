@@ -76,10 +76,22 @@ class Run:
         }
         return said if self._uncut is None else {**said, "note": f"not cut between turns: {self._uncut}"}
 
+    def selected(self) -> dict[str, Any] | None:
+        """Of the cached prompt tokens, how many the reply attended to, if not to all (an approximation)."""
+        found = self.choices[0].assembler.selected
+        if found is None:
+            return None
+        return {
+            "tokens": found.rows,
+            "kept_tokens": round(found.kept, 1),
+            "layers": found.layers,
+            "fallback_layers": found.fallbacks,
+        }
+
     def usage(self) -> dict[str, Any]:
         prompt = self.prompt_tokens
         cached = self.cached
-        truncation = self.truncation()
+        truncation, selected = self.truncation(), self.selected()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._record.generated,
@@ -87,4 +99,5 @@ class Run:
             "prompt_tokens_details": {"cached_tokens": cached.total},
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
             **({"truncation": truncation} if truncation is not None else {}),
+            **({"kv_selection": selected} if selected is not None else {}),
         }

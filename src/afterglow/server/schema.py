@@ -80,6 +80,7 @@ class Body(BaseModel):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: Int | None = 0
+    kv_retention: float | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
     user: str | None = None
@@ -262,6 +263,14 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PromptBody(BaseModel):
+    """`PUT /v1/cache/prompts/NAME`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    text: str
 
 
 class DetokenizeBody(BaseModel):

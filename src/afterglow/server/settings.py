@@ -11,6 +11,7 @@ from afterglow.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Truncation = Literal["disabled", "auto"]
+SystemPromptMode = Literal["default", "always"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,38 @@ class ServerConfig:
         "What to do with chat requests that are longer than the context and do not say themselves: disabled refuses "
         "them, auto leaves out the oldest turns and keeps the KV of the others.",
     )
+    system_prompt_file: Path | None = option(
+        None,
+        "Begin chats and responses with the system prompt in this file (UTF-8). It is computed before the first request, kept "
+        "in all tiers and over restarts, shared by all tenants, and never left out. The default is none.",
+    )
+    system_prompt_mode: SystemPromptMode = option(
+        "default",
+        "Which requests begin with a registered system prompt: default puts it before those that bring no system message of "
+        "their own, always puts it before all, and the request's own follows it.",
+    )
     max_body: int = option(16 * 1024**2, "Bytes of the largest request body; larger ones are refused with status 413.")
     grace: float = option(5.0, "Let running requests go on for so many seconds after SIGTERM or Ctrl-C.")
     log_level: LogLevel = option("info", "Log from this level on.")
+    embedding_model: str | None = option(
+        None,
+        "Serve the embeddings of this model as well, under its own name: an encoder's directory, or all-minilm-l6-v2, "
+        "which the extra embed installs. The default is the model that is served anyway.",
+    )
+    embedding_template: str | None = option(
+        None,
+        "Put texts to embed into this prompt, at {text}. The default is none for models that were made to embed, "
+        "and a request for one word otherwise.",
+    )
+    memo: Path | None = option(
+        None,
+        "Reuse the attention maps in this folder for texts that attend alike (AttnCache): faster and not exact. "
+        "The default is not to.",
+    )
+    threshold: float = option(
+        0.99,
+        "How alike texts have to be for that, by the memo's prediction: 1 is equal, lower is faster and less exact.",
+    )
     record_trace: Path | None = option(
         None,
         "Append a line for every request to this file, for afterglow simulate: times, lengths and keyed hashes, no text.",
@@ -53,10 +83,14 @@ class ServerConfig:
             raise ConfigError(f"--max-body must be at least 1, got {self.max_body}")
         if not 0 <= self.grace <= 3600:
             raise ConfigError(f"--grace must be between 0 and 3600 seconds, got {self.grace}")
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(f"--threshold must be above 0 and at most 1, got {self.threshold}")
         for name in ("served_model_name", "api_key"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be empty")
         if self.admin_key == "":
             raise ConfigError("--admin-key cannot be empty")
+        if self.system_prompt_mode not in get_args(SystemPromptMode):
+            raise ConfigError(f"--system-prompt-mode must be default or always, got {self.system_prompt_mode!r}")
         if self.chat_truncation not in get_args(Truncation):
             raise ConfigError(f"--chat-truncation must be disabled or auto, got {self.chat_truncation!r}")

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -18,6 +18,7 @@ from afterglow.server.assemble import Assembler
 from afterglow.server.defaults import Defaults
 from afterglow.server.jobs import Choice, EngineLike, Jobs
 from afterglow.server.metrics import Metrics
+from afterglow.server.prompts import SystemPrompts
 from afterglow.server.schema import Body, check_session
 from afterglow.server.settings import ServerConfig
 from afterglow.server.tenants import Caller, Tenants
@@ -25,6 +26,9 @@ from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.chat import texts_in
 from afterglow.text.lengths import LONG
 from afterglow.text.turns import TEMPLATE
+
+if TYPE_CHECKING:
+    from afterglow.server.embeddings import Embeddings
 
 log = logging.getLogger("afterglow.server")
 T = TypeVar("T")
@@ -53,12 +57,15 @@ class Record:
     generated: int = 0
     ttft: float | None = None
     last_token: float = 0.0
+    note: str = ""  # for the log
 
 
 class State:
     """The server's constants, and its jobs once the loop runs."""
 
     jobs: Jobs
+    embeddings: Embeddings
+    generates = True  # False: the only model is an encoder
 
     def __init__(self, engine: EngineLike, tokenizer: Tokenizer, config: ServerConfig, defaults: Defaults) -> None:
         self.engine = engine
@@ -70,10 +77,19 @@ class State:
         self.created = int(time.time())
         self._said_uncut = False
         self.metrics = Metrics(engine, tokenizer, self.names[0])
+        self.prompts = SystemPrompts(engine, tokenizer, config.system_prompt_mode)
 
-    def check_model(self, name: str | None) -> str:
+    def check_model(self, name: str | None, *, generate: bool = True) -> str:
+        """Errors: RequestError, status 404, also for a model that only embeds where one shall `generate`."""
         if name is None:
-            return self.names[0]
+            name = self.names[0]
+        if generate and name in self.embeddings.names and not (self.generates and name in self.names):
+            raise RequestError(
+                f"{name!r} embeds texts and generates none; use it with /v1/embeddings or /v1/rerank",
+                status=404,
+                param="model",
+                code="not_a_chat_model",
+            )
         if name not in self.names:
             raise RequestError(
                 f"the model {name!r} does not exist; this server has {', '.join(self.names)}",
@@ -138,7 +154,13 @@ class State:
         cut: bool,
         replies: Mapping[int, Reply] | None = None,
     ) -> ChatPrompt:
-        """A conversation as a prompt; with `cut`, and where it is too long, with its turns. Errors: RequestError."""
+        """A conversation as a prompt, after the system prompt that is registered for it; with `cut`, and where it is too
+        long, with its turns. Errors: RequestError."""
+        try:
+            messages, replies, registered = self.prompts.begin(messages, salt, replies)
+        except RequestError as error:
+            error.param = wish.prompt_field if error.param == "messages" else error.param
+            raise
         texts = list(texts_in(messages))
         # A marker in a message may have to wait for another tokenizer, which is a matter of seconds once.
         waits = any(map(self.tokenizer.markers.mentioned_in, texts))
@@ -161,6 +183,8 @@ class State:
         if prompt.uncut == TEMPLATE and not self._said_uncut:
             self._said_uncut = True
             log.warning("truncation: %s; the oldest tokens after the system prompt are left out instead", TEMPLATE)
+        if registered is not None and not variables:
+            self.prompts.used(registered, prompt.ids)
         return prompt
 
     async def tokenise(self, size: int, work: Callable[[], T]) -> T:
@@ -229,6 +253,7 @@ class State:
                     ttl_s=body.ttl_s,
                     truncation=cut,
                     turns=turns,
+                    kv_retention=body.kv_retention,
                 )
                 assembler = Assembler(
                     self.tokenizer,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from afterglow.errors import ConfigError
-from afterglow.sim.catalogue import Prices, prices
+from afterglow.sim.catalogue import Prices, all_prices, hardware, prices
 from afterglow.sim.nearest import find
 from afterglow.sim.options import Scenario
-
-DEFAULT = "cachedattention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +27,44 @@ class Bill:
 
 
 def price_list(scenario: Scenario) -> Prices | None:
-    """The prices that were asked for; the papers' where they have the device, None otherwise. Errors: ConfigError."""
-    asked, hardware = scenario.engine.prices, scenario.engine.hardware
+    """The prices that were asked for; otherwise the first of the catalogue that have the device, which are the papers'
+    where they do, and None if there are none. Errors: ConfigError."""
+    asked, device = scenario.engine.prices, scenario.engine.hardware
     if asked is not None:
         found = prices(asked)
-        found.device_hour(hardware)
+        found.device_hour(device)
         return found
-    default = prices(DEFAULT)
-    return default if find(hardware, default.devices) else None
+    return next((each for each in all_prices().values() if find(device, each.devices)), None)
+
+
+def comparable(scenarios: Sequence[Scenario]) -> list[Scenario]:
+    """The same, with the first prices that have the devices of all, unless prices were asked for or one list serves all
+    anyway: costs of several lists say nothing about the devices."""
+    found = {each.name for scenario in scenarios if (each := price_list(scenario)) is not None}
+    devices = {scenario.engine.hardware for scenario in scenarios}
+    if len(found) < 2 or any(scenario.engine.prices is not None for scenario in scenarios):
+        return list(scenarios)
+    for each in all_prices().values():
+        if all(find(device, each.devices) for device in devices):
+            return [scenario.with_values(prices=each.name) for scenario in scenarios]
+    return list(scenarios)
 
 
 def needed_prices(scenario: Scenario) -> Prices:
     """The same where costs are compared. Errors: ConfigError, where there are none."""
     found = price_list(scenario)
     if found is None:
-        raise ConfigError(
-            f"what {scenario.engine.hardware} costs is not known, and the cheapest cannot be found without; give --prices"
-        )
+        raise ConfigError(f"the cheapest cannot be found: {unpriced(scenario.engine.hardware)}")
     return found
+
+
+def unpriced(device: str) -> str:
+    """What is missing, and how to give it."""
+    name = hardware(device).name
+    return (
+        f"what an hour of {name} costs is not known; give --prices a TOML file with dram_gb_hour, ssd_gb_hour and "
+        f"[devices] {name} = dollars per hour"
+    )
 
 
 def hourly(scenario: Scenario, rates: Prices) -> Bill:

@@ -79,7 +79,7 @@ def model(name: str) -> ModelShape:
     """One of the catalogue, or from a `config.json` or its folder. Errors: ConfigError, ModelError."""
     if (known := find(name, all_models())) is not None:
         return all_models()[known]
-    if Path(name).exists():
+    if name and Path(name).exists():
         return ModelShape.from_config(name)
     raise unknown("model", name, all_models(), "(a config.json, or a folder with one, will do as well)")
 

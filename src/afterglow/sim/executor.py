@@ -46,6 +46,12 @@ class _Reply:
     tokens: bytes
     drawn: int = 0
 
+    def draw(self, count: int) -> bytes:
+        """The next so many tokens."""
+        at = self.drawn
+        self.drawn = at + count
+        return self.tokens[4 * at : 4 * (at + count)]
+
 
 class Executor:
     """One engine's devices, links and disk. `now` never goes back."""
@@ -145,35 +151,31 @@ class Executor:
         self.prefilling += end - now
         self.stalled += end - now - computing
         self._before = computing
-        return end, StepResult({run.job: self._draw(run.job) for run in runs if run.sample}, {})
+        tokens = {run.job: int.from_bytes(self._replies[run.job].draw(1), "little") for run in runs if run.sample}
+        return end, StepResult(tokens, {})
 
     def _decode(self, step: Step, now: float, until: float, context: int) -> tuple[float, StepResult]:
         """So many steps that the last one begins before `until`."""
         runs = step.runs
         jobs = len(runs)
         times, total = self._repeats(step, now, until, context)
-        saved = self._saved
+        saved, replies = self._saved, self._replies
+        drawn = {}
         for run in runs:
+            job = run.job
             if run.saves:
                 save = run.saves[0]
-                entry = saved.get(run.job)
+                entry = saved.get(job)
                 if entry is not None and entry[0] == save.draft:
                     entry[2] += times
                 else:
-                    self._flush(run.job, save.draft, now)
-                    saved[run.job] = [save.draft, save.draft_row, times]
+                    self._flush(job, save.draft, now)
+                    saved[job] = [save.draft, save.draft_row, times]
+            if run.sample:
+                drawn[job] = replies[job].draw(times)
         self.host_in.bytes += times * jobs * self.machine.row_bytes
         self.decoding += total
         self._before = total
-        if times == 1:
-            return now + total, StepResult({run.job: self._draw(run.job) for run in runs}, {})
-        replies = self._replies
-        drawn = {}
-        for run in runs:
-            reply = replies[run.job]
-            at = reply.drawn
-            reply.drawn = at + times
-            drawn[run.job] = reply.tokens[4 * at : 4 * (at + times)]
         return now + total, StepResult({}, {}, times, drawn)
 
     def decodes_until(self, step: Step, now: float, until: float) -> float:
@@ -230,8 +232,3 @@ class Executor:
                 if gather.move is not None:
                     latest = max(latest, self.disk_in.ends(gather.move) or 0.0)
         return latest
-
-    def _draw(self, job: int) -> int:
-        reply = self._replies[job]
-        reply.drawn += 1
-        return int.from_bytes(reply.tokens[4 * reply.drawn - 4 : 4 * reply.drawn], "little")

@@ -58,8 +58,12 @@ class WorkloadConfig:
 class EngineModel:
     """The model, what it runs on, and how it is used; without the sizes that `plan` looks for."""
 
-    model: str = option("LLaMA-13B", "The model: a name of the catalogue, a config.json, or a folder with one.")
-    hardware: str = option("A100-80G", "The device: a name of the catalogue.")
+    model: str = option(
+        "LLaMA-13B",
+        "The model: a name of the catalogue such as LLaMA-2-70B, Llama-3-8B or Mistral-7B (an unknown one is answered with "
+        "all), a config.json, or a folder with one.",
+    )
+    hardware: str = option("A100-80G", "The device: A100-80G, A100-PCIE-40G, A40, H100, H200, L40S or CPU-2.")
     dtype: DtypeName = option("float16", "Dtype of weights, keys and values.")
     disk_bandwidth: float = option(5.0, "Speed of the disk, reading and writing, in gigabytes (10^9 bytes) per second.")
     host_link: float | None = option(
@@ -80,8 +84,8 @@ class EngineModel:
     retain: bool = option(True, "Keep finished contexts on the device while there is room; the papers keep none there.")
     prices: str | None = option(
         None,
-        "Price list: cachedattention, relayattention, or a TOML or JSON file of your own. The default is cachedattention "
-        "where it has the device, and no costs otherwise.",
+        "Price list: cachedattention, relayattention, aws, or a TOML or JSON file of your own. The default is the first of "
+        "these that has the device, and no costs if none has.",
     )
     calibration: Path | None = option(
         None, "Take times and speeds from this file of afterglow bench calibrate. The default is to model them."
@@ -150,7 +154,7 @@ class GoalConfig:
         if self.hit_rate is None and self.ttft is None:
             raise ConfigError("a plan needs a goal: --hit-rate, --ttft, or both")
         if self.hit_rate is not None and not 0 < self.hit_rate <= 1:
-            raise ConfigError(f"--hit-rate must lie between 0 and 1, got {self.hit_rate:g}")
+            raise ConfigError(f"--hit-rate must lie between 0 and 1, got {self.hit_rate:g}; 90 % are 0.9")
         _above(self, 0, "ttft")
         _at_least(self, 1, "max_devices")
         _at_least(self, 0, "max_dram", "max_disk")

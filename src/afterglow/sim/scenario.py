@@ -187,7 +187,7 @@ def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, Sour
     """The conversations of a trace file or a preset, and the trace if it is one. Errors: ConfigError."""
     wanted, name = scenario.source, scenario.workload
     if name not in PRESETS:
-        if not Path(name).exists():
+        if not name or not Path(name).exists():
             raise unknown("workload", name, PRESETS, "(a trace file will do as well)")
         trace = TraceSource(
             name, wanted.format, skip_bad=wanted.skip_bad, rate=wanted.rate or TRACE_RATE, seed=wanted.seed

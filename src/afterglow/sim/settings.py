@@ -97,7 +97,9 @@ class Setup:
         block = self.block_rows * self.row_bytes
         slots = self.dram // block
         if self.mode != "recompute" and slots < 4:
-            raise ConfigError(f"{format_size(self.dram)} of host memory is less than 4 blocks of {format_size(block)}")
+            raise ConfigError(
+                f"{format_size(self.dram)} of host memory is less than 4 blocks of {format_size(block)}; give {4 * block} or more"
+            )
         most = max(1, MAX_EXTENT_ROWS // self.block_rows)
         sizes = tuple(HEADER_BYTES + block * blocks for blocks in range(1, most + 1))
         return Capacity(

@@ -18,6 +18,8 @@ from afterglow.sim.replay import REPEATS
 from afterglow.sim.settings import Setup
 from afterglow.sim.workload import Arrival, Workload, token_bytes
 
+LATE = 0.25  # seconds
+
 
 @dataclass(slots=True)
 class _Live:
@@ -95,17 +97,22 @@ class Simulation:
                 progress(self)
         return self.finish()
 
-    @property
-    def next_event(self) -> float:
-        """When something happens if nothing is computed; infinity: never."""
-        arrival = self.workload.peek()
-        return min(arrival if arrival is not None else inf, self.executor.next_event)
+    def next_look(self, step: Step) -> float:
+        """When the plan is asked again, if this step does not end before; infinity: never.
+
+        While it decodes it is told somewhat later of moves that nobody waits for, and of arrivals that could not join.
+        """
+        arrival, moved = self.workload.peek(), self.executor.next_event
+        if step.repeat > 1:
+            moved += 0.0 if step.awaited else LATE
+            arrival = arrival + LATE if arrival is not None and step.closed else arrival
+        found = min(moved, step.wake_at if step.wake_at is not None else inf)
+        return found if arrival is None else min(found, arrival)
 
     def advance(self) -> None:
         """One step, or to the next event."""
         step = self.begin()
-        wake = step.wake_at if step.wake_at is not None else inf
-        later = min(self.next_event, wake)
+        later = self.next_look(step)
         if step.runs:
             self.compute(step, later)
         elif later < inf:

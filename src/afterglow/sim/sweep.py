@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from afterglow.errors import ConfigError
+from afterglow.sim.bill import comparable
 from afterglow.sim.nearest import unknown
 from afterglow.sim.options import Scenario, option_kinds, parse_option
 
@@ -34,8 +35,9 @@ def points(sweeps: list[str]) -> list[Point]:
 
 
 def checked(scenario: Scenario, all_points: list[Point]) -> list[Scenario]:
-    """The scenarios, before the first one is simulated. Errors: ConfigError."""
-    return [scenario.with_values(**point.values) for point in all_points]
+    """The scenarios, before the first one is simulated; their costs can be compared, where prices are known. Errors:
+    ConfigError."""
+    return comparable([scenario.with_values(**point.values) for point in all_points])
 
 
 def _axis(text: str) -> list[Point]:

@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ class Markers:
         self._twin: _Twin | None = None
         self._lock = threading.Lock()
         self._warned = False
+
+    @property
+    def ids(self) -> Collection[int]:
+        """The tokens that are markers."""
+        return self._ids.values()
 
     def mentioned(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Does a message hold text that looks like a marker?"""

@@ -1,4 +1,5 @@
-"""The tokenizer of a model directory: `tokenizer.json`, its special tokens and its chat template."""
+"""The tokenizer of a model directory: `tokenizer.json` (or BERT's `vocab.txt`), its special tokens and its chat
+template."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from afterglow.text.decode import IncrementalDecoder
 from afterglow.text.markers import Markers, Rendered
 from afterglow.text.replies import ChatPrompt, Reply, ReplyMemory, Segment, chains, rows_at, splice
 from afterglow.text.turns import TOKENS, Turns, find_turns
+from afterglow.text.wordpiece import from_vocab
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -246,6 +248,8 @@ def _load_fast(folder: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a model directory")
+        if (folder / "vocab.txt").is_file():
+            return from_vocab(folder / "vocab.txt", _read_json(folder / "tokenizer_config.json"))
         remedy = "copy it there from where the model came from"
         if any((folder / name).is_file() for name in ("tokenizer.model", "spiece.model", "vocab.json")):
             remedy = (

@@ -1,0 +1,100 @@
+"""Data, scores and times of the AttnCache benchmark."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from afterglow.model.encoder import Model
+
+TASKS = ("sts12", "sts13", "sts14", "sts15", "stsb")
+Pair = tuple[float, str, str]
+CLOCK = "processor time of one thread" if os.environ.get("OMP_NUM_THREADS") == "1" else "wall clock"
+
+
+def now() -> float:
+    """Seconds. With one thread it is the processor's time: that does not count when others have the core."""
+    return time.thread_time() if CLOCK.startswith("processor") else time.perf_counter()
+
+
+def read_pairs(folder: Path, task: str) -> list[Pair]:
+    """Similarity from 0 to 5 and two sentences, of `sts/TASK.tsv`; of stsb the test part."""
+    path = folder / "sts" / f"{'stsb_test' if task == 'stsb' else task}.tsv"
+    return _rows(path)
+
+
+def split(folder: Path, task: str, build: int, test: int | None, seed: int) -> tuple[list[str], list[Pair]]:
+    """`build` sentences that the database is made of, and at most `test` of the other pairs. Of stsb the former are from
+    the training part, and the latter from the test part."""
+    random = np.random.default_rng(seed)
+    if task == "stsb":
+        rows = _rows(folder / "sts" / "stsb_train.tsv")
+        known, rest = [rows[i] for i in random.permutation(len(rows))[: build // 2]], read_pairs(folder, task)
+    else:
+        rows = read_pairs(folder, task)
+        order = random.permutation(len(rows))
+        known, rest = [rows[i] for i in order[: build // 2]], [rows[i] for i in order[build // 2 :]]
+    chosen = random.permutation(len(rest))[: test or len(rest)]
+    return [text for pair in known for text in pair[1:]], [rest[i] for i in chosen]
+
+
+def _rows(path: Path) -> list[Pair]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = line.split("\t")
+        rows.append((float(fields[0]), fields[1], fields[2]))
+    return rows
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; ties share their mean rank."""
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, place, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return ((last - counts + last - 1) / 2)[place]
+
+
+def score(gold: Sequence[float], vectors: Tensor) -> float:
+    """Spearman x 100 of the cosines of neighbouring rows of unit `vectors` (SentEval's "all")."""
+    return 100 * spearman(gold, (vectors[0::2] * vectors[1::2]).sum(1).tolist())
+
+
+def gamma(full: float, method: float, speedup: float) -> float:
+    """The speed-up degradation ratio (AttnCache, 4.4): what a unit of speed-up costs. Scores are fractions: with percents
+    the paper's own numbers do not come out."""
+    return (full - method) / (speedup - 1)
+
+
+class Clock:
+    """Seconds spent in what it wraps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wrap(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = now()
+            try:
+                return work(*args)
+            finally:
+                self.seconds += now() - began
+
+        return timed
+
+
+def timed_model(model: Model, clock: Clock) -> Model:
+    """The same model, with the output projections on the clock: what a pass spends in attention is that and its `Attend`."""
+    timed = copy.copy(model)
+    timed.layers = tuple(dataclasses.replace(layer, out=clock.wrap(layer.out)) for layer in model.layers)  # type: ignore[arg-type]
+    return timed

@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""Attention maps of other sentences on semantic textual similarity: table 1 and figures 1 and 5 of AttnCache, and the shapes of
+large models.
+
+For each task a database is made of 1,000 sentences, and the others are embedded with it. Compared are the full model, SAN,
+LazyFormer, AttnCache-f, AttnCache as published, and this program's own, one change at a time: features that keep positions,
+the mean of several neighbours' maps, and layers accepted one by one. The hit rate is the share of all layers of all sentences
+that computed no queries and keys; where sentences are taken whole, it is the share of the sentences.
+
+Data: --data (or AFTERGLOW_DATA), a folder with `sts/sts12.tsv` to `sts15.tsv`, `stsb_train.tsv` and `stsb_test.tsv`: lines of
+score, sentence, sentence. --shapes needs none.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("COLUMNS", "140")  # of tables that go into a file
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attncache_parts import shapes
+from attncache_parts.measures import CLOCK, TASKS, gamma, score, split
+from attncache_parts.passes import Make, Passes, Result, Watched
+
+from afterglow.bench.report import arguments, finish, goal, show
+from afterglow.cli.environment import find_embedding_model
+from afterglow.errors import ConfigError
+from afterglow.memo.attend import AttentionMemo
+from afterglow.memo.baselines import (
+    SharedAttend,
+    build_layers,
+    layer_similarity,
+    lazyformer,
+    recorded_maps,
+    san_sharing,
+)
+from afterglow.memo.build import Builder
+from afterglow.memo.database import MemoDatabase, memo_digest
+from afterglow.memo.labels import labels
+from afterglow.memo.settings import MemoOptions
+from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
+from afterglow.model.encoder import BatchAttend
+from afterglow.text import Tokenizer
+
+LOSS = 2.0  # points of Spearman x 100 that a method may cost: the paper's
+LEAST_RATE = 0.30
+THRESHOLDS = (0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.85)  # figure 5's
+RATES = tuple(np.arange(0.05, 1.001, 0.025).round(3).tolist())  # and those at which so many sentences are taken
+LAYER_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85)
+LAYERED_THRESHOLDS = (0.7, 0.6, 0.5)  # of AttnCache-f
+VARIANTS: dict[str, MemoOptions] = {
+    "AttnCache": MemoOptions.of_paper(),
+    "+ positions": MemoOptions(accept="sentence", neighbours=1),
+    "+ neighbours": MemoOptions(accept="sentence"),
+    "+ layers (ours)": MemoOptions(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One data set, tokenised: what databases are made of, and pairs to judge."""
+
+    name: str
+    model: str
+    embedder: TextEmbedder
+    known: list[list[int]]
+    asked: list[list[int]]
+    gold: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a method did at one setting."""
+
+    method: str
+    setting: float | None
+    spearman: float
+    rate: float
+    error: float  # mean 1 - cosine to the full model's vectors
+    make: Make | None = None
+
+
+def main() -> int:
+    parser = arguments("attncache_sts", __doc__ or "")
+    parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="see above")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None, help="default: all; --quick: stsb")
+    parser.add_argument("--model", nargs="+", default=["minilm"], help="minilm, bundled, or model directories")
+    parser.add_argument("--build", type=int, default=1000, help="sentences of a database (default 1000)")
+    parser.add_argument("--pairs", type=int, default=None, help="pairs to judge, at most (default: all)")
+    parser.add_argument("--steps", type=int, default=600, help="of a projector's training (default 600)")
+    parser.add_argument(
+        "--figure", choices=("thresholds", "distances"), help="only the rows of figure 5, or of figure 1"
+    )
+    parser.add_argument("--shapes", action="store_true", help="only one layer of large models, with random weights")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the figures; needs matplotlib")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.shapes:
+        rows, goals = shapes.measure(quick=options.quick, seed=options.seed)
+        finish(options.json, options.seed, rows, goals, clock=CLOCK)
+        return 0
+    if options.data is None:
+        parser.error("no data: give --data, or set AFTERGLOW_DATA")
+    rows, goals = [], []
+    names = options.tasks or (["stsb"] if options.quick else TASKS)
+    for model in options.model:
+        embedder = load(model)
+        of_model = []
+        for name in names:
+            task = read(options, name, model, embedder)
+            if options.figure == "distances":
+                of_model += distances(task)
+            else:
+                of_model += measure(task, options.steps, options.seed, quick=options.quick)
+            if options.json is not None:  # a task takes long: what is known is kept
+                finish(options.json, options.seed, rows + of_model, [], complete=False)
+        rows += of_model
+        show_model(model, of_model, options.figure)
+        if options.figure is None and model == "minilm":
+            goals = goals_of(of_model)
+    if options.plot is not None:
+        from attncache_parts.plots import draw
+
+        print("drawn:", *draw(options.plot, rows))
+    finish(
+        options.json,
+        options.seed,
+        rows,
+        goals,
+        build=options.build,
+        pairs=options.pairs,
+        steps=options.steps,
+        clock=CLOCK,
+    )
+    return 0
+
+
+def load(model: str) -> TextEmbedder:
+    if model == "bundled":
+        folder = Path(str(files("afterglow") / "assets" / "model"))
+    elif model == "minilm":
+        folder = find_embedding_model(None)[0]
+    else:
+        folder = Path(model)
+        if not folder.is_dir():
+            raise ConfigError(f"{model}: neither minilm, bundled nor a model directory")
+    return text_embedder(load_embedding_model(folder), folder, Tokenizer(folder), str(folder))
+
+
+def read(options: Any, name: str, model: str, embedder: TextEmbedder) -> Task:
+    pairs = 60 if options.quick and options.pairs is None else options.pairs
+    build = min(options.build, 300) if options.quick else options.build
+    known, rest = split(Path(options.data), name, build, pairs, options.seed)
+    most = embedder.embedder.max_tokens
+    asked = [embedder.tokens(text, most) for pair in rest for text in pair[1:]]
+    return Task(name, model, embedder, [embedder.tokens(t, most) for t in known], asked, [pair[0] for pair in rest])
+
+
+def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str, Any]]:
+    """All methods on one task: a row for each setting, with times where a setting was chosen."""
+    passes = Passes(task.embedder.embedder, task.asked)
+    exact = passes.run(BatchAttend)
+    full = score(task.gold, exact.vectors)
+    print(f"{task.model}, {task.name}: {len(task.gold)} pairs, full model {full:.2f}", flush=True)
+    found = [Found("full", None, full, 0.0, 0.0, BatchAttend)]
+
+    def judge(method: str, setting: float | None, result: Result, make: Make, rate: float | None = None) -> None:
+        error = float(1 - (result.vectors * exact.vectors).sum(1).mean())
+        rate = float(result.layers.mean()) if rate is None else rate
+        found.append(Found(method, setting, score(task.gold, result.vectors), rate, error, make))
+
+    samples = recorded_maps(task.embedder.embedder, task.known[:50])
+    layers = task.embedder.embedder.model.spec.layers
+    lazy = lazyformer(layers)
+    shared = sum(source != layer for layer, source in enumerate(lazy))
+    for name, sources in (("SAN", san_sharing(layer_similarity(samples), shared)), ("LazyFormer", lazy)):
+
+        def make(model: Any, positions: Any, lengths: Any, sources: Sequence[int] = sources) -> SharedAttend:
+            return SharedAttend(sources, model, positions, lengths)
+
+        judge(name, None, passes.run(make), make, shared / layers)
+    with tempfile.TemporaryDirectory() as folder:
+        built: dict[str, MemoDatabase] = {}
+        for variant, memo_options in VARIANTS.items():
+            built[variant] = build(task, Path(folder), memo_options, steps, seed)
+            if memo_options.accept == "sentence":
+                whole(passes, built[variant], exact, task, variant, found)
+            else:
+                for threshold in LAYER_THRESHOLDS:
+                    memo = AttentionMemo(built[variant], threshold)
+                    judge(variant, threshold, passes.run(memo.attend), memo.attend)
+        layered = build_layers(
+            task.embedder.embedder, built["AttnCache"].store, unique(task.known), steps=steps // 2, seed=seed
+        )
+        for threshold in LAYERED_THRESHOLDS:
+            layered.threshold = threshold
+            judge("AttnCache-f", threshold, passes.run(layered.attend), layered.attend)
+        return rows_of(task, passes, found, exact, layered, quick=quick)
+
+
+def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int) -> MemoDatabase:
+    """A database of the task's sentences. One that differs only in what it accepts is the same on disk."""
+    about = {
+        "model_digest": memo_digest(task.embedder.name, "float32"),
+        "quantisation": "float32",
+        "template": task.embedder.template.source,
+    }
+    place = folder / options.projector
+    if not place.is_dir():
+        # Calibrated for what the last variant does; whole sentences are accepted without.
+        base = MemoOptions(projector=options.projector, steps=steps, seed=seed)
+        made = Builder(task.embedder.embedder, place, base, **about).run(task.known)
+        print(f"  built {place.name}: {len(made.store)} sentences", flush=True)
+    database = MemoDatabase.open(place, **about)
+    database.settings = dataclasses.replace(database.settings, options=options)
+    return database
+
+
+def unique(sentences: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(ids) for ids in dict.fromkeys(map(tuple, sentences))]
+
+
+def whole(passes: Passes, database: MemoDatabase, exact: Result, task: Task, variant: str, found: list[Found]) -> None:
+    """Sentences taken whole: one pass in which all take maps serves every threshold."""
+    memo = Watched(AttentionMemo(database, -1e9))
+    taken = passes.run(memo.attend)
+    similarity = np.empty(len(task.asked))
+    similarity[[index for batch in passes.batches for index in batch]] = memo.similarity
+    at_rates = [float(np.quantile(similarity[np.isfinite(similarity)], 1 - rate)) for rate in RATES]
+    for threshold in (*THRESHOLDS, *at_rates):
+        hits = torch.from_numpy((similarity >= threshold) & taken.layers.any(1))
+        vectors = torch.where(hits[:, None], taken.vectors, exact.vectors)
+        error = float(1 - (vectors * exact.vectors).sum(1).mean())
+        make = AttentionMemo(database, threshold).attend
+        found.append(Found(variant, threshold, score(task.gold, vectors), float(hits.float().mean()), error, make))
+
+
+def rows_of(
+    task: Task, passes: Passes, found: list[Found], exact: Result, layered: Any, *, quick: bool
+) -> list[dict[str, Any]]:
+    """Rows, the chosen ones timed: of each method the setting with the highest hit rate that costs at most `LOSS` points
+    (AttnCache-f: the nearest to the published hit rate, as it may cost more at any)."""
+    full = found[0]
+    chosen: dict[str, Found] = {}
+    for method in dict.fromkeys(f.method for f in found):
+        settings = [f for f in found if f.method == method]
+        cheap = [f for f in settings if f.spearman >= full.spearman - LOSS]
+        if method == "AttnCache-f":
+            chosen[method] = min(settings, key=lambda f: abs(f.rate - LEAST_RATE))
+        else:
+            chosen[method] = max(cheap, key=lambda f: f.rate) if cheap else max(settings, key=lambda f: f.spearman)
+    known = {tuple(ids) for ids in task.known}
+    sample = Passes(task.embedder.embedder, task.asked[:: max(1, len(task.asked) // 100)])
+    layered.threshold = chosen["AttnCache-f"].setting
+    makes = {name: f.make for name, f in chosen.items() if f.make is not None}
+    times = sample.times(makes, 3 if quick else 7)
+    ours = chosen["+ layers (ours)"]
+    assert ours.make is not None
+    hits = passes.run(ours.make).layers.any(1)
+    hit_only: dict[str, dict[str, float]] = {}
+    if hits.any():
+        some = [ids for ids, hit in zip(task.asked, hits, strict=True) if hit][:100]
+        hit_only = Passes(task.embedder.embedder, some).times(
+            {"full": BatchAttend, "ours": ours.make}, 3 if quick else 7
+        )
+    rows = []
+    for f in found:
+        row: dict[str, Any] = {
+            "model": task.model,
+            "task": task.name,
+            "method": f.method,
+            "threshold": f.setting,
+            "spearman": round(f.spearman, 3),
+            "loss": round(full.spearman - f.spearman, 3),
+            "hit_rate": round(f.rate, 4),
+            "error": round(f.error, 5),
+            "chosen": chosen[f.method] is f,
+            "pairs": len(task.gold),
+            "known_sentences_asked": round(sum(tuple(ids) in known for ids in task.asked) / len(task.asked), 4),
+        }
+        if chosen[f.method] is f:
+            row |= {f"speedup_{name}": round(value, 3) for name, value in times[f.method].items() if name != "seconds"}
+            row["seconds"] = round(times[f.method]["seconds"], 4)
+            if f is ours and hit_only:
+                row |= {
+                    "speedup_attention_hits": round(hit_only["ours"]["attention"], 3),
+                    "speedup_whole_hits": round(hit_only["ours"]["whole"], 3),
+                }
+        rows.append(row)
+    return rows
+
+
+def distances(task: Task) -> list[dict[str, Any]]:
+    """Figure 1 in numbers: how far maps of different sentences of equal length lie apart, by layer."""
+    groups: dict[int, list[list[int]]] = {}
+    for ids in unique(task.known):
+        groups.setdefault(len(ids), []).append(ids)
+    apart: list[np.ndarray] = []
+    nearest: list[float] = []
+    layers = task.embedder.embedder.model.spec.layers
+    by_layer: list[list[np.ndarray]] = [[] for _ in range(layers)]
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        maps = recorded_maps(task.embedder.embedder, members[:60])
+        first, second = np.triu_indices(len(maps), 1)
+        pairs = labels(maps).numpy()
+        apart.append(pairs[first, second])
+        nearest += (pairs + 9 * np.eye(len(maps))).min(1).tolist()
+        for layer in range(layers):
+            by_layer[layer].append(labels([one[layer : layer + 1] for one in maps]).numpy()[first, second])
+    at = (5, 25, 50, 75, 95)
+    everything = np.concatenate(apart)
+    about = {"model": task.model, "task": task.name, "pairs": len(everything)}
+    rows = [
+        {**about, "of": "all layers", **percentiles(everything, at)},
+        {**about, "of": "nearest", **percentiles(np.array(nearest), at)},
+    ]
+    rows += [{**about, "of": f"layer {n}", **percentiles(np.concatenate(one), at)} for n, one in enumerate(by_layer)]
+    return rows
+
+
+def percentiles(values: np.ndarray, at: Sequence[int]) -> dict[str, float]:
+    return {f"p{p}": round(float(v), 4) for p, v in zip(at, np.percentile(values, at), strict=True)}
+
+
+def show_model(model: str, rows: list[dict[str, Any]], figure: str | None) -> None:
+    if figure == "distances":
+        columns = ("task", "of", "p5", "p25", "p50", "p75", "p95")
+        show(
+            f"{model}: total variation between maps of two sentences", columns, [[r[c] for c in columns] for r in rows]
+        )
+        return
+    if figure == "thresholds":
+        columns = ("task", "method", "threshold", "hit_rate", "spearman", "loss", "error")
+        picked = [r for r in rows if r["threshold"] is not None]
+        show(f"{model}: figure 5", columns, [[r[c] for c in columns] for r in picked])
+        return
+    columns = ("task", "method", "threshold", "spearman", "loss", "hit_rate", "speedup_attention", "speedup_whole")
+    picked = [r for r in rows if r["chosen"]]
+    show(f"{model}: table 1", columns, [[r.get(c, "") for c in columns] for r in picked])
+    show(
+        f"{model}: mean over tasks",
+        ("method", "spearman", "loss", "hit rate", "attention", "whole", "gamma"),
+        [
+            [m["method"], *(round(m[k], 3) for k in ("spearman", "loss", "hit_rate", "attention", "whole", "gamma"))]
+            for m in means(rows)
+        ],
+    )
+
+
+def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each method over the tasks; `gamma` of its mean scores and attention speed-up."""
+    picked = [r for r in rows if r["chosen"]]
+    full = statistics.mean(r["spearman"] for r in picked if r["method"] == "full")
+    out = []
+    for method in dict.fromkeys(r["method"] for r in picked):
+        own = [r for r in picked if r["method"] == method]
+        mean = {key: statistics.mean(r[key] for r in own) for key in ("spearman", "loss", "hit_rate")}
+        attention, whole = (statistics.mean(r[f"speedup_{key}"] for r in own) for key in ("attention", "whole"))
+        value = gamma(full / 100, mean["spearman"] / 100, attention) if abs(attention - 1) > 0.005 else float("nan")
+        out.append({"method": method, **mean, "attention": attention, "whole": whole, "gamma": value})
+    return out
+
+
+def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    of = {m["method"]: m for m in means(rows)}
+    paper, ours = of["AttnCache"], of["+ layers (ours)"]
+    return [
+        goal(f"hit rate at a loss of at most {LOSS:g} points, as published", paper["hit_rate"], LEAST_RATE, least=True),
+        goal(f"hit rate at a loss of at most {LOSS:g} points, ours", ours["hit_rate"], LEAST_RATE, least=True),
+        goal("hit rate, ours less that as published", ours["hit_rate"] - paper["hit_rate"], 0.0, least=True),
+        goal(
+            "loss of AttnCache-f over LazyFormer's and SAN's lesser",
+            of["AttnCache-f"]["loss"] / min(of["SAN"]["loss"], of["LazyFormer"]["loss"]),
+            1.0,
+            least=False,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

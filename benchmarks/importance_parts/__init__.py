@@ -1,0 +1,1 @@
+"""Parts of `importance_quality.py`."""

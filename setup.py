@@ -1,0 +1,18 @@
+"""What `pyproject.toml` cannot say yet: the compiled part. Where it cannot be built, the package does without."""
+
+from setuptools import Extension, setup
+
+NATIVE = "src/afterglow/kernels/native/"
+
+setup(
+    ext_modules=[
+        Extension(
+            "afterglow.kernels._segments",
+            sources=[NATIVE + "segments.c"],
+            depends=[NATIVE + "rows.h"],
+            extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"],
+            extra_link_args=["-fopenmp"],
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,156 @@
+"""`afterglow embed`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from afterglow.cli.environment import find_embedding_model, not_utf8, set_up_threads, utf8_stdin
+from afterglow.cli.progress import progress
+from afterglow.config import EngineConfig
+from afterglow.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from afterglow.memo.texts import TextEmbedder
+    from afterglow.text import Tokenizer
+
+CHUNK = 256  # texts embedded before their lines are printed
+
+
+def embed(
+    texts: Sequence[str],
+    file: Path | None,
+    out: Path | None,
+    model: str | None,
+    *,
+    memo: Path | None,
+    threshold: float,
+    template: str | None,
+    dimensions: int | None,
+    truncate: bool,
+    config: EngineConfig,
+) -> int:
+    """Print a JSON line for each text, or write all vectors to `out`. Returns the exit code. Errors: UserError."""
+    if not 0 < threshold <= 1:
+        raise ConfigError(f"--threshold must be above 0 and at most 1, got {threshold}")
+    given = _texts(texts, file)
+    folder, name = find_embedding_model(model)
+    set_up_threads(config.threads)
+    import torch
+
+    embedder = load(folder, name, config, template=template, memo=memo, threshold=threshold)
+    most = embedder.embedder.dimensions
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise ConfigError(
+            f"--dimensions must be between 1 and {most}, the size of {name}'s embeddings, got {dimensions}"
+        )
+    ids = []
+    for number, text in enumerate(given, 1):
+        sequence = embedder.tokens(text, embedder.embedder.max_tokens if truncate else None)
+        try:
+            embedder.embedder.check(sequence)
+        except RequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            raise ConfigError(
+                f"text {number} has {len(sequence)} tokens, and {name} embeds at most {embedder.embedder.max_tokens} at "
+                "once; split it, or let --truncate cut it off"
+            ) from None
+        ids.append(sequence)
+    found, hits, tokens = [], 0, 0
+    for start in range(0, len(given), CHUNK):
+        result = embedder.embedder.embed(ids[start : start + CHUNK])
+        vectors = result.vectors
+        if dimensions is not None:
+            vectors = torch.nn.functional.normalize(vectors[:, :dimensions], dim=-1)
+        hits, tokens = hits + result.memo_hits, tokens + result.tokens
+        if out is not None:
+            found.append(vectors)
+            continue
+        for offset, (vector, hit) in enumerate(zip(vectors.tolist(), result.hits, strict=True)):
+            _print(start + offset, given[start + offset], len(ids[start + offset]), vector, hit if memo else None)
+    if out is not None:
+        _save(out, torch.cat(found))
+    if sys.stderr.isatty():
+        said = f", {hits} with attention from the memo" if memo else ""
+        print(f"[{len(given)} texts, {tokens} tokens{said}]", file=sys.stderr)
+    return 0
+
+
+def load(
+    folder: Path,
+    name: str,
+    config: EngineConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    template: str | None = None,
+    memo: Path | None = None,
+    threshold: float = 0.99,
+    max_tokens: int | None = None,
+) -> TextEmbedder:
+    """A model directory, encoder or decoder, as an embedder of its own. Errors: UserError."""
+    from afterglow.engine.setup import choose_device, use_threads
+    from afterglow.memo.texts import load_embedding_model, text_embedder
+    from afterglow.text import Tokenizer
+
+    use_threads(config.threads)
+    tokenizer = tokenizer or Tokenizer(folder)
+    with progress() as report:
+        model = load_embedding_model(
+            folder,
+            dtype=config.dtype,
+            device=choose_device(config.device).type,
+            progress=lambda done, total: report("weights", done, total),
+        )
+    return text_embedder(
+        model, folder, tokenizer, name, template=template, memo=memo, threshold=threshold, max_tokens=max_tokens
+    )
+
+
+def _texts(texts: Sequence[str], file: Path | None) -> list[str]:
+    if texts and file is not None:
+        raise ConfigError("give texts or --file, not both")
+    if texts:
+        found = list(texts)
+    elif file is not None:
+        try:
+            found = _lines(file.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+    else:
+        if sys.stdin.isatty():
+            print("Texts to embed, one in a line; Ctrl-D ends them:", file=sys.stderr)
+        try:
+            found = _lines(utf8_stdin().read())
+        except UnicodeDecodeError as error:
+            raise not_utf8(error) from None
+    if not found:
+        raise ConfigError("there is nothing to embed; give texts, or a file with one text in a line")
+    if "" in found:
+        raise ConfigError(f"text {found.index('') + 1} is empty: there is nothing to embed; leave it out")
+    return found
+
+
+def _lines(text: str) -> list[str]:
+    """Lines end with newlines alone: other marks that end lines for Python are text."""
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+
+
+def _print(index: int, text: str, tokens: int, vector: list[float], hit: bool | None) -> None:
+    line = {"index": index, "text": text, "tokens": tokens, **({} if hit is None else {"memo_hit": hit})}
+    print(json.dumps({**line, "embedding": [round(value, 8) for value in vector]}, ensure_ascii=False), flush=True)
+
+
+def _save(out: Path, vectors: Tensor) -> None:
+    import numpy as np
+
+    try:
+        with out.open("wb") as file:  # numpy would add an ending to a bare name
+            np.save(file, vectors.numpy())
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None

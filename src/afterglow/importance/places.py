@@ -1,0 +1,69 @@
+"""Which chunks the rows of a prefix lie in: a prefix is a list of views of extents, each stored in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from afterglow.importance.order import Order
+
+
+class View(NamedTuple):
+    """Rows [start, stop) of an extent that has `rows`."""
+
+    rows: int
+    start: int
+    stop: int
+
+
+class Chunk(NamedTuple):
+    """A chunk by its place: which of the prefix's views, and which chunk of that view's extent."""
+
+    view: int
+    chunk: int
+
+
+class Places:
+    """Where each row of a prefix lies, in one layer. On the CPU, as the rows that it is asked about.
+
+    `number` int64 [rows]: its chunk's number, counting those of all extents in the prefix's order, also of chunks that
+    the prefix has no row in. `stored` int64 [rows]: its place in its extent.
+    """
+
+    def __init__(self, views: Sequence[View], orders: Sequence[Order | None] | None = None, chunk: int = 64) -> None:
+        """`orders`: of each view's extent; None: as the text goes."""
+        self.chunk = chunk
+        self._chunks: list[Chunk] = []
+        stored, numbers = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for index, view in enumerate(views):
+            if not 0 <= view.start <= view.stop <= view.rows:
+                raise ValueError(f"rows [{view.start}, {view.stop}) are not in an extent of {view.rows}")
+            rows = torch.arange(view.stop - view.start)
+            order = orders[index] if orders is not None else None
+            lies = view.start + rows if order is None else order.stored(rows, view.start)
+            stored.append(lies)
+            numbers.append(len(self._chunks) + lies // chunk)
+            self._chunks += [Chunk(index, i) for i in range(-(-view.rows // chunk))]
+        self.stored, self.number = torch.cat(stored), torch.cat(numbers)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, number: int) -> Chunk:
+        """The chunk of a number."""
+        return self._chunks[number]
+
+    def chunks(self, rows: Tensor) -> Tensor:
+        """Numbers of the chunks that rows (int64, in any order) lie in, ascending."""
+        return self.hits(rows).nonzero().squeeze(1)
+
+    def hits(self, rows: Tensor) -> Tensor:
+        """How many of the rows, each given once, lie in each chunk: int64 [chunks]."""
+        return torch.bincount(self.number[rows], minlength=len(self._chunks))
+
+    def in_turn(self, rows: Tensor) -> Iterator[int]:
+        """Numbers of the chunks that rows lie in, in the rows' order, each once."""
+        return iter(dict.fromkeys(self.number[rows].tolist()))

@@ -1,0 +1,73 @@
+"""How much attention each row of a prefix gets from the new tokens, head by head (H2O's metric; spec S2).
+
+Unlike `kernels.column_sums` this needs no attention to have been computed before: when rows are to be selected there are
+no values yet, and often only the keys of a few heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST = 2**20  # weights at a time: 4 MiB
+MOST_CUDA = 2**24
+QUERIES = 64  # at a time, rather than several heads: the keys of a head are read once for all of them
+
+
+def column_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_lse: Tensor | None = None) -> Tensor:
+    """Sums of the columns of the attention weights, over the new tokens' rows: float32 [heads, rows].
+
+    `q` [n, heads, head_dim], `keys` [rows, kv_heads, head_dim] and the new tokens' `own_keys` [n or more, kv_heads,
+    head_dim], of which the last n are those of `q`; positions applied. Query head h reads KV head h // (heads /
+    kv_heads). A new token sees all rows and the new tokens up to itself; the softmax is over all that, in float32. `extra_lse` [n, heads] (float32, natural log): what the
+    tokens attend to besides, as `attend` returns it for that segment (a system prompt; spec X8); it takes its share of
+    the weights. No more than `MOST` weights exist at a time (but all of one query and one KV head). Sums that are not
+    numbers become 0.
+    """
+    n, heads, _ = q.shape
+    rows, kv_heads = keys.shape[:2]
+    group = heads // kv_heads
+    sums = torch.zeros(heads, rows, dtype=torch.float32, device=q.device)
+    if rows == 0 or n == 0:
+        return sums
+    new = len(own_keys)
+    most = MOST_CUDA if q.device.type == "cuda" else MOST
+    step = max(1, min(n, QUERIES, most // (group * (rows + new))))
+    at_once = max(1, most // (group * (rows + new) * step))
+    for kv in range(0, kv_heads, at_once):
+        of_kv = slice(kv, kv + at_once)
+        of_q = slice(kv * group, (kv + at_once) * group)
+        past, own = keys[:, of_kv].permute(1, 2, 0), own_keys[:, of_kv].permute(1, 2, 0)
+        for first in range(0, n, step):
+            piece = slice(first, min(first + step, n))
+            extra = None if extra_lse is None else extra_lse[piece, of_q]
+            sums[of_q] += _piece(q[piece, of_q], past, own[..., : new - n + piece.stop], scale, extra)
+    return sums.nan_to_num_(nan=0.0)
+
+
+def grouped(sums: Tensor, kv_heads: int) -> Tensor:
+    """Sums of query heads [heads, rows] to those of KV heads [kv_heads, rows]: the mean of each group (spec S18)."""
+    return sums.view(kv_heads, -1, sums.shape[-1]).mean(1)
+
+
+def _piece(q: Tensor, past: Tensor, own: Tensor, scale: float, extra: Tensor | None) -> Tensor:
+    """Of `q` [size, heads, head_dim], the last `size` of those whose keys are in `own` [kv_heads, head_dim, new]; `past`
+    [kv_heads, head_dim, rows], `extra` [size, heads]. Float32 [heads, rows]."""
+    size, heads, head_dim = q.shape
+    kv_heads, _, rows = past.shape
+    group = heads // kv_heads
+    folded = q.view(size, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    weights = (folded @ past).float().mul_(scale).view(kv_heads, group, size, rows)
+    new = (folded @ own).float().mul_(scale).view(kv_heads, group, size, -1)
+    if size > 1:
+        ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+        new[..., -size:].masked_fill_(ahead, -torch.inf)
+    peak = torch.maximum(weights.amax(-1), new.amax(-1))
+    if extra is not None:
+        extra = extra.view(size, kv_heads, group).permute(1, 2, 0)
+        peak = torch.maximum(peak, extra)
+    weights.sub_(peak[..., None]).exp_()
+    total = weights.sum(-1) + new.sub_(peak[..., None]).exp_().sum(-1)
+    if extra is not None:
+        total += (extra - peak).exp_()
+    return (total.reciprocal_()[..., None, :] @ weights).view(heads, rows)

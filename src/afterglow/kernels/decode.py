@@ -1,0 +1,201 @@
+"""Attention of a step's decoding: few queries over each of many segments, merged by their log-sum-exp.
+
+Decoding is one query for each job over rows that only this job has: as many small products as there are jobs, each of which
+takes less time than the call that asks for it. On x86-64, in float32, `native/segments.c` does all of a layer's segments in
+one call: those that one job reads, those that several read together (RelayAttention), and the merge. It is built when the
+package is installed, if there is a GCC. Without it, and for everything else, each segment is a call of `attend`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from afterglow.kernels.attention import attend, merge_into
+
+LANES = 16  # a head's dimensions must be a multiple of it
+
+
+class Read(NamedTuple):
+    """Rows [start, stop) of a context [layers, 2, kv_heads, capacity, head_dim] (keys, values), and the rows of the batch
+    that see all of them."""
+
+    data: Tensor
+    start: int
+    stop: int
+    queries: Sequence[int]
+
+
+class Reads:
+    """The segments of a step: prepared once, read in each layer. The contexts stay where they are meanwhile."""
+
+    def __init__(self, reads: Sequence[Read], *, built: bool = True) -> None:
+        """`reads`: at least one; contexts of one shape but for their capacity. `built`: with what has been built, if it
+        suits them."""
+        self._native: _Native | None = None
+        library = _suited(reads) if built else None
+        if library is not None:
+            self._native = _Native(library, reads)
+            return
+        self._rounds = _rounds(reads)
+
+    def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        """Merge attention of `q` [batch, heads, head_dim] over the segments in one layer into `out` [batch, heads,
+        head_dim] and `lse` [batch, heads], float32 and contiguous (natural log; -inf where nothing has been seen yet)."""
+        if self._native is not None:
+            self._native.attend(layer, q, scale, out, lse)
+            return
+        for rows, reads in self._rounds:
+            asking = q[rows]
+            size = asking.shape[0] // len(reads)
+            parts = [
+                attend(
+                    asking[i * size : (i + 1) * size],
+                    read.data[layer, 0, :, read.start : read.stop].transpose(0, 1),
+                    read.data[layer, 1, :, read.start : read.stop].transpose(0, 1),
+                    scale=scale,
+                    causal=False,
+                )
+                for i, read in enumerate(reads)
+            ]
+            part = parts[0] if len(parts) == 1 else (torch.cat([o for o, _ in parts]), torch.cat([x for _, x in parts]))
+            merge_into(out, lse, rows, part)
+
+
+class Appends:
+    """Where a step's new rows go: each layer's keys and values of the whole batch in one call, which takes 12 us where 64
+    copies take 330 (32 jobs, 12 heads of 64, one core)."""
+
+    def __init__(self, rows: Sequence[Read]) -> None:
+        """`rows`: row `queries[i]` of the batch becomes row `start + i` of the context. Only where that is `possible`."""
+        library = _suited(rows)
+        assert library is not None, "asked for what has not been built"
+        self._library = library
+        self._table = _Table(rows)
+
+    @staticmethod
+    def possible(rows: Sequence[Read]) -> bool:
+        """Whether what has been built can do it."""
+        return _suited(rows) is not None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """`keys` and `values` [batch, kv_heads, head_dim], float32."""
+        keys, values = _flat(keys), _flat(values)
+        table = self._table
+        self._library.afterglow_append_1(
+            keys.data_ptr(),
+            keys.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            *keys.shape[1:],
+            layer,
+            *table.arguments,
+        )
+
+
+def _suited(reads: Sequence[Read]) -> ctypes.CDLL | None:
+    """What has been built, if it knows such contexts."""
+    data = reads[0].data
+    if data.dtype != torch.float32 or data.device.type != "cpu" or data.shape[4] % LANES:
+        return None
+    return native() if all(read.data.is_contiguous() for read in reads) else None
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """What has been built of `native/`, if this processor can run it."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name("_segments" + suffix)
+        if not path.exists():
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+            if library.afterglow_width_1() == 0:
+                return None
+        except (OSError, AttributeError):  # built for another machine, or from other sources
+            continue
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        library.afterglow_attend_1.argtypes = (
+            *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
+            *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
+        )
+        library.afterglow_append_1.argtypes = (
+            *(pointer, size, pointer, size, size, size),
+            *(size, pointer, size, pointer),
+        )
+        library.afterglow_append_1.restype = None
+        return library
+    return None
+
+
+class _Table:
+    """Segments as the library wants them; holds on to their memory."""
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        rows: list[tuple[int, ...]] = []
+        where: list[int] = []
+        for data, start, stop, queries in reads:
+            rows.append((data.data_ptr(), data.shape[3], start, stop - start, len(where), len(queries)))
+            where += queries
+        self._held = reads, np.array(rows, dtype=np.int64), np.array(where, dtype=np.int64)
+        self.arguments = self._held[1].ctypes.data, len(rows), self._held[2].ctypes.data
+
+
+class _Native:
+    def __init__(self, library: ctypes.CDLL, reads: Sequence[Read]) -> None:
+        self._library, self._width = library, library.afterglow_width_1()
+        self._kv_heads = reads[0].data.shape[2]
+        self._table = _Table(reads)
+        self._threads = torch.get_num_threads()
+
+    def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+        q = _flat(q)
+        if not (out.is_contiguous() and lse.is_contiguous() and out.dtype == lse.dtype == torch.float32):
+            raise ValueError(f"out and lse must be contiguous and float32, got {out.dtype} and {lse.dtype}")
+        heads, head_dim = q.shape[1:]
+        failed = self._library.afterglow_attend_1(
+            *(q.data_ptr(), q.stride(0), out.data_ptr(), lse.data_ptr(), heads, self._kv_heads, head_dim, scale),
+            *(layer, *self._table.arguments, self._threads, self._width),
+        )
+        if failed:
+            raise MemoryError("no memory for what attention finds on the way")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`x` [rows, heads, head_dim] with each row in one run of memory."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _rounds(reads: Sequence[Read]) -> list[tuple[slice | Tensor, list[Read]]]:
+    """Reads whose results can be merged into what there is at once, with the rows of the batch that they are for: those of
+    one query side by side, the others by themselves."""
+    single: list[dict[int, Read]] = []
+    found: list[tuple[slice | Tensor, list[Read]]] = []
+    for read in reads:
+        if read.stop == read.start:
+            continue
+        if len(read.queries) == 1:
+            turn = next((turn for turn in single if read.queries[0] not in turn), None)
+            if turn is None:
+                turn = {}
+                single.append(turn)
+            turn[read.queries[0]] = read
+        else:
+            found.append((rows_at(read.queries, read.data.device), [read]))
+    device = reads[0].data.device
+    return [(rows_at(list(turn), device), list(turn.values())) for turn in single] + found
+
+
+def rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """An index of rows: a slice, where they follow each other."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)

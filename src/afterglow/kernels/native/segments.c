@@ -1,0 +1,176 @@
+/* Attention of a few queries over each of many segments, merged by log-sum-exp: float32, natural logarithm.
+
+   Decoding is one query for each job over rows that only this job has: hundreds of short products, of which a library call
+   each costs more than the product. Here a step's segments, private and shared, are one list of tasks (a segment's rows of
+   one KV head, in chunks), which one team of threads works off; what several tasks found for a query is merged afterwards.
+
+   Built without Python or torch headers and called with addresses (see decode.py). OpenMP's symbols are resolved to the
+   library that torch has loaded, so that both work with one team of threads. */
+
+#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
+#error "written for GCC on x86-64; elsewhere the package does without"
+#endif
+
+#include <float.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 64  /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
+#define FEW 6     /* so many queries of one KV head are faster one by one */
+#define CHUNK 256 /* rows of a task at least */
+#define MOST_LANES 32
+#define INLINE static inline __attribute__((always_inline))
+#define JOIN(a, b) JOIN_(a, b)
+#define JOIN_(a, b) a##_##b
+#define NAME(x) JOIN(x, V)
+
+/* Queries of one KV head while its rows pass by. `q` is scaled; [queries][d], or tiles of
+   [d][2 V]. */
+typedef struct {
+    int64_t queries, d;
+    float *q, *out, *most, *sum; /* out [queries][d], most and sum [queries]: the softmax so far, not yet divided */
+    float *scores;               /* [BLOCK][MOST_LANES] */
+} state;
+
+typedef void kernel(const float *keys, const float *values, int64_t rows, state s);
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")
+#define V 16
+#include "rows.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define V 8
+#include "rows.h"
+#pragma GCC pop_options
+
+/* Floats in the widest vectors that this processor has; the narrower ones run as well. 0: there is nothing here for it. */
+int afterglow_width_1(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return 8;
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") ? 16 : 8;
+}
+
+/* A segment: rows [start, start + rows) of float [layers][2][kv_heads][capacity][d] at `base`, seen by the queries
+   where[first .. first + count). */
+typedef struct {
+    int64_t base, capacity, start, rows, first, count;
+} segment;
+
+typedef struct {
+    int64_t segment, head, row, rows, part;
+} task;
+
+/* Part (out [d], lse) into what has been found before. */
+static void merge(float *out, float *lse, const float *part, float part_lse, int64_t d) {
+    if (*lse == -INFINITY) {
+        memcpy(out, part, d * sizeof *out);
+        *lse = part_lse;
+        return;
+    }
+    float most = *lse > part_lse ? *lse : part_lse;
+    float a = expf(*lse - most), b = expf(part_lse - most), sum = a + b;
+    a /= sum, b /= sum;
+    for (int64_t x = 0; x < d; x++) out[x] = out[x] * a + part[x] * b;
+    *lse = most + logf(sum);
+}
+
+/* Merges attention of q [.][heads][d] (rows `q_stride` floats apart) over `layer` of all segments into out [.][heads][d] and
+   lse [.][heads], both contiguous. Returns 0, or 1 where there was no memory. */
+int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse, int64_t heads, int64_t kv_heads, int64_t d,
+                     float scale, int64_t layer, const segment *segments, int64_t count, const int64_t *where, int threads,
+                     int width) {
+    kernel *few = width == 16 ? few_16 : few_8, *many = width == 16 ? many_16 : many_8;
+    const int64_t tile = 2 * width, group = heads / kv_heads;
+    int64_t work = 0, widest = 1, tasks = 0, parts = 0;
+    for (int64_t s = 0; s < count; s++) work += segments[s].rows * kv_heads;
+    int64_t chunk = threads == 1 ? INT64_MAX / 2 : work / (8 * threads) / BLOCK * BLOCK;
+    if (chunk < CHUNK) chunk = CHUNK;
+    for (int64_t s = 0; s < count; s++) {
+        int64_t pieces = (segments[s].rows + chunk - 1) / chunk;
+        tasks += pieces * kv_heads;
+        parts += pieces * segments[s].count;
+        if (segments[s].count * group > widest) widest = segments[s].count * group;
+    }
+    if (tasks == 0) return 0;
+    const int64_t room = (widest + MOST_LANES) * (2 * d + 2) + BLOCK * MOST_LANES;
+    task *todo = malloc(tasks * sizeof *todo);
+    float *part = malloc(parts * heads * (d + 1) * sizeof *part), *part_lse = part + parts * heads * d;
+    float *desks = malloc(threads * room * sizeof *desks);
+    if (!todo || !part || !desks) {
+        free(todo), free(part), free(desks);
+        return 1;
+    }
+    int64_t at = 0, first_part = 0;
+    for (int64_t s = 0; s < count; s++)
+        for (int64_t row = 0; row < segments[s].rows; row += chunk, first_part += segments[s].count)
+            for (int64_t head = 0; head < kv_heads; head++) {
+                int64_t left = segments[s].rows - row;
+                todo[at++] = (task){s, head, row, left < chunk ? left : chunk, first_part};
+            }
+#pragma omp parallel num_threads(threads)
+    {
+        float *desk = desks + omp_get_thread_num() * room;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t t = 0; t < tasks; t++) {
+            const task now = todo[t];
+            const segment *g = segments + now.segment;
+            const float *keys = (const float *)(intptr_t)g->base +
+                                ((layer * 2 * kv_heads + now.head) * g->capacity + g->start + now.row) * d;
+            const int64_t queries = g->count * group, full = (queries + tile - 1) / tile * tile;
+            const int tiled = queries > FEW;
+            state s = {.queries = queries, .d = d, .scores = desk, .q = desk + BLOCK * MOST_LANES};
+            s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
+            if (tiled) memset(s.q, 0, full * d * sizeof *s.q);
+            memset(s.out, 0, full * d * sizeof *s.out);
+            for (int64_t i = 0; i < full; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
+            for (int64_t i = 0; i < queries; i++) {
+                const float *from = q + where[g->first + i / group] * q_stride + (now.head * group + i % group) * d;
+                float *to = tiled ? s.q + i / tile * tile * d + i % tile : s.q + i * d;
+                for (int64_t x = 0; x < d; x++) to[tiled ? x * tile : x] = from[x] * scale;
+            }
+            (tiled ? many : few)(keys, keys + kv_heads * g->capacity * d, now.rows, s);
+            for (int64_t i = 0; i < queries; i++) {
+                int64_t to = (now.part + i / group) * heads + now.head * group + i % group;
+                float whole = 1 / s.sum[i];
+                for (int64_t x = 0; x < d; x++) part[to * d + x] = s.out[i * d + x] * whole;
+                part_lse[to] = s.most[i] + logf(s.sum[i]);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t from = head;
+            for (int64_t s = 0; s < count; s++)
+                for (int64_t row = 0; row < segments[s].rows; row += chunk)
+                    for (int64_t i = 0; i < segments[s].count; i++, from += heads) {
+                        int64_t to = where[segments[s].first + i] * heads + head;
+                        merge(out + to * d, lse + to, part + from * d, part_lse[from], d);
+                    }
+        }
+    }
+    free(todo), free(part), free(desks);
+    return 0;
+}
+
+/* Copies rows of keys and values, [.][kv_heads][d] with rows `k_stride` and `v_stride` floats apart, to `layer` of contexts: row
+   where[first + i] of the batch becomes row start + i of the segment. */
+void afterglow_append_1(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t kv_heads, int64_t d,
+                        int64_t layer, const segment *segments, int64_t count, const int64_t *where) {
+    for (int64_t s = 0; s < count; s++) {
+        const segment *g = segments + s;
+        float *keys = (float *)(intptr_t)g->base + (layer * 2 * kv_heads * g->capacity + g->start) * d;
+        float *values = keys + kv_heads * g->capacity * d;
+        for (int64_t i = 0; i < g->rows; i++)
+            for (int64_t head = 0; head < kv_heads; head++) {
+                int64_t to = (head * g->capacity + i) * d, row = where[g->first + i];
+                memcpy(keys + to, k + row * k_stride + head * d, d * sizeof *k);
+                memcpy(values + to, v + row * v_stride + head * d, d * sizeof *v);
+            }
+    }
+}

@@ -1,0 +1,230 @@
+"""A database of attention maps: projector, vectors, maps and what distances mean, in one folder.
+
+memo.json              settings; written last, so that a database counts only when it is whole
+projector.safetensors  the projector
+vectors-N.safetensors  the feature vectors of all N records
+maps.bin, records.bin  see maps.py
+hnsw-S.faiss           the graph of the sentences of S tokens, where there are many
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from afterglow.errors import ConfigError, DamageError
+from afterglow.memo.index import VectorIndex, weights_of
+from afterglow.memo.maps import Identity, MapStore
+from afterglow.memo.projector import Projector
+from afterglow.memo.settings import POWER, Settings
+from afterglow.model.digest import model_digest
+from afterglow.model.loader import Progress
+
+PROJECTOR = "projector.safetensors"
+
+Numbers = dict[int, NDArray[np.int64]]
+Vectors = dict[int, NDArray[np.float32]]
+
+
+def memo_digest(model: str | Path, dtype: str, *, progress: Progress | None = None) -> str:
+    """The digest of a model for its attention maps; `dtype` is what is computed in. Raises ModelError."""
+    return model_digest(model, f"attention maps, compute={dtype}", progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found for n sentences of one length: `numbers` and `weights` [n, neighbours], nearest first;
+    `similarity` [n], -inf where there is no neighbour; `layers` [n, layers], which are to take maps."""
+
+    numbers: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    distances: NDArray[np.float32]
+    similarity: NDArray[np.float64]
+    layers: NDArray[np.bool_]
+
+
+class Fetched:
+    """Maps of some of a run's sentences, in contiguous memory, all layers of each."""
+
+    __slots__ = ("_first", "_packed", "_places")
+
+    def __init__(self, packed: Tensor, places: Tensor, *, first: int = 0) -> None:
+        """`packed` [fetched, layers, heads, numbers], of the layers from `first` on; `places` int64 [n]: which of them
+        is each sentence's, or -1."""
+        self._packed, self._places, self._first = packed, places, first
+
+    def layer(self, layer: int, members: Tensor) -> Tensor:
+        """One layer's maps of the sentences `members` -> [members, heads, numbers], still packed."""
+        places = self._places[members]
+        if len(places) == len(self._packed):  # places ascend
+            return self._packed[:, layer - self._first]
+        return self._packed[places, layer - self._first]
+
+
+class MemoDatabase:
+    """Finds sentences that attend alike, and fetches their maps. May be used from several threads."""
+
+    def __init__(self, folder: Path, store: MapStore, projector: Projector, settings: Settings) -> None:
+        """Use `open`. Raises DamageError where the vectors are not what was written."""
+        self.folder, self.store, self.projector, self.settings = folder, store, projector, settings
+        self.index = VectorIndex(folder)
+        self.tokens = store.tokens[: settings.records]
+        numbers, vectors = read_vectors(folder, settings.records, settings.vectors_crc)
+        for length in numbers:
+            # Entries that are damaged have lost their length: nothing is to be found by them.
+            usable = self.tokens[numbers[length]] == length
+            self.index.put(length, numbers[length][usable], vectors[length][usable])
+        self.notes = list(self.index.notes)
+        if later := settings.records - settings.trained_on:
+            self.notes.append(
+                f"{folder}: {later} of {settings.records} sentences were added after the projector's training; "
+                "building anew finds them better"
+            )
+        self.stats = {"sentences": 0, "hits": 0, "layers_hit": 0, "damaged": 0}
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def open(folder: Path, *, model_digest: str, quantisation: str, template: str) -> MemoDatabase:
+        """The database of exactly this model. Raises ConfigError where it is another's, is not finished or not there,
+        DamageError where it is damaged as a whole; damaged records only miss."""
+        settings = Settings.load(folder)
+        store = MapStore.open(folder)
+        check_identity(store.identity, folder, model_digest=model_digest, quantisation=quantisation, template=template)
+        if len(store) < settings.records:
+            raise DamageError(f"{folder / 'records.bin'} ends after {len(store)} of {settings.records} records")
+        return MemoDatabase(folder, store, Projector.load(folder / PROJECTOR), settings)
+
+    @property
+    def identity(self) -> Identity:
+        return self.store.identity
+
+    def find(self, inputs: Tensor, threshold: float) -> Found:
+        """Embedded inputs [n, tokens, hidden] -> their nearest sentences, and which layers take maps at `threshold`."""
+        if self.projector.spec.kind == "public" and inputs.shape[1] > self.projector.spec.max_tokens:
+            vectors = np.empty((len(inputs), 0), np.float32)
+        else:
+            vectors = self.projector.project(inputs).cpu().numpy()
+        tokens = inputs.shape[1]
+        distances, numbers = self.index.search(tokens, vectors, self.settings.options.neighbours)
+        nearest = distances[:, 0] if distances.shape[1] else np.full(len(inputs), np.inf, np.float32)
+        layers, similarity = self.settings.accepted(nearest, threshold)
+        weights = weights_of(distances, POWER) if distances.shape[1] else distances
+        return Found(numbers, weights, nearest, similarity, layers)
+
+    def fetch(self, found: Found) -> Fetched:
+        """The maps of all sentences of `found` that take any. A sentence whose maps are damaged takes none after this:
+        its row of `found.layers` is cleared."""
+        wanted = np.flatnonzero(found.layers.any(1))
+        self.store.prefetch(found.numbers[wanted].ravel())
+        places = np.full(len(found.layers), -1, np.int64)
+        maps: list[Tensor] = []
+        for row in wanted:
+            try:
+                merged = merged_maps(self.store, found.numbers[row], found.weights[row])
+            except DamageError as error:
+                found.layers[row] = False
+                self._report(error)
+                continue
+            places[row] = len(maps)
+            maps.append(merged)
+        with self._lock:
+            self.stats["sentences"] += len(found.layers)
+            self.stats["hits"] += len(maps)
+            self.stats["layers_hit"] += int(found.layers.sum())
+        packed = stacked(maps)
+        return Fetched(packed, torch.from_numpy(places))
+
+    def close(self) -> None:
+        """Unmaps nothing that is still in use."""
+        self.store.close()
+
+    def _report(self, error: DamageError) -> None:
+        with self._lock:
+            self.stats["damaged"] += 1
+            if len(self.notes) < 100 and str(error) not in self.notes:
+                self.notes.append(str(error))
+
+
+def merged_maps(store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np.float32]) -> Tensor:
+    """The weighted mean of several sentences' maps, [layers, heads, numbers]; of one, its own, as stored. Raises
+    DamageError."""
+    if weights[0] >= 1 - 1e-6:
+        return torch.from_numpy(store.read(int(numbers[0])).copy())
+    parts = torch.from_numpy(np.stack([store.read(int(number)) for number in numbers]))
+    return torch.einsum("k,klhn->lhn", torch.from_numpy(weights), parts.float())
+
+
+def fetch_layer(store: MapStore, found: Found, layer: int) -> Fetched:
+    """One layer's maps of the nearest sentence of each that takes it; a damaged one's row is cleared."""
+    places = np.full(len(found.layers), -1, np.int64)
+    maps: list[Tensor] = []
+    for row in np.flatnonzero(found.layers[:, layer]):
+        try:
+            one = store.read(int(found.numbers[row, 0]))[layer : layer + 1]
+        except DamageError:
+            found.layers[row, layer] = False
+            continue
+        places[row] = len(maps)
+        maps.append(torch.from_numpy(one.copy()))
+    return Fetched(stacked(maps), torch.from_numpy(places), first=layer)
+
+
+def stacked(maps: list[Tensor]) -> Tensor:
+    """Of sentences of one length, in one block of memory; widened where one of them is."""
+    if not maps:
+        return torch.empty(0)
+    dtype = torch.float32 if any(one.dtype == torch.float32 for one in maps) else maps[0].dtype
+    return torch.stack([one.to(dtype) for one in maps])
+
+
+def check_identity(identity: Identity, folder: Path, **wanted: str) -> None:
+    """Raises ConfigError that names what differs: maps of another model are never used."""
+    for name, want in wanted.items():
+        have = getattr(identity, name)
+        if have != want:
+            what = {"model_digest": "model"}.get(name, name)
+            short = (have[:12], want[:12]) if name == "model_digest" else (repr(have), repr(want))
+            raise ConfigError(
+                f"{folder} holds attention maps of {what} {short[0]}, and this is {what} {short[1]}; "
+                "build a database for it (afterglow memo build)"
+            )
+
+
+def write_vectors(folder: Path, numbers: Numbers, vectors: Vectors) -> int:
+    """Record numbers and feature vectors by length; returns the file's CRC32C. The file is named after their count, so
+    that what `memo.json` says and what is there belong together whenever a process is killed."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for tokens, members in numbers.items():
+        tensors[f"numbers.{tokens}"] = members
+        tensors[f"vectors.{tokens}"] = np.ascontiguousarray(vectors[tokens], np.float32)
+    raw = save(tensors)
+    vectors_file(folder, sum(map(len, numbers.values()))).write_bytes(raw)
+    return int(google_crc32c.value(raw))
+
+
+def read_vectors(folder: Path, records: int, crc: int) -> tuple[Numbers, Vectors]:
+    """What `write_vectors` wrote. Raises DamageError."""
+    path = vectors_file(folder, records)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DamageError(f"{path} cannot be read ({error.strerror}); build the database anew") from None
+    if google_crc32c.value(raw) != crc:
+        raise DamageError(f"{path} is damaged (its checksum differs); build the database anew")
+    tensors = load(raw)
+    lengths = sorted(int(name.partition(".")[2]) for name in tensors if name.startswith("numbers."))
+    return {s: tensors[f"numbers.{s}"] for s in lengths}, {s: tensors[f"vectors.{s}"] for s in lengths}
+
+
+def vectors_file(folder: Path, records: int) -> Path:
+    """Where the vectors of so many records are."""
+    return folder / f"vectors-{records}.safetensors"

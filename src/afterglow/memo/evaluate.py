@@ -1,0 +1,144 @@
+"""What other sentences' maps do to sentences that the projector has not seen: calibration, and figure 5's curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from afterglow.memo.attend import MapsAttend
+from afterglow.memo.calibrate import Isotonic, isotonic
+from afterglow.memo.database import Fetched, merged_maps, stacked
+from afterglow.memo.encoder import Embedder
+from afterglow.memo.index import VectorIndex, weights_of
+from afterglow.memo.labels import total_variation
+from afterglow.memo.maps import MapStore
+from afterglow.memo.packing import unpack
+from afterglow.memo.settings import POWER, Settings
+from afterglow.model.encoder import BatchAttend
+
+THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.87, 0.86, 0.85)
+Report = Callable[[str, int, int], None]
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Functions of the distance to the nearest sentence; see `Settings`."""
+
+    variation: Isotonic
+    errors: tuple[Isotonic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Held-out sentences of one length that have neighbours: their ids, exact vectors, and what they would be given."""
+
+    ids: list[list[int]]
+    distances: NDArray[np.float32]
+    variations: Tensor
+    maps: Fetched
+
+
+class Trial:
+    """Embeds held-out sentences with maps of others."""
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        store: MapStore,
+        index: VectorIndex,
+        sentences: Mapping[int, Sequence[int]],
+        queries: Mapping[int, Vector],
+        neighbours: int,
+    ) -> None:
+        """`sentences` and feature vectors `queries` of held-out records, which `index` does not have."""
+        self._embedder, self.count = embedder, len(sentences)
+        self.buckets: list[Bucket] = []
+        lengths = sorted({len(ids) for ids in sentences.values()})
+        for length in lengths:
+            members = [n for n, ids in sentences.items() if len(ids) == length]
+            distances, numbers = index.search(length, np.stack([queries[n] for n in members]), neighbours)
+            if not distances.shape[1]:
+                continue
+            weights = weights_of(distances, POWER)
+            maps = stacked([merged_maps(store, *pair) for pair in zip(numbers, weights, strict=True)])
+            own = stacked([torch.from_numpy(store.read(n).copy()) for n in members])
+            causal = store.identity.causal
+            apart = total_variation(unpack(own, length, causal=causal), unpack(maps, length, causal=causal))
+            found = Fetched(maps, torch.arange(len(members)))
+            self.buckets.append(Bucket([list(sentences[n]) for n in members], distances[:, 0], apart, found))
+        self.distances = _joined([bucket.distances for bucket in self.buckets])
+        self.variations = _joined([bucket.variations.numpy() for bucket in self.buckets])
+        self._exact = self._embed(None)
+
+    def errors(self, layers: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """`layers` [sentences, layers]: which take maps -> 1 - cosine to the exact embedding, [sentences]."""
+        return 1 - (self._embed(layers) * self._exact).sum(1).double().numpy()
+
+    def _embed(self, layers: NDArray[np.bool_] | None) -> Tensor:
+        model = self._embedder.model
+        out, start = [torch.empty(0, self._embedder.dimensions)], 0
+        for bucket in self.buckets:
+            count, length = len(bucket.ids), len(bucket.ids[0])
+            positions = torch.arange(length, device=model.device).repeat(count)
+            lengths = [length] * count
+            ids = torch.tensor(bucket.ids, device=model.device).flatten()
+            with torch.inference_mode():
+                if layers is None:
+                    states = model.forward(ids, positions, BatchAttend(model, positions, lengths))
+                else:
+                    attend = MapsAttend(model, positions, lengths)
+                    attend.use([bucket.maps], layers[start : start + count])
+                    states = model.forward(ids, positions, attend)
+                out.append(self._embedder.pooling(states, [(count, length)]).cpu())
+            start += count
+        return torch.cat(out)
+
+
+def calibrate(trial: Trial, layers: int, report: Report) -> Measured:
+    """Fit distance -> total variation, and for each layer distance -> error of the embedding. Without any held-out
+    sentence that has a neighbour nothing is known, and nothing will be accepted."""
+    nothing = Isotonic((0.0,), (1.0,))
+    if not len(trial.distances):
+        return Measured(nothing, (nothing,) * layers)
+    errors = []
+    for layer in range(layers):
+        alone = np.zeros((len(trial.distances), layers), bool)
+        alone[:, layer] = True
+        errors.append(isotonic(trial.distances.astype(float), np.maximum(trial.errors(alone), 0)))
+        report("calibrating", layer + 1, layers)
+    return Measured(isotonic(trial.distances.astype(float), trial.variations.astype(float)), tuple(errors))
+
+
+def threshold_curve(trial: Trial, settings: Settings, report: Report) -> list[dict[str, float]]:
+    """Rows of threshold, hit rate (of sentences), layer rate (of layers over all sentences), error (mean 1 - cosine over all
+    held-out sentences) and variation (mean total variation of what was accepted)."""
+    rows: list[dict[str, float]] = []
+    last: NDArray[np.bool_] | None = None
+    for done, threshold in enumerate(THRESHOLDS):
+        layers, _ = settings.accepted(trial.distances, threshold)
+        if last is not None and np.array_equal(layers, last):
+            rows.append({**rows[-1], "threshold": threshold})
+            continue
+        last, hits = layers, layers.any(1)
+        error = trial.errors(layers)[hits].sum() / trial.count if hits.any() else 0.0
+        rows.append(
+            {
+                "threshold": threshold,
+                "hit_rate": float(hits.sum() / trial.count),
+                "layer_rate": float(layers.mean(1).sum() / trial.count),
+                "error": float(max(error, 0.0)),
+                "variation": float(trial.variations[hits].mean()) if hits.any() else 0.0,
+            }
+        )
+        report("measuring", done + 1, len(THRESHOLDS))
+    return rows
+
+
+def _joined(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)

@@ -1,0 +1,125 @@
+"""A model that embeds texts: an embedder with its tokenizer, the prompt around each text, and a name."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from afterglow.config import DtypeName
+from afterglow.errors import AfterglowError, ConfigError, RequestError, UserError
+from afterglow.memo.attend import AttentionMemo
+from afterglow.memo.database import MemoDatabase, memo_digest
+from afterglow.memo.encoder import Embedder, EmbedResult, Memo
+from afterglow.memo.pooling import Pooling
+from afterglow.memo.settings import DEFAULT_THRESHOLD
+from afterglow.memo.template import BARE, Template
+from afterglow.model.decoder import Decoder
+from afterglow.model.encoder import Model
+from afterglow.model.loader import Progress, is_encoder, load_encoder, load_model
+from afterglow.text import Tokenizer
+
+log = logging.getLogger("afterglow.memo")
+
+
+@dataclass(frozen=True, slots=True)
+class TextEmbedder:
+    """Texts to vectors. `tokens` and `embed` may be called from any thread."""
+
+    name: str
+    embedder: Embedder
+    tokenizer: Tokenizer
+    template: Template
+
+    def tokens(self, text: str, truncate: int | None = None) -> list[int]:
+        """The ids of `text` in its prompt, special tokens included. Where they are more than `truncate`, the end of the
+        text is left out; what follows the text stays. Raises RequestError where that leaves no room for any."""
+        ids = self.tokenizer.encode(self.template.fill(text))
+        if truncate is None or len(ids) <= truncate:
+            return ids
+        bare = self.tokenizer.encode(self.template.fill(""))
+        if truncate <= len(bare):
+            raise RequestError(
+                f"truncate_prompt_tokens: {truncate} tokens leave no room for a text, since {len(bare)} of them are the "
+                f"prompt around it; use {len(bare) + 1} or more",
+                param="truncate_prompt_tokens",
+            )
+        if self.template.fill("") == "":  # only special tokens follow the text, as transformers cuts it
+            after = 0
+            while after < len(bare) and ids[-1 - after] == bare[-1 - after]:
+                after += 1
+            return ids[: truncate - after] + ids[len(ids) - after :]
+
+        # What the text's last characters become depends on what follows: the prompt is tokenised with a shorter text.
+        def prompt(size: int) -> list[int]:
+            return self.tokenizer.encode(self.template.fill(text[:size]))
+
+        return prompt(bisect_right(range(len(text) + 1), truncate, key=lambda size: len(prompt(size))) - 1)
+
+    def embed(self, texts: Sequence[str], truncate: int | None = None) -> EmbedResult:
+        """One vector for each text, in order. Raises RequestError."""
+        return self.embedder.embed([self.tokens(text, truncate) for text in texts])
+
+
+def text_embedder(
+    model: Model,
+    folder: Path,
+    tokenizer: Tokenizer,
+    name: str,
+    *,
+    template: str | None = None,
+    memo: Path | None = None,
+    threshold: float = DEFAULT_THRESHOLD,
+    max_tokens: int | None = None,
+) -> TextEmbedder:
+    """A loaded model as an embedder. `template`: the prompt around each text; default: none for models that were made
+    to embed, and `ONE_WORD` for other decoders (AttnCache §5.1). `memo`: a database of its attention maps, used for
+    texts that are at least `threshold` alike.
+
+    Raises ConfigError for a template without `{text}` and for another model's maps, ModelError for pooling that is not
+    supported.
+    """
+    pooling = Pooling.read(folder, causal=model.spec.causal)
+    chosen = BARE if pooling.declared or not model.spec.causal else Template()
+    if template is not None:
+        chosen = Template(template)
+    opened = None if memo is None else open_memo(memo, threshold, model, folder, chosen)
+    embedder = Embedder(model, pooling, memo=opened, max_tokens=max_tokens)
+    overhead = len(tokenizer.encode(chosen.fill("")))
+    if overhead >= embedder.max_tokens:
+        raise ConfigError(
+            f"the embedding template takes {overhead} tokens and the model {embedder.max_tokens}: no text fits; "
+            "use a shorter template"
+        )
+    return TextEmbedder(name, embedder, tokenizer, chosen)
+
+
+def memo_identity(model: Model, folder: Path, template: Template) -> dict[str, str]:
+    """What attention maps of this model under this prompt are filed under: see `MemoDatabase.open`."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"model_digest": memo_digest(folder, dtype), "quantisation": dtype, "template": template.source}
+
+
+def open_memo(memo: Path, threshold: float, model: Model, folder: Path, template: Template) -> Memo:
+    """The attention maps in `memo`, if they are this model's under this prompt. Raises ConfigError otherwise."""
+    try:
+        database = MemoDatabase.open(memo, **memo_identity(model, folder, template))
+    except UserError:
+        raise
+    except AfterglowError as error:  # damaged as a whole: somebody asked for it, and should know
+        raise ConfigError(str(error)) from None
+    for note in database.notes:
+        log.warning("%s", note)
+    return AttentionMemo(database, threshold)
+
+
+def load_embedding_model(
+    folder: Path, *, dtype: DtypeName = "auto", device: str = "cpu", progress: Progress | None = None
+) -> Model:
+    """The encoder or the decoder of a model directory. Raises ModelError."""
+    if is_encoder(folder):
+        return load_encoder(folder, dtype=dtype, device=device, progress=progress)
+    model: Decoder = load_model(folder, dtype=dtype, device=device, progress=progress)
+    return model

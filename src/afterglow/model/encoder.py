@@ -1,0 +1,107 @@
+"""The one encoder: token, position and type embeddings, layers of bidirectional attention and MLPs with the norm
+after each residual. And exact attention over batches of whole sequences, for encoders and decoders alike.
+
+Like the decoder it hands each layer's input to an `Attend`, so that whoever replaces attention (memoised maps) need
+not know which of the two it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.kernels.rope import Rotation
+from afterglow.model.decoder import ACTIVATIONS, Attend, Attention, Decoder, Layer, Norm
+from afterglow.model.spec import EncoderSpec
+
+
+class Encoder:
+    """A bidirectional encoder (BERT's family). Runs without autograd; its tensors live on `device`, in `dtype`.
+
+    A pass reads the weights and writes nothing: any number of threads may run one at the same time.
+    """
+
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        *,
+        embed: Tensor,
+        positions: Tensor,
+        token_type: Tensor | None,
+        embed_norm: Norm,
+        layers: Sequence[Layer],
+        dtype: torch.dtype,
+    ) -> None:
+        """`embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`. `token_type` [hidden]:
+        what the first segment's tokens have in common; a single text has no second one."""
+        self.spec = spec
+        self.dtype = dtype
+        self.device = embed.device
+        self.layers = tuple(layers)
+        self._embed, self._positions, self._token_type = embed, positions, token_type
+        self._embed_norm = embed_norm
+        self._activation = ACTIVATIONS[spec.activation]
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """None: learned positions are part of the embeddings (see `Decoder.rotation`)."""
+        return None
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """`ids` and `positions` int64 [tokens] of a flat batch -> the last layer's states [tokens, hidden]."""
+        x = F.embedding(ids, self._embed).to(self.dtype)
+        if self._token_type is not None:
+            x = x + self._token_type
+        x = self._embed_norm(x + F.embedding(positions + self.spec.position_offset, self._positions))
+        for index, layer in enumerate(self.layers):
+            assert layer.mlp_norm is not None
+            x = layer.attn_norm(layer.out(attend(index, layer.attention, x)).add_(x))
+            inner = self._activation(layer.mlp_in(x))
+            x = layer.mlp_norm(layer.mlp_out(inner).add_(x))
+        return x
+
+
+Model: TypeAlias = Decoder | Encoder
+"""Whatever turns tokens into states under an `Attend`."""
+
+
+class BatchAttend:
+    """Exact attention of independent whole sequences, nothing cached: causal in a decoder, of all tokens to all in an
+    encoder. Neighbours of equal length are one call, and nothing is padded."""
+
+    def __init__(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> None:
+        """`positions` int64 [tokens] of the flat batch, `lengths` of its sequences, adding up to tokens."""
+        assert sum(lengths) == positions.shape[0]
+        self._rotation = model.rotation(positions)
+        self._causal = model.spec.causal
+        self._runs = runs(lengths)
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x)
+        q, k = attention.rotate(q, self._rotation), attention.rotate(k, self._rotation)
+        out = x.new_empty(x.shape[0], q.shape[1], q.shape[2])
+        start = 0
+        for count, length in self._runs:
+            where = slice(start, start + count * length)
+            queries, keys, values = (t[where].view(count, length, -1, t.shape[2]).transpose(1, 2) for t in (q, k, v))
+            attended = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                is_causal=self._causal,
+                scale=attention.scale,
+                enable_gqa=attention.heads != attention.kv_heads,
+            )
+            out[where].view(count, length, -1, out.shape[2]).copy_(attended.transpose(1, 2))
+            start = where.stop
+        return out.flatten(1)
+
+
+def runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours of equal length as (how many, length): `[5, 5, 9]` -> `[(2, 5), (1, 9)]`."""
+    return [(len(list(group)), length) for length, group in itertools.groupby(lengths)]

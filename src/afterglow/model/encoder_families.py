@@ -1,0 +1,150 @@
+"""The bidirectional encoders: BERT's family, from `config.json` to an EncoderSpec and the names of its weights.
+
+A row says how a family differs from BERT. What changes the arithmetic and is not honoured is refused by name, as it
+is for decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from afterglow.errors import ModelError
+from afterglow.model.families import Config, Names, need, read_activation, refuse
+from afterglow.model.spec import EncoderSpec
+
+# What a checkpoint may have been saved as: the encoder alone, or below a head that is not needed. Heads that make
+# something else of the states (classes, answers) belong to models whose plain states mean little.
+HEADS = ("Model", "ForMaskedLM", "ForPreTraining")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFamily:
+    """How `config.json` of one model type is read, and where its weights are."""
+
+    architecture: str  # the class's name without the head
+    read: Callable[[Config], dict[str, Any]]
+    names: Names
+
+
+def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
+    """The spec and weight names of a parsed `config.json` whose `model_type` is one of ENCODERS.
+
+    Raises ModelError naming what is missing or not honoured.
+    """
+    kind = config["model_type"]
+    family = ENCODERS[kind]
+    refuse(config, frozenset())
+    known = [family.architecture + head for head in HEADS]
+    for name in config.get("architectures") or ():
+        if name not in known:
+            raise ModelError(
+                f"architecture {name!r} does not embed; for model type {kind!r} it must be {', '.join(known)}"
+            )
+    if config.get("is_decoder"):
+        raise ModelError(f"config.json says is_decoder = True, and a {kind} model is only known as an encoder")
+    positions = config.get("position_embedding_type") or "absolute"
+    if positions != "absolute":
+        raise ModelError(f"{positions!r} positions are not supported for {kind} models, only 'absolute' ones are")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    spec = EncoderSpec(
+        family=kind,
+        vocab=need(config, "vocab_size"),
+        dtype=dtype,
+        positions="learned",
+        norm="layer",
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_embeddings=True,
+        **family.read(config),
+    )
+    return spec, family.names
+
+
+def _bert(config: Config) -> dict[str, Any]:
+    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    return {
+        "layers": need(config, "num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": _head_dim(hidden, heads),
+        "ffn": need(config, "intermediate_size"),
+        "max_positions": config.get("max_position_embeddings") or 512,
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "activation": read_activation(config.get("hidden_act", "gelu")),
+        "token_types": config.get("type_vocab_size", 2),
+    }
+
+
+def _roberta(config: Config) -> dict[str, Any]:
+    """Its positions begin after the padding token's id, and the table has as many rows more."""
+    padding = config.get("pad_token_id")
+    offset = (1 if padding is None else padding) + 1
+    rows = need(config, "max_position_embeddings")
+    return _bert(config) | {"position_offset": offset, "max_positions": rows - offset}
+
+
+def _distilbert(config: Config) -> dict[str, Any]:
+    hidden, heads = config.get("dim", 768), config.get("n_heads", 12)
+    return {
+        "layers": config.get("n_layers", 6),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": _head_dim(hidden, heads),
+        "ffn": config.get("hidden_dim", 4 * hidden),
+        "max_positions": config.get("max_position_embeddings", 512),
+        "norm_eps": 1e-12,
+        "activation": read_activation(config.get("activation", "gelu")),
+    }
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ModelError(f"a hidden size of {hidden} is not a multiple of {heads} heads; config.json is damaged")
+    return hidden // heads
+
+
+def _bert_names(outer: str) -> Names:
+    """`outer`: the module's name in checkpoints that have a head; those of the bare model lack it."""
+    layer = outer + ".encoder.layer.{l}."
+    return Names(
+        embed=f"{outer}.embeddings.word_embeddings",
+        positions=f"{outer}.embeddings.position_embeddings",
+        token_types=f"{outer}.embeddings.token_type_embeddings",
+        embed_norm=f"{outer}.embeddings.LayerNorm",
+        attn_norm=layer + "attention.output.LayerNorm",
+        mlp_norm=layer + "output.LayerNorm",
+        qkv=tuple(f"{layer}attention.self.{x}" for x in ("query", "key", "value")),
+        out=layer + "attention.output.dense",
+        mlp=(layer + "intermediate.dense",),
+        mlp_out=layer + "output.dense",
+    )
+
+
+_DISTILBERT = "distilbert.transformer.layer.{l}."
+
+ENCODERS: dict[str, EncoderFamily] = {
+    "bert": EncoderFamily(architecture="Bert", read=_bert, names=_bert_names("bert")),
+    "roberta": EncoderFamily(architecture="Roberta", read=_roberta, names=_bert_names("roberta")),
+    "xlm-roberta": EncoderFamily(architecture="XLMRoberta", read=_roberta, names=_bert_names("roberta")),
+    "distilbert": EncoderFamily(
+        architecture="DistilBert",
+        read=_distilbert,
+        names=Names(
+            embed="distilbert.embeddings.word_embeddings",
+            positions="distilbert.embeddings.position_embeddings",
+            embed_norm="distilbert.embeddings.LayerNorm",
+            attn_norm=_DISTILBERT + "sa_layer_norm",
+            mlp_norm=_DISTILBERT + "output_layer_norm",
+            qkv=tuple(f"{_DISTILBERT}attention.{x}_lin" for x in "qkv"),
+            out=_DISTILBERT + "attention.out_lin",
+            mlp=(_DISTILBERT + "ffn.lin1",),
+            mlp_out=_DISTILBERT + "ffn.lin2",
+        ),
+    ),
+}

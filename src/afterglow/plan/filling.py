@@ -1,0 +1,234 @@
+"""What a step computes: decodes, prompt tokens of jobs that are at it, and of jobs that join.
+
+First come, first served; continuous batching; prompts in pieces beside running decodes. It knows the queue, the batch and
+whoever admits; not what comes of a step.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import islice
+from math import inf
+
+from afterglow.plan.admission import Admission
+from afterglow.plan.batch import Batch
+from afterglow.plan.compaction import Compaction
+from afterglow.plan.cost import Cost
+from afterglow.plan.device import Device
+from afterglow.plan.drafts import Drafts
+from afterglow.plan.jobs import Job, JobQueue, Wait
+from afterglow.plan.roster import Roster
+from afterglow.plan.shares import Sharer, shares
+from afterglow.plan.stats import Counters
+from afterglow.plan.step import Admit, Gather, Run, Save, Share
+
+IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
+LOOK_AHEAD = 64  # waiting jobs that are tried in one step
+_TOKEN = struct.Struct("<I")
+
+
+class Filling:
+    """Fills steps. `chunk`: prompt tokens beside running decodes, 0: prefills keep decodes waiting; `most`: jobs on the
+    device; `layerwise`: may a job join while its layers are on their way?"""
+
+    def __init__(
+        self,
+        roster: Roster,
+        queue: JobQueue,
+        batch: Batch,
+        device: Device,
+        drafts: Drafts,
+        admission: Admission,
+        compaction: Compaction,
+        counters: Counters,
+        cost: Cost,
+        chunk: int,
+        most: int,
+        layerwise: bool,
+    ) -> None:
+        self.layerwise = layerwise
+        self.restless = False  # may the next step be another one, although nothing happens before?
+        self.wake = inf  # when to look again if nothing happens
+        self.closed = False  # can no job join before one ends that runs?
+        self.awaited = False  # could a waiting job join when a move ends?
+        self._roster = roster
+        self._queue = queue
+        self._batch = batch
+        self._device = device
+        self._drafts = drafts
+        self._admission = admission
+        self._compaction = compaction
+        self._counters = counters
+        self._cost = cost
+        self._chunk = chunk
+        self._most = most
+        self._sharers: list[int | tuple[int, int]] = []  # of which batch `_shares` is known
+        self._shares: tuple[Share, ...] = ()
+
+    def fill(self, now: float, wake: float) -> list[Run]:
+        """What the next step computes. `wake`: when to look again in any case."""
+        self.wake, self.restless, self.closed, self.awaited = wake, False, False, False
+        if self._chunk:
+            runs = self._decodes(now)
+            return runs + self._prefills(now, self._chunk if runs else max(self._chunk, IDLE_PREFILL))
+        return self._prefills(now, IDLE_PREFILL) or self._decodes(now)  # as in the papers
+
+    def _decodes(self, now: float) -> list[Run]:
+        """A row of every decoding job."""
+        running = self._batch.running
+        for job in list(running):
+            if job.rows >= job.capacity and job.state == "decoding":
+                self._grow(job, now)
+        runs: list[Run] = []
+        soon = self._device.block // 2
+        for job in running:
+            if job.state != "decoding":
+                continue
+            row = job.rows
+            if job.capacity - row <= soon:
+                self._batch.extend_early(job)
+            saves: tuple[Save, ...] = ()
+            if job.saving and row >= job.covered:
+                saves = self._drafts.tee_one(job, row, now)
+            token = _TOKEN.unpack_from(job.tokens, 4 * row)
+            runs.append(Run(job.spec.job, row, token, True, job.capacity, None, (), saves))
+        return runs
+
+    def _prefills(self, now: float, budget: int) -> list[Run]:
+        """Prompt tokens: first of jobs that are at it, then of jobs that join."""
+        runs: list[Run] = []
+        decoding = any(job.state == "decoding" for job in self._batch.running)
+        for job in self._batch.running:
+            if job.state == "prefilling" and budget > 0:
+                next_stage = job.stages[0] if job.stages and job.rows == job.stop else None
+                alone = not decoding and self.layerwise
+                if not alone and next_stage is not None and not self._admission.may_begin(job, next_stage, now):
+                    self.restless = True
+                    continue  # the others need not wait for its rows
+                stop = min(job.length, job.rows + budget)
+                if not self._admission.may_save(job, max(job.rows, job.covered), stop, now):
+                    self.wake = min(self.wake, self._admission.deadline(job, job.rows, stop))
+                    self.restless = True
+                    continue
+                job.held_since = None
+                runs.append(self._run(job, budget, None, now))
+                budget -= len(runs[-1].tokens)
+        if len(self._batch.running) >= self._most:
+            self.closed = True
+            return runs
+        waiting = self._their_turn()
+        seats = self._most - len(self._batch.running) - sum(job.state == "loading" for job in waiting)
+        for job in waiting:
+            taken = job.state == "loading"
+            if len(self._batch.running) >= self._most:
+                break
+            if seats <= 0 and not taken:
+                continue
+            outcome = self._try(job, budget > 0, now)
+            self.awaited = self.awaited or outcome in (Wait.PREFIX, Wait.SLOTS, Wait.SAVES, Wait.LOADS)
+            self.closed = outcome is Wait.DEVICE
+            seats += taken - (isinstance(outcome, Admit) or outcome is Wait.LOADS)
+            if isinstance(outcome, Admit):
+                runs.append(self._run(job, budget, outcome, now))
+                budget -= len(runs[-1].tokens)
+            elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.SAVES, Wait.TURN):
+                break  # first come, first served: nobody slips past for want of room
+        return runs
+
+    def _their_turn(self) -> list[Job]:
+        """The first in the queue, without those whose conversation has another turn that runs or came earlier (A1)."""
+        busy = {job.conversation for job in self._batch.running} - {None}
+        turns = (job for job in self._queue if job.conversation not in busy and self._queue.is_next_turn(job))
+        return list(islice(turns, LOOK_AHEAD))
+
+    def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
+        """Attempt to admit a job, unless nothing has changed since the last time."""
+        idle = not self._batch.running and self.layerwise
+        if self._stands(job, now) and job.verdict is not None and not idle:
+            if job.verdict is Wait.LOADS:
+                self.wake = min(self.wake, job.again_at)
+            return job.verdict
+        outcome: Admit | Wait
+        if self._compaction.is_promised(job, self._batch.promising()):
+            self._counters.waits_prefix += not job.waited
+            job.waited, outcome = True, Wait.PREFIX
+        else:
+            outcome = self._admission.attempt(job, now, idle, may_join)
+        if isinstance(outcome, Admit):
+            self._roster.board(job)
+            return outcome
+        job.state = "loading" if outcome is Wait.LOADS else "waiting"
+        # A turn comes with the budget of the next step, slots come with time: of both the version knows nothing.
+        lasting = outcome not in (Wait.TURN, Wait.SAVES)
+        if outcome is Wait.SAVES:
+            self.wake = min(self.wake, self._admission.deadline(job, 0, job.length))
+        elif outcome is Wait.LOADS:
+            lasting = job.again_at > now
+            self.wake = min(self.wake, job.again_at) if lasting else self.wake
+        self.restless = self.restless or not lasting
+        job.tried, job.verdict = (self._roster.version, outcome) if lasting else (-1, None)
+        job.lessons = self._cost.lessons
+        return outcome
+
+    def _stands(self, job: Job, now: float) -> bool:
+        """Would another attempt end as the last one?"""
+        if job.tried != self._roster.version:
+            return False
+        return job.verdict is not Wait.LOADS or (now < job.again_at and job.lessons == self._cost.lessons)
+
+    def _run(self, job: Job, budget: int, admit: Admit | None, now: float) -> Run:
+        start = job.rows
+        gathers: tuple[Gather, ...] = ()
+        if job.stages and (admit is not None or job.rows == job.stop):
+            stage = job.stages.pop(0)
+            start, gathers, job.stop = stage.start, stage.gathers, stage.stop
+        rest = (job.stop if job.stop is not None else job.length) - start
+        rows = min(rest, budget) if self._chunk and not job.approximate else rest  # all of it asks what is important
+        tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
+        sample = start + rows == job.length and job.remaining > 0
+        new = max(start, job.covered)  # rows before it are cached already, and are only computed again
+        saves = self._drafts.tee(job, new, start + rows - new, now) if job.saving and start + rows > new else ()
+        return Run(job.spec.job, start, tokens, sample, job.capacity, admit, gathers, saves)
+
+    def _grow(self, job: Job, now: float) -> None:
+        """More room for a decoding job, at the cost of retained contexts, then of the job that came last."""
+        while job.running and not self._batch.extend(job):
+            victim = max(self._batch.running, key=lambda other: other.key)
+            if len(self._batch.running) == 1 or job.rows >= self._device.budget:
+                self._roster.finish(job, None, "length", now)
+            else:
+                # It may be this very job: were it to push out an older one, they could do so in turns for ever.
+                self._counters.preemptions += 1
+                self._roster.send_back(victim, now)
+
+    def shared(self, runs: list[Run]) -> tuple[Share, ...]:
+        """What the step's jobs have in common, looked for when they are others, or one of them has a longer prefix."""
+        sharers: list[int | tuple[int, int]] = [
+            run.job if len(run.tokens) == 1 and run.admit is None else (run.job, run.start) for run in runs
+        ]
+        if sharers != self._sharers:
+            self._sharers = sharers
+            jobs = [self._roster.jobs[run.job] for run in runs]
+            self._shares = shares([self._sharer(job, run) for job, run in zip(jobs, runs, strict=True)])
+        return self._shares
+
+    def _sharer(self, job: Job, run: Run) -> Sharer:
+        prefix = self._drafts.prefix_of(job)
+        rows = 0 if job.approximate else run.start  # of a selection nobody has a copy
+        return Sharer(job.spec.job, job.spec.salt, job.tokens, rows, prefix.rows if prefix is not None else 0)
+
+    def repeats(self, limit: int) -> int:
+        """How often a step that is filled with decodes may be carried out: until a job ends, or needs something new."""
+        for job in self._batch.running:
+            if job.state != "decoding" or job.spec.stop_tokens:
+                return 1
+            most = min(job.end - 1, job.capacity) - job.rows
+            if job.drafts:
+                draft = job.drafts[-1]
+                if draft.planned > draft.rows:
+                    most = min(most, draft.room - draft.planned + 1)
+                elif not draft.sealed:  # this row is not saved: what there is has to be sealed
+                    return 1
+            if most < limit:
+                limit = most
+        return max(limit, 1)

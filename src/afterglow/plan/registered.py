@@ -1,0 +1,256 @@
+"""Registered prefixes by name: computed once, then kept in host and on disk, and on the device where there is room.
+
+It knows which extents hold their rows, and keeps them; not how rows come to be (as those of any job whose prompt begins
+so), nor whose requests begin so. What was registered is known again after a restart, as long as its extents are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from afterglow.errors import RequestError
+from afterglow.plan.device import Device
+from afterglow.plan.extent import Capacity, Extent
+from afterglow.plan.index import Index
+from afterglow.plan.placement import Placement
+from afterglow.plan.prefixes import OPERATOR, Prefix
+
+MOST = 16  # of a salt
+SHARE = 2  # of host, and of the disk, at most this part is kept for all of them together
+ABOUT_MOST = 56_000  # bytes of what a caller wants to be told again after a restart: a note holds no more
+RENOTED = 4096  # other notes, after which these are written anew: the oldest notes go first
+
+
+@dataclass(eq=False, slots=True)
+class _Registration:
+    """`prefix`: None while it is not known (after a restart that has lost its rows). `extents`: those that are pinned;
+    `whole`: they have all of its rows."""
+
+    salt: str
+    name: str
+    about: str
+    prefix: Prefix | None = None
+    extents: dict[Extent, None] = field(default_factory=dict)
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixState:
+    """A registered prefix as callers see it, in tokens. `rows`: of the prefix; the tiers say how many of them are there,
+    each for itself. `about`: what the caller wanted to be remembered with it."""
+
+    name: str
+    rows: int
+    device: int
+    host: int
+    disk: int
+    about: str
+    shared: bool
+
+
+class Registered:
+    """All registered prefixes, by salt and name. `quota`: bytes that a tenant may have."""
+
+    def __init__(
+        self, capacity: Capacity, index: Index, placement: Placement, device: Device, quota: int | None
+    ) -> None:
+        self._capacity = capacity
+        self._index = index
+        self._placement = placement
+        self._device = device
+        self._quota = quota
+        self._all: dict[tuple[str, str], _Registration] = {}
+        self._notes: dict[str, str | None] = {}
+        self._others = 0  # notes of other kinds since these were written
+        self._seen = -1  # the index's version when it was last looked at
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of all of them together."""
+        return sum(each.prefix.rows for each in self._all.values() if each.prefix is not None)
+
+    def register(self, salt: str, name: str, tokens: bytes, about: str, now: float) -> None:
+        """Keep the rows of these tokens from now on, as soon as they are there; in place of others of the same name.
+
+        Errors: RequestError, where they are too many for a tier or for the tenant.
+        """
+        before = self._all.get((salt, name))
+        if before is None and sum(salt == other for other, _ in self._all) >= MOST:
+            raise RequestError(f"{MOST} prefixes are registered already; delete one first", param="name")
+        if len(about.encode("utf-8", "surrogatepass")) > ABOUT_MOST:
+            raise RequestError(f"at most {ABOUT_MOST} bytes of text can be kept with a prefix", param="text")
+        prefix = Prefix(salt, tokens)
+        self._refuse_too_large(prefix, before)
+        if before is not None and before.prefix == prefix:
+            before.about = about
+            self._note(before)
+            return
+        self.forget(salt, name)
+        found = self._all[salt, name] = _Registration(salt, name, about, prefix)
+        self._index.prefixes.add(prefix)
+        self._look(found, now)
+        self._note(found)
+
+    def forget(self, salt: str, name: str) -> bool:
+        """Its rows are kept no longer than others. False: there is none of that name."""
+        found = self._all.pop((salt, name), None)
+        if found is None:
+            return False
+        for extent in found.extents:
+            self._placement.unpin(extent)
+        if found.prefix is not None:
+            self._index.prefixes.remove(found.prefix)
+            if found.prefix not in self._index.prefixes:
+                self._device.let_go(salt, found.prefix.tokens)
+        self._notes[_key(found)] = None
+        return True
+
+    def listing(self) -> dict[str, list[PrefixState]]:
+        """All of them, by salt; those under one salt by name."""
+        found: dict[str, list[PrefixState]] = {}
+        for (salt, _), each in sorted(self._all.items(), key=lambda item: item[0]):
+            found.setdefault(salt, []).append(self._state(each))
+        return found
+
+    def kept(self, salt: str, tokens: bytes, turns: tuple[int, ...]) -> tuple[int, ...]:
+        """The rows at which turns end, the first one no earlier than what is registered of these tokens: nothing of that
+        is ever left out (spec X6)."""
+        rows = max((each.rows for each in self._index.prefixes.of(salt) if tokens.startswith(each.tokens)), default=0)
+        if not rows or (turns and turns[0] >= rows):
+            return turns
+        return (rows, *(turn for turn in turns if turn > rows))
+
+    def refresh(self, now: float) -> None:
+        """Pin what has come into the index, and let go of what has vanished from it. Before each step."""
+        if self._index.version == self._seen:
+            return
+        self._seen = self._index.version
+        for each in self._all.values():
+            if not each.whole or any(extent.dead for extent in each.extents):
+                self._look(each, now)
+
+    def _look(self, each: _Registration, now: float) -> None:
+        if each.prefix is None:
+            return
+        match = self._index.match(each.salt, each.prefix.tokens)
+        found = dict.fromkeys(view.extent for view in match.views)
+        before, each.extents = each.extents, found
+        for extent in found:
+            if extent not in before:
+                self._placement.pin(extent)
+                if self._capacity.disk_bytes and extent.disk == "absent":
+                    self._placement.write(extent, now, "write_through")
+        for extent in before:
+            if extent not in found:
+                self._placement.unpin(extent)
+        if each.whole != (match.rows == each.prefix.rows) or found.keys() != before.keys():
+            each.whole = match.rows == each.prefix.rows
+            self._note(each)
+
+    def _refuse_too_large(self, prefix: Prefix, instead_of: _Registration | None) -> None:
+        others = [each.prefix for each in self._all.values() if each is not instead_of and each.prefix is not None]
+        own = [other for other in others if other.salt == prefix.salt and prefix.salt != OPERATOR]
+        slots = sum(self._capacity.blocks(each.rows) for each in {*others, prefix})
+        if slots > self._capacity.host_slots // SHARE:
+            rows = self._capacity.host_slots // SHARE * self._capacity.block_rows
+            raise RequestError(_too_large(prefix, rows, "the host cache", "--host-cache"), param="text")
+        size = sum(self._bytes(each) for each in {*others, prefix})
+        if self._capacity.disk_bytes and size > self._capacity.disk_bytes // SHARE:
+            rows = self._rows_in(self._capacity.disk_bytes // SHARE)
+            raise RequestError(_too_large(prefix, rows, "the disk cache", "--disk-cache"), param="text")
+        if self._quota is not None and prefix.salt != OPERATOR:
+            if sum(self._bytes(each) for each in {*own, prefix}) > self._quota // SHARE:
+                rows = self._rows_in(self._quota // SHARE)
+                raise RequestError(_too_large(prefix, rows, "a tenant's quota", "--tenant-quota"), param="text")
+
+    def _bytes(self, prefix: Prefix) -> int:
+        most = self._capacity.max_extent_rows
+        whole, rest = divmod(prefix.rows, most)
+        return whole * self._capacity.file_size(most) + (self._capacity.file_size(rest) if rest else 0)
+
+    def _rows_in(self, size: int) -> int:
+        return int(size / self._capacity.file_bytes[-1] * self._capacity.max_extent_rows)
+
+    def _state(self, each: _Registration) -> PrefixState:
+        if each.prefix is None:
+            return PrefixState(each.name, 0, 0, 0, 0, each.about, each.salt == OPERATOR)
+        match = self._index.match(each.salt, each.prefix.tokens)
+
+        def rows(tier: str) -> int:
+            return sum(view.stop - view.start for view in match.views if getattr(view.extent, tier) == "ready")
+
+        device = max(
+            (
+                context.rows
+                for context in self._device.contexts.values()
+                if context.salt == each.salt and context.tokens == each.prefix.tokens
+            ),
+            default=0,
+        )
+        shared = each.salt == OPERATOR
+        return PrefixState(each.name, each.prefix.rows, device, rows("host"), rows("disk"), each.about, shared)
+
+    # ------------------------------------------------------------------------------------------- over restarts
+
+    def _note(self, each: _Registration) -> None:
+        last, stop = "", 0
+        if each.whole and each.prefix is not None:
+            view = self._index.match(each.salt, each.prefix.tokens).views[-1]
+            last, stop = view.extent.id, view.stop
+        facts = [each.salt, each.name, last, stop, each.about]
+        self._notes[_key(each)] = json.dumps(facts, ensure_ascii=False)
+
+    def take_notes(self, others: int) -> list[tuple[str, str | None]]:
+        """What has changed since the last call. `others`: how many notes of other kinds are written now."""
+        self._others += others
+        if self._others > RENOTED:
+            for each in self._all.values():
+                self._note(each)
+        if self._notes:
+            self._others = 0
+        notes, self._notes = self._notes, {}
+        return list(notes.items())
+
+    def recall(self, notes: Mapping[str, str]) -> None:
+        """After a restart, when the extents are there again. What cannot be read is ignored."""
+        for key, text in notes.items():
+            try:
+                salt, name, last, stop, about = json.loads(text)
+                found = _Registration(str(salt), str(name), str(about))
+            except (ValueError, TypeError):
+                continue
+            if key != _key(found):
+                continue
+            extent = self._index.extents.get(last)
+            if extent is not None and 0 < stop <= extent.rows:
+                prefix = Prefix(found.salt, self._index.before(extent) + extent.tokens[: 4 * stop])
+                try:
+                    self._refuse_too_large(prefix, None)  # a budget may be smaller now
+                    found.prefix = prefix
+                except RequestError:
+                    pass
+            self._all[found.salt, found.name] = found
+            if found.prefix is not None:
+                self._index.prefixes.add(found.prefix)
+        for each in self._all.values():
+            self._look(each, 0.0)
+
+    def pins(self) -> list[Extent]:
+        """What is pinned, once per pin."""
+        return [extent for each in self._all.values() for extent in each.extents]
+
+
+def _key(each: _Registration) -> str:
+    return json.dumps([each.salt, each.name])
+
+
+def _too_large(prefix: Prefix, rows: int, what: str, option: str) -> str:
+    return (
+        f"the registered prefix has {prefix.rows} tokens; together with others that are registered it may have {rows},"
+        f" half of {what}: enlarge {option}, or shorten it"
+    )

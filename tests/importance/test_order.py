@@ -1,0 +1,127 @@
+"""Orders, their inverses, running means, and where the rows of a prefix lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from afterglow.importance.identify import Rules, judge, probe_sums, probes_of
+from afterglow.importance.order import Importance, Order, normalised
+from afterglow.importance.places import Chunk, Places, View
+
+importances = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0]), min_size=1, max_size=40)
+
+
+@given(importances)
+def test_mapping_and_order_are_inverse(values: list[float]) -> None:
+    order = Order.by(torch.tensor(values))
+    assert order.order.tolist() == sorted(range(len(values)), key=lambda i: (-values[i], i))
+    assert order.mapping.tolist() == order.order.argsort().tolist()
+    rows = torch.randn(len(values), 2, 3)
+    assert torch.equal(order.unpack(order.pack(rows)), rows)
+    assert torch.equal(order.pack(rows)[order.mapping], rows)  # s_orig = s_stored[m]
+    same = Order.of_text(len(values))
+    assert torch.equal(same.pack(rows), rows)
+    assert torch.equal(Order.by(torch.ones(len(values))).order, same.order)
+
+
+@settings(max_examples=100)
+@given(st.lists(importances, min_size=1, max_size=4), st.integers(1, 5), st.data())
+def test_a_view_selects_its_rows_through_the_mapping(
+    values: list[list[float]], chunk: int, data: st.DataObject
+) -> None:
+    """Whatever the orders and views: the chunks that are named hold exactly the wanted rows, at the places named."""
+    orders = [Order.by(torch.tensor(v)) for v in values]
+    views, text = [], []
+    for extent, v in enumerate(values):
+        start = data.draw(st.integers(0, len(v)))
+        stop = data.draw(st.integers(start, len(v)))
+        views.append(View(len(v), start, stop))
+        text += [(extent, row) for row in range(start, stop)]
+    stored = [order.pack(torch.arange(len(v))) for order, v in zip(orders, values, strict=True)]
+    places = Places(views, orders, chunk)
+    wanted = data.draw(st.lists(st.integers(0, len(text) - 1), unique=True)) if text else []
+    rows = torch.tensor(wanted, dtype=torch.int64)
+    found = []
+    for row in wanted:
+        where = places[int(places.number[row])]
+        at = int(places.stored[row])
+        assert at // chunk == where.chunk
+        found.append((where.view, int(stored[where.view][at])))
+    assert found == [text[row] for row in wanted]
+    assert places.chunks(rows).tolist() == sorted({int(places.number[row]) for row in wanted})
+    assert set(places.in_turn(rows)) == set(places.chunks(rows).tolist())
+    assert int(places.hits(rows).sum()) == len(wanted)
+    assert len(places) == sum(-(-len(v) // chunk) for v in values)
+
+
+def test_chunks_in_the_order_of_rows() -> None:
+    places = Places([View(6, 0, 6), View(4, 1, 3)], chunk=2)
+    assert list(places.in_turn(torch.tensor([7, 0, 6, 1, 5]))) == [4, 0, 3, 2]  # extent 1's row 2 is in its chunk 1
+    assert places[4] == Chunk(1, 1)
+    with pytest.raises(ValueError, match=r"rows \[2, 5\) are not in an extent of 4"):
+        Places([View(4, 2, 5)])
+
+
+def test_running_means_count_requests_alike_however_many_tokens_they_have() -> None:
+    importance = Importance(2, 6)
+    short, long = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0.0, 300.0, 0.0, 100.0])
+    importance.add(1, 1, normalised(short))
+    importance.add(1, 1, normalised(long))
+    importance.add(1, 3, torch.tensor([4.0]))
+    assert importance.mean[1].tolist() == [0, 1, 1.5, pytest.approx(4 / 3), 1.5, 0]
+    assert importance.count[1].tolist() == [0, 2, 2, 3, 2, 0]
+    assert not importance.mean[0].any()
+    assert normalised(torch.zeros(3)).tolist() == [0, 0, 0]
+
+
+def test_means_split_and_join_as_extents_do() -> None:
+    importance = Importance(2, 6)
+    importance.add(0, 0, torch.arange(6.0))
+    importance.add(1, 2, torch.tensor([5.0]))
+    first, second = importance.split(2)
+    assert first.mean.shape == (2, 2)
+    first.add(0, 0, torch.ones(2))  # a copy: the whole does not change
+    assert importance.mean[0].tolist() == [0, 1, 2, 3, 4, 5]
+    joined = Importance.joined([importance.split(2)[0], second])
+    assert torch.equal(joined.mean, importance.mean)
+    assert torch.equal(joined.count, importance.count)
+
+
+def test_rewriting_is_for_rows_that_change_their_chunk() -> None:
+    text = Order.of_text(6)
+    within = Order.by(torch.tensor([1.0, 2.0, 0.9, 0.8, 0.7, 0.6]))
+    across = Order.by(torch.tensor([1.0, 0.5, 0.9, 0.4, 0.3, 0.2]))
+    assert text.same_chunks(within, 2)
+    assert not text.same_chunks(across, 2)
+    assert text.same_chunks(across, 4)
+
+
+def test_rows_taken_from_reordered_extents_are_those_of_the_text() -> None:
+    """What a loader does with a layer of two extents, the second matched in part: probe keys of whole extents back into the
+    order of the text, a selection, its chunks, and its rows out of them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, views = (130, 90), [View(130, 0, 130), View(90, 10, 75)]
+    keys = [torch.randn(rows, 4, 8, generator=generator) for rows in sizes]
+    orders = [Order.by(torch.rand(rows, generator=generator)) for rows in sizes]
+    files = [order.pack(each) for order, each in zip(orders, keys, strict=True)]
+    text = torch.cat([each[view.start : view.stop] for each, view in zip(keys, views, strict=True)])
+    probe = [
+        order.unpack(file[:, :3])[view.start : view.stop]
+        for order, file, view in zip(orders, files, views, strict=True)
+    ]
+    assert torch.equal(torch.cat(probe), text[:, :3])
+    q, own = (torch.randn(5, 4, 8, generator=generator) for _ in range(2))
+    selection = judge(
+        probe_sums(probes_of(4, 4), q, torch.cat(probe), own, scale=0.5), 40, Rules(force="pass")
+    ).selection
+    assert selection is not None
+    places = Places(views, orders)
+    read = {
+        number: files[places[number].view][64 * places[number].chunk :][:64]
+        for number in places.in_turn(selection.rows)
+    }
+    found = [read[int(places.number[row])][int(places.stored[row]) % 64] for row in selection.rows]
+    assert torch.equal(torch.stack(found), text[selection.rows])

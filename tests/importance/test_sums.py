@@ -1,0 +1,98 @@
+"""Column sums by head against the formula, and what a system prompt does to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from afterglow.importance import sums as module
+from afterglow.importance.sums import column_sums, grouped
+from afterglow.kernels.attention import attend
+
+
+def random(n: int, rows: int, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(n, heads, 8, generator=generator)
+    keys, own = (torch.randn(count, kv_heads, 8, generator=generator) for count in (rows, n))
+    return q, keys, own
+
+
+def by_formula(q: Tensor, keys: Tensor, own: Tensor, scale: float) -> Tensor:
+    """Softmax over everything, then the columns of the first rows: [heads, rows]."""
+    n, heads, rows = len(q), q.shape[1], len(keys)
+    every = torch.cat((keys, own)).repeat_interleave(heads // keys.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), every.double()) * scale
+    ahead = torch.ones(n, rows + n, dtype=torch.bool).triu(1 + rows)
+    return scores.masked_fill(ahead, -torch.inf).softmax(-1).sum(1)[:, :rows].float()
+
+
+@pytest.mark.parametrize("most", [1, 300, 2**20])
+@pytest.mark.parametrize(("n", "rows"), [(1, 1), (1, 40), (7, 3), (13, 50), (70, 30)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_the_formula(n: int, rows: int, heads: int, kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", most)
+    q, keys, own = random(n, rows, heads, kv_heads)
+    found = column_sums(q, keys, own, scale=0.3)
+    torch.testing.assert_close(found, by_formula(q, keys, own, 0.3))
+    torch.testing.assert_close(grouped(found, kv_heads).sum(0) * (heads // kv_heads), found.sum(0))
+
+
+def test_a_system_prompt_takes_its_share() -> None:
+    q, keys, own = random(9, 50, 6, 2)
+    system, keys = keys[:20], keys[20:]
+    lse = attend(q, system, system, scale=0.3, causal=False)[1]
+    found = column_sums(q, keys, own, scale=0.3, extra_lse=lse)
+    torch.testing.assert_close(found, by_formula(q, torch.cat((system, keys)), own, 0.3)[:, 20:])
+    without = column_sums(q, keys, own, scale=0.3)
+    assert (without > found).all()
+    uneven = (without / found).max() / (without / found).min()
+    assert uneven > 1.05  # so the order may change: queries that look at the system prompt count less
+
+
+def test_tokens_that_came_before_are_seen_too() -> None:
+    q, keys, own = random(9, 50, 6, 2)
+    whole = by_formula(q, keys, own, 0.3)
+    last = column_sums(q[6:], keys, own, scale=0.3)
+    torch.testing.assert_close(last, whole - column_sums(q[:6], keys, own[:6], scale=0.3))
+
+
+def test_sums_are_bounded_and_never_nan() -> None:
+    q, keys, own = random(5, 40, 4, 2)
+    assert float(column_sums(q * 1e4, keys * 1e4, own, scale=1.0).sum()) <= 4 * 5 + 1e-3
+    keys[3] = torch.nan
+    assert column_sums(q, keys, own, scale=0.3).isfinite().all()
+    assert column_sums(q, keys[:0], own, scale=0.3).shape == (4, 0)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_memory_stays_bounded_with_a_prefix_of_10000_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(150, 8, 8, generator=generator)
+    keys, own = (torch.randn(count, 4, 8, generator=generator) for count in (10_000, 150))
+    with Largest() as largest:
+        found = column_sums(q, keys, own, scale=0.3)
+    assert found.shape == (8, 10_000)
+    assert largest.elements <= module.MOST  # of 12 million weights
+
+
+def test_bfloat16_ranks_nearly_alike() -> None:
+    q, keys, own = random(32, 400, 4, 4)
+    wide = column_sums(q, keys, own, scale=0.3)
+    narrow = column_sums(*(t.bfloat16() for t in (q, keys, own)), scale=0.3)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow, wide, rtol=0.03, atol=1e-3)

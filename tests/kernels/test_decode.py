@@ -1,0 +1,245 @@
+"""A step's segments read together: the same as attention over the whole, in whatever way it is split and computed."""
+
+from __future__ import annotations
+
+import math
+from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from afterglow.kernels import decode
+from afterglow.kernels.attention import attend
+from afterglow.kernels.decode import Appends, Read, Reads, native, rows_at
+
+LAYERS, SCALE = 2, 0.3
+HEADS = [(4, 4), (8, 2), (8, 1), (1, 1), (16, 2)]  # groups of 1, 4 and 8
+
+WAYS = ["torch", *([16, 8] if native() is not None else [])]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | str:
+    """Without what has been built, and with it, at each width of vectors that this processor has."""
+    use(request.param, monkeypatch)
+    return request.param  # type: ignore[no-any-return]
+
+
+def use(way: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "torch":
+        monkeypatch.setattr(decode, "native", lambda: None)
+        return
+    library = native()
+    assert library is not None
+    if library.afterglow_width_1() < int(way):
+        pytest.skip(f"this processor has no vectors of {way} floats")
+    made = decode._Native.__init__
+
+    def narrowed(self: decode._Native, *args: object) -> None:
+        made(self, *args)  # type: ignore[arg-type]
+        self._width = int(way)
+
+    monkeypatch.setattr(decode._Native, "__init__", narrowed)
+
+
+def context(rows: int, kv_heads: int, head_dim: int, generator: torch.Generator, spare: int = 3) -> Tensor:
+    """Rows that count among others that would show."""
+    data = torch.full((LAYERS, 2, kv_heads, rows + spare, head_dim), 1e4)
+    data[:, :, :, :rows] = torch.randn(LAYERS, 2, kv_heads, rows, head_dim, generator=generator)
+    return data
+
+
+def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int) -> tuple[Tensor, Tensor]:
+    """The formula in float64: each query over all rows that it sees, in one softmax."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    for i, pieces in enumerate(seen):
+        found = [data[layer, :, :, start:stop].double() for data, start, stop in pieces if stop > start]
+        if not found:
+            continue
+        keys, values = torch.cat(found, 2).repeat_interleave(q.shape[1] // found[0].shape[1], 1)
+        scores = (keys @ q[i].double()[:, :, None])[..., 0] * SCALE
+        lse[i] = scores.logsumexp(-1)
+        out[i] = ((scores - lse[i][:, None]).exp()[:, None] @ values)[:, 0]
+    return out, lse
+
+
+def check(q: Tensor, reads: list[Read]) -> None:
+    out = torch.zeros(q.shape)
+    lse = torch.full(q.shape[:2], -torch.inf)
+    prepared = Reads(reads)
+    seen = [[(r.data, r.start, r.stop) for r in reads if i in r.queries] for i in range(len(q))]
+    for layer in range(LAYERS):
+        out.zero_()
+        lse.fill_(-torch.inf)
+        prepared.attend(layer, q, SCALE, out, lse)
+        exact = whole(q, seen, layer)
+        torch.testing.assert_close(out.double(), exact[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-6)
+
+
+LENGTHS = st.one_of(st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 128]), st.integers(0, 300))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    jobs=st.lists(LENGTHS, min_size=1, max_size=9),
+    levels=st.lists(st.tuples(LENGTHS, st.integers(0, 2**9 - 1)), max_size=3),
+    heads=st.sampled_from(HEADS),
+    head_dim=st.sampled_from([16, 64, 80]),
+    seed=st.integers(0, 99),
+    chosen=st.sampled_from(WAYS),
+)
+def test_any_split_at_any_levels(
+    jobs: list[int],
+    levels: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    seed: int,
+    chosen: int | str,
+) -> None:
+    """Rows of its own for each job, and rows that any of them share, some of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(len(jobs), heads[0], head_dim, generator=generator)
+    reads = []
+    for rows, members in levels:
+        queries = [i for i in range(len(jobs)) if members >> i & 1]
+        if queries:
+            reads.append(Read(context(rows, heads[1], head_dim, generator), 0, rows, queries))
+    for i, rows in enumerate(jobs):
+        start = min(rows, seed % 7)
+        reads.append(Read(context(rows, heads[1], head_dim, generator), start, rows, (i,)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use(chosen, monkeypatch)
+        check(q, reads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("heads", HEADS)
+def test_long_segments_in_chunks(way: int | str, heads: tuple[int, int], threads: int) -> None:
+    """Chunks of rows on several threads, tiles of queries, and a remainder of each."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(37, heads[0], 64, generator=generator)
+    reads = [Read(context(1500, heads[1], 64, generator), 7, 1500, range(1, 37))]
+    reads += [Read(context(40 + 9 * i, heads[1], 64, generator), i, 40 + 9 * i, (i,)) for i in range(37)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(q, reads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_was_found_before_is_kept(way: int | str) -> None:
+    """Queries that are rows of a fused projection, merged into what there is; others are left alone."""
+    generator = torch.Generator().manual_seed(2)
+    fused = torch.randn(4, 12, 16, generator=generator)
+    q = fused[:, :8]
+    data = context(50, 2, 16, generator)
+    out, lse = torch.zeros(4, 8, 16), torch.full((4, 8), -torch.inf)
+    out[1], lse[1] = 3.0, 0.5
+    out[3], lse[3] = 7.0, -2.0
+    Reads([Read(data, 0, 50, (2, 1))]).attend(0, q, SCALE, out, lse)
+    fresh, mass = whole(q, [[], [(data, 0, 50)], [(data, 0, 50)], []], 0)
+    weight = torch.sigmoid(mass[1] - 0.5)[:, None]
+    torch.testing.assert_close(out[1].double(), fresh[1] * weight + 3.0 * (1 - weight), atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse[1].double(), torch.logaddexp(mass[1], torch.tensor(0.5).double()), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out[2].double(), fresh[2], atol=1e-5, rtol=0)
+    assert (out[3] == 7).all()
+    assert (lse[3] == -2).all()
+    assert (lse[0] == -torch.inf).all()
+
+
+def test_scores_far_apart(way: int | str) -> None:
+    """Weights that underflow, and scores far beyond what exp can hold."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(9, 4, 16, generator=generator) * 300
+    reads = [Read(context(200, 4, 16, generator), 0, 200, range(9))]
+    reads += [Read(context(30, 4, 16, generator), 0, 30, (i,)) for i in range(9)]
+    out, lse = torch.zeros(9, 4, 16), torch.full((9, 4), -torch.inf)
+    Reads(reads).attend(0, q, SCALE, out, lse)
+    seen = [[(r.data, r.start, r.stop) for r in reads if i in r.queries] for i in range(9)]
+    exact = whole(q, seen, 0)
+    assert exact[1].max() > 200
+    torch.testing.assert_close(out.double(), exact[0], atol=5e-4, rtol=0)
+    torch.testing.assert_close(lse.double(), exact[1], atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_bfloat16_and_odd_heads_go_the_general_way(head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    dtype = torch.bfloat16 if head_dim == 16 else torch.float32
+    data = context(40, 2, head_dim, generator).to(dtype)
+    q = torch.randn(3, 4, head_dim, generator=generator).to(dtype)
+    out, lse = torch.zeros(3, 4, head_dim), torch.full((3, 4), -torch.inf)
+    reads = Reads([Read(data, 0, 40, range(3)), Read(data, 5, 9, (1,))])
+    assert reads._native is None
+    reads.attend(1, q, SCALE, out, lse)
+    exact = whole(q, [[(data, 0, 40)], [(data, 0, 40), (data, 5, 9)], [(data, 0, 40)]], 1)
+    torch.testing.assert_close(out.double(), exact[0], atol=0.03 if head_dim == 16 else 1e-5, rtol=0)
+
+
+@pytest.mark.skipif(native() is None, reason="nothing has been built for this machine")
+def test_new_rows_are_put_where_they_belong() -> None:
+    generator = torch.Generator().manual_seed(5)
+    k, v = torch.randn(2, 5, 3, 16, generator=generator).unbind(0)
+    contexts = [torch.zeros(LAYERS, 2, 3, rows, 16) for rows in (4, 9)]
+    rows = [Read(contexts[0], 3, 4, (4,)), Read(contexts[1], 2, 6, range(4))]
+    assert Appends.possible(rows)
+    assert not Appends.possible([Read(contexts[0].bfloat16(), 3, 4, (4,))])
+    Appends(rows).write(1, k, v)
+    expected = [torch.zeros_like(c) for c in contexts]
+    for which, x in enumerate((k, v)):
+        expected[0][1, which, :, 3] = x[4]
+        expected[1][1, which, :, 2:6] = x[:4].transpose(0, 1)
+    for found, wanted in zip(contexts, expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_an_accumulator_of_another_dtype_is_refused() -> None:
+    if native() is None:
+        pytest.skip("nothing has been built for this machine")
+    data = torch.zeros(LAYERS, 2, 1, 4, 16)
+    with pytest.raises(ValueError, match="bfloat16"):
+        Reads([Read(data, 0, 4, (0,))]).attend(
+            0, torch.zeros(1, 1, 16), 1.0, torch.zeros(1, 1, 16).bfloat16(), torch.zeros(1, 1)
+        )
+
+
+def test_what_was_not_built_or_for_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, and a file that is no library: the general way, not an error."""
+    monkeypatch.setattr(decode, "__file__", str(tmp_path / "decode.py"))
+    assert native.__wrapped__() is None
+    (tmp_path / f"_segments{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+    assert native.__wrapped__() is None
+
+
+def test_rows_side_by_side_are_a_slice() -> None:
+    device = torch.device("cpu")
+    assert rows_at([3, 4, 5], device) == slice(3, 6)
+    found = rows_at([3, 5], device)
+    assert isinstance(found, Tensor)
+    assert found.tolist() == [3, 5]
+
+
+def test_the_three_ways_agree_with_plain_attention_of_one_job() -> None:
+    """What the engine did before: one call for each job over its whole context, causal."""
+    generator = torch.Generator().manual_seed(6)
+    edges = [0, 64, 65, 200]
+    data = context(200, 2, 64, generator)
+    q = torch.randn(1, 8, 64, generator=generator)
+    plain = attend(
+        q, data[0, 0, :, :200].transpose(0, 1), data[0, 1, :, :200].transpose(0, 1), scale=SCALE, causal=True
+    )
+    for chosen in WAYS:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            use(chosen, monkeypatch)
+            out, lse = torch.zeros(1, 8, 64), torch.full((1, 8), -torch.inf)
+            Reads([Read(data, a, b, (0,)) for a, b in pairwise(edges)]).attend(0, q, SCALE, out, lse)
+        torch.testing.assert_close(out, plain[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse, plain[1], atol=1e-5, rtol=0)

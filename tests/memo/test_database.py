@@ -1,0 +1,376 @@
+"""Maps in use: exact with a sentence's own, never with another model's, length's or template's; builds that are killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.memo.kit import EXACT, build, builder, embedder, sentences
+
+from afterglow.errors import ConfigError, DamageError
+from afterglow.memo.attend import AttentionMemo, MapsAttend, RecordingAttend
+from afterglow.memo.baselines import build_layers, lazyformer, san, san_sharing, SharedAttend
+from afterglow.memo.database import MemoDatabase, vectors_file
+from afterglow.memo.encoder import Embedder
+from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key
+from afterglow.memo.settings import MemoOptions
+from afterglow.model.decoder import Attention
+from afterglow.model.encoder import BatchAttend
+
+KINDS = ["decoder", "encoder"]
+
+
+def with_memo(plain: Embedder, database: MemoDatabase, threshold: float) -> Embedder:
+    return Embedder(plain.model, plain.pooling, memo=AttentionMemo(database, threshold), max_tokens=plain.max_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_maps_are_those_of_exact_attention(kind: str) -> None:
+    plain = embedder(kind)
+    ids = torch.tensor([i for s in sentences(3, lengths=(6,)) for i in s])
+    positions = torch.arange(6).repeat(3)
+    recording = RecordingAttend(plain.model, positions, [6] * 3)
+    found = plain.model.forward(ids, positions, recording)
+    exact = plain.model.forward(ids, positions, BatchAttend(plain.model, positions, [6] * 3))
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+    maps = torch.stack(recording.sentences())
+    assert maps.shape == (3, plain.model.spec.layers, plain.model.spec.heads, 6, 6)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(maps.shape[:-1]))
+    assert (maps.triu(1).abs().max() == 0) == plain.model.spec.causal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accept", ["sentence", "layers"])
+@pytest.mark.parametrize("projector", ["positions", "binned", "public"])
+def test_a_sentences_own_maps_give_the_full_models_output(
+    kind: str, accept: str, projector: str, tmp_path: Path
+) -> None:
+    plain, texts = embedder(kind), sentences(24)
+    options = dataclasses.replace(EXACT, accept=accept, projector=projector, neighbours=3)  # type: ignore[arg-type]
+    database = build(plain, tmp_path, texts, options)
+    if accept == "layers":  # held-out text is not like that which is known: let distance 0 be no error
+        free = dataclasses.replace(database.settings.errors[0], x=(0.0, 1e-3, 1e-2), y=(0.0, 0.0, 1.0))
+        database.settings = dataclasses.replace(database.settings, errors=(free,) * len(database.settings.errors))
+    asked = [*texts[:10], *sentences(6, seed=9)]
+    result = with_memo(plain, database, 0.999).embed(asked)
+    assert result.hits == (True,) * 10 + (False,) * 6
+    torch.testing.assert_close(result.vectors, plain.embed(asked).vectors, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_has_its_own_tolerance(tmp_path: Path) -> None:
+    plain, texts = embedder("decoder"), sentences(12)
+    database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, dtype="float16"))
+    result = with_memo(plain, database, 0.999).embed(texts)
+    assert all(result.hits)
+    torch.testing.assert_close(result.vectors, plain.embed(texts).vectors, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_compute_neither_queries_nor_keys(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, texts = embedder(kind), sentences(12)
+    memo = with_memo(plain, build(plain, tmp_path, texts), 0.999)
+    rows: list[int] = []
+    project = Attention.project
+    monkeypatch.setattr(Attention, "project", lambda self, x: rows.append(len(x)) or project(self, x))
+    memo.embed(texts)
+    assert rows == []
+    other = sentences(2, seed=5)
+    memo.embed([*texts, *other])
+    assert rows == [sum(map(len, other))] * plain.model.spec.layers
+
+
+def test_value_alone_costs_its_part_of_the_weights() -> None:
+    for kind in KINDS:
+        attention = embedder(kind).model.layers[0].attention
+        x = torch.randn(7, attention._qkv.inputs)
+        torch.testing.assert_close(attention.value(x), attention.project(x)[2])
+        assert attention._values is not None
+        assert attention._values.outputs == attention.kv_heads * attention.head_dim
+
+
+def test_maps_of_other_sentences_are_really_used(tmp_path: Path) -> None:
+    """By hand: with another sentence's maps the embedding is what `MapsAttend` computes with those maps."""
+    plain, texts = embedder("encoder"), sentences(30, lengths=(7,))
+    database = build(plain, tmp_path, texts)
+    asked = sentences(1, seed=4, lengths=(7,))
+    result = with_memo(plain, database, -100.0).embed(asked)
+    assert result.hits == (True,)
+    exact = plain.embed(asked).vectors
+    assert float((result.vectors - exact).abs().max()) > 1e-3
+    positions = torch.arange(7)
+    recording = RecordingAttend(plain.model, positions, [7])
+    plain.model.forward(torch.tensor(asked[0]), positions, recording)
+    found = database.find(recording.inputs[0][None], -100.0)
+    attend = MapsAttend(plain.model, positions, [7])
+    attend.use([database.fetch(found)], found.layers)
+    states = plain.model.forward(torch.tensor(asked[0]), positions, attend)
+    torch.testing.assert_close(result.vectors, plain.pooling(states, [(1, 7)]))
+
+
+def test_neighbours_are_averaged(tmp_path: Path) -> None:
+    plain, texts = embedder("encoder"), sentences(30, lengths=(7,))
+    database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, neighbours=2))
+    x = torch.randn(1, 7, plain.dimensions)
+    found = database.find(x, -100.0)
+    assert found.numbers.shape == (1, 2)
+    first, second = (torch.from_numpy(database.store.read(int(n)).copy()) for n in found.numbers[0])
+    near, far = (float(w) for w in found.weights[0])
+    assert near >= far > 0
+    packed = database.fetch(found).layer(1, torch.tensor([0]))
+    torch.testing.assert_close(packed[0], near * first[1] + far * second[1], atol=1e-6, rtol=0)
+
+
+def test_other_lengths_are_misses(tmp_path: Path) -> None:
+    plain, texts = embedder("encoder"), sentences(20, lengths=(5, 8))
+    memo = with_memo(plain, build(plain, tmp_path, texts), -100.0)
+    assert memo.embed([*sentences(1, lengths=(6,)), texts[0]]).hits == (False, True)
+
+
+def test_another_models_maps_are_never_used(tmp_path: Path) -> None:
+    plain = embedder("decoder")
+    build(plain, tmp_path, sentences(12))
+    about = {"model_digest": "d" * 64, "quantisation": "float32", "template": "{text}"}
+    MemoDatabase.open(tmp_path, **about).close()
+    for name, value, message in (
+        ("model_digest", "e" * 64, "model dddddddddddd, and this is model eeeeeeeeeeee"),
+        ("quantisation", "int8", "quantisation 'float32', and this is quantisation 'int8'"),
+        ("template", "Say: {text}", "template '{text}', and this is template 'Say: {text}'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            MemoDatabase.open(tmp_path, **{**about, name: value})
+    with pytest.raises(ConfigError, match="holds no finished database"):
+        MemoDatabase.open(tmp_path / "none", **about)
+
+
+def test_a_damaged_record_is_a_miss_and_is_reported(tmp_path: Path) -> None:
+    plain, texts = embedder("decoder"), sentences(12)
+    build(plain, tmp_path, texts).close()
+    store = MapStore.open(tmp_path)
+    number = store.keys().index(token_key(texts[3]))
+    at = int(store._entries["offset"][number]) + 50
+    store.close()
+    with (tmp_path / MAPS).open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff\xff")
+    database = builder(plain, tmp_path).open()
+    result = with_memo(plain, database, 0.999).embed(texts)
+    assert [index for index, hit in enumerate(result.hits) if not hit] == [3]
+    torch.testing.assert_close(result.vectors, plain.embed(texts).vectors, atol=1e-5, rtol=1e-5)
+    assert database.stats["damaged"] == 1
+    assert f"record {number} is damaged" in database.notes[-1]
+
+
+def test_a_damaged_entry_is_a_miss(tmp_path: Path) -> None:
+    plain, texts = embedder("decoder"), sentences(12)
+    build(plain, tmp_path, texts).close()
+    raw = bytearray((tmp_path / RECORDS).read_bytes())
+    raw[3 * 40 + 1] ^= 1
+    (tmp_path / RECORDS).write_bytes(raw)
+    result = with_memo(plain, builder(plain, tmp_path).open(), 0.999).embed(texts)
+    assert [index for index, hit in enumerate(result.hits) if not hit] == [3]
+
+
+def test_damaged_vectors_are_refused(tmp_path: Path) -> None:
+    plain = embedder("decoder")
+    count = len(build(plain, tmp_path, sentences(12)).store)
+    path = vectors_file(tmp_path, count)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DamageError, match="build the database anew"):
+        builder(plain, tmp_path).open()
+
+
+def test_a_byte_budget_holds(tmp_path: Path) -> None:
+    plain, texts = embedder("encoder"), sentences(60)
+    options = dataclasses.replace(EXACT, max_bytes=30_000)
+    made = builder(plain, tmp_path, options)
+    database = made.run(texts)
+    used = sum((tmp_path / name).stat().st_size for name in (MAPS, RECORDS))
+    assert 30_000 - 4 * 81 * 8 - 200 < used <= 30_000
+    assert 2 < len(database.store) < 60
+    assert made.skipped == 60 - len(database.store)
+    adder = builder(plain, tmp_path, options)
+    assert adder.add(sentences(5, seed=3)) == 0
+    assert adder.skipped == 5
+
+
+def test_added_sentences_are_found_and_flagged(tmp_path: Path) -> None:
+    plain, texts, more = embedder("encoder"), sentences(20), sentences(7, seed=2, lengths=(5, 11))
+    build(plain, tmp_path, texts).close()
+    adder = builder(plain, tmp_path)
+    assert adder.add([*more, *texts[:3]]) == 7
+    assert adder.add(more) == 0
+    database = adder.open()
+    assert database.store.later.tolist() == [False] * 20 + [True] * 7
+    assert any("7 of 27 sentences were added after the projector's training" in note for note in database.notes)
+    result = with_memo(plain, database, 0.999).embed([*texts, *more])
+    assert all(result.hits)
+    torch.testing.assert_close(result.vectors, plain.embed([*texts, *more]).vectors, atol=1e-5, rtol=1e-5)
+
+
+def test_a_finished_database_is_not_overwritten(tmp_path: Path) -> None:
+    plain = embedder("encoder")
+    build(plain, tmp_path, sentences(12))
+    with pytest.raises(ConfigError, match="holds a finished database"):
+        build(plain, tmp_path, sentences(12))
+
+
+def test_the_curve_falls_with_the_threshold(tmp_path: Path) -> None:
+    options = MemoOptions(held_out=12, dtype="float32", steps=20)
+    database = build(embedder("encoder"), tmp_path, sentences(150, lengths=(5, 6)), options)
+    rates = [row["layer_rate"] for row in database.settings.curve]
+    assert rates == sorted(rates)
+    assert all(0 <= row["error"] <= 1 and row["hit_rate"] >= row["layer_rate"] for row in database.settings.curve)
+
+
+KILLED = """
+    import sys, time
+    from pathlib import Path
+    import torch
+    torch.set_num_threads(1)
+    from tests.memo.kit import builder, embedder, sentences
+    from afterglow.memo import build
+    build.FLUSH, build.BATCH_TOKENS = 4, 16
+    record = build.record
+    def slowly(embedder, batch):
+        print("batch", flush=True)
+        time.sleep(0.05)
+        return record(embedder, batch)
+    build.record = slowly
+    builder(embedder("decoder"), Path(sys.argv[1])).run(sentences(60))
+"""
+
+
+def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
+    """kill -9 in the midst of collecting; the resumed build computes only what is missing, and yields the same."""
+    plain, texts = embedder("decoder"), sentences(60)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(killed)],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    for _ in range(15):
+        assert process.stdout.readline() == "batch\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    with pytest.raises(ConfigError, match="holds no finished database"):
+        builder(plain, killed).open()
+    kept = len(MapStore.open(killed))
+    assert 8 <= kept < 60
+    began: list[int] = []
+    made = builder(plain, killed)
+    record = made._record
+    made._record = lambda store, missing, keep, **more: (
+        began.append(len(missing)) or record(store, missing, keep, **more)
+    )  # type: ignore[method-assign,func-returns-value]
+    resumed = made.run(texts)
+    assert began[0] == 60 - kept
+    expected = build(plain, whole, texts)
+    assert resumed.store.keys() == expected.store.keys()
+    for number in range(60):
+        np.testing.assert_allclose(resumed.store.read(number), expected.store.read(number), atol=1e-6)
+    result = with_memo(plain, resumed, 0.999).embed(texts)
+    assert all(result.hits)
+    torch.testing.assert_close(result.vectors, plain.embed(texts).vectors, atol=1e-5, rtol=1e-5)
+
+
+def test_a_damaged_record_of_an_unfinished_build_is_computed_anew(tmp_path: Path) -> None:
+    plain, texts = embedder("decoder"), sentences(20)
+    made = builder(plain, tmp_path)
+    store = MapStore.create(tmp_path, made._identity)
+    made._collect(store, texts[:12])
+    store.close()
+    with (tmp_path / MAPS).open("r+b") as file:
+        file.seek(HEADER_BYTES + 5)
+        file.write(b"\xff")
+    database = made.run(texts)
+    assert list(database.store.check()) == []
+    assert len(database.store) == 20
+
+
+def test_an_unfinished_build_of_other_texts_is_refused(tmp_path: Path) -> None:
+    plain = embedder("decoder")
+    made = builder(plain, tmp_path)
+    store = MapStore.create(tmp_path, made._identity)
+    made._collect(store, sentences(5))
+    store.close()
+    with pytest.raises(ConfigError, match="unfinished build of other texts"):
+        made.run(sentences(9, seed=3))
+    with pytest.raises(ConfigError, match="and this is model"):
+        builder(plain, tmp_path, digest="e" * 64).run(sentences(5))
+
+
+# ------------------------------------------------------------------------------------------- compared methods
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_share_with_themselves_are_exact(kind: str) -> None:
+    model = embedder(kind).model
+    ids, positions, lengths = torch.arange(5, 18), torch.cat((torch.arange(6), torch.arange(7))), [6, 7]
+    exact = model.forward(ids, positions, BatchAttend(model, positions, lengths))
+    own = model.forward(ids, positions, SharedAttend([0, 1], model, positions, lengths))
+    torch.testing.assert_close(own, exact)
+    shared = model.forward(ids, positions, SharedAttend([0, 0], model, positions, lengths))
+    recording = RecordingAttend(model, positions, lengths)
+    model.forward(ids, positions, recording)
+    assert float((shared - exact).abs().max()) > 1e-4
+    # By hand: the second layer with the first layer's maps.
+    maps = MapsAttend(model, positions, lengths)
+    from afterglow.memo.database import Fetched
+
+    given = [Fetched(torch.stack([run[0], run[0]], 1).flatten(-2), torch.arange(1)) for run in recording.maps]
+    if model.spec.causal:
+        given = [
+            Fetched(run[0][:, None].expand(-1, 2, -1, -1, -1)[..., *torch.tril_indices(n, n)], torch.arange(1))
+            for run, n in zip(recording.maps, lengths, strict=True)
+        ]
+    maps.use(given, np.array([[False, True]] * 2))
+    torch.testing.assert_close(model.forward(ids, positions, maps), shared, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_of_layers() -> None:
+    assert lazyformer(6) == [0, 0, 2, 2, 4, 4]
+    assert lazyformer(5) == [0, 0, 2, 2, 4]
+    similarity = torch.tensor([[1.0, 0.9, 0.5, 0.2], [0.9, 1, 0.6, 0.3], [0.5, 0.6, 1, 0.8], [0.2, 0.3, 0.8, 1]])
+    assert san(similarity, 0.85) == [0, 0, 2, 3]
+    assert san(similarity, 0.8) == [0, 0, 2, 2]
+    assert san_sharing(similarity, 2) == [0, 0, 2, 2]
+    assert san_sharing(similarity, 0) == [0, 1, 2, 3]
+
+
+def test_search_in_each_layer_finds_the_sentence_itself(tmp_path: Path) -> None:
+    plain, texts = embedder("encoder"), sentences(20)
+    database = build(plain, tmp_path, texts)
+    memo = build_layers(plain, database.store, texts, steps=20)
+    memo.threshold = 0.999
+    asked = [*texts[:5], *sentences(2, seed=8)]
+    found = Embedder(plain.model, plain.pooling, memo=memo, max_tokens=48).embed(asked)
+    assert found.hits[:5] == (True,) * 5
+    torch.testing.assert_close(found.vectors, plain.embed(asked).vectors, atol=1e-4, rtol=1e-4)
+
+
+def test_time_is_not_spent_on_searching_twice(tmp_path: Path) -> None:
+    """One search for all layers of a pass."""
+    plain, texts = embedder("encoder"), sentences(12, lengths=(5,))
+    database = build(plain, tmp_path, texts)
+    calls: list[float] = []
+    find = database.find
+    database.find = lambda inputs, threshold: calls.append(time.monotonic()) or find(inputs, threshold)  # type: ignore[method-assign,func-returns-value]
+    with_memo(plain, database, 0.9).embed(texts)
+    assert len(calls) == 1

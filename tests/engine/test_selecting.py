@@ -15,6 +15,7 @@ from afterglow.engine.engine import Completion
 from afterglow.errors import RequestError
 from afterglow.importance.attend import SelectingAttend, prefill
 from afterglow.importance.identify import Rules
+from afterglow.plan.admission import LEAST_ASKING
 from afterglow.request import Request, SamplingParams
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
 from tests.engine.test_exact_reuse import same
@@ -180,3 +181,14 @@ def test_shares_that_make_no_sense(start: Start, model_of: Models, tmp_path: Pat
     for wrong in (0.0, -1.0, 1.5):
         with pytest.raises(RequestError, match="kv_retention is the share"):
             ask(handle, draw(1, 80), wrong)
+
+
+def test_a_prompt_that_is_known_asks_with_its_last_tokens(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
+    prompt = draw(1, ROWS)
+    handle.ask(prompt, max_tokens=1)
+    handle.engine.settle()
+    done = ask(handle, prompt, 0.3)
+    assert done.selected is not None
+    assert done.selected.rows == ROWS - LEAST_ASKING
+    agree(done, expected(handle, prompt[:-LEAST_ASKING], prompt[-LEAST_ASKING:], 0.3, 3))

@@ -27,6 +27,7 @@ from afterglow.plan.step import Admit, Gather, Selectable
 Source = Literal["auto", "load", "recompute"]
 
 UNKNOWN_HOLD_S = 0.05  # how long to wait for slots before it is known what computing takes
+LEAST_ASKING = 16  # last tokens of a prompt that are computed, to find out what is important to them
 MAX_ROUNDS = 4  # evictions that a job waits for before it recomputes what could not be loaded
 
 
@@ -70,7 +71,7 @@ class Admission:
             self._counters.waits_prefix += not job.waited
             job.waited = True
             return Wait.PREFIX
-        if job.spec.selects and match.rows and not job.generated:
+        if job.spec.selects and match.rows and job.length > LEAST_ASKING and not job.generated:
             return self._select(job, match, may_join, now)
         context, device_rows = self._device.best(job.spec.salt, tokens, match)
         guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
@@ -109,7 +110,8 @@ class Admission:
             extent = view.extent
             return extent.host == "ready" or (extent.disk == "ready" and not self._placement.avoids(extent, now))
 
-        views = list(takewhile(readable, match.views))
+        # A prompt that is known nearly to its end has to ask with some of its tokens all the same.
+        views = list(takewhile(readable, _before(match, job.length - LEAST_ASKING)))
         if not may_join:
             return Wait.TURN
         if self._reserve(job, None, 0) is None:

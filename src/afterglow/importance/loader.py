@@ -111,15 +111,14 @@ class Loader:
         is known of chunks' use ages by half."""
         begun = 0
         changed, self._changed = self._changed, {}
-        for extent in changed if self.reader is not None else ():
+        for extent in changed:
             known = self.importance.get(extent)
-            if known is None:
+            if known is None or self.reader is None or not self.reader.has(extent):
                 continue
             orders = [Order.by(mean) for mean in known.mean]
             text = Order.of_text(known.mean.shape[1])
             if all(order.same_chunks(text, CHUNK) for order in orders):
                 continue
-            assert self.reader is not None
             self.reader.rewrite(extent, np.stack([order.order.numpy().astype(np.uint16) for order in orders]))
             self.shelf.forget(extent)
             begun += 1
@@ -161,7 +160,7 @@ class Prefix:
         self._coming: dict[Name, _Coming] = {}
         self._used: dict[Name, Tensor] = {}
         self._places: dict[int, Places] = {}
-        self._guessed: dict[int, Speculation] = {}
+        self._guessed: dict[int, Speculation[Name]] = {}
         self._began = time.perf_counter()
         self._look_up()
         self.certain(0)
@@ -326,8 +325,8 @@ class Prefix:
             off_shelf += [name for name in self._coming if name.layer == layer and name.tensor == KEYS]
         guessed = self._guessed.pop(layer, None)
         if guessed is not None:
-            for name, coming in self._coming.items():
-                if name.layer == layer and name.tensor != PROBES and coming.reading.ended:
+            for name in guessed.pending():
+                if self._coming[name].reading.ended:
                     guessed.landed(name)
             guessed.settle([(name, self._layout.chunk_bytes) for name in off_shelf])
         self._ask(off_shelf, DEMAND)

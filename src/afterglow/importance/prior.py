@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -149,28 +149,32 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Speculation:
+class Speculation(Generic[C]):
     """Guesses of one layer of one request, from their submission until the layer knows what it wants.
 
     Chunks are anything hashable, with their bytes. One that was guessed cannot be guessed again.
     """
 
     tally: Tally
-    _bytes: dict[Hashable, int] = field(default_factory=dict)
-    _landed: set[Hashable] = field(default_factory=set)
+    _bytes: dict[C, int] = field(default_factory=dict)
+    _landed: set[C] = field(default_factory=set)
 
-    def submit(self, chunk: Hashable, size: int) -> None:
+    def submit(self, chunk: C, size: int) -> None:
         """It is going to be read."""
         assert chunk not in self._bytes, chunk
         self._bytes[chunk] = size
         self.tally.predicted += size
 
-    def cancel(self, chunk: Hashable) -> None:
+    def cancel(self, chunk: C) -> None:
         """It is not going to be read after all (a demand read went first)."""
         assert chunk not in self._landed, chunk
         self.tally.cancelled += self._bytes.pop(chunk)
 
-    def landed(self, chunk: Hashable) -> None:
+    def pending(self) -> list[C]:
+        """Those that have not been read, as far as is known."""
+        return [chunk for chunk in self._bytes if chunk not in self._landed]
+
+    def landed(self, chunk: C) -> None:
         """It has been read."""
         assert chunk in self._bytes, chunk
         self._landed.add(chunk)

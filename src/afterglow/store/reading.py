@@ -79,6 +79,10 @@ class Reader:
         reading._task = self._submit(extent, priority, work, writes=False)
         return reading
 
+    def has(self, extent: str) -> bool:
+        """Is it on disk?"""
+        return extent in self._rows
+
     def urge(self, readings: Sequence[Reading]) -> None:
         """Somebody waits for these now."""
         self._mover.urge([reading._task for reading in readings if reading._task is not None])

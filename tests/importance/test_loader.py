@@ -1,0 +1,198 @@
+"""Loading in chunks, one layer ahead: SPEC's Figure 10 as an order of events, and rows that no guess can change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.store.store_kit import Kit, contents, extent_name
+
+from afterglow.importance.identify import Selection
+from afterglow.importance.loader import Loader, Lost, Prefix
+from afterglow.importance.prior import Prior
+from afterglow.importance.shelf import Shelf
+from afterglow.plan.score import ScoreCache
+from afterglow.plan.step import DEMAND, PREFETCH, Selectable
+from afterglow.store.chunks import ChunkRead
+from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
+from afterglow.store.reading import Reading
+
+LAYOUT = KVLayout(3, 4, 16, "F32", probe_heads=3)
+FIRST, SECOND, IN_HOST = 640, 300, 200
+ROWS = FIRST + SECOND - 40 + IN_HOST  # of the second extent, rows [40, 300)
+
+Event = tuple[str, int, int, int]  # what, layer, tensor, chunks
+
+
+class RecordingReader:
+    """The store's reader; every read is told."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.events: list[Event] = []
+
+    def read(self, extent: str, reads: Sequence[ChunkRead], version: int, priority: int) -> Reading:
+        for read in reads:
+            what = {DEMAND: "demand", PREFETCH: "ahead"}[priority]
+            self.events.append((what, read.layer, read.kv, read.stop - read.first))
+        reading: Reading = self.real.read(extent, reads, version, priority)
+        return reading
+
+    def urge(self, readings: Sequence[Reading]) -> None:
+        self.real.urge(readings)
+
+
+class Scene:
+    """Two extents on disk and one in host, and what they hold: [layers, 2, ROWS, kv_heads, head_dim]."""
+
+    def __init__(self, kit: Kit, prior: Prior, device: int = 0, host: int = 0) -> None:
+        store = kit.store
+        numbers = store.arena.view.view(np.float32)  # of noise, some would be no numbers
+        numbers[:] = np.random.default_rng(0).standard_normal(numbers.shape)
+        slots = [tuple(range(10)), tuple(range(10, 15)), tuple(range(20, 24))]
+        parts = []
+        for number, (rows, at) in enumerate(zip((FIRST, SECOND, IN_HOST), slots, strict=True)):
+            if kit.moves < 2:
+                kit.put(number, rows, at)
+            parts.append(contents(store.arena, at, rows))
+        parts[1] = parts[1][:, :, 40:]
+        held = np.concatenate(parts, axis=2)
+        self.held = torch.from_numpy(held).view(torch.float32).view(3, 2, ROWS, 4, 16)
+        self.views = (
+            Selectable(extent_name(0), FIRST, 0, FIRST, ()),
+            Selectable(extent_name(1), SECOND, 40, SECOND, ()),
+            Selectable(extent_name(2), IN_HOST, 0, IN_HOST, slots[2]),
+        )
+        self.reader = RecordingReader(store.chunks)
+        arena = torch.from_numpy(store.arena.view).view(torch.float32).view(3, 2, 64, 64, 4, 16)
+        shelf = Shelf(ScoreCache(device, host), torch.device("cpu"))
+        self.loader = Loader(
+            arena,
+            LAYOUT,
+            self.reader,
+            shelf,
+            dtype=torch.float32,
+            timeout=20,
+            prior=prior,  # type: ignore[arg-type]
+        )
+        self.loader.bandwidth = 1e9
+        self.loader.budget.seconds = 1.0
+
+    def select(self, layer: int, k: int = 200) -> Selection:
+        """Much the same rows in each layer."""
+        draw = torch.Generator().manual_seed(1)
+        mean = torch.rand(ROWS, generator=draw) + 0.01 * layer * torch.rand(ROWS, generator=draw)
+        ranked = mean.argsort(descending=True)[:k]
+        if layer == 1:
+            rows = torch.stack([ranked.roll(head)[: k // 2].sort().values for head in range(4)])
+            union = rows.unique()
+            return Selection("per_head", ROWS, rows, union[mean[union].argsort(descending=True)], mean, 0.1, 0.2)
+        return Selection("shared", ROWS, ranked.sort().values, ranked, mean, 0.9, 0.2)
+
+    def check(self, prefix: Prefix, layer: int) -> None:
+        """One layer, against what is held."""
+        assert torch.equal(prefix.probe_keys(layer), self.held[layer, KEYS, :, :3])
+        selection = self.select(layer)
+        all_keys = prefix.all_keys(layer) if selection.kind == "per_head" else None
+        self.reader.events.append(("selected", layer, 0, 0))
+        keys, values = prefix.take(layer, selection, all_keys)
+        prefix.ahead(layer, selection)
+        heads = torch.arange(4)
+        for found, tensor in ((keys, KEYS), (values, VALUES)):
+            whole = self.held[layer, tensor]
+            if selection.kind == "shared":
+                assert torch.equal(found, whole[selection.rows])
+            else:
+                assert torch.equal(found, whole[selection.rows.T, heads])
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Iterator[Kit]:
+    with Kit(tmp_path, LAYOUT) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("prior", ["prior", "cut", "random", "sinks", "none"])
+@pytest.mark.parametrize("shelf", [0, 200_000, 10_000_000])
+def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, shelf: int) -> None:
+    scene = Scene(kit, prior, shelf, shelf)
+    for _ in range(3):
+        prefix = scene.loader.open(scene.views)
+        for layer in range(3):
+            scene.check(prefix, layer)
+        prefix.close()
+        scene.loader.shelf.cache.check()
+    tally = scene.loader.stats.tally
+    tally.check()
+    assert (tally.predicted > 0) == (prior != "none")
+    if shelf == 10_000_000:  # all that was ever wanted is there
+        before = scene.loader.stats.read_bytes
+        prefix = scene.loader.open(scene.views)
+        for layer in range(3):
+            scene.check(prefix, layer)
+        assert scene.loader.stats.read_bytes == before
+
+
+def test_the_next_layer_is_asked_for_while_one_computes(kit: Kit) -> None:
+    """Figure 10: probe keys first, then what is likely, then, when the layer knows, what is missing."""
+    scene = Scene(kit, "prior")
+    prefix = scene.loader.open(scene.views)
+    for layer in range(3):
+        scene.check(prefix, layer)
+    events = scene.reader.events
+    for layer in (1, 2):
+        probes = [i for i, e in enumerate(events) if e[1] == layer and e[2] == PROBES]
+        ahead = [i for i, e in enumerate(events) if e[:2] == ("ahead", layer) and e[2] != PROBES]
+        selected = events.index(("selected", layer, 0, 0))
+        assert events.index(("selected", layer - 1, 0, 0)) < min(probes) <= max(probes) < min(ahead)
+        assert max(ahead) < selected
+        assert all(events[i][0] == "ahead" for i in probes)
+    assert scene.loader.stats.fallbacks == 1
+
+
+def test_guesses_stay_within_what_can_be_read_meanwhile(kit: Kit) -> None:
+    scene = Scene(kit, "prior")
+    scene.loader.budget.seconds, scene.loader.bandwidth = 1.0, 5 * 2 * LAYOUT.chunk_bytes + 1
+    scene.loader.budget.beta = 0.0
+    scene.loader.took = lambda reading: None  # type: ignore[method-assign]
+    prefix = scene.loader.open(scene.views)
+    scene.check(prefix, 0)
+    guessed = sum(
+        n for what, layer, tensor, n in scene.reader.events if (what, layer) == ("ahead", 1) and tensor != PROBES
+    )
+    assert guessed <= 10  # five chunks, keys and values of each
+
+
+def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
+    scene = Scene(kit, "none")
+    path = kit.file(1)
+    data = bytearray(path.read_bytes())
+    data[LAYOUT.offset(SECOND, 2, PROBES, 1)] ^= 1
+    path.write_bytes(data)
+    prefix = scene.loader.open(scene.views)
+    scene.check(prefix, 0)
+    scene.check(prefix, 1)
+    with pytest.raises(Lost) as lost:
+        scene.check(prefix, 2)
+    assert lost.value.extent == extent_name(1)
+
+
+def test_what_was_important_becomes_an_order(kit: Kit) -> None:
+    scene = Scene(kit, "prior")
+    prefix = scene.loader.open(scene.views)
+    for layer in range(3):
+        scene.check(prefix, layer)
+    first = scene.loader.stats.read_bytes
+    scene.loader.reader = kit.store.chunks
+    assert scene.loader.reorder() == 2  # the third is in host alone; nothing is known to be on disk of it
+    kit.settle()
+    scene.loader.reader, scene.loader.prior = scene.reader, "none"  # type: ignore[assignment]
+    prefix = scene.loader.open(scene.views)
+    before = scene.loader.stats.read_bytes
+    for layer in range(3):
+        scene.check(prefix, layer)
+    assert scene.loader.stats.read_bytes - before < first

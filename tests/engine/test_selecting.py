@@ -17,8 +17,10 @@ from afterglow.importance.attend import SelectingAttend, prefill
 from afterglow.importance.identify import Rules
 from afterglow.plan.admission import LEAST_ASKING
 from afterglow.request import Request, SamplingParams
+from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
 from tests.engine.test_exact_reuse import same
+from tests.engine.test_truncation import SYSTEM, TURN, WINDOW, turns_of
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -155,9 +157,12 @@ def test_damage_costs_time_and_nothing_else(start: Start, model_of: Models, tmp_
     assert handle.engine.stats().store.damage >= 1
 
 
-def test_beside_others(start: Start, model_of: Models, tmp_path: Path) -> None:
-    """Exact and selecting requests in one batch."""
-    handle = start(model_of("mistral"), tmp_path, importance=1.0, importance_exact="never", prefill_chunk=64)
+@pytest.mark.parametrize("relay", ["on", "off"])
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_beside_others(start: Start, model_of: Models, tmp_path: Path, relay: str, chunk: int) -> None:
+    """Exact and selecting requests in one batch, with what the former share read once or not, in pieces or not."""
+    model = model_of("mistral")
+    handle = start(model, tmp_path, importance=1.0, importance_exact="never", prefill_chunk=chunk, relay=relay)
     prefix = draw(1, ROWS)
     handle.ask(prefix, max_tokens=1)
     handle.engine.settle()
@@ -192,3 +197,31 @@ def test_a_prompt_that_is_known_asks_with_its_last_tokens(start: Start, model_of
     assert done.selected is not None
     assert done.selected.rows == ROWS - LEAST_ASKING
     agree(done, expected(handle, prompt[:-LEAST_ASKING], prompt[-LEAST_ASKING:], 0.3, 3))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_of_a_truncated_conversation_all_is_what_it_is_without(
+    start: Start, model_of: Models, tmp_path: Path, family: str
+) -> None:
+    """Positions are those in the truncated context (X10), and its private rows can be selected from."""
+    model = model_of(family)
+    handle = start(model, tmp_path, max_model_len=WINDOW, importance=1.0, importance_exact="never")
+    text = draw(family, SYSTEM + 5 * TURN)
+    for rows in range(SYSTEM + TURN, len(text) + 1, TURN):
+        ask_truncated(handle.engine, text[:rows], turns=turns_of(rows))
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    new = draw("new", TURN)
+    turns = turns_of(len(text) + TURN)
+    outputs = ask_truncated(handle.engine, text + new, turns=turns, kv_retention=0.9999)
+    told, selected = outputs[0].truncation, outputs[0].selected
+    assert told is not None
+    assert told.reused
+    assert selected is not None
+    assert selected.kept == selected.rows == told.kept - TURN
+    decoder = handle.engine.decoder
+    wanted = reference(decoder, text, [(SYSTEM, SYSTEM + told.dropped)], new)
+    assert (logprobs(outputs) - wanted).abs().max() < 1e-4
+    part = ask_truncated(handle.engine, [*text, *new[:-1], 0], turns=turns, kv_retention=0.3)
+    assert part[0].selected is not None
+    assert part[0].selected.kept < 0.4 * part[0].selected.rows

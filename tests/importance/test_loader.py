@@ -117,7 +117,7 @@ def kit(tmp_path: Path) -> Iterator[Kit]:
 
 
 @pytest.mark.parametrize("prior", ["prior", "cut", "random", "sinks", "none"])
-@pytest.mark.parametrize("shelf", [0, 200_000, 10_000_000])
+@pytest.mark.parametrize("shelf", [0, 150_000, 200_000, 10_000_000])
 def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, shelf: int) -> None:
     scene = Scene(kit, prior, shelf, shelf)
     for _ in range(3):

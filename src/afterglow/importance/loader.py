@@ -178,13 +178,16 @@ class Prefix:
         heads, parts = self._layout.probe_heads, []
         sidecars = [self._sidecar(at, layer) for at in range(len(self.views))]
         self._ask([name for name in sidecars if name is not None], DEMAND)
+        used = []
         for at, (view, name) in enumerate(zip(self.views, sidecars, strict=True)):
             if name is None:
                 parts.append(self._in_host(view, layer, KEYS)[:, :heads])
             else:
                 rows = self._rows(name)
                 parts.append(rows[self._stored(at, layer, torch.arange(view.start, view.stop))])
-                self._loader.shelf.used(name, rows, view.rows, view.rows)
+                used.append((name, rows, view.rows))
+        for name, rows, count in used:  # now, as it may cost others their places on the shelf
+            self._loader.shelf.used(name, rows, count, count)
         return torch.cat(parts).to(self._loader.dtype)
 
     def all_keys(self, layer: int) -> Tensor:
@@ -381,7 +384,7 @@ class Prefix:
         needed = [(number, self._name(places, layer, tensor, number)) for number in sorted(set(numbers.tolist()))]
         self._ask([name for _, name in needed if name is not None], DEMAND)
         parts, base = [], torch.zeros(len(places), dtype=torch.int64)
-        at = 0
+        at, used = 0, []
         for number, name in needed:
             base[number] = at
             if name is None:
@@ -391,10 +394,12 @@ class Prefix:
                 part = self._rows(name)
                 view_rows = self.views[places[number].view].rows
                 tokens = min(CHUNK, view_rows - CHUNK * name.chunk)
-                self._loader.shelf.used(name, part, tokens, min(hits[number], tokens) if selected is not None else 0)
+                used.append((name, part, tokens, min(hits[number], tokens) if selected is not None else 0))
             parts.append(part)
             at += len(part)
         joined = torch.cat([part.to("cpu") for part in parts])
+        for name, part, tokens, wanted in used:
+            self._loader.shelf.used(name, part, tokens, wanted)
         return joined[base[numbers] + places.stored[rows] % CHUNK].to(self._loader.dtype)
 
     def _rows(self, name: Name) -> Tensor:

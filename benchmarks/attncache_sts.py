@@ -29,9 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from attncache_parts import shapes
-from attncache_parts.measures import CLOCK, TASKS, gamma, score, split
-from attncache_parts.passes import Make, Passes, Result, Watched
 
 from afterglow.bench.report import arguments, finish, goal, show
 from afterglow.cli.environment import find_embedding_model
@@ -52,6 +49,9 @@ from afterglow.memo.settings import MemoOptions
 from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
 from afterglow.model.encoder import BatchAttend
 from afterglow.text import Tokenizer
+from attncache_parts import shapes
+from attncache_parts.measures import CLOCK, TASKS, gamma, score, split
+from attncache_parts.passes import Make, Passes, Result, Watched
 
 LOSS = 2.0  # points of Spearman x 100 that a method may cost: the paper's
 LEAST_RATE = 0.30

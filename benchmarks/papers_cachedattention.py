@@ -54,7 +54,9 @@ class Evaluation:
         if path is not None:
             facts = {"commit": commit(), "seed": self.options.seed, "partial": True, "rows": self.rows}
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(facts | {"runs": self.kept}, indent=1) + "\n")
+            beside = path.with_name(path.name + ".part")
+            beside.write_text(json.dumps(facts | {"runs": self.kept}, indent=1) + "\n")
+            beside.replace(path)  # hours of runs are in the file: it is whole at any time
 
     def add(self, paper: Paper, number: str, rows: Sequence[Row]) -> None:
         """A figure is complete."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from attncache_parts.measures import Clock, now, timed_model
 from torch import Tensor
 
 from afterglow.bench.report import interleaved
@@ -17,6 +16,7 @@ from afterglow.memo.database import Fetched
 from afterglow.memo.encoder import Embedder
 from afterglow.model.decoder import Attend
 from afterglow.model.encoder import Model, runs
+from attncache_parts.measures import Clock, now, timed_model
 
 Make = Callable[[Model, Tensor, Sequence[int]], Attend]
 """A method: the `Attend` of a flat batch."""

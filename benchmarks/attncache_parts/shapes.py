@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from attncache_parts.measures import Clock, now, timed_model
 
 from afterglow.bench.report import goal, interleaved, show
-from afterglow.memo.attend import MapsAttend, RecordingAttend
+from afterglow.memo.attend import MapsAttend
 from afterglow.memo.database import Fetched
 from afterglow.memo.index import VectorIndex
 from afterglow.memo.maps import Identity, MapStore, token_key
@@ -23,6 +22,7 @@ from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import BatchAttend
 from afterglow.model.presets import random_model
 from afterglow.model.spec import ModelSpec, RopeSpec
+from attncache_parts.measures import now
 
 # hidden, heads, kv heads, ffn, layers, rotary base
 MODELS = {
@@ -30,7 +30,7 @@ MODELS = {
     "Llama-3-8B and Mistral-7B": (4096, 32, 8, 14336, 32, 500000.0),  # alike but for the rotary base
 }
 LENGTHS = (16, 32, 64, 128)
-RATES = (0.0, 0.3, 0.5, 0.7, 1.0)
+RATES = (0.3, 0.7, 1.0)
 SENTENCES = 10
 VOCAB = 64
 SEARCHED, QUERIES = 100_000, 200
@@ -90,34 +90,36 @@ def one_layer(name: str, seed: int) -> Decoder:
 
 
 def attention(name: str, model: Decoder, length: int, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """Ten sentences, of which some have maps in half precision, packed as in the store."""
+    """Ten sentences, of which some have maps in half precision, packed as in the store. Attention is queries, keys, values,
+    their product and the output projection; a layer is that and the MLP."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB, (SENTENCES * length,), generator=generator)
+    layer = model.layers[0]
+    x = torch.randn(SENTENCES * length, model.spec.hidden, generator=generator)
     positions, lengths = torch.arange(length).repeat(SENTENCES), [length] * SENTENCES
-    recording = RecordingAttend(model, positions, lengths)
-    model.forward(ids, positions, recording)
-    packed = torch.from_numpy(pack(torch.stack(recording.sentences()).numpy(), causal=True)).half()
-    maps = Fetched(packed, torch.arange(SENTENCES))
-    inputs = recording.inputs[0].view(SENTENCES, length, -1)
+    scores = torch.randn(SENTENCES, 1, model.spec.heads, length, length, generator=generator)
+    maps = scores.masked_fill_(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+    packed = torch.from_numpy(pack(maps.numpy(), causal=True)).half()
+    inputs = x.view(SENTENCES, length, -1)
     projector, index = Projector(ProjectorSpec("positions", model.spec.hidden, length)), VectorIndex()
     random = np.random.default_rng(seed)
     known = projector.project(inputs).numpy().repeat(100, 0)
-    index.put(length, np.arange(1000), known + random.normal(size=known.shape).astype(np.float32))
-    clocks: dict[float, list[float]] = {rate: [] for rate in (-1.0, *RATES)}
+    index.put(length, np.arange(len(known)), known + random.normal(size=known.shape).astype(np.float32))
 
-    def once(rate: float) -> float:
-        clock = Clock()
-        timed = timed_model(model, clock)
+    def once(rate: float | None) -> float:
         began = now()
-        if rate < 0:
-            attend: Any = BatchAttend(timed, positions, lengths)
+        if rate is None:
+            layer.out(BatchAttend(model, positions, lengths)(0, layer.attention, x))
         else:
-            attend = MapsAttend(timed, positions, lengths)
+            attend = MapsAttend(model, positions, lengths)
             hits = np.zeros((SENTENCES, 1), bool)
             hits[: round(rate * SENTENCES)] = True
-            attend.use([maps], hits)
-        timed.forward(ids, positions, clock.wrap(attend))
-        clocks[rate].append(clock.seconds)
+            attend.use([Fetched(packed, torch.arange(SENTENCES))], hits)
+            layer.out(attend(0, layer.attention, x))
+        return now() - began
+
+    def mlp() -> float:
+        began = now()
+        model._mlp(layer, x)
         return now() - began
 
     def look_up() -> float:
@@ -125,28 +127,24 @@ def attention(name: str, model: Decoder, length: int, repeats: int, seed: int) -
         index.search(length, projector.project(inputs).numpy())
         return now() - began
 
-    variants = {str(rate): (lambda r=rate: once(r)) for rate in clocks}
-    once(-1.0), once(1.0), look_up()
-    for samples in clocks.values():
-        samples.clear()
-    found = interleaved({**variants, "look up": look_up}, repeats)
-    layers = MODELS[name][4]
-    share = statistics.median(a / b for a, b in zip(found["look up"], found["-1.0"], strict=True)) / layers
-    rows = []
-    for rate in RATES:
-        whole = statistics.median(a / b for a, b in zip(found["-1.0"], found[str(rate)], strict=True))
-        part = statistics.median(a / b for a, b in zip(clocks[-1.0], clocks[rate], strict=True))
-        rows.append(
-            {
-                "model": name,
-                "tokens": length,
-                "hit_rate": rate,
-                "attention": round(part, 3),
-                "layer": round(whole, 3),
-                "lookup_share": round(share, 5),
-            }
-        )
-    return rows
+    with torch.inference_mode():
+        variants = {"full": lambda: once(None), "mlp": mlp, "look up": look_up}
+        variants |= {str(rate): (lambda r=rate: once(r)) for rate in RATES}
+        for variant in variants.values():
+            variant()
+        found = {key: np.array(times) for key, times in interleaved(variants, repeats).items()}
+    share = float(np.median(found["look up"] / (found["full"] + found["mlp"]))) / MODELS[name][4]
+    return [
+        {
+            "model": name,
+            "tokens": length,
+            "hit_rate": rate,
+            "attention": round(float(np.median(found["full"] / found[str(rate)])), 3),
+            "layer": round(float(np.median((found["full"] + found["mlp"]) / (found[str(rate)] + found["mlp"]))), 3),
+            "lookup_share": round(share, 6),
+        }
+        for rate in RATES
+    ]
 
 
 def searching(count: int, seed: int) -> dict[str, Any]:

@@ -199,10 +199,8 @@ def figure_capacity(paper: Paper, number: str, base: Case, runs: Runs) -> Iterat
         found = runs[case]
         rates[think, ratio] = found["hit_rate_later"]
         note = f"{ratio * ccput(case) / TB:.2f} TB; {found['prefill_throughput']:,.0f} tokens/s of prefill"
-        usual = think == CAPACITY_THINK_S
         what = f"RCC/CCpUT {ratio:g}, think {think:g} s, hits of later turns %"
-        printed = RATIOS[ratio] if usual else None
-        yield row(paper, number, what, printed or "plotted", 100 * rates[think, ratio], note=note)
+        yield row(paper, number, what, RATIOS[ratio] or "plotted", 100 * rates[think, ratio], note=note)
     order = [rates[CAPACITY_THINK_S, ratio] for ratio in (0.25, 0.1, 0.05)]
     yield holds(paper, number, "hits at 0.25, 0.1, 0.05 of CCpUT", order)
     peak = rates[CAPACITY_THINK_S, 0.5]

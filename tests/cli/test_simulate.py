@@ -227,6 +227,11 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path: Path) -> None:
     assert ran.code == 2
     assert f"{trace}, line 3: " in ran.err
     assert "(--skip-bad leaves such lines out)" in ran.err
+    (tmp_path / "empty.jsonl").touch()
+    assert (
+        "empty.jsonl is empty: a trace has a line for each request"
+        in afterglow("simulate", str(tmp_path / "empty.jsonl")).err
+    )
     left_out = afterglow("simulate", trace, "--skip-bad")
     assert left_out.code == 0
     assert "left out" in left_out.out

@@ -193,3 +193,18 @@ def test_the_fallback_for_other_devices_is_the_formula(monkeypatch: pytest.Monke
     for n, rows in ((1, 50), (20, 50), (9, 9)):
         q, keys, values = draw(n, rows, 8, 2)
         close(attend(q, keys, values, scale=SCALE, causal=True), reference(q, keys, values, SCALE, True))
+
+
+@pytest.mark.parametrize("queries", [1, 33])
+def test_what_the_cuda_operators_return(queries: int) -> None:
+    """Their LSEs, as far as that can be seen without such a device: float32, one of them padded to 32 queries."""
+    q = torch.empty(2, 4, queries, 64, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(2, 4, 70, 64, device="meta", dtype=torch.bfloat16)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, False, False, scale=0.1)
+    assert flash[0].shape == q.shape
+    assert flash[1].shape == (2, 4, queries)
+    q, k = q.float(), k.float()
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, k, None, True, 0.0, False, scale=0.1)
+    assert efficient[0].shape == q.shape
+    assert efficient[1].shape == (2, 4, -(-queries // 32) * 32)
+    assert flash[1].dtype == efficient[1].dtype == torch.float32

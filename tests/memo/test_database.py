@@ -18,7 +18,7 @@ from tests.memo.kit import EXACT, build, builder, embedder, sentences
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.attend import AttentionMemo, MapsAttend, RecordingAttend
-from afterglow.memo.baselines import build_layers, lazyformer, san, san_sharing, SharedAttend
+from afterglow.memo.baselines import SharedAttend, build_layers, lazyformer, san, san_sharing
 from afterglow.memo.database import MemoDatabase, vectors_file
 from afterglow.memo.encoder import Embedder
 from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key

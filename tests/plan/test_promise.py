@@ -70,7 +70,7 @@ class Disk(FakeExecutor):
             began, _, last = self.reads[number]
             done = self.done[-1]
             assert isinstance(done, MoveDone)
-            self.done[-1] = replace(done, seconds=last - began)
+            self.done[-1] = done._replace(seconds=last - began)
 
     def tick(self) -> list[Completion]:
         for number, pending in self.pending.items():

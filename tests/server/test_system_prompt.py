@@ -16,7 +16,7 @@ import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.errors import ConfigError
+from afterglow.errors import ConfigError, RequestError
 from afterglow.server.launch import Service
 from afterglow.server.promptfile import read_prompt
 from afterglow.server.settings import ServerConfig
@@ -361,3 +361,24 @@ def test_a_prompt_whose_tokens_change_with_the_date_is_registered_anew(
         wait_for(lambda: list(server.engine.prefix_ids.values()) != [first])
         (second,) = server.engine.prefix_ids.values()
         assert list(server.engine.requests[-1].prompt)[: len(second)] == second
+
+
+def test_a_prompt_that_cannot_be_computed_is_not_there_and_one_that_was_there_stays(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = [1, 2, *range(100, 140), 5]
+    server.engine.register_prefix("mine", old, salt="busy", about="words")
+
+    def busy(*_: object) -> None:
+        raise RequestError("too many are waiting already", status=429)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "_submit", busy)
+        for name in ("mine", "new"):
+            with pytest.raises(RequestError, match="waiting already"):
+                server.engine.register_prefix(name, [*old, 7, 5], salt="busy", about="words")
+    (left,) = server.engine.prefixes("busy")
+    assert (left.name, left.about, left.tokens) == ("mine", "words", len(old) + 2)
+    again = server.engine.register_prefix("mine", [*old, 7, 5], salt="busy", about="words")
+    assert again.host == len(old) + 2
+    assert server.engine.forget_prefix("mine", salt="busy")

@@ -314,7 +314,11 @@ def test_the_format_shows_in_spite_of_a_bad_first_line(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
-    for text in ("", "\n\n", "hello\n", '{"a": 1}\n'):
+    for text in ("", "\n\n"):
+        (tmp_path / "t").write_text(text)
+        with pytest.raises(ConfigError, match="is empty: a trace has a line for each request"):
+            TraceSource(tmp_path / "t")
+    for text in ("hello\n", '{"a": 1}\n'):
         (tmp_path / "t").write_text(text)
         with pytest.raises(ConfigError, match=r"cannot tell what kind of trace .* afterglow, mooncake, agentic, azure"):
             TraceSource(tmp_path / "t")

@@ -10,6 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from afterglow import __version__
+from afterglow.cli.memo_commands import memo_app
 from afterglow.cli.options import usage_line, with_configs
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.errors import AfterglowError, ConfigError, UserError
@@ -32,6 +33,7 @@ cache_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(cache_app, name="cache")
+app.add_typer(memo_app, name="memo")
 
 Model = Annotated[
     str | None,

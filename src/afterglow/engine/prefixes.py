@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from afterglow.engine.requests import check, salt_id, token_bytes
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, StoreError
 from afterglow.plan.prefixes import OPERATOR
 from afterglow.plan.registered import PrefixState
 from afterglow.request import Output, PrefixInfo, Request, SamplingParams
@@ -39,6 +39,7 @@ def register(engine: Engine, name: str, tokens: Sequence[int], salt: str | None,
             return error
         return None
 
+    before = {state.name for state in engine._ask(plan.prefixes).get(owner, ())}
     if (error := engine._ask(work)) is not None:
         raise error
     try:
@@ -52,9 +53,11 @@ def register(engine: Engine, name: str, tokens: Sequence[int], salt: str | None,
                 raise RequestError("the prefix was computed and could not be kept: is the host cache full?", status=503)
             time.sleep(POLL_SECONDS)
     except RequestError:
-        forget(engine, name, salt)
+        if name not in before:  # of one that was there, what is missing is computed by whoever needs it
+            forget(engine, name, salt)
         raise
-    engine._ask(engine._remember)  # now, and not when somebody has used it: what was asked for outlives the process
+    engine._ask(engine._remember)
+    _write(engine)
     return _info(found, cached)
 
 
@@ -66,7 +69,17 @@ def forget(engine: Engine, name: str, salt: str | None) -> bool:
         engine._remember()
         return there
 
-    return engine._ask(work)
+    found = engine._ask(work)
+    _write(engine)
+    return found
+
+
+def _write(engine: Engine) -> None:
+    """Now, and not within seconds: what was answered outlives the process, however it ends."""
+    try:
+        engine._store.write_notes()
+    except StoreError as error:
+        log.warning("it is not known yet whether a registered prefix will be known after a restart: %s", error)
 
 
 def listing(engine: Engine) -> dict[str, list[PrefixInfo]]:
@@ -105,7 +118,7 @@ def _state(engine: Engine, owner: str, name: str) -> PrefixState:
 
 
 def _kept(state: PrefixState, rows: int, *, on_disk: bool) -> bool:
-    return state.host >= rows and (not on_disk or state.disk >= rows)
+    return state.kept and state.host >= rows and (not on_disk or state.disk >= rows)
 
 
 def _info(state: PrefixState, cached: int = 0) -> PrefixInfo:

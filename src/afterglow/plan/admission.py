@@ -205,8 +205,10 @@ class Admission:
         """Will another job put more of these tokens into the index, so that waiting pays?"""
         limit = len(tokens) // 4 - 1
         for other in self._promising():
+            if other.spec.salt != job.spec.salt or other.tokens[:4] != tokens[:4]:
+                continue  # nearly all of them
             rows = other.promised
-            if rows > matched and other.spec.salt == job.spec.salt:
+            if rows > matched:
                 same = min(common_rows(other.tokens, 0, tokens, 0, rows), limit)
                 # A prefill takes a while; rows that have left the device are about to be saved: any number is worth it.
                 least = self._capacity.block_rows if other.running else 1

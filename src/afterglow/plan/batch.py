@@ -43,7 +43,7 @@ class Batch:
         return False
 
     def extend_early(self, job: Job) -> None:
-        """The same before it has to be, if it costs nothing: several jobs are seen to at once."""
+        """The same before it has to be, if that costs nothing."""
         most = self._capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
         rows = min(job.capacity + GROWTH * self._capacity.block_rows, most, self._device.budget)
         if rows > job.capacity and self._device.used + rows - job.capacity <= self._device.budget:

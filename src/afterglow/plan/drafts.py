@@ -39,7 +39,6 @@ class Drafts:
         write_through: bool,
     ) -> None:
         self._capacity = capacity
-        self._soon = capacity.block_rows // 2  # rows
         self._index = index
         self._placement = placement
         self._device = device
@@ -86,12 +85,13 @@ class Drafts:
         if draft.rows == self._capacity.max_extent_rows:
             self._seal(job, now, all_of_them=False)
 
-    def tee_one(self, job: Job, row: int, now: float) -> tuple[Save, ...]:
-        """`tee` of one row: most of the time there is a draft, and room for it."""
+    def tee_one(self, job: Job, row: int, soon: int, now: float) -> tuple[Save, ...]:
+        """`tee` of one row: most of the time there is a draft, and room for it. It gets more if it has room for `soon`
+        rows only."""
         if job.drafts:
             draft = job.drafts[-1]
             planned = draft.planned
-            if draft.room - planned <= self._soon and not draft.sealed:
+            if 0 < draft.room - planned <= soon:
                 self._widen(draft)
             if planned < draft.room and not draft.sealed:
                 draft.planned = planned + 1
@@ -121,7 +121,7 @@ class Drafts:
         return min(rows, len(draft.slots) * block - draft.planned)
 
     def _widen(self, draft: Draft) -> None:
-        """A slot for a decoding job before it has to be, if it costs nothing: several jobs are seen to at once."""
+        """A slot for a decoding job before it has to be, if that costs nothing."""
         if draft.slots and draft.room < self._capacity.max_extent_rows and self._placement.pool.free > AHEAD:
             draft.slots += self._placement.pool.take(1, draft.slots[-1]) or ()
             draft.room = len(draft.slots) * self._capacity.block_rows

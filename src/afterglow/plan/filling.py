@@ -61,6 +61,7 @@ class Filling:
         self._counters = counters
         self._cost = cost
         self._chunk = chunk
+        self._soon = device.block // 2  # rows
         self._most = most
         self._sharers: list[int | tuple[int, int]] = []  # of which batch `_shares` is known
         self._shares: tuple[Share, ...] = ()
@@ -74,13 +75,18 @@ class Filling:
         return self._prefills(now, IDLE_PREFILL) or self._decodes(now)  # as in the papers
 
     def _decodes(self, now: float) -> list[Run]:
-        """A row of every decoding job."""
+        """A row of every decoding job. When one needs room, those that are soon going to need some are given it too."""
         running = self._batch.running
+        soon = 0
         for job in list(running):
-            if job.rows >= job.capacity and job.state == "decoding":
+            if job.state != "decoding":
+                continue
+            if job.rows >= job.capacity:
                 self._grow(job, now)
+                soon = self._soon
+            elif job.drafts and job.drafts[-1].full:
+                soon = self._soon
         runs: list[Run] = []
-        soon = self._device.block // 2
         for job in running:
             if job.state != "decoding":
                 continue
@@ -89,7 +95,7 @@ class Filling:
                 self._batch.extend_early(job)
             saves: tuple[Save, ...] = ()
             if job.saving and row >= job.covered:
-                saves = self._drafts.tee_one(job, row, now)
+                saves = self._drafts.tee_one(job, row, soon, now)
             token = _TOKEN.unpack_from(job.tokens, 4 * row)
             runs.append(Run(job.spec.job, row, token, True, job.capacity, None, (), saves))
         return runs

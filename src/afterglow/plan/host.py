@@ -24,7 +24,7 @@ class Host:
     ) -> None:
         self.pool = SlotPool(capacity.host_slots)
         self.low, self.high = watermarks(capacity.host_slots)
-        self.absences = 0  # how often rows have left host, or have not come
+        self.absences = 0  # how often rows that queued jobs wait for have left host, or any have not come
         self.evicting = 0  # slots that are free when Stores under way have ended
         self._victims = victims
         self._disk = disk
@@ -149,7 +149,7 @@ class Host:
         """Its slots are others'."""
         self.pool.give(extent.slots)
         extent.slots, extent.host = (), "absent"
-        self.absences += 1
+        self.absences += bool(extent.waiting)
         self._victims.place(extent)
 
     def not_loaded(self, extent: Extent, move: int, busy: bool) -> None:

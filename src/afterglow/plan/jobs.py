@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent, Key
@@ -60,13 +60,17 @@ class Draft:
         return self.bad_from is not None and self.bad_from < self.rows
 
     @property
+    def full(self) -> bool:
+        """Does another row need another slot, or another draft?"""
+        return self.planned >= self.room and not self.sealed
+
+    @property
     def complete(self) -> bool:
         """Will it not change any more?"""
         return self.sealed and self.planned == self.rows and self.answered >= self.teed
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A part of a prefill: rows to gather, then rows [start, stop) to compute (`stop` None: to the end).
 
     Most jobs have one. Where loading takes longer than recomputing, the head of what is on disk is computed in stages of
@@ -130,6 +134,7 @@ class Job:
     approximate: bool = False  # its rows were computed over a selection: they are nobody else's
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
     match: Match = NO_MATCH  # and where that ended
+    whole: int = -1  # how often rows had left host when all of them were there, or on their way
     conversation: tuple[str, str] | None = field(init=False)  # whose turns run one after the other
 
     def __post_init__(self) -> None:

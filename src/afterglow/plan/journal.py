@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from typing import Any
 
 from afterglow.plan.admission import Source
@@ -162,7 +163,7 @@ def replay_repeated(lines: Iterable[str], limit: int) -> Iterator[tuple[Step, st
             _feed(scheduler, step, op, entry)
         else:
             step = scheduler.schedule(entry["now"], limit)
-            times = _times(entries, at - 1, step.repeat)
+            times = _times(entries, at - 1, step)
             if times < 2:
                 yield replace(step, repeat=1), entry["step"]
                 continue
@@ -171,6 +172,8 @@ def replay_repeated(lines: Iterable[str], limit: int) -> Iterator[tuple[Step, st
             for commit in commits:
                 for job, token in commit["tokens"]:
                     drawn[job] += token.to_bytes(4, "little")
+                for job, text in commit.get("drawn", ()):
+                    drawn[job] += bytes.fromhex(text)
             result = StepResult({}, {}, times, drawn)
             recorded = [each["step"] for each in entries[at - 1 : at - 1 + 2 * times : 2]]
             yield from zip((each for each, _ in expanded(step, result)), recorded, strict=True)
@@ -179,12 +182,14 @@ def replay_repeated(lines: Iterable[str], limit: int) -> Iterator[tuple[Step, st
             at += 2 * times - 1
 
 
-def _times(entries: list[dict[str, Any]], start: int, most: int) -> int:
-    """How many times a step was scheduled and committed from `start` on, with no other input before the last commit."""
+def _times(entries: list[dict[str, Any]], start: int, step: Step) -> int:
+    """How many times a step was scheduled and committed from `start` on, with no other input before the last commit, and
+    before the plan has to look again."""
     count = 0
-    while count < most and start + 2 * count + 1 < len(entries):
+    wake = step.wake_at if step.wake_at is not None else inf
+    while count < step.repeat and start + 2 * count + 1 < len(entries):
         first, second = entries[start + 2 * count : start + 2 * count + 2]
-        if first["op"] != "schedule" or second["op"] != "commit":
+        if first["op"] != "schedule" or second["op"] != "commit" or (count and first["now"] >= wake):
             break
         count += 1
         if second["done"]:
@@ -263,7 +268,7 @@ def _result(entry: dict[str, Any]) -> StepResult:
 
 
 def _packed(item: Completion) -> dict[str, Any]:
-    return {"kind": type(item).__name__, **asdict(item)}
+    return {"kind": type(item).__name__, **item._asdict()}
 
 
 def _unpacked(item: dict[str, Any]) -> Completion:

@@ -62,7 +62,7 @@ class LookAhead:
             if place == 0:
                 self._placement.ranked(extent)
         self._count(job, -1)
-        job.path = ()
+        job.path, job.whole = (), -1
 
     def _follow(self, job: Job) -> None:
         """Find out what a job waits for, as far as it is known now."""
@@ -184,15 +184,21 @@ class LookAhead:
         state = (self._changes, self._placement.absences, self._window)
         if not self.enabled or state == self._fetched:
             return  # nothing has left host since all in the window was there, or on its way
-        complete = True
+        complete, absences = True, self._placement.absences
         for job in self._queue.first(self._window):
+            if job.whole == absences:
+                continue
+            whole = True
             for extent in job.path:
                 if extent.dead:
+                    whole = False
                     break
                 if extent.host == "absent":
                     if not self._placement.prefetch(extent, now, job.key, reserve):
                         return
-                    complete = complete and extent.host != "absent"
+                    complete = whole = complete and extent.host != "absent"
+            if whole:
+                job.whole = absences
         if complete:
             self._fetched = state
 

@@ -93,7 +93,7 @@ class Placement:
 
     @property
     def absences(self) -> int:
-        """How often rows have left host, or have not come."""
+        """How often rows that queued jobs wait for have left host, or any have not come."""
         return self._host.absences
 
     @property

@@ -39,9 +39,10 @@ def _lfu(extent: Extent) -> Order:
 
 def _lookahead(extent: Extent) -> Order:
     # CachedAttention §3.3.2: first what no job waits for, then what the last in the queue waits for; of a path the tail.
-    if extent.rank is None:
-        return (0, *_lru(extent))
-    return (1, *(-part for part in extent.rank), -extent.first_row, extent.serial)
+    if not extent.waiting:
+        return (0, extent.last_used, -extent.first_row, extent.serial)
+    priority, turn, tie, number = extent.waiting[0]
+    return (1, -priority, -turn, -tie, -number, -extent.first_row, extent.serial)
 
 
 POLICIES: dict[str, Policy] = {

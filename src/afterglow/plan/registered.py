@@ -39,7 +39,7 @@ class _Registration:
 @dataclass(frozen=True, slots=True)
 class PrefixState:
     """A registered prefix as callers see it, in tokens. `rows`: of the prefix; the tiers say how many of them are there,
-    each for itself. `about`: what the caller wanted to be remembered with it."""
+    each for itself. `about`: what the caller wanted to be remembered with it. `kept`: all of its rows are pinned."""
 
     name: str
     rows: int
@@ -48,6 +48,7 @@ class PrefixState:
     disk: int
     about: str
     shared: bool
+    kept: bool
 
 
 class Registered:
@@ -178,7 +179,7 @@ class Registered:
 
     def _state(self, each: _Registration) -> PrefixState:
         if each.prefix is None:
-            return PrefixState(each.name, 0, 0, 0, 0, each.about, each.salt == OPERATOR)
+            return PrefixState(each.name, 0, 0, 0, 0, each.about, each.salt == OPERATOR, kept=False)
         match = self._index.match(each.salt, each.prefix.tokens)
 
         def rows(tier: str) -> int:
@@ -192,8 +193,16 @@ class Registered:
             ),
             default=0,
         )
-        shared = each.salt == OPERATOR
-        return PrefixState(each.name, each.prefix.rows, device, rows("host"), rows("disk"), each.about, shared)
+        return PrefixState(
+            each.name,
+            each.prefix.rows,
+            device,
+            rows("host"),
+            rows("disk"),
+            each.about,
+            each.salt == OPERATOR,
+            each.whole,
+        )
 
     # ------------------------------------------------------------------------------------------- over restarts
 

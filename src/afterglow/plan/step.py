@@ -51,8 +51,7 @@ class ExtentRecord:
 # ---------------------------------------------------------------------------------------------- moves
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one.
 
     `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
@@ -68,8 +67,7 @@ class Load:
     ahead: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """Host -> disk. The slots stay readable and are not reused before the completion."""
 
     move: int
@@ -108,8 +106,7 @@ class Copy:
 Move = Load | Store | Drop | Copy
 
 
-@dataclass(frozen=True, slots=True)
-class MoveDone:
+class MoveDone(NamedTuple):
     """A move has ended. `slots_busy`: a timed-out read may still write into the slots; a second `MoveDone` with
     `slots_busy=False` follows when it no longer can. `bytes` and `seconds` feed the measured rates. `why` it failed, in
     a word: damage, missing, no_space, io, timeout or refused (not even tried)."""
@@ -123,8 +120,7 @@ class MoveDone:
     why: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDone:
+class SaveDone(NamedTuple):
     """All layers of rows [first_row, first_row + rows) of a draft are in its host slots (or could not be: `ok`).
 
     Every row of every `Save` that was handed out is answered exactly once, in any grouping; those of a failed job, of
@@ -143,8 +139,7 @@ Completion = MoveDone | SaveDone
 # ----------------------------------------------------------------------------------------------- step
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(NamedTuple):
     """Rows [start, stop) of an extent that lie, or are about to lie, in host slots (of the *whole* extent)."""
 
     extent: ExtentId

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from afterglow import __version__
 from afterglow.errors import RequestError
-from afterglow.memo.texts import TextEmbedder
 from afterglow.server.cache import (
     cache_stats,
     delete_prompt,
@@ -55,6 +54,9 @@ from afterglow.server.wire import json_response
 from afterglow.text import Tokenizer
 from afterglow.text.chat import texts_in
 
+if TYPE_CHECKING:
+    from afterglow.memo.texts import TextEmbedder
+
 MAX_TOKENIZE_CHARS = 4 * 1024**2  # some seconds' work
 MAX_DETOKENIZE = 1024**2
 
@@ -77,10 +79,12 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         recorder = TraceRecorder(state.config.record_trace) if state.config.record_trace is not None else None
         state.jobs = Jobs(engine, recorder)
-        if embedders:
-            state.embeddings.worker.start()
+        worker = state.embeddings.worker
+        if worker is not None:
+            worker.start()
         yield
-        await asyncio.to_thread(state.embeddings.worker.close)
+        if worker is not None:
+            await asyncio.to_thread(worker.close)
         await state.jobs.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)

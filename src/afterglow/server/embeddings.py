@@ -1,31 +1,36 @@
-"""`/v1/embeddings`: texts, or their tokens, to vectors."""
+"""`/v1/embeddings`: texts, or their tokens, to vectors.
+
+Imports torch only where there is a model: a server's mistakes are found before that takes its seconds.
+"""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from torch import Tensor
-from torch.nn.functional import normalize
 
 from afterglow.errors import RequestError
-from afterglow.memo.attend import AttentionMemo
-from afterglow.memo.encoder import EmbedResult
-from afterglow.memo.texts import TextEmbedder
 from afterglow.request import CachedTokens
-from afterglow.server.embedding_worker import EmbeddingWorker
 from afterglow.server.errors import shutting_down
 from afterglow.server.schema import Int, read_body
 from afterglow.server.state import Record, State
 from afterglow.server.stream import while_connected
 from afterglow.server.wire import to_json
 from afterglow.text.chat import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from afterglow.memo.attend import AttentionMemo
+    from afterglow.memo.encoder import EmbedResult
+    from afterglow.memo.texts import TextEmbedder
+    from afterglow.server.embedding_worker import EmbeddingWorker
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -43,6 +48,12 @@ class Embeddings:
             self.names |= dict.fromkeys(state.names if model.name in state.names else (model.name,), model)
         self.default = models[0] if models else None
         self.metrics = EmbeddingMetrics(state.metrics.registry)
+        self.worker: EmbeddingWorker | None = None
+        if not models:
+            return
+        from afterglow.memo.attend import AttentionMemo
+        from afterglow.server.embedding_worker import EmbeddingWorker
+
         for model in models:
             if isinstance(memo := model.embedder.memo, AttentionMemo):
                 self.metrics.watch(model.name, memo)
@@ -162,6 +173,7 @@ async def embed(
     """Through the worker, and into the accounts. Ends with the client's connection. Errors: RequestError."""
     if state.jobs.draining:
         raise shutting_down()
+    assert state.embeddings.worker is not None, "there is a model"
     record: Record = http.scope["afterglow.record"]
     result = await while_connected(state.embeddings.worker.embed(model, sequences), http)
     state.tenants.count(record.caller, result.tokens, 0, CachedTokens())
@@ -227,7 +239,11 @@ def check_dimensions(wanted: int | None, model: TextEmbedder) -> int:
 
 def shortened(vectors: Tensor, dimensions: int) -> Tensor:
     """The first of the `dimensions`, of unit length again."""
-    return vectors if dimensions == vectors.shape[1] else normalize(vectors[:, :dimensions], dim=-1)
+    if dimensions == vectors.shape[1]:
+        return vectors
+    first = vectors[:, :dimensions]
+    unit: Tensor = first / first.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    return unit
 
 
 def usage(result: EmbedResult) -> dict[str, int]:

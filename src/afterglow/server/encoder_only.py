@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afterglow.config import EngineConfig
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
-from afterglow.memo.texts import TextEmbedder
 from afterglow.request import PrefixInfo, Request, SessionInfo
 from afterglow.store.conversations import Conversations
+
+if TYPE_CHECKING:
+    from afterglow.memo.texts import TextEmbedder
 
 
 class EncoderOnly:

@@ -20,7 +20,6 @@ import uvicorn
 
 from afterglow import __version__
 from afterglow.errors import ConfigError
-from afterglow.memo.texts import TextEmbedder
 from afterglow.server.app import create_app
 from afterglow.server.errors import shutting_down
 from afterglow.server.presence import announce
@@ -30,6 +29,7 @@ from afterglow.server.state import State
 from afterglow.text import Tokenizer
 
 if TYPE_CHECKING:
+    from afterglow.memo.texts import TextEmbedder
     from afterglow.server.jobs import EngineLike
 
 log = logging.getLogger("afterglow.server")

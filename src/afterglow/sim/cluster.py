@@ -52,14 +52,14 @@ class Engine(Simulation):
         return len(self._jobs) + len(self._inbox)
 
     @property
-    def next_event(self) -> float:
-        return self.executor.next_event
+    def next_arrival(self) -> float:
+        return inf
 
     def receive(self, arrival: Arrival) -> None:
         """A turn is sent to it, now."""
         self._inbox.append(arrival)
-        if self._decoding is not None and arrival.time < self._until:
-            self._until = arrival.time
+        if self._decoding is not None and (heard := self.heard(self._decoding, arrival.time)) < self._until:
+            self._until = heard
             self.due = self.executor.decodes_until(self._decoding, self.now, self._until)
         elif self.due == inf:
             self.due = max(self.now, arrival.time)
@@ -73,8 +73,7 @@ class Engine(Simulation):
             return
         self.idle_until(self.due)
         step = self.begin()
-        wake = step.wake_at if step.wake_at is not None else inf
-        later = min(self.next_event, wake)
+        later = self.next_look(step)
         if not step.runs:
             self.due = max(later, self.now)
         elif step.repeat == 1:

@@ -41,9 +41,10 @@ class Machine:
 
 @dataclass(slots=True)
 class _Reply:
-    """What a job is going to draw."""
+    """What a job is going to draw. `since`: when it came."""
 
     tokens: bytes
+    since: float
     drawn: int = 0
 
     def draw(self, count: int) -> bytes:
@@ -72,13 +73,13 @@ class Executor:
         self._numbers = 0
         self._saved: dict[int, list[int]] = {}  # of decoding jobs, not told yet: draft, first row, rows in host
         self._sizes: dict[str, int] = {}  # of the files on disk
-        self._before = 0.0  # how long the last step has computed
+        self._began = 0.0  # when the last step began
 
     # ----------------------------------------------------------------------------------------------- jobs
 
-    def expect(self, job: int, reply: bytes) -> None:
-        """A job will draw these tokens (uint32, little-endian)."""
-        self._replies[job] = _Reply(reply)
+    def expect(self, job: int, reply: bytes, since: float) -> None:
+        """A job that came at that time will draw these tokens (uint32, little-endian)."""
+        self._replies[job] = _Reply(reply, since)
 
     def forget(self, job: int) -> None:
         """It has ended."""
@@ -150,7 +151,7 @@ class Executor:
                     end = max(end, there)
         self.prefilling += end - now
         self.stalled += end - now - computing
-        self._before = computing
+        self._began = now
         tokens = {run.job: int.from_bytes(self._replies[run.job].draw(1), "little") for run in runs if run.sample}
         return end, StepResult(tokens, {})
 
@@ -175,7 +176,7 @@ class Executor:
                 drawn[job] = replies[job].draw(times)
         self.host_in.bytes += times * jobs * self.machine.row_bytes
         self.decoding += total
-        self._before = total
+        self._began = now
         return now + total, StepResult({}, {}, times, drawn)
 
     def decodes_until(self, step: Step, now: float, until: float) -> float:
@@ -216,13 +217,14 @@ class Executor:
         late = self._latest(runs)
         if machine.preload == "whole":
             return max(0.0, late - now) + layers * loading + computing
-        buffered = min(machine.read_buffer, int(self._before / loading)) if loading else layers
+        # The buffer has been filled since the last step began, or since the job came.
+        ahead = now - max(self._began, *(self._replies[run.job].since for run in runs if run.gathers))
+        buffered = min(machine.read_buffer, int(ahead / loading)) if loading else layers
         disk = max(0.0, late - now) / layers  # between layers that come from disk
-        clock = 0.0
-        for layer in range(layers):
-            there = max((layer + 1 - buffered) * loading, (layer + 1) * disk)
-            clock = max(clock, there) + computed
-        return clock
+        # A layer computes when the one before has, and its rows are there: they come evenly, so that either the first
+        # layer is waited for longest, or the last one.
+        first, last = max((1 - buffered) * loading, disk), max((layers - buffered) * loading, layers * disk)
+        return max(first + computing, last + computed)
 
     def _latest(self, runs: Iterable[Run]) -> float:
         """When the last load that these runs wait for has ended."""

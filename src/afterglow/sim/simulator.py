@@ -18,7 +18,7 @@ from afterglow.sim.replay import REPEATS
 from afterglow.sim.settings import Setup
 from afterglow.sim.workload import Arrival, Workload, token_bytes
 
-LATE = 0.25  # seconds
+LATE = 0.25  # seconds that what nobody waits for may be told late: several steps of decodes are then advanced at once
 
 
 @dataclass(slots=True)
@@ -97,17 +97,25 @@ class Simulation:
                 progress(self)
         return self.finish()
 
+    @property
+    def next_arrival(self) -> float:
+        """When a turn arrives, as far as that is known; infinity: never."""
+        arrival = self.workload.peek()
+        return arrival if arrival is not None else inf
+
+    def heard(self, step: Step, arrival: float) -> float:
+        """When the plan is told of an arrival: somewhat late while decodes run that the turn could not join."""
+        return arrival + LATE if step.closed and step.repeat > 1 else arrival
+
     def next_look(self, step: Step) -> float:
         """When the plan is asked again, if this step does not end before; infinity: never.
 
-        While it decodes it is told somewhat later of moves that nobody waits for, and of arrivals that could not join.
+        Of moves that nobody waits for it is told somewhat late too.
         """
-        arrival, moved = self.workload.peek(), self.executor.next_event
-        if step.repeat > 1:
-            moved += 0.0 if step.awaited else LATE
-            arrival = arrival + LATE if arrival is not None and step.closed else arrival
-        found = min(moved, step.wake_at if step.wake_at is not None else inf)
-        return found if arrival is None else min(found, arrival)
+        moved = self.executor.next_event
+        if step.repeat > 1 and not step.awaited:
+            moved += LATE
+        return min(moved, self.heard(step, self.next_arrival), step.wake_at if step.wake_at is not None else inf)
 
     def advance(self) -> None:
         """One step, or to the next event."""
@@ -178,7 +186,7 @@ class Simulation:
             self.outcome.refused += 1
             self.workload.finished(turn.session, self.now)
             return None
-        self.executor.expect(job, token_bytes(turn.reply))
+        self.executor.expect(job, token_bytes(turn.reply), arrival.time)
         self._jobs[job] = _Live(arrival, job, len(prompt) // 4)
         return found
 

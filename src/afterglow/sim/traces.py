@@ -130,14 +130,18 @@ class TraceSource:
 
     def _recognise(self) -> str:
         """The format, by the first lines. Errors: ConfigError."""
+        empty = True
         with closing(self._lines()) as lines:
             for _, line in islice(lines, LINES_TO_TELL):
+                empty = False
                 try:
                     found = recognise(_text(line))
                 except BadLine:
                     continue  # it may only be damaged: the next one tells
                 if found is not None:
                     return found
+        if empty:
+            raise ConfigError(f"{self.path} is empty: a trace has a line for each request (see docs/format.md)")
         raise ConfigError(
             f"cannot tell what kind of trace {self.path} is; there are {', '.join(FORMATS)} (see docs/format.md): "
             "name one with --format"

@@ -316,6 +316,10 @@ class Catalog:
         if first:
             self._jobs.put("soon")
 
+    def write_notes(self) -> None:
+        """Write the notes that wait; returns when that is committed. Raises StoreError."""
+        self._run(lambda db: None)
+
     def notes(self, kind: str) -> dict[str, str]:
         """The sound notes of a kind as they were at the start, last written last. They are handed over: a second
         call gets none.

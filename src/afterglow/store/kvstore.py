@@ -214,6 +214,11 @@ class KVStore:
         if self._catalog is not None:
             self._catalog.note(kind, items)
 
+    def write_notes(self) -> None:
+        """Write the notes that wait now, and not within seconds; waits for it. Raises StoreError."""
+        if self._catalog is not None:
+            self._catalog.write_notes()
+
     def notes(self, kind: str) -> dict[str, str]:
         """The notes of a kind as they were at the start, last written last; damaged ones are left out.
 

@@ -18,9 +18,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BLOCK 64  /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
-#define FEW 6     /* so many queries of one KV head are faster one by one */
-#define CHUNK 256 /* rows of a task at least */
+#define BLOCK 64   /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
+#define FEW 6      /* so many queries of one KV head are faster one by one */
+#define CHUNK 256  /* rows of a task at least */
+#define ALONE 4096 /* rows of a KV head that one thread reads alone */
 #define MOST_LANES 32
 #define INLINE static inline __attribute__((always_inline))
 #define JOIN(a, b) JOIN_(a, b)
@@ -67,6 +68,13 @@ typedef struct {
     int64_t segment, head, row, rows, part;
 } task;
 
+/* Rows of a task of this segment: about `chunk`, but never fewer than it has queries, so that there is not more to merge than to
+   read. */
+static int64_t piece(int64_t chunk, const segment *g) {
+    int64_t least = g->count > CHUNK ? g->count : CHUNK;
+    return ((chunk > least ? chunk : least) + BLOCK - 1) / BLOCK * BLOCK;
+}
+
 /* Part (out [d], lse) into what has been found before. */
 static void merge(float *out, float *lse, const float *part, float part_lse, int64_t d) {
     if (*lse == -INFINITY) {
@@ -88,15 +96,18 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
                      int width) {
     kernel *few = width == 16 ? few_16 : few_8, *many = width == 16 ? many_16 : many_8;
     const int64_t tile = 2 * width, group = heads / kv_heads;
-    int64_t work = 0, widest = 1, tasks = 0, parts = 0;
-    for (int64_t s = 0; s < count; s++) work += segments[s].rows * kv_heads;
-    int64_t chunk = threads == 1 ? INT64_MAX / 2 : work / (8 * threads) / BLOCK * BLOCK;
-    if (chunk < CHUNK) chunk = CHUNK;
+    int64_t work = 0, effort = 0, widest = 1, tasks = 0, parts = 0;
     for (int64_t s = 0; s < count; s++) {
-        int64_t pieces = (segments[s].rows + chunk - 1) / chunk;
+        work += segments[s].rows * kv_heads;
+        effort += segments[s].rows * kv_heads * (8 + segments[s].count * group) / 8;
+        if (segments[s].count * group > widest) widest = segments[s].count * group;
+    }
+    if (effort / ALONE < threads - 1) threads = 1 + effort / ALONE; /* to wake one takes as long as so many rows */
+    const int64_t chunk = threads == 1 ? INT64_MAX / 2 : work / (8 * threads);
+    for (int64_t s = 0; s < count; s++) {
+        int64_t pieces = (segments[s].rows + piece(chunk, segments + s) - 1) / piece(chunk, segments + s);
         tasks += pieces * kv_heads;
         parts += pieces * segments[s].count;
-        if (segments[s].count * group > widest) widest = segments[s].count * group;
     }
     if (tasks == 0) return 0;
     const int64_t room = (widest + MOST_LANES) * (2 * d + 2) + BLOCK * MOST_LANES;
@@ -109,10 +120,10 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
     }
     int64_t at = 0, first_part = 0;
     for (int64_t s = 0; s < count; s++)
-        for (int64_t row = 0; row < segments[s].rows; row += chunk, first_part += segments[s].count)
+        for (int64_t row = 0; row < segments[s].rows; row += piece(chunk, segments + s), first_part += segments[s].count)
             for (int64_t head = 0; head < kv_heads; head++) {
-                int64_t left = segments[s].rows - row;
-                todo[at++] = (task){s, head, row, left < chunk ? left : chunk, first_part};
+                int64_t left = segments[s].rows - row, size = piece(chunk, segments + s);
+                todo[at++] = (task){s, head, row, left < size ? left : size, first_part};
             }
 #pragma omp parallel num_threads(threads)
     {
@@ -147,7 +158,7 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
         for (int64_t head = 0; head < heads; head++) {
             int64_t from = head;
             for (int64_t s = 0; s < count; s++)
-                for (int64_t row = 0; row < segments[s].rows; row += chunk)
+                for (int64_t row = 0; row < segments[s].rows; row += piece(chunk, segments + s))
                     for (int64_t i = 0; i < segments[s].count; i++, from += heads) {
                         int64_t to = where[segments[s].first + i] * heads + head;
                         merge(out + to * d, lse + to, part + from * d, part_lse[from], d);

@@ -91,8 +91,8 @@ class Traced(Important):
         super().__init__(real.decoder, real.loader, real.rules)
         self.sums: list[Tensor] = []
 
-    def begin(self, selectable: tuple[Selectable, ...], retention: float | None) -> Taking:
-        taking = super().begin(selectable, retention)
+    def begin(self, selectable: tuple[Selectable, ...], retention: float | None, exact: int = 0) -> Taking:
+        taking = super().begin(selectable, retention, exact)
         return TracedTaking(self, taking.prefix, taking.rules)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,25 @@ def test_of_a_truncated_conversation_all_is_what_it_is_without(
     part = ask_truncated(handle.engine, [*text, *new[:-1], 0], turns=turns, kv_retention=0.3)
     assert part[0].selected is not None
     assert part[0].selected.kept < 0.4 * part[0].selected.rows
+
+
+@pytest.mark.parametrize("retention", [0.2, 0.6])
+def test_a_registered_prompt_is_attended_to_as_a_whole(
+    start: Start, model_of: Models, tmp_path: Path, retention: float
+) -> None:
+    """X8: it is not among what is selected from, and takes its share of the attention."""
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
+    prompt, rest, new = draw("system", 90), draw(1, 140), draw(2, NEW)
+    handle.engine.register_prefix("system", prompt, salt=None)
+    prefix = [*prompt, *rest]
+    ask(handle, prefix, 1.0, salt="somebody")
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    done = ask(handle, [*prefix, *new], retention, salt="somebody")
+    assert done.selected is not None
+    assert done.selected.kept == 90 + round(retention * 140)
+    decoder = handle.engine.decoder
+    with torch.inference_mode():
+        attend = SelectingAttend(decoder, prefill(decoder, prefix), Rules(retention=retention), system=90)
+        wanted = decoder.logits(attend.extend(new)[-1:])[0].log_softmax(-1)
+    agree(replace(done, logprobs=done.logprobs[:1]), [wanted])

@@ -19,6 +19,7 @@ from afterglow.importance.identify import (
     Rules,
     Selection,
     all_sums,
+    behind,
     everything,
     fall_back,
     judge,
@@ -42,10 +43,11 @@ class Important:
         self.decoder, self.loader, self.rules = decoder, loader, rules
         self.probes = probes_of(decoder.spec.heads, decoder.spec.kv_heads, rules.probe_heads)
 
-    def begin(self, selectable: tuple[Selectable, ...], retention: float | None) -> Taking:
-        """A request's prefix, of which it takes a share of `retention` (None: the usual one). Errors: `Lost`."""
+    def begin(self, selectable: tuple[Selectable, ...], retention: float | None, exact: int = 0) -> Taking:
+        """A request's prefix, of which it takes a share of `retention` (None: the usual one), and all of its first `exact`
+        rows. Errors: `Lost`."""
         rules = self.rules if retention is None else replace(self.rules, retention=retention)
-        return Taking(self, self.loader.open(selectable), rules)
+        return Taking(self, self.loader.open(selectable), rules, exact)
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class Taking:
     shared: Important
     prefix: Prefix
     rules: Rules
+    exact: int = 0
     kept: list[Pair] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
     _rotation: Rotation | None = None
@@ -96,20 +99,21 @@ class Taking:
     def _select(self, layer: int, q: Tensor, own: Tensor, scale: float) -> tuple[Selection, Tensor | None]:
         """What the layer finds important, and all keys where they were needed for it."""
         shared, rules = self.shared, self.rules
-        k = rules.keep(self.prefix.rows)
+        exact = self.exact
+        k = rules.keep(self.prefix.rows - exact)
         if k is None:
             return everything(self.prefix.rows), None
         probe_keys = self._rotate(self.prefix.probe_keys(layer).to(q.device), None)
         began = time.perf_counter()
         voted = probe_sums(shared.probes, q, probe_keys, own, scale=scale)
-        verdict = judge(voted, k, rules)
+        verdict = judge(voted[:, exact:], k, rules)
         shared.loader.stats.identifying += time.perf_counter() - began
         if verdict.selection is not None:
-            return verdict.selection, None
+            return behind(verdict.selection, exact), None
         keys = self._rotate(self.prefix.all_keys(layer).to(q.device), None)
         began = time.perf_counter()
         sums = all_sums(shared.probes, voted, q, keys, own, scale=scale)
-        found = fall_back(sums, k, rules, verdict)
+        found = behind(fall_back(sums[:, exact:], k, rules, verdict), exact)
         shared.loader.stats.identifying += time.perf_counter() - began
         return found, keys
 

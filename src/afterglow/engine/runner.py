@@ -201,7 +201,7 @@ class TorchRunner:
     def _begin_taking(self, job: _Job, part: Part, admit: Admit) -> None:
         assert self._important is not None, "a job that selects, on an engine that does not"
         try:
-            job.taking = self._important.begin(admit.selectable, job.request.kv_retention)
+            job.taking = self._important.begin(admit.selectable, job.request.kv_retention, admit.exact)
         except Lost as lost:
             part.failed = lost.extent
 

@@ -15,7 +15,7 @@ whose arithmetic is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -181,6 +181,25 @@ class Selection:
         found = torch.zeros(self.count, dtype=torch.bool, device=self.rows.device)
         found[self.rows.flatten()] = True
         return found
+
+
+def behind(selection: Selection, first: int) -> Selection:
+    """A selection of the rows behind a prompt of `first` rows that is always attended to, as one of all of them (spec X8)."""
+    if not first:
+        return selection
+    prompt = torch.arange(first, device=selection.rows.device)
+    rows = selection.rows + first
+    whole = prompt if rows.ndim == 1 else prompt.expand(len(rows), -1)
+    mean = selection.mean
+    if mean is not None:
+        mean = torch.cat((mean.mean().expand(first), mean))
+    return replace(
+        selection,
+        count=selection.count + first,
+        rows=torch.cat((whole, rows), -1),
+        ranked=torch.cat((prompt, selection.ranked + first)),
+        mean=mean,
+    )
 
 
 class Verdict(NamedTuple):

@@ -125,7 +125,9 @@ class Admission:
             Selectable(v.extent.id, v.extent.rows, v.start, v.stop, v.extent.slots if v.extent.host == "ready" else ())
             for v in views
         ]
-        return replace(admit, selectable=tuple(found))
+        registered = self._index.prefixes.before(job.spec.salt, job.tokens)
+        exact = min(rows, registered.rows) if registered is not None else 0
+        return replace(admit, selectable=tuple(found), exact=exact)
 
     def _revive(self, job: Job, now: float) -> Wait | None:
         """Bring what survived a truncation to where the job looks for it. None: done, or not to be done."""

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Final
 
@@ -329,7 +328,7 @@ class Mover:
                 log.warning("a move made no progress for %.1f s and was given up", self._timeout)
                 task.end(False)
             given_up = MoveDone(0, False, error="time-out", slots_busy=True, why="timeout")
-            self._tell([(task, replace(given_up, move=task.move or 0), "timeout") for task in late])
+            self._tell([(task, given_up._replace(move=task.move or 0), "timeout") for task in late])
             for task in refused:
                 self._refuse(task, "the disk does not answer")
             with self._lock:

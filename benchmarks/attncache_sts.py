@@ -44,12 +44,12 @@ from afterglow.memo.baselines import (
 )
 from afterglow.memo.build import Builder
 from afterglow.memo.database import MemoDatabase, memo_digest
-from afterglow.memo.labels import labels
 from afterglow.memo.settings import MemoOptions
 from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
 from afterglow.model.encoder import BatchAttend
 from afterglow.text import Tokenizer
 from attncache_parts import shapes
+from attncache_parts.distances import distances, unique
 from attncache_parts.measures import CLOCK, TASKS, gamma, score, split
 from attncache_parts.passes import Make, Passes, Result, Watched
 
@@ -121,7 +121,7 @@ def main() -> int:
         for name in names:
             task = read(options, name, model, embedder)
             if options.figure == "distances":
-                of_model += distances(task)
+                of_model += distances(task.model, task.name, task.embedder.embedder, task.known)
             else:
                 of_model += measure(task, options.steps, options.seed, quick=options.quick)
             if options.json is not None:  # a task takes long: what is known is kept
@@ -228,10 +228,6 @@ def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int)
     return database
 
 
-def unique(sentences: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(ids) for ids in dict.fromkeys(map(tuple, sentences))]
-
-
 def whole(passes: Passes, database: MemoDatabase, exact: Result, task: Task, variant: str, found: list[Found]) -> None:
     """Sentences taken whole: one pass in which all take maps serves every threshold."""
     memo = Watched(AttentionMemo(database, -1e9))
@@ -300,40 +296,6 @@ def rows_of(
                 }
         rows.append(row)
     return rows
-
-
-def distances(task: Task) -> list[dict[str, Any]]:
-    """Figure 1 in numbers: how far maps of different sentences of equal length lie apart, by layer."""
-    groups: dict[int, list[list[int]]] = {}
-    for ids in unique(task.known):
-        groups.setdefault(len(ids), []).append(ids)
-    apart: list[np.ndarray] = []
-    nearest: list[float] = []
-    layers = task.embedder.embedder.model.spec.layers
-    by_layer: list[list[np.ndarray]] = [[] for _ in range(layers)]
-    for members in groups.values():
-        if len(members) < 2:
-            continue
-        maps = recorded_maps(task.embedder.embedder, members[:60])
-        first, second = np.triu_indices(len(maps), 1)
-        pairs = labels(maps).numpy()
-        apart.append(pairs[first, second])
-        nearest += (pairs + 9 * np.eye(len(maps))).min(1).tolist()
-        for layer in range(layers):
-            by_layer[layer].append(labels([one[layer : layer + 1] for one in maps]).numpy()[first, second])
-    at = (5, 25, 50, 75, 95)
-    everything = np.concatenate(apart)
-    about = {"model": task.model, "task": task.name, "pairs": len(everything)}
-    rows = [
-        {**about, "of": "all layers", **percentiles(everything, at)},
-        {**about, "of": "nearest", **percentiles(np.array(nearest), at)},
-    ]
-    rows += [{**about, "of": f"layer {n}", **percentiles(np.concatenate(one), at)} for n, one in enumerate(by_layer)]
-    return rows
-
-
-def percentiles(values: np.ndarray, at: Sequence[int]) -> dict[str, float]:
-    return {f"p{p}": round(float(v), 4) for p, v in zip(at, np.percentile(values, at), strict=True)}
 
 
 def show_model(model: str, rows: list[dict[str, Any]], figure: str | None) -> None:

@@ -130,7 +130,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _counted(rows: Iterable[Row], case: Case) -> list[Row]:
     """Rows of runs say of how many conversations these were."""
-    return [each | {"conversations": case.conversations} for each in rows]
+    return [{"conversations": case.conversations} | each for each in rows]
 
 
 def _is_wanted(options: argparse.Namespace, number: str, cases: Sequence[Case], runs: Runs) -> bool:

@@ -1,6 +1,6 @@
 """Draws docs/images/cachedattention_*.svg from benchmarks/results/papers_cachedattention.json, and from nothing else.
 
-A panel per figure and unit: bars what is simulated, dots what the paper prints.
+A panel per figure and unit: bars what is simulated, dots what the paper prints, at the right both as numbers.
 
 pip install -c constraints.txt -e '.[plots]' && python benchmarks/papers_cachedattention_plot.py
 """
@@ -35,7 +35,7 @@ SHEETS: dict[str, dict[str, tuple[str, ...]]] = {  # name: paper, figures
     "attentionstore_computing": {"arXiv": ("2", "4", "23", "24")},
 }
 COLUMNS = 2
-LABEL = 44  # characters
+LABEL = 56  # characters
 
 Row = dict[str, Any]
 
@@ -50,17 +50,21 @@ def panels(rows: list[Row], paper: str, figures: tuple[str, ...]) -> dict[tuple[
     return {key: chosen for key, chosen in found.items() if len(chosen) > 1}
 
 
-def panel(axes: Axes, rows: list[Row], title: str, colour: str) -> None:
+def panel(axes: Axes, rows: list[Row], title: str, colour: str, places_of_line: int) -> None:
+    """`places_of_line`: bars of the panel beside it, if that has more: bars are equally thick. Values stand at the right,
+    where neither bars nor dots are."""
     names = [each["what"].rpartition(", ")[0][-LABEL:] or each["what"][-LABEL:] for each in rows]
     places = list(range(len(rows)))
-    bars = axes.barh(places, [each["simulated"] for each in rows], color=colour, height=0.7, label="simulated")
-    axes.bar_label(bars, [f"{each['simulated']:.3g}" for each in rows], fontsize=6, padding=4)
+    axes.barh(places, [each["simulated"] for each in rows], color=colour, height=0.7, label="simulated")
     dots = [(each["printed"], place) for place, each in enumerate(rows) if not isinstance(each["printed"], str)]
     if dots:
-        axes.plot(*zip(*dots, strict=True), "ko", ms=3, label="paper")
+        axes.plot(*zip(*dots, strict=True), "o", color="black", mec="white", mew=0.5, ms=4, label="paper")
+    for place, each in zip(places, rows, strict=True):
+        printed = "" if isinstance(each["printed"], str) else f" ({each['printed']:g})"
+        text = f"{each['simulated']:.3g}{printed}"
+        axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=6)
     axes.set_yticks(places, names, fontsize=6)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
+    axes.set_ylim(places_of_line - 0.5, -0.5)
     axes.set_title(title, fontsize=8, loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -74,19 +78,28 @@ def sheet(name: str, rows: list[Row], wanted: dict[str, tuple[str, ...]]) -> boo
     if not chosen:
         return False
     lines = [list(chosen.items())[i : i + COLUMNS] for i in range(0, len(chosen), COLUMNS)]
-    heights = [max(len(of) for _, of in line) * 0.19 + 0.6 for line in lines]
+    most = [max(len(of) for _, of in line) for line in lines]
+    heights = [bars * 0.19 + 0.6 for bars in most]
     figure, grid = plt.subplots(
-        len(lines), COLUMNS, figsize=(9.5, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
+        len(lines),
+        COLUMNS,
+        figsize=(10.5, sum(heights) + 0.3),
+        squeeze=False,
+        height_ratios=heights,
+        layout="constrained",
     )
-    for axes, line in zip(grid, lines, strict=True):
+    for axes, line, bars in zip(grid, lines, most, strict=True):
         for i, place in enumerate(axes):
             if i >= len(line):
                 place.set_visible(False)
                 continue
             (paper, number, unit), of = line[i]
             title = f"{paper}, {number if number == 'sensitivity' else f'Figure {number}'}: {unit}"
-            panel(place, of, title, COLOURS[paper])
-    grid[0][0].legend(frameon=False, fontsize=6)
+            panel(place, of, title, COLOURS[paper], bars)
+    handles = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=2, frameon=False, fontsize=7)
     figure.savefig(IMAGES / f"{name}.svg")
     plt.close(figure)
     return True

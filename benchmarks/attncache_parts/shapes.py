@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -20,8 +21,9 @@ from afterglow.memo.packing import pack
 from afterglow.memo.projector import Projector, ProjectorSpec
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import BatchAttend
-from afterglow.model.presets import random_model
+from afterglow.model.families import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
+from afterglow.model.weights import Assembler
 from attncache_parts.measures import now
 
 # hidden, heads, kv heads, ffn, layers, rotary base
@@ -43,7 +45,8 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
     for name in list(MODELS)[: 1 if quick else None]:
         layer = one_layer(name, seed)
         for length in (32,) if quick else LENGTHS:
-            rows += attention(name, layer, length, 3 if quick or length > 32 else 7, seed)
+            rows += attention(name, layer, length, 3 if quick or length > 32 else 5, seed)
+            print(*rows[-len(RATES) :], sep="\n", flush=True)
         del layer
     show(
         "one layer, time of the full computation over that with maps",
@@ -86,7 +89,18 @@ def one_layer(name: str, seed: int) -> Decoder:
         rope=RopeSpec(dim=hidden // heads, base=base),
         tied_embeddings=True,
     )
-    return random_model(spec, seed)
+    return Assembler(spec, Names(), Repeated(seed), torch.float32, torch.device("cpu")).decoder()
+
+
+class Repeated:
+    """Weights of a few random numbers over and over: only their shapes matter here, and billions take long to draw."""
+
+    def __init__(self, seed: int) -> None:
+        self._block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        size = math.prod(shape)
+        return self._block.repeat(-(-size // len(self._block)))[:size].view(shape)
 
 
 def attention(name: str, model: Decoder, length: int, repeats: int, seed: int) -> list[dict[str, Any]]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from afterglow.sim.catalogue import model
 
 from .closed import COST_DEVICES, EXACT_SAVINGS, SAVINGS, SPEEDUPS, cost_saving
-from .runs import GB, MODELS, TB, THINK_S, Case, Runs
+from .runs import GB, MODELS, PAPER_CONVERSATIONS, TB, THINK_S, Case, Runs
 from .table import Paper, Row, holds, row
 
 LAW: dict[Paper, str] = {"ATC": "sharegpt-atc", "arXiv": "sharegpt-arxiv"}
@@ -209,15 +210,22 @@ def figure_capacity(paper: Paper, number: str, base: Case, runs: Runs) -> Iterat
 
 def figure_mediums(paper: Paper, number: str, base: Case, runs: Runs) -> Iterator[Row]:
     for case, with_dram, full in zip(model_cases(base), WITH_DRAM[paper], HITS[paper], strict=True):
-        found = [runs[each] for each in medium_cases(case)]
+        found = [runs[each] for each in map(partial(_whole, runs), medium_cases(case))]
         values = [100 * figures["hit_rate"] for figures in found]
-        yield row(paper, number, f"{case.model}, HBM, hits %", 0.0, values[0], within=1.5)
+        counted = [{"conversations": figures["case"]["conversations"]} for figures in found]
         note = "" if case.scale == 1 else "host memory does not shrink with the workload: take all conversations"
-        yield row(paper, number, f"{case.model}, and DRAM, hits %", with_dram, values[1], note=note)
+        yield row(paper, number, f"{case.model}, HBM, hits %", 0.0, values[0], within=1.5, note=note) | counted[0]
+        yield row(paper, number, f"{case.model}, and DRAM, hits %", with_dram, values[1], note=note) | counted[1]
         yield row(paper, number, f"{case.model}, and SSD, hits %", full, values[2], within=POINTS)
         yield holds(paper, number, f"{case.model}, hits: SSD, DRAM, HBM", values[::-1])
-        busy = [figures["device_seconds"] for figures in found]
-        yield holds(paper, number, f"{case.model}, device time: HBM, SSD", [busy[0], busy[2]])
+        busy = [figures["device_seconds"] / figures["turns"] for figures in found]
+        yield holds(paper, number, f"{case.model}, device time of a turn: HBM, SSD", [busy[0], busy[2]])
+
+
+def _whole(runs: Runs, case: Case) -> Case:
+    """The same of all conversations, where that has been run and disk is left out: then its size in host counts."""
+    whole = replace(case, conversations=PAPER_CONVERSATIONS)
+    return whole if not case.disk and whole.key in runs.kept else case
 
 
 def medium_cases(case: Case) -> list[Case]:

@@ -157,6 +157,22 @@ def test_runs_of_all_conversations_are_set_beside_shorter_ones() -> None:
     assert list(varied.scale_rows("arXiv", kept, 1500)) == []
 
 
+def test_tiers_without_disk_are_taken_from_all_conversations_where_those_have_been_run() -> None:
+    short = Case(conversations=6)
+    runs = Runs()
+    for model_case in serving.model_cases(short):
+        for each in serving.medium_cases(model_case):
+            runs.kept[each.key] = {"case": asdict(each), "hit_rate": 0.1, "device_seconds": 1.0, "turns": 6}
+    whole = replace(serving.medium_cases(replace(short, model="Falcon-40B"))[0], conversations=9000)
+    runs.kept[whole.key] = {"case": asdict(whole), "hit_rate": 0.0, "device_seconds": 12_000.0, "turns": 9000}
+    found = {each["what"]: each for each in serving.figure_mediums("ATC", "24", short, runs)}
+    taken = found["Falcon-40B, HBM, hits %"]
+    assert (taken["simulated"], taken["conversations"], taken["met"]) == (0, 9000, True)
+    other = found["LLaMA-65B, HBM, hits %"]
+    assert (other["simulated"], other["conversations"], other["met"]) == (10, 6, False)
+    assert found["Falcon-40B, device time of a turn: HBM, SSD"]["met"]
+
+
 def test_rows_say_what_is_missed() -> None:
     assert row("ATC", "13", "x, hits %", 86, 82, within=5)["met"]
     assert row("ATC", "13", "x, hits %", 86, 80.9, within=5)["met"] is False

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError, DamageError
@@ -35,6 +35,7 @@ def maps_of(tokens: int, seed: int = 0, *, causal: bool = True) -> np.ndarray:
     return scores.softmax(-1).numpy()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.booleans(), st.integers(0, 1000))
 def test_what_is_packed_comes_back(tokens: int, causal: bool, seed: int) -> None:
     maps = maps_of(tokens, seed, causal=causal)

@@ -160,6 +160,19 @@ def test_a_pass_may_begin_when_its_layers_come_in_time() -> None:
     assert not Cost(layers=1).fits(0, 0.01, 1)
 
 
+def test_when_a_pass_may_begin_is_known_beforehand() -> None:
+    cost = reading(1, layers=4)
+    for rows in (100, 200, 400):
+        cost.passed(Work(rows), rows / 100)
+    cost.started(1, 4000, now=1000)  # until 1004.5
+    at = cost.fits_at([1], 2.0, now=1000)
+    assert 1000 < at < 1004.5
+    for now, fits in ((at - 0.01, False), (at + 0.01, True)):
+        assert cost.fits(*cost.coming([1], (), now), 2.0) is fits
+    assert cost.fits_at([1], 2.0, now=1006) == 1006  # it is overdue: who knows
+    assert reading(1).fits_at([], 2.0, now=7) == 7
+
+
 @given(st.integers(1, 60), st.floats(0.01, 10), st.floats(0.01, 10), st.floats(0, 10))
 def test_a_pass_that_fits_waits_for_a_layers_computing_time_at_most(
     layers: int, load: float, compute: float, ago: float

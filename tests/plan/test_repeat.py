@@ -8,6 +8,7 @@ from test_journal import Recorded, eventful
 
 from afterglow.plan.journal import replay_repeated, step_digest
 from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.step import Run
 
 
 def busy(disk_bytes: int) -> Recorded:
@@ -47,3 +48,19 @@ def test_uneventful_steps_are_advanced_together(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Scheduler, "schedule", counting)
     steps = [step for lines in server.journals for step, _ in replay_repeated(lines, 1000)]
     assert calls < 0.75 * len(steps)
+
+
+def test_jobs_that_need_room_soon_are_given_it_together() -> None:
+    server = Recorded(device_rows=400, host_slots=60, prefill_chunk=32)
+    for length in (8, 7, 1):  # two of them reach the end of their blocks of four rows one after the other
+        server.submit(words(length, 100 * length), max_tokens=60)
+    server.finish()
+    first, second, third = ([run for step in server.steps for run in step.runs if run.job == job] for job in (1, 2, 3))
+
+    def grown(runs: list[Run]) -> list[int]:
+        """At how many rows a segment had grown."""
+        return [b.start for a, b in zip(runs, runs[1:], strict=False) if b.capacity > a.capacity]
+
+    assert grown(first)[0] == 24
+    assert grown(second)[0] == 23  # a row before it had to be
+    assert grown(third)[0] == 20

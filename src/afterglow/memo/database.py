@@ -112,7 +112,7 @@ class MemoDatabase:
         if self.projector.spec.kind == "public" and inputs.shape[1] > self.projector.spec.max_tokens:
             vectors = np.empty((len(inputs), 0), np.float32)
         else:
-            vectors = self.projector.project(inputs).cpu().numpy()
+            vectors = self.projector.project(inputs).numpy()
         tokens = inputs.shape[1]
         distances, numbers = self.index.search(tokens, vectors, self.settings.options.neighbours)
         nearest = distances[:, 0] if distances.shape[1] else np.full(len(inputs), np.inf, np.float32)
@@ -160,7 +160,8 @@ def merged_maps(store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np
     if weights[0] >= 1 - 1e-6:
         return torch.from_numpy(store.read(int(numbers[0])).copy())
     parts = torch.from_numpy(np.stack([store.read(int(number)) for number in numbers]))
-    return torch.einsum("k,klhn->lhn", torch.from_numpy(weights), parts.float())
+    mean: Tensor = torch.from_numpy(weights)[None] @ parts.float().flatten(1)  # several times faster than einsum
+    return mean.view(parts.shape[1:])
 
 
 def fetch_layer(store: MapStore, found: Found, layer: int) -> Fetched:

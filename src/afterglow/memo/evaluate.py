@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,17 +103,17 @@ class Trial:
 
 def calibrate(trial: Trial, layers: int, report: Report) -> Measured:
     """Fit distance -> total variation, and for each layer distance -> error of the embedding. Without any held-out
-    sentence that has a neighbour nothing is known, and nothing will be accepted."""
-    nothing = Isotonic((0.0,), (1.0,))
+    sentence that has a neighbour nothing is known, and only sentences' own maps will be accepted."""
+    nothing = Isotonic((0.0, 1e-3), (0.0, 1.0))
     if not len(trial.distances):
         return Measured(nothing, (nothing,) * layers)
     errors = []
     for layer in range(layers):
         alone = np.zeros((len(trial.distances), layers), bool)
         alone[:, layer] = True
-        errors.append(isotonic(trial.distances.astype(float), np.maximum(trial.errors(alone), 0)))
+        errors.append(_from_zero(trial.distances, trial.errors(alone)))
         report("calibrating", layer + 1, layers)
-    return Measured(isotonic(trial.distances.astype(float), trial.variations.astype(float)), tuple(errors))
+    return Measured(_from_zero(trial.distances, trial.variations), tuple(errors))
 
 
 def threshold_curve(trial: Trial, settings: Settings, report: Report) -> list[dict[str, float]]:
@@ -138,6 +139,12 @@ def threshold_curve(trial: Trial, settings: Settings, report: Report) -> list[di
         )
         report("measuring", done + 1, len(THRESHOLDS))
     return rows
+
+
+def _from_zero(distances: NDArray[Any], values: NDArray[Any]) -> Isotonic:
+    """Held-out sentences may all have been far from any other; at distance 0 the maps are the sentence's own."""
+    x, y = np.append(0.0, distances.astype(float)), np.append(0.0, np.maximum(values.astype(float), 0))
+    return isotonic(x, y)
 
 
 def _joined(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -127,8 +127,8 @@ class Projector(nn.Module):
 
     @torch.inference_mode()
     def project(self, x: Tensor) -> Tensor:
-        """Embedded inputs [n, tokens, hidden], equally long -> float32 [n, dimensions]."""
-        out: Tensor = self(self.spec.reduce(x))
+        """Embedded inputs [n, tokens, hidden] on any device, equally long -> float32 [n, dimensions] on the host."""
+        out: Tensor = self(self.spec.reduce(x).cpu())
         return out
 
     def save(self, path: Path) -> None:

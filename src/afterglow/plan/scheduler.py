@@ -158,8 +158,7 @@ class Scheduler(Parts):
 
     def _repeats(self, runs: list[Run], limit: int) -> int:
         """How often a step with these runs may be carried out."""
-        moved = self._placement.has_moves or self._batch.releases or self._device.frees
-        if self._filling.restless or self._flushing or moved or not runs:
+        if self._filling.restless or self._flushing or self._placement.has_moves or not runs:
             return 1
         return self._filling.repeats(limit)
 

@@ -236,7 +236,7 @@ class Step:
 
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
     `repeat`: if nothing arrives or completes before, it may be carried out so often before it is committed: all its runs
-    decode, and each time would lead to the same step, one row further. `shares`: what its jobs have in common.
+    decode, and each time would lead to the same step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common.
 
     What a simulator may go by (not a part of the step's value): `closed`: no job can join before one of these ends, whatever
     arrives. `awaited`: a waiting job could join when moves under way end.
@@ -285,6 +285,7 @@ def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, i
             for run in step.runs
         ]
         yield replace(step, number=step.number + i, runs=tuple(runs), repeat=1), tokens
+        step = replace(step, releases=(), frees=())
 
 
 # ------------------------------------------------------------------------------------ jobs in and events out

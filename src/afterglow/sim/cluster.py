@@ -92,6 +92,7 @@ class SharingEngine(Engine):
     """One that has a shared store beside its own tiers."""
 
     executor: SharingExecutor
+    late = 0.0  # others may wait for what it stores
 
     def __init__(
         self, setup: Setup, workload: Workload, warm_up: int, shared: SharedTier, cuts: _Cuts, network: float

@@ -18,8 +18,6 @@ from afterglow.sim.replay import REPEATS
 from afterglow.sim.settings import Setup
 from afterglow.sim.workload import Arrival, Workload, token_bytes
 
-LATE = 0.25  # seconds that what nobody waits for may be told late: several steps of decodes are then advanced at once
-
 
 @dataclass(slots=True)
 class _Live:
@@ -72,6 +70,9 @@ class Outcome:
 class Simulation:
     """One engine serving one workload."""
 
+    # Seconds that the plan may be told late of what nobody waits for: several steps of decodes are then advanced at once.
+    late = 0.25
+
     def __init__(
         self, setup: Setup, workload: Workload, *, warm_up: int = 0, scheduler: Scheduler | None = None
     ) -> None:
@@ -105,7 +106,7 @@ class Simulation:
 
     def heard(self, step: Step, arrival: float) -> float:
         """When the plan is told of an arrival: somewhat late while decodes run that the turn could not join."""
-        return arrival + LATE if step.closed and step.repeat > 1 else arrival
+        return arrival + self.late if step.closed and step.repeat > 1 else arrival
 
     def next_look(self, step: Step) -> float:
         """When the plan is asked again, if this step does not end before; infinity: never.
@@ -114,7 +115,7 @@ class Simulation:
         """
         moved = self.executor.next_event
         if step.repeat > 1 and not step.awaited:
-            moved += LATE
+            moved += self.late
         return min(moved, self.heard(step, self.next_arrival), step.wake_at if step.wake_at is not None else inf)
 
     def advance(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -86,6 +87,7 @@ def test_training_as_published_runs() -> None:
     assert not projector.training
 
 
+@hypothesis.settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1)), min_size=1, max_size=30))
 def test_isotonic_never_falls_and_keeps_the_mean(points: list[tuple[float, float]]) -> None:
     x, y = np.array([p[0] for p in points]), np.array([p[1] for p in points])

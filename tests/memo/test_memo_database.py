@@ -18,7 +18,15 @@ from tests.memo.kit import EXACT, build, builder, embedder, sentences
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.attend import AttentionMemo, MapsAttend, RecordingAttend
-from afterglow.memo.baselines import SharedAttend, build_layers, lazyformer, san, san_sharing
+from afterglow.memo.baselines import (
+    DropAttend,
+    SharedAttend,
+    build_layers,
+    lazyformer,
+    san,
+    san_sharing,
+    without_layers,
+)
 from afterglow.memo.database import MemoDatabase, vectors_file
 from afterglow.memo.encoder import Embedder
 from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key
@@ -57,9 +65,6 @@ def test_a_sentences_own_maps_give_the_full_models_output(
     plain, texts = embedder(kind), sentences(24)
     options = dataclasses.replace(EXACT, accept=accept, projector=projector, neighbours=3)  # type: ignore[arg-type]
     database = build(plain, tmp_path, texts, options)
-    if accept == "layers":  # held-out text is not like that which is known: let distance 0 be no error
-        free = dataclasses.replace(database.settings.errors[0], x=(0.0, 1e-3, 1e-2), y=(0.0, 0.0, 1.0))
-        database.settings = dataclasses.replace(database.settings, errors=(free,) * len(database.settings.errors))
     asked = [*texts[:10], *sentences(6, seed=9)]
     result = with_memo(plain, database, 0.999).embed(asked)
     assert result.hits == (True,) * 10 + (False,) * 6
@@ -374,3 +379,21 @@ def test_time_is_not_spent_on_searching_twice(tmp_path: Path) -> None:
     database.find = lambda inputs, threshold: calls.append(time.monotonic()) or find(inputs, threshold)  # type: ignore[method-assign,func-returns-value]
     with_memo(plain, database, 0.9).embed(texts)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropped_attention_and_layers(kind: str) -> None:
+    model = embedder(kind).model
+    ids, positions, lengths = torch.arange(5, 11), torch.arange(6), [6]
+    exact = model.forward(ids, positions, BatchAttend(model, positions, lengths))
+    none = model.forward(ids, positions, DropAttend([], BatchAttend(model, positions, lengths)))
+    torch.testing.assert_close(none, exact)
+    dropped = model.forward(ids, positions, DropAttend([1], BatchAttend(model, positions, lengths)))
+    assert float((dropped - exact).abs().max()) > 1e-3
+    # A token without attention depends on no other: where all of it is dropped, order is nothing but the positions.
+    alone = model.forward(ids[:1], positions[:1], DropAttend([0, 1], BatchAttend(model, positions[:1], [1])))
+    among = model.forward(ids, positions, DropAttend([0, 1], BatchAttend(model, positions, lengths)))
+    torch.testing.assert_close(among[:1], alone)
+    assert len(without_layers(model, [0]).layers) == len(model.layers) - 1
+    kept = without_layers(model, [])
+    torch.testing.assert_close(kept.forward(ids, positions, BatchAttend(kept, positions, lengths)), exact)

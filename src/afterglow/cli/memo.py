@@ -1,0 +1,183 @@
+"""`afterglow memo`: making, extending and verifying databases of attention maps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afterglow.cli import figures as fig
+from afterglow.cli.environment import find_embedding_model, set_up_threads
+from afterglow.cli.progress import progress
+from afterglow.config import EngineConfig, format_size
+from afterglow.errors import AfterglowError, ConfigError
+
+if TYPE_CHECKING:
+    from afterglow.memo.build import Builder
+    from afterglow.memo.database import MemoDatabase
+    from afterglow.memo.settings import MemoOptions
+    from afterglow.memo.texts import TextEmbedder
+
+CURVE = "thresholds.svg"
+
+
+def build(
+    model: str | None, texts: Path, out: Path, options: MemoOptions, template: str | None, threads: int | None
+) -> int:
+    """Returns the exit code. Errors: AfterglowError."""
+    given = _lines(texts)
+    embedder, folder = _embedder(model, template, threads)
+    with progress() as report:
+        builder = _builder(embedder, folder, out, options, report)
+        database = builder.run([_tokens(embedder, text) for text in given])
+    _tell(builder, database)
+    _table(database)
+    _draw(database)
+    for note in database.notes:
+        print(f"afterglow: {note}", file=sys.stderr)
+    return 0
+
+
+def add(
+    model: str | None, texts: Path, folder: Path, template: str | None, max_bytes: int | None, threads: int | None
+) -> int:
+    """Returns the exit code. Errors: AfterglowError."""
+    from afterglow.memo.settings import Settings
+
+    given = _lines(texts)
+    options = dataclasses.replace(Settings.load(folder).options, max_bytes=max_bytes)
+    embedder, where = _embedder(model, template, threads)
+    with progress() as report:
+        builder = _builder(embedder, where, folder, options, report)
+        new = builder.add([_tokens(embedder, text) for text in given])
+    print(f"{new} texts added to {folder}, without training")
+    if builder.skipped:
+        print(f"{builder.skipped} left out: too long, or no room under --max-bytes")
+    return 0
+
+
+def check(folder: Path, as_json: bool) -> int:
+    """Every record, the vectors and the projector; 1 if anything is damaged. Errors: ConfigError."""
+    from afterglow.memo.database import PROJECTOR, read_vectors
+    from afterglow.memo.maps import MapStore
+    from afterglow.memo.projector import Projector
+    from afterglow.memo.settings import Settings
+
+    settings, store = Settings.load(folder), MapStore.open(folder)
+    wrong: list[str] = []
+    try:
+        Projector.load(folder / PROJECTOR)
+        read_vectors(folder, settings.records, settings.vectors_crc)
+    except AfterglowError as error:
+        wrong.append(str(error))
+    damaged = []
+    with progress() as report:
+        for number in range(settings.records):
+            try:
+                store.read(number)
+            except (AfterglowError, IndexError) as error:
+                damaged.append(number)
+                wrong.append(str(error) if isinstance(error, AfterglowError) else f"record {number} is missing")
+            report("checking", number + 1, settings.records)
+    facts = {
+        "records": settings.records,
+        "added_after_training": settings.records - settings.trained_on,
+        "bytes": store.nbytes,
+        "damaged_records": damaged,
+        "problems": wrong,
+        **dataclasses.asdict(store.identity),
+    }
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for line in wrong:
+            print(line)
+        later = (
+            f", {facts['added_after_training']} of them added after training" if facts["added_after_training"] else ""
+        )
+        print(
+            f"{folder}: {settings.records} texts{later}, {format_size(store.nbytes)} of maps; "
+            + (f"{len(wrong)} problems" if wrong else "all is sound")
+        )
+    return 1 if wrong else 0
+
+
+def _embedder(model: str | None, template: str | None, threads: int | None) -> tuple[TextEmbedder, Path]:
+    folder, name = find_embedding_model(model)
+    set_up_threads(threads)
+    from afterglow.cli.embed import load
+
+    return load(folder, name, EngineConfig(threads=threads), template=template), folder
+
+
+def _builder(embedder: TextEmbedder, model: Path, folder: Path, options: MemoOptions, report: Any) -> Builder:
+    from afterglow.memo.build import Builder
+    from afterglow.memo.texts import memo_identity
+
+    about = memo_identity(embedder.embedder.model, model, embedder.template)
+    return Builder(embedder.embedder, folder, options, report=report, **about)
+
+
+def _tokens(embedder: TextEmbedder, text: str) -> list[int]:
+    return embedder.tokens(text)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --texts {path}: {error}") from None
+    found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    if not found:
+        raise ConfigError(f"--texts {path} has no texts; write one in a line")
+    return found
+
+
+def _tell(builder: Builder, database: MemoDatabase) -> None:
+    options, store = database.settings.options, database.store
+    print(f"{len(store)} texts, {format_size(store.nbytes)} of attention maps in {database.folder}")
+    if builder.skipped:
+        print(f"{builder.skipped} texts were left out: too long, or no room under --max-bytes")
+    print(f"projector {options.projector}, maps of {options.neighbours} neighbours, accepted by {options.accept}")
+
+
+def _table(database: MemoDatabase) -> None:
+    print("\non held-out texts:")
+    rows = [
+        (
+            f"{row['threshold']:.3f}",
+            fig.percent(row["hit_rate"]),
+            fig.percent(row["layer_rate"]),
+            f"{row['error']:.4f}",
+            f"{row['variation']:.3f}",
+        )
+        for row in database.settings.curve
+    ]
+    fig.table(("threshold", "texts", "layers", "1 - cosine", "map distance"), rows)
+
+
+def _draw(database: MemoDatabase) -> None:
+    """Figure 5 of the paper, where matplotlib is there."""
+    try:
+        figures = import_module("matplotlib.figure")
+    except ImportError:
+        return
+    curve = database.settings.curve
+    figure = figures.Figure(figsize=(6.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    at = [row["threshold"] for row in curve]
+    for key, name in (
+        ("hit_rate", "texts that take maps"),
+        ("layer_rate", "layers that take maps"),
+        ("error", "1 - cosine"),
+    ):
+        axes.plot(at, [row[key] for row in curve], label=name)
+    axes.set_xlabel("threshold")
+    axes.invert_xaxis()
+    axes.legend()
+    path = database.folder / CURVE
+    figure.savefig(path)
+    print(f"\ndrawn: {path}")

@@ -1,0 +1,71 @@
+"""`afterglow memo` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.memo.tiny import WORDS, tiny_encoder
+
+from afterglow.cli import commands
+from afterglow.memo.maps import HEADER_BYTES, MAPS
+
+
+def run(*args: object) -> int:
+    code = commands.app(list(map(str, args)), prog_name="afterglow", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Path, Path, Path]:
+    model = tiny_encoder(tmp_path / "model")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(f"the {a} sat on the {b}" for a in WORDS for b in WORDS[:1]) + "\n\n")
+    return model, texts, tmp_path / "maps"
+
+
+def test_build_add_check_and_use(made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model, texts, out = made
+    assert run("memo", "build", model, "--texts", texts, "--out", out, "--steps", 5, "--threads", 1) == 0
+    said = capsys.readouterr().out
+    assert "20 texts" in said
+    assert "on held-out texts:" in said
+    assert "0.990" in said
+    assert run("memo", "check", out) == 0
+    assert "all is sound" in capsys.readouterr().out
+
+    more = texts.with_name("more.txt")
+    more.write_text("a red kite is near the river\nthe cat sat on the the\n")
+    assert run("memo", "add", out, model, "--texts", more, "--threads", 1) == 0
+    assert "1 texts added" in capsys.readouterr().out
+    assert run("memo", "check", out, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["records"], facts["added_after_training"]) == (21, 1)
+
+    asked = ("embed", "--model", model, "--memo", out, "--threshold", "0.5", "--threads", 1)
+    assert run(*asked, "the cat sat on the a") == 0
+    assert json.loads(capsys.readouterr().out)["memo_hit"] is True
+
+    with (out / MAPS).open("r+b") as file:
+        file.seek(HEADER_BYTES + 9)
+        file.write(b"\xff\xff")
+    assert run("memo", "check", out) == 1
+    assert "record 0 is damaged" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(made: tuple[Path, Path, Path]) -> None:
+    from afterglow.errors import UserError
+
+    model, texts, out = made
+    for args, message in (
+        (("build", model, "--texts", out / "none.txt", "--out", out), "cannot read --texts"),
+        (("build", model, "--texts", texts, "--out", out, "--projector", "cnn"), "got 'cnn'"),
+        (("build", model, "--texts", texts, "--out", out, "--max-bytes", "lots"), "is not a size"),
+        (("build", model, "--texts", texts, "--out", out, "--held-out", 0), "--held-out must be at least 1"),
+        (("build", model, "--texts", texts, "--out", out, "--max-bytes", "4200"), "2 sentences at least"),
+        (("check", out / "none"), "afterglow memo build makes one"),
+        (("add", out / "none", model, "--texts", texts), "afterglow memo build makes one"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run("memo", *args)

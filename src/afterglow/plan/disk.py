@@ -47,7 +47,10 @@ class Disk:
             extent.disk = "ready"
             self._owners[extent.id] = extent
             self.used += extent.file_bytes
-        self._victims.cold.fill(extents)
+        self._victims.cold.fill(extent for extent in extents if not extent.has_children)
+        for extent in extents:
+            if (above := extent.above) is not None and above in self._victims.cold:
+                self._victims.place(above)  # it was there before them
 
     def has_file(self, name: ExtentId) -> bool:
         """Is there a file of that name, or one being written or removed?"""
@@ -188,7 +191,7 @@ class Disk:
         before = -1
         cold = self._victims.cold
         while self.short(0) > 0 and len(cold) != before:
-            before = len(cold)  # a second look at parents, now without children
+            before = len(cold)  # a second look: parents have come, now without children
             cold.visit(more)
 
     def check(self, extents: Sequence[Extent], restored: bool) -> None:

@@ -61,7 +61,7 @@ class Placement:
         self._loading = loading = Loading(capacity, victims, host, moves, counters, cost)
         self._expiry = expiry = Expiry(self.forget)
         self._quota = Quota(quota, self.forget)
-        self._warm = WarmStart(capacity, victims, host, loading, moves)
+        self._warm = WarmStart(capacity, index.extents.values, host, loading, moves)
 
         # What a part does alone, whoever asks gets from it at once: these are called for every extent of every job.
         self.pool = host.pool
@@ -150,6 +150,8 @@ class Placement:
         """A new extent, in the index, whose rows lie in `slots`."""
         extent.slots, extent.host = slots, "ready"
         self._victims.place(extent)
+        if extent.above is not None:
+            self._victims.place(extent.above)
         self._quota.add(extent)
         if write_through:
             self._writing.write(extent, now, "write_through")
@@ -211,6 +213,7 @@ class Placement:
 
     def forget(self, extent: Extent, why: Reason) -> None:
         """Remove an extent from the index and all tiers, and what hangs below it."""
+        above = extent.above
         for lost in self._index.remove(extent):
             lost.dead = True
             self._loading.forget(lost)
@@ -225,6 +228,8 @@ class Placement:
             self._victims.place(lost)
             self._device.forget(lost)
             self._reap(lost)
+        if above is not None:
+            self._victims.place(above)
 
     def forget_all(self, tenant: str | None = None) -> None:
         """Forget every extent that nobody uses; of one tenant, or of all."""
@@ -317,3 +322,6 @@ class Placement:
             assert extent.dead != (extent.id in self._index.extents and bool(extent.nodes))
             assert extent.host != "absent" or extent.disk == "ready" or extent.dead
             assert (extent in self._victims.host) == (extent.host == "ready" and not extent.dead)
+            assert extent.host == "loading" or (extent in self._victims.cold) == (
+                extent.disk == "ready" and extent.host == "absent" and not (extent.dead or extent.has_children)
+            )

@@ -19,16 +19,16 @@ class Victims:
         self.in_order = policy.looks_ahead  # what jobs wait for goes last, and what the first job waits for at the end
         self.host = Ranking(policy)  # ready in host
         self.clean = Ranking(policy)  # ready in both
-        self.cold = Ranking(policy)  # ready on disk only
+        self.cold = Ranking(policy)  # ready on disk only, and nothing hangs below
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
 
     def place(self, extent: Extent) -> None:
-        """Its state in a tier has changed."""
+        """Its state in a tier has changed, or what hangs below it."""
         live = not extent.dead
         host, disk = extent.host == "ready", extent.disk == "ready"
         self.host.set(extent, live and host)
         self.clean.set(extent, live and host and disk)
-        self.cold.set(extent, live and disk and extent.host == "absent")
+        self.cold.set(extent, live and disk and extent.host == "absent" and not extent.has_children)
 
     def update(self, extent: Extent) -> None:
         """Something has changed that the policy's order may depend on."""

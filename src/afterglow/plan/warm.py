@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.host import Host
 from afterglow.plan.loading import Loading
 from afterglow.plan.moves import Moves
-from afterglow.plan.victims import Victims
 
 
 class WarmStart:
     """At most half of host is filled."""
 
-    def __init__(self, capacity: Capacity, victims: Victims, host: Host, loading: Loading, moves: Moves) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        known: Callable[[], Iterable[Extent]],
+        host: Host,
+        loading: Loading,
+        moves: Moves,
+    ) -> None:
+        """`known`: all extents that there are."""
         self._capacity = capacity
-        self._victims = victims
+        self._known = known
         self._pool = host.pool
         self._loading = loading
         self._moves = moves
@@ -22,7 +31,8 @@ class WarmStart:
 
     def choose(self) -> None:
         """After a restart: remember what was used most, to bring it back to host when there is nothing else to do."""
-        cold = sorted(self._victims.cold.members(), key=lambda e: (-e.hits, -e.last_used, e.first_row, e.serial))
+        cold = [extent for extent in self._known() if extent.disk == "ready" and extent.host == "absent"]
+        cold.sort(key=lambda e: (-e.hits, -e.last_used, e.first_row, e.serial))
         room = self._pool.total // 2
         chosen: dict[Extent, None] = {}
         for extent in cold:

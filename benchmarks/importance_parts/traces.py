@@ -38,7 +38,9 @@ def record(count: int, tokens: int, seed: int) -> list[Recorded]:
     decoder = load_model(directory)
     found = []
     with torch.inference_mode():
-        shared = prefixes.dialogues(directory, dialogues.held_out_sentences(), count=count, tokens=tokens, facts=8, seed=seed)
+        shared = prefixes.dialogues(
+            directory, dialogues.held_out_sentences(), count=count, tokens=tokens, facts=8, seed=seed
+        )
         for each in shared:
             prefix = prefill(decoder, each.prefix).turn(decoder)
             requests = []

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families_hf import save_case
 from torch import Tensor
 
 from afterglow.kernels.attention import attend, merge
 from afterglow.kernels.rope import rotate_into
-from afterglow.model import linear
 from afterglow.model.decoder import Attention, Decoder, PlainAttend
-from afterglow.model.linear import Linear, can_pack
 from afterglow.model.loader import load_model
 
 
@@ -89,33 +86,3 @@ def test_forward_leaves_no_autograd_and_an_empty_batch_is_empty() -> None:
     assert decoder.logits(hidden).shape == (0, 512)
     ids = torch.arange(4)
     assert not decoder.forward(ids, ids, PlainAttend(decoder, ids, [4])).requires_grad
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 64, 300])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(8, 8), (96, 40), (7, 13)])
-def test_packed_products_are_right_for_every_row_count(rows: int, bias: bool, shape: tuple[int, int]) -> None:
-    if not can_pack(torch.float32, torch.device("cpu")):
-        pytest.skip("no packed weights in this torch")
-    weight, offset = torch.randn(shape), torch.randn(shape[0]) if bias else None
-    x = torch.randn(rows, shape[1] + 3)[:, 1:-2]  # not contiguous, as the gated MLP's halves are
-    ours = Linear(weight, offset, pack=True)(x)
-    assert ours.shape == (rows, shape[0])
-    torch.testing.assert_close(ours, F.linear(x, weight, offset), atol=1e-4, rtol=0)
-
-
-def test_packing_is_only_used_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    assert not can_pack(torch.bfloat16, cpu)
-    assert not can_pack(torch.float32, torch.device("cuda"))
-    monkeypatch.setattr(linear, "_packed_linear", lambda x, packed, bias: torch.zeros(x.shape[0], 6))
-    assert not can_pack(torch.float32, cpu), "wrong numbers must be noticed"
-
-    def missing(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    monkeypatch.setattr(linear, "_packed_linear", missing)
-    assert not can_pack(torch.float32, cpu)
-    decoder = load_model("tiny")
-    ids = torch.arange(4)
-    assert decoder.forward(ids, ids, PlainAttend(decoder, ids, [4])).shape == (4, 64)

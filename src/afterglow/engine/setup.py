@@ -113,6 +113,7 @@ def build(
         model,
         dtype=config.dtype,
         device=device.type,
+        quantization=config.quantization,
         max_model_len=config.max_model_len,
         progress=functools.partial(progress, "weights") if progress else None,
     )
@@ -120,7 +121,7 @@ def build(
     kv_dtype = decoder.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     digest = model_digest(
         model,
-        numeric_mode(str(decoder.dtype), str(kv_dtype)),
+        numeric_mode(str(decoder.dtype), str(kv_dtype), config.quantization),
         progress=functools.partial(progress, "digest of the weights") if progress else None,
     )
     probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0
@@ -241,7 +242,7 @@ def _important(decoder: Decoder, store: KVStore, arena: Tensor, layout: KVLayout
         alpha=config.importance_alpha,
         fallback=config.importance_fallback,
     )
-    return Important(decoder, loader, rules)
+    return Important(decoder, loader, rules, config.importance_renew)
 
 
 def _extent_bytes(disk_cache: int, namespace: Namespace, layout: KVLayout) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.config import QuantizationName
 from afterglow.kernels.attention import attend
 from afterglow.kernels.rope import RopeTable, Rotation, rotate
 from afterglow.model.linear import Linear
@@ -126,9 +127,11 @@ class Decoder:
         head: Linear,
         rope: RopeTable | None,
         dtype: torch.dtype,
+        quantization: QuantizationName = "none",
     ) -> None:
         """`embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`."""
         self.spec = spec
+        self.quantization = quantization
         self.rope = rope
         self.dtype = dtype
         self.device = embed.device

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
+from afterglow.config import QuantizationName
 from afterglow.model.loader import Progress, is_preset, read_spec, weight_files
 from afterglow.model.presets import PRESETS
 
@@ -18,9 +19,10 @@ KV_LAYOUT_VERSION = 1  # raise it whenever the same weights would yield differen
 READ_BYTES = 8 << 20
 
 
-def numeric_mode(compute_dtype: str, kv_dtype: str) -> str:
+def numeric_mode(compute_dtype: str, kv_dtype: str, quantization: QuantizationName = "none") -> str:
     """What of the arithmetic a digest depends on, as text."""
-    return f"compute={compute_dtype},kv={kv_dtype}"
+    quantized = "" if quantization == "none" else f",weights={quantization}"
+    return f"compute={compute_dtype},kv={kv_dtype}{quantized}"
 
 
 def model_digest(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.config import QuantizationName
 from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import ACTIVATIONS, Attend, Attention, Decoder, Layer, Norm
 from afterglow.model.spec import EncoderSpec
@@ -36,11 +37,13 @@ class Encoder:
         embed_norm: Norm,
         layers: Sequence[Layer],
         dtype: torch.dtype,
+        quantization: QuantizationName = "none",
     ) -> None:
         """`embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`. `token_type` [hidden]:
         what the first segment's tokens have in common; a single text has no second one."""
         self.spec = spec
         self.dtype = dtype
+        self.quantization = quantization
         self.device = embed.device
         self.layers = tuple(layers)
         self._embed, self._positions, self._token_type = embed, positions, token_type

@@ -1,67 +1,183 @@
-"""One matrix and how it is kept: the only place that knows about packed weights.
+"""One matrix and how it is kept: the only place that knows about packed and quantised weights.
 
-On CPU, float32 weights are reordered once into oneDNN's own layout, and the original is dropped: one copy.
-Measured on one core (AMD Zen 4, AVX-512, torch 2.13) against `F.linear` and `x @ W.T.contiguous()`, 768 x
-4096: 8 rows 0.79 ms to 1.55 and 1.79 ms, 64 rows 3.7 to 5.1 and 5.2 ms, 1024 rows 57 to 65 and 65 ms. One
-packing serves all row counts, unless packed for a single row. The operators are private: where a trial run
-fails or differs, `F.linear` does the work.
+Plain, or reordered once into oneDNN's own layout (float32 on CPU, the original is dropped), whichever a short trial finds
+faster for a matrix of that size. Measured on one core (AMD with AVX-512, torch 2.13), 768 x 4096, packed to plain: 1 row 0.37
+to 0.80 ms, 8 rows 0.49 to 1.36, 64 rows 2.3 to 5.8, 1,024 rows 31 to 74. One packing serves all row counts, unless packed for a
+single row. Or int8, on request: 8 bits for each weight, with a scale for each output, and for each number of a row that is
+multiplied, with a scale for each row: 0.12, 0.13, 0.56 and 9 ms. Torch's own dynamic quantisation takes one scale for all
+rows; a token's result would then depend on what else is in its batch, and reuse could not be exact.
+
+The operators are private: where a trial run fails or differs, `F.linear` does the work.
 """
 
 from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.config import QuantizationName
+from afterglow.errors import ConfigError
+
 PACK_ROWS = 64  # row count that the packed layout is chosen for; anything but 1 is good for all
 FEW_ROWS = 4  # oneDNN is slower at 1 and 2 rows than at 4
+TRIAL_ROWS = (1, 16, 128)  # decoding one request, several, and a prefill
+TRIAL_OUTPUTS = 4096  # of a matrix are enough to try
+WORTH = 1.1  # plain weights have to be so much faster: the choice must not hang on noise
 
 
-class Linear:
-    """`x` [rows, inputs] -> [rows, outputs]."""
+class Linear(Protocol):
+    """A matrix that rows are multiplied with."""
 
-    __slots__ = ("_packed", "_weight", "bias", "inputs", "outputs")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
-        """`weight` [outputs, inputs], `bias` [outputs] of the same dtype, both where the work will be done.
-
-        `pack` keeps the weight in the packed layout only; where `can_pack` is True.
-        """
-        self.outputs, self.inputs = weight.shape
-        self.bias = bias
-        self._packed: Tensor | None = None
-        self._weight: Tensor | None = None
-        if pack:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-        else:
-            self._weight = weight
+    inputs: int
+    outputs: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [rows, inputs] in the weight's dtype."""
-        if self._packed is None:
-            assert self._weight is not None
-            return F.linear(x, self._weight, self.bias)
-        rows = x.shape[0]
-        if rows >= FEW_ROWS or rows == 0:
-            return _packed_linear(x, self._packed, self.bias)
-        return _packed_linear(
-            x.expand(FEW_ROWS, -1) if rows == 1 else F.pad(x, (0, 0, 0, FEW_ROWS - rows)),
-            self._packed,
-            self.bias,
-        )[:rows]
+        """`x` [rows, inputs], in the dtype that the model computes in -> [rows, outputs]."""
+        ...
 
     def rows(self, start: int, stop: int) -> Linear:
         """The outputs from `start` to `stop` alone, as a matrix of its own: where this one is packed, a copy."""
-        bias = None if self.bias is None else self.bias[start:stop]
-        if self._packed is None:
-            assert self._weight is not None
-            return Linear(self._weight[start:stop], bias)
-        return Linear(self._packed.to_dense()[start:stop].contiguous(), bias, pack=True)
+        ...
 
 
-def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
+class PlainLinear:
+    """The weight as it is, on any device."""
+
+    __slots__ = ("_bias", "_weight", "inputs", "outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """`weight` [outputs, inputs], `bias` [outputs] of the same dtype, both where the work will be done."""
+        self.outputs, self.inputs = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def rows(self, start: int, stop: int) -> PlainLinear:
+        return PlainLinear(self._weight[start:stop], _cut(self._bias, start, stop))
+
+
+class PackedLinear:
+    """The weight in oneDNN's layout only; where `can_pack` is True."""
+
+    __slots__ = ("_bias", "_packed", "inputs", "outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """As `PlainLinear`."""
+        self.outputs, self.inputs = weight.shape
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows >= FEW_ROWS or rows == 0:
+            return self._product(x)
+        return self._product(x.expand(FEW_ROWS, -1) if rows == 1 else F.pad(x, (0, 0, 0, FEW_ROWS - rows)))[:rows]
+
+    def rows(self, start: int, stop: int) -> PackedLinear:
+        return PackedLinear(self._packed.to_dense()[start:stop].contiguous(), _cut(self._bias, start, stop))
+
+    def _product(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class Int8Linear:
+    """Weights and what they are multiplied with rounded to 8 bits, sums exact in 32; where `int8_levels` is not 0.
+
+    Row i of the result depends on row i of `x` alone. Float32 on CPU.
+    """
+
+    __slots__ = ("_bias", "_levels", "_packed", "_scale", "_zeros", "inputs", "outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, levels: int = 127) -> None:
+        """As `PlainLinear`; `levels`: the largest magnitude that a number of `x` is rounded to."""
+        self.outputs, self.inputs = weight.shape
+        self._bias, self._levels = bias, levels
+        self._scale = weight.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
+        self._zeros = torch.zeros(self.outputs, dtype=torch.int32)
+        rounded = (weight / self._scale[:, None]).round_().to(torch.int8)
+        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, [PACK_ROWS, self.inputs])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 0:
+            return x.new_empty(0, self.outputs)
+        scale = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(self._levels)
+        # Unsigned, as signed numbers take a slow path; so cutting off what follows the point rounds.
+        zero = self._levels + 1
+        rounded = (x / scale).add_(zero + 0.5).to(torch.uint8)
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+            *(rounded, 1.0, zero, self._packed, self._scale, self._zeros, None),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        out.mul_(scale)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def rows(self, start: int, stop: int) -> Int8Linear:
+        # A unit vector is rounded to itself, so its product is a column of the rounded weights.
+        columns = self(torch.eye(self.inputs))
+        if self._bias is not None:
+            columns -= self._bias
+        return Int8Linear(columns[:, start:stop].T.contiguous(), _cut(self._bias, start, stop), levels=self._levels)
+
+
+def _cut(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if bias is None else bias[start:stop]
+
+
+def keeping(
+    dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none"
+) -> Callable[[Tensor, Tensor | None], Linear]:
+    """How to keep (weight, bias) of a model that computes in `dtype` on `device`. ConfigError where it cannot be quantised
+    so."""
+    if quantization == "int8":
+        if device.type != "cpu" or dtype != torch.float32:
+            raise ConfigError(
+                f"--quantization int8 computes on CPU in float32, not on {device.type} in {str(dtype).removeprefix('torch.')}; "
+                "use --device cpu --dtype float32, or no quantization"
+            )
+        levels = int8_levels()
+        if not levels:
+            raise ConfigError(
+                "--quantization int8 needs operators that this torch does not have, or which are wrong on this processor; "
+                "use --quantization none"
+            )
+        return functools.partial(Int8Linear, levels=levels)
+    return _faster if can_pack(dtype, device) else PlainLinear
+
+
+def _faster(weight: Tensor, bias: Tensor | None) -> Linear:
+    outputs, inputs = weight.shape
+    packed = _packing_pays(min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())
+    return PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
+
+
+@functools.cache
+def _packing_pays(outputs: int, inputs: int, threads: int) -> bool:
+    """Whether a packed matrix of that size is faster; tried once for each size in the life of the process (a matrix of
+    2,048 x 2,048: 20 ms)."""
+    weight = torch.ones(outputs, inputs)
+    plain, packed = PlainLinear(weight), PackedLinear(weight)
+    gain = 1.0
+    for rows in TRIAL_ROWS:
+        x = torch.ones(rows, inputs)
+        gain *= _seconds(plain, x) / _seconds(packed, x)
+    return gain > WORTH ** -len(TRIAL_ROWS)
+
+
+def _seconds(linear: Linear, x: Tensor) -> float:
+    best = float("inf")
+    for _ in range(3):  # the first makes its plans
+        began = time.perf_counter()
+        linear(x)
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -72,7 +188,28 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         weight = torch.arange(48, dtype=dtype).reshape(6, 8) / 48
         x = torch.arange(40, dtype=dtype).reshape(5, 8) / 40
         bias = torch.arange(6, dtype=dtype)
-        packed = Linear(weight, bias, pack=True)
+        packed = PackedLinear(weight, bias)
         return all(torch.allclose(packed(x[:rows]), F.linear(x[:rows], weight, bias), atol=1e-5) for rows in (1, 5))
     except (RuntimeError, AttributeError, NotImplementedError, TypeError):
         return False  # an operator that is missing or has another signature in this torch
+
+
+@functools.cache
+def int8_levels() -> int:
+    """How large the numbers of a rounded row may be for sums to be exact here: 127; 63 where products are added in 16 bits,
+    which overflow (processors before VNNI); 0 where it does not work at all."""
+    weight = torch.ones(16, 64)
+    weight[::2] = -1
+    for levels in (127, 63):
+        for rows in (1, 5, 70):
+            x = torch.ones(rows, 64)
+            x[1::2] = -1
+            try:
+                found = Int8Linear(weight, levels=levels)(x)
+            except (RuntimeError, AttributeError, NotImplementedError, TypeError):
+                return 0
+            if not torch.allclose(found, x @ weight.T, rtol=1e-4):
+                break
+        else:
+            return levels
+    return 0

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from afterglow.config import DtypeName
+from afterglow.config import DtypeName, QuantizationName
 from afterglow.errors import ModelError
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
@@ -35,6 +35,7 @@ def load_model(
     *,
     dtype: DtypeName = "auto",
     device: str = "cpu",
+    quantization: QuantizationName = "none",
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -42,13 +43,14 @@ def load_model(
 
     `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
     `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the
-    weights. Raises ModelError, one clear line, for anything missing, damaged or not supported.
+    weights. Raises ModelError, one clear line, for anything missing, damaged or not supported; ConfigError where
+    it cannot be quantised so.
     """
     place = torch.device(device)
     if is_preset(model):
         spec = PRESETS[str(model)]
         spec.context(max_model_len)
-        return random_model(spec, 0, compute_dtype(dtype, spec.dtype, place), device)
+        return random_model(spec, 0, compute_dtype(dtype, spec.dtype, place), device, quantization)
     directory = Path(model)
     spec, names = read_spec(directory)
     if isinstance(spec, EncoderSpec):
@@ -59,11 +61,16 @@ def load_model(
     spec.context(max_model_len)
     with Checkpoint(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
-        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place).decoder()
+        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization).decoder()
 
 
 def load_encoder(
-    directory: Path, *, dtype: DtypeName = "auto", device: str = "cpu", progress: Progress | None = None
+    directory: Path,
+    *,
+    dtype: DtypeName = "auto",
+    device: str = "cpu",
+    quantization: QuantizationName = "none",
+    progress: Progress | None = None,
 ) -> Encoder:
     """The encoder of a model directory; `dtype` and errors as in `load_model`."""
     place = torch.device(device)
@@ -72,7 +79,7 @@ def load_encoder(
         raise ModelError(f"{directory} holds a {spec.family} decoder, not an encoder ({', '.join(ENCODERS)})")
     with Checkpoint(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
-        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place).encoder()
+        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization).encoder()
 
 
 def is_encoder(directory: Path) -> bool:

@@ -11,12 +11,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from afterglow.config import QuantizationName
 from afterglow.model.decoder import Decoder
 from afterglow.model.families import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.weights import Assembler
 
 PRESETS = {
+    "bench-56m": ModelSpec(
+        family="llama",
+        layers=8,
+        hidden=512,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+        ffn=1408,
+        vocab=32000,
+        max_positions=8192,
+        rope=RopeSpec(dim=64, base=10000.0),
+        bos_id=1,
+        eos_ids=(2,),
+    ),
     "bench-100m": ModelSpec(
         family="llama",
         layers=12,
@@ -69,9 +84,15 @@ class RandomSource:
         return tensor
 
 
-def random_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+def random_model(
+    spec: ModelSpec,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quantization: QuantizationName = "none",
+) -> Decoder:
     """A decoder of Llama's weight names with random weights; equal for equal (spec, seed)."""
-    return Assembler(spec, Names(), RandomSource(seed), dtype, torch.device(device)).decoder()
+    return Assembler(spec, Names(), RandomSource(seed), dtype, torch.device(device), quantization).decoder()
 
 
 def save_hf(model: str | ModelSpec, directory: Path, *, seed: int = 0) -> None:

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from afterglow.config import QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.families import Names
-from afterglow.model.linear import Linear, can_pack
+from afterglow.model.linear import Linear, keeping
 from afterglow.model.rotary import rope_table
 from afterglow.model.spec import EncoderSpec, ModelSpec
 
@@ -31,10 +32,19 @@ class Source(Protocol):
 class Assembler:
     """Builds the parts of one decoder, or encoder, from `source`."""
 
-    def __init__(self, spec: ModelSpec, names: Names, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        names: Names,
+        source: Source,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: QuantizationName = "none",
+    ) -> None:
+        """ConfigError where the model cannot be quantised so."""
         self._spec, self._names, self._source = spec, names, source
-        self._dtype, self._device = dtype, device
-        self._pack = can_pack(dtype, device)
+        self._dtype, self._device, self._quantization = dtype, device, quantization
+        self._kept = keeping(dtype, device, quantization)
 
     def decoder(self) -> Decoder:
         """The whole decoder. Raises ModelError at the first tensor that is missing or has another shape."""
@@ -51,6 +61,7 @@ class Assembler:
             head=self._head(embed),
             rope=None if spec.rope is None else rope_table(spec.rope, self._device),
             dtype=self._dtype,
+            quantization=self._quantization,
         )
 
     def encoder(self) -> Encoder:
@@ -69,6 +80,7 @@ class Assembler:
             embed_norm=self._norm(names.embed_norm, spec.hidden),
             layers=[self._layer(index) for index in range(spec.layers)],
             dtype=self._dtype,
+            quantization=self._quantization,
         )
 
     def _positions(self) -> Tensor:
@@ -122,7 +134,7 @@ class Assembler:
             if biases is not None:
                 biases[start : start + size].copy_(self._source.get(name + ".bias", (size,)))
             start += size
-        return Linear(weight, biases, pack=self._pack)
+        return self._kept(weight, biases)
 
     def _qkv(self, index: int) -> Linear:
         spec = self._spec
@@ -137,7 +149,7 @@ class Assembler:
         order = torch.cat((rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()))
         weight = self._get(names[0] + ".weight", sum(sizes), spec.hidden)[order.to(self._device)]
         bias = self._get(names[0] + ".bias", sum(sizes))[order.to(self._device)] if spec.qkv_bias else None
-        return Linear(weight, bias, pack=self._pack)
+        return self._kept(weight, bias)
 
     def _head(self, embed: Tensor) -> Linear:
         spec = self._spec
@@ -147,4 +159,4 @@ class Assembler:
         # largest of all and read at every token: packed it takes 4.1 ms instead of 6.8 (768 x 32000, one
         # row).
         bias = self._get(self._names.head + ".bias", spec.vocab).clone() if spec.head_bias else None
-        return Linear(embed.to(self._dtype), bias, pack=self._pack)
+        return self._kept(embed.to(self._dtype), bias)

@@ -1,0 +1,154 @@
+"""How matrices are kept: packed products are the plain ones, int8 ones are near, and a row is never moved by another."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.errors import ConfigError
+from afterglow.model import linear
+from afterglow.model.decoder import PlainAttend
+from afterglow.model.linear import Int8Linear, PackedLinear, PlainLinear, can_pack, int8_levels, keeping
+from afterglow.model.loader import load_model
+
+CPU = torch.device("cpu")
+SHAPES = [(8, 8), (96, 40), (7, 13)]
+ROWS = [0, 1, 2, 3, 4, 5, 64, 300]
+
+
+@pytest.fixture
+def int8() -> None:
+    if not int8_levels():
+        pytest.skip("no int8 products in this torch")
+
+
+def random_case(shape: tuple[int, int], rows: int, bias: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`x` is not contiguous, as the gated MLP's halves are."""
+    weight, offset = torch.randn(shape), torch.randn(shape[0]) if bias else None
+    return weight, offset, torch.randn(rows, shape[1] + 3)[:, 1:-2]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_products_are_right_for_every_row_count(rows: int, bias: bool, shape: tuple[int, int]) -> None:
+    if not can_pack(torch.float32, CPU):
+        pytest.skip("no packed weights in this torch")
+    weight, offset, x = random_case(shape, rows, bias)
+    ours = PackedLinear(weight, offset)(x)
+    assert ours.shape == (rows, shape[0])
+    torch.testing.assert_close(ours, F.linear(x, weight, offset), atol=1e-4, rtol=0)
+
+
+def test_packing_is_only_used_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_pack(torch.bfloat16, CPU)
+    assert not can_pack(torch.float32, torch.device("cuda"))
+    monkeypatch.setattr(PackedLinear, "_product", lambda self, x: torch.zeros(x.shape[0], 6))
+    assert not can_pack(torch.float32, CPU), "wrong numbers must be noticed"
+
+    def missing(self: PackedLinear, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    monkeypatch.setattr(PackedLinear, "_product", missing)
+    assert not can_pack(torch.float32, CPU)
+    decoder = load_model("tiny")
+    ids = torch.arange(4)
+    assert decoder.forward(ids, ids, PlainAttend(decoder, ids, [4])).shape == (4, 64)
+
+
+@pytest.mark.parametrize(("slower", "kept"), [(PlainLinear, PackedLinear), (PackedLinear, PlainLinear)])
+def test_the_faster_way_is_kept_and_tried_once(
+    monkeypatch: pytest.MonkeyPatch, slower: type[object], kept: type[object]
+) -> None:
+    if not can_pack(torch.float32, CPU):
+        pytest.skip("no packed weights in this torch")
+    tried: list[tuple[int, ...]] = []
+
+    def seconds(which: object, x: Tensor) -> float:
+        tried.append(tuple(x.shape))
+        return 2.0 if isinstance(which, slower) else 1.0
+
+    linear._packing_pays.cache_clear()
+    monkeypatch.setattr(linear, "_seconds", seconds)
+    keep = keeping(torch.float32, CPU)
+    assert {type(keep(torch.randn(24, 8), None)) for _ in range(3)} == {kept}
+    assert len(tried) == 2 * len(linear.TRIAL_ROWS)
+    linear._packing_pays.cache_clear()
+
+
+@pytest.mark.usefixtures("int8")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (512, 768)])
+def test_int8_products_are_those_of_rounded_numbers(rows: int, bias: bool, shape: tuple[int, int]) -> None:
+    weight, offset, x = random_case(shape, rows, bias)
+    levels = int8_levels()
+    ours = Int8Linear(weight, offset, levels=levels)(x)
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    steps = x.abs().amax(1, keepdim=True) / levels
+    # Half a step for each number: sums of products differ by no more than this, wherever a tie was rounded to.
+    bound = (x.abs() @ (scale / 2).expand_as(weight).T) + (steps / 2).expand_as(x) @ weight.abs().T
+    bound += shape[1] * (steps / 2) @ (scale / 2).T
+    assert ours.shape == (rows, shape[0])
+    assert ((ours - F.linear(x, weight, offset)).abs() <= bound * 1.001 + 1e-5).all()
+    if rows >= 64:
+        error = (ours - F.linear(x, weight, offset)).norm() / F.linear(x, weight, offset).norm()
+        assert error < (0.02 if levels == 127 else 0.04)
+
+
+@pytest.mark.usefixtures("int8")
+def test_an_int8_row_does_not_depend_on_its_batch() -> None:
+    matrix = Int8Linear(torch.randn(96, 64), torch.randn(96), levels=int8_levels())
+    x = torch.randn(70, 64) * torch.logspace(-3, 3, 70)[:, None]
+    whole = matrix(x)
+    for start, rows in product((0, 1, 33), (1, 2, 7, 36)):
+        torch.testing.assert_close(matrix(x[start : start + rows]), whole[start : start + rows], rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("int8")
+def test_rows_of_zeros_and_weights_of_zeros_are_zeros() -> None:
+    matrix = Int8Linear(torch.cat((torch.zeros(3, 16), torch.randn(5, 16))), levels=int8_levels())
+    assert not matrix(torch.zeros(2, 16)).any()
+    assert not matrix(torch.randn(2, 16))[:, :3].any()
+
+
+@pytest.mark.parametrize("kind", [PlainLinear, PackedLinear, Int8Linear])
+def test_a_part_of_the_outputs(kind: type[PlainLinear | PackedLinear | Int8Linear]) -> None:
+    if not int8_levels() or not can_pack(torch.float32, CPU):
+        pytest.skip("no such products in this torch")
+    weight, offset, x = random_case((48, 24), 9, True)
+    whole = kind(weight, offset)
+    torch.testing.assert_close(whole.rows(16, 40)(x), whole(x)[:, 16:40], rtol=1e-4, atol=1e-4)
+
+
+def test_int8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="not on cpu in bfloat16"):
+        keeping(torch.bfloat16, CPU, "int8")
+    with pytest.raises(ConfigError, match="--device cpu"):
+        keeping(torch.float32, torch.device("cuda"), "int8")
+    monkeypatch.setattr(linear, "int8_levels", lambda: 0)
+    with pytest.raises(ConfigError, match="--quantization none"):
+        keeping(torch.float32, CPU, "int8")
+
+
+def test_overflowing_processors_take_fewer_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of two products that are cut at 16 bits, as `vpmaddubsw` does it, injected where the product is asked for."""
+
+    def saturating(self: Int8Linear, x: Tensor) -> Tensor:
+        zero = self._levels + 1
+        scale = x.abs().amax(-1, keepdim=True) / self._levels
+        rounded = (x / scale).add(zero + 0.5).floor()
+        pairs = (rounded[:, None, :] * ones * 127).unflatten(2, (-1, 2)).sum(3)
+        sums = pairs.clamp(-(2**15), 2**15 - 1).sum(2) - zero * 127 * ones.sum(1)
+        return sums * scale / 127
+
+    ones = torch.ones(16, 64)
+    ones[::2] = -1
+    int8_levels.cache_clear()
+    monkeypatch.setattr(Int8Linear, "__call__", saturating)
+    assert int8_levels() == 63
+    int8_levels.cache_clear()

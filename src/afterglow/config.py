@@ -24,6 +24,7 @@ ImportanceFallback = Literal["per_head", "all"]
 ImportanceExact = Literal["idle", "never"]
 RelayName = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantizationName = Literal["none", "int8"]
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
@@ -117,6 +118,9 @@ class EngineConfig:
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     dtype: DtypeName = option("auto", "Compute dtype; auto is float32 on CPU and the checkpoint's on CUDA.")
+    quantization: QuantizationName = option(
+        "none", "int8: weights, and what they are multiplied with, in 8 bits; on CPU, faster and not exact."
+    )
     kv_dtype: DtypeName = option("auto", "Dtype of stored keys and values; auto is the compute dtype (exact).")
     device: str = option("auto", "cpu, cuda, or auto.")
     max_model_len: int | None = option(None, "Longest context in tokens; default: what the model was made for.")
@@ -135,6 +139,11 @@ class EngineConfig:
     )
     importance_fallback: ImportanceFallback = option(
         "per_head", "Where probe heads disagree: per_head takes a set of rows for each head, all takes all rows."
+    )
+    importance_renew: int = option(
+        1,
+        "Tokens of a reply after which it selects anew what it attends to, by its own attention: without that it finds little "
+        "that its prompt did not ask for. 0: what the prompt selected stays (SPEC).",
     )
     importance_share: float = option(
         0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."
@@ -164,7 +173,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        for name, least, most in (("max_batch", 1, 4096), ("prefill_chunk", 0, 2**20), ("max_queue", 1, 2**20)):
+        limits = (("max_batch", 1, 4096), ("prefill_chunk", 0, 2**20), ("max_queue", 1, 2**20))
+        for name, least, most in (*limits, ("importance_renew", 0, 2**20)):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must lie between {least} and {most}, got {getattr(self, name)}"
@@ -207,6 +217,7 @@ def _check_choices(config: object) -> None:
         "importance_exact": ImportanceExact,
         "dtype": DtypeName,
         "kv_dtype": DtypeName,
+        "quantization": QuantizationName,
     }
     for f in fields(config):  # type: ignore[arg-type]
         if f.name in choices and getattr(config, f.name) not in get_args(choices[f.name]):

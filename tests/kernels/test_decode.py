@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
@@ -36,7 +37,7 @@ def use(way: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     library = native()
     assert library is not None
-    if library.afterglow_width_1() < int(way):
+    if library.afterglow_width_2() < int(way):
         pytest.skip(f"this processor has no vectors of {way} floats")
     made = decode._Native.__init__
 
@@ -69,11 +70,15 @@ def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int) -> t
     return out, lse
 
 
+def last_seen(read: Read, query: int) -> int:
+    return read.stop - len(read.queries) + 1 + list(read.queries).index(query) if read.causal else read.stop
+
+
 def check(q: Tensor, reads: list[Read]) -> None:
     out = torch.zeros(q.shape)
     lse = torch.full(q.shape[:2], -torch.inf)
     prepared = Reads(reads)
-    seen = [[(r.data, r.start, r.stop) for r in reads if i in r.queries] for i in range(len(q))]
+    seen = [[(r.data, r.start, last_seen(r, i)) for r in reads if i in r.queries] for i in range(len(q))]
     for layer in range(LAYERS):
         out.zero_()
         lse.fill_(-torch.inf)
@@ -117,6 +122,45 @@ def test_any_split_at_any_levels(
     with pytest.MonkeyPatch.context() as monkeypatch:
         use(chosen, monkeypatch)
         check(q, reads)
+
+
+NEW = st.one_of(st.sampled_from([1, 2, 63, 64, 65, 129]), st.integers(1, 200))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    parts=st.lists(st.tuples(LENGTHS, NEW), min_size=1, max_size=4),
+    shared=st.integers(0, 2**4 - 1),
+    heads=st.sampled_from(HEADS),
+    head_dim=st.sampled_from([16, 64]),
+    threads=st.sampled_from([1, 3]),
+    chosen=st.sampled_from(WAYS),
+)
+def test_new_rows_see_none_after_themselves(
+    parts: list[tuple[int, int]], shared: int, heads: tuple[int, int], head_dim: int, threads: int, chosen: int | str
+) -> None:
+    """Prefills: several new rows for each part, after rows of its own, some of them behind rows that parts share."""
+    generator = torch.Generator().manual_seed(len(parts))
+    edges = [0, *itertools.accumulate(new for _, new in parts)]
+    q = torch.randn(edges[-1], heads[0], head_dim, generator=generator)
+    where = [range(a, b) for a, b in pairwise(edges)]
+    reads = []
+    members = [rows for i, rows in enumerate(where) if shared >> i & 1]
+    if members:
+        data = context(70, heads[1], head_dim, generator)
+        reads.append(Read(data, 0, 70, [row for rows in members for row in rows]))
+    for (before, new), rows in zip(parts, where, strict=True):
+        start = before // 3
+        data = context(before + new, heads[1], head_dim, generator)
+        reads.append(Read(data, start, before + new, rows, new > 1))
+    number = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            use(chosen, monkeypatch)
+            check(q, reads)
+    finally:
+        torch.set_num_threads(number)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -19,7 +19,6 @@ from afterglow.engine.attend import CachedAttend
 from afterglow.engine.context import KVShape
 from afterglow.engine.gather import Gatherer, Part
 from afterglow.engine.tee import Tee
-from afterglow.kernels.attention import attend
 from afterglow.kernels.decode import Appends, Read, Reads
 from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import Attention
@@ -138,14 +137,13 @@ def depth_of(groups: Sequence[Group]) -> int:
 
 
 class RelayAttend(CachedAttend):
-    """`Attend` for one step: what parts share is read once for all of them, and what single new rows read, in one go."""
+    """`Attend` for one step: what parts share is read once for all of them, and what each reads by itself, in one go."""
 
     def __init__(
         self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, groups: list[Group]
     ) -> None:
         super().__init__(parts, angles, gatherer, tee)
         self._groups = groups
-        self._several = [part for part in parts if part.stop - part.start > 1]
         self._failed: list[int] | None = None  # parts that `_reads` was made without
         self._reads: Reads | None = None
         new = [Read(part.context.data, part.start, part.stop, _rows(part)) for part in parts]
@@ -164,28 +162,20 @@ class RelayAttend(CachedAttend):
             self._failed, self._reads = failed, self._prepared()
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-        for part in self._several:
-            if part.failed is None:
-                keys, values = part.context.keys(layer), part.context.values(layer)
-                own = slice(part.own_from, part.stop)
-                out[part.where], lse[part.where] = attend(
-                    q[part.where], keys[own], values[own], scale=attention.scale, causal=True
-                )
         if self._reads is not None:
             self._reads.attend(layer, q, attention.scale, out, lse)
         return out.to(q.dtype)
 
     def _prepared(self) -> Reads | None:
-        """What is read without a causal mask, but by parts that have failed: groups' rows, the largest first, and those of
-        single new rows."""
+        """What is read by parts that have not failed: groups' rows, the largest first, and each one's own."""
         reads = []
         for group in sorted(self._groups, key=lambda group: group.start - group.stop):
             whole = next((part for part in group.parts if part.failed is None), None)
             if whole is not None:
                 reads.append(Read(whole.context.data, group.start, group.stop, group.queries))
         reads += [
-            Read(part.context.data, part.own_from, part.stop, _rows(part))
+            Read(part.context.data, part.own_from, part.stop, _rows(part), part.stop - part.start > 1)
             for part in self.parts
-            if part.failed is None and part.stop - part.start == 1
+            if part.failed is None
         ]
         return Reads(reads) if reads else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
@@ -26,16 +26,28 @@ from torch import Tensor
 from afterglow.kernels.attention import attend, merge_into
 
 LANES = 16  # a head's dimensions must be a multiple of it
+TILE = 64  # queries of a prefill that are computed together: with their group their results stay in the second cache
 
 
 class Read(NamedTuple):
     """Rows [start, stop) of a context [layers, 2, kv_heads, capacity, head_dim] (keys, values), and the rows of the batch
-    that see all of them."""
+    that see all of them; `causal`: that are their last ones, and see no row after themselves."""
 
     data: Tensor
     start: int
     stop: int
     queries: Sequence[int]
+    causal: bool = False
+
+    def tiles(self) -> Iterator[Read]:
+        """The same, so that few queries of a read see less than all of its rows."""
+        if not self.causal or len(self.queries) <= TILE:
+            yield self
+            return
+        first = self.stop - len(self.queries)
+        for at in range(0, len(self.queries), TILE):
+            queries = self.queries[at : at + TILE]
+            yield Read(self.data, self.start, first + at + len(queries), queries, True)
 
 
 class Reads:
@@ -47,7 +59,7 @@ class Reads:
         self._native: _Native | None = None
         library = _suited(reads) if built else None
         if library is not None:
-            self._native = _Native(library, reads)
+            self._native = _Native(library, [tile for read in reads for tile in read.tiles()])
             return
         self._rounds = _rounds(reads)
 
@@ -66,7 +78,7 @@ class Reads:
                     read.data[layer, 0, :, read.start : read.stop].transpose(0, 1),
                     read.data[layer, 1, :, read.start : read.stop].transpose(0, 1),
                     scale=scale,
-                    causal=False,
+                    causal=read.causal,
                 )
                 for i, read in enumerate(reads)
             ]
@@ -94,7 +106,7 @@ class Appends:
         """`keys` and `values` [batch, kv_heads, head_dim], float32."""
         keys, values = _flat(keys), _flat(values)
         table = self._table
-        self._library.afterglow_append_1(
+        self._library.afterglow_append_2(
             keys.data_ptr(),
             keys.stride(0),
             values.data_ptr(),
@@ -122,20 +134,20 @@ def native() -> ctypes.CDLL | None:
             continue
         try:
             library = ctypes.CDLL(str(path))
-            if library.afterglow_width_1() == 0:
+            if library.afterglow_width_2() == 0:
                 return None
         except (OSError, AttributeError):  # built for another machine, or from other sources
             continue
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        library.afterglow_attend_1.argtypes = (
+        library.afterglow_attend_2.argtypes = (
             *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
             *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
         )
-        library.afterglow_append_1.argtypes = (
+        library.afterglow_append_2.argtypes = (
             *(pointer, size, pointer, size, size, size),
             *(size, pointer, size, pointer),
         )
-        library.afterglow_append_1.restype = None
+        library.afterglow_append_2.restype = None
         return library
     return None
 
@@ -146,8 +158,8 @@ class _Table:
     def __init__(self, reads: Sequence[Read]) -> None:
         rows: list[tuple[int, ...]] = []
         where: list[int] = []
-        for data, start, stop, queries in reads:
-            rows.append((data.data_ptr(), data.shape[3], start, stop - start, len(where), len(queries)))
+        for data, start, stop, queries, causal in reads:
+            rows.append((data.data_ptr(), data.shape[3], start, stop - start, len(where), len(queries), int(causal)))
             where += queries
         self._held = reads, np.array(rows, dtype=np.int64), np.array(where, dtype=np.int64)
         self.arguments = self._held[1].ctypes.data, len(rows), self._held[2].ctypes.data
@@ -155,7 +167,7 @@ class _Table:
 
 class _Native:
     def __init__(self, library: ctypes.CDLL, reads: Sequence[Read]) -> None:
-        self._library, self._width = library, library.afterglow_width_1()
+        self._library, self._width = library, library.afterglow_width_2()
         self._kv_heads = reads[0].data.shape[2]
         self._table = _Table(reads)
         self._threads = torch.get_num_threads()
@@ -165,7 +177,7 @@ class _Native:
         if not (out.is_contiguous() and lse.is_contiguous() and out.dtype == lse.dtype == torch.float32):
             raise ValueError(f"out and lse must be contiguous and float32, got {out.dtype} and {lse.dtype}")
         heads, head_dim = q.shape[1:]
-        failed = self._library.afterglow_attend_1(
+        failed = self._library.afterglow_attend_2(
             *(q.data_ptr(), q.stride(0), out.data_ptr(), lse.data_ptr(), heads, self._kv_heads, head_dim, scale),
             *(layer, *self._table.arguments, self._threads, self._width),
         )

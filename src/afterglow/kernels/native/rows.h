@@ -18,6 +18,7 @@
 typedef float vec __attribute__((vector_size(4 * V)));
 typedef float loose __attribute__((vector_size(4 * V), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * V)));
+typedef int32_t NAME(loose_bits) __attribute__((vector_size(4 * V), aligned(4)));
 
 INLINE vec NAME(larger)(vec a, vec b) {
     bits which = a > b;
@@ -153,6 +154,17 @@ INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t st
     }
 }
 
+/* Scores of the rows that a query does not see, minus infinity: its weight is 10^-38 of the largest one's, which is nothing. */
+static void NAME(hide)(float *scores, int64_t n, int64_t queries, int64_t row, const int32_t *seen) {
+    for (int64_t lane = 0; lane < queries; lane += V) {
+        const bits until = *(const NAME(loose_bits) *)(seen + lane);
+        for (int64_t i = 0; i < n; i++) {
+            bits hidden = until <= (int32_t)(row + i), score = (bits)load(scores + i * TILE + lane);
+            store(scores + i * TILE + lane, (vec)((score & ~hidden) | ((bits)((vec){0} - INFINITY) & hidden)));
+        }
+    }
+}
+
 /* Queries in the lanes of vectors: each key is loaded once for 32 of them, and the softmax needs no sums over lanes. */
 static void NAME(many)(const float *keys, const float *values, int64_t rows, state s) {
     float factor[TILE];
@@ -163,7 +175,9 @@ static void NAME(many)(const float *keys, const float *values, int64_t rows, sta
         for (int64_t first = 0; first < s.queries; first += TILE) {
             const int64_t queries = s.queries - first < TILE ? s.queries - first : TILE;
             const float *q = s.q + first * d;
+            if (s.seen && row >= s.seen[first + queries - 1]) continue;
             NAME(score)(k, q, d, n, queries > V ? 2 : 1, s.scores, first == 0, values + row * d);
+            if (s.seen && row + n > s.seen[first]) NAME(hide)(s.scores, n, queries, row, s.seen + first);
             for (int64_t lane = 0; lane < queries; lane += V) {
                 float *scores = s.scores + lane, *most = s.most + first + lane, *sum = s.sum + first + lane;
                 const vec before = load(most);

@@ -34,6 +34,7 @@ typedef struct {
     int64_t queries, d;
     float *q, *out, *most, *sum; /* out [queries][d], most and sum [queries]: the softmax so far, not yet divided */
     float *scores;               /* [BLOCK][MOST_LANES] */
+    int32_t *seen;               /* [queries]: how many rows a query sees, growing; null: all of them. `many` only */
 } state;
 
 typedef void kernel(const float *keys, const float *values, int64_t rows, state s);
@@ -51,7 +52,7 @@ typedef void kernel(const float *keys, const float *values, int64_t rows, state 
 #pragma GCC pop_options
 
 /* Floats in the widest vectors that this processor has; the narrower ones run as well. 0: there is nothing here for it. */
-int afterglow_width_1(void) {
+int afterglow_width_2(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return 8;
@@ -59,9 +60,9 @@ int afterglow_width_1(void) {
 }
 
 /* A segment: rows [start, start + rows) of float [layers][2][kv_heads][capacity][d] at `base`, seen by the queries
-   where[first .. first + count). */
+   where[first .. first + count). `causal`: those are its last rows' own, and see no row after theirs. */
 typedef struct {
-    int64_t base, capacity, start, rows, first, count;
+    int64_t base, capacity, start, rows, first, count, causal;
 } segment;
 
 typedef struct {
@@ -91,7 +92,7 @@ static void merge(float *out, float *lse, const float *part, float part_lse, int
 
 /* Merges attention of q [.][heads][d] (rows `q_stride` floats apart) over `layer` of all segments into out [.][heads][d] and
    lse [.][heads], both contiguous. Returns 0, or 1 where there was no memory. */
-int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse, int64_t heads, int64_t kv_heads, int64_t d,
+int afterglow_attend_2(const float *q, int64_t q_stride, float *out, float *lse, int64_t heads, int64_t kv_heads, int64_t d,
                      float scale, int64_t layer, const segment *segments, int64_t count, const int64_t *where, int threads,
                      int width) {
     kernel *few = width == 16 ? few_16 : few_8, *many = width == 16 ? many_16 : many_8;
@@ -110,7 +111,7 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
         parts += pieces * segments[s].count;
     }
     if (tasks == 0) return 0;
-    const int64_t room = (widest + MOST_LANES) * (2 * d + 2) + BLOCK * MOST_LANES;
+    const int64_t room = (widest + MOST_LANES) * (2 * d + 3) + BLOCK * MOST_LANES;
     task *todo = malloc(tasks * sizeof *todo);
     float *part = malloc(parts * heads * (d + 1) * sizeof *part), *part_lse = part + parts * heads * d;
     float *desks = malloc(threads * room * sizeof *desks);
@@ -135,9 +136,14 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
             const float *keys = (const float *)(intptr_t)g->base +
                                 ((layer * 2 * kv_heads + now.head) * g->capacity + g->start + now.row) * d;
             const int64_t queries = g->count * group, full = (queries + tile - 1) / tile * tile;
-            const int tiled = queries > FEW;
+            const int tiled = queries > FEW || g->causal;
             state s = {.queries = queries, .d = d, .scores = desk, .q = desk + BLOCK * MOST_LANES};
             s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
+            s.seen = g->causal ? (int32_t *)(s.sum + full) : 0;
+            for (int64_t i = 0; g->causal && i < full; i++) {
+                int64_t own = i < queries ? i / group : g->count - 1;
+                s.seen[i] = g->rows - g->count + 1 + own - now.row;
+            }
             if (tiled) memset(s.q, 0, full * d * sizeof *s.q);
             memset(s.out, 0, full * d * sizeof *s.out);
             for (int64_t i = 0; i < full; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
@@ -149,7 +155,7 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
             (tiled ? many : few)(keys, keys + kv_heads * g->capacity * d, now.rows, s);
             for (int64_t i = 0; i < queries; i++) {
                 int64_t to = (now.part + i / group) * heads + now.head * group + i % group;
-                float whole = 1 / s.sum[i];
+                float whole = s.sum[i] > 0 ? 1 / s.sum[i] : 0; /* a query that sees none of a task's rows: lse of -infinity */
                 for (int64_t x = 0; x < d; x++) part[to * d + x] = s.out[i * d + x] * whole;
                 part_lse[to] = s.most[i] + logf(s.sum[i]);
             }
@@ -171,7 +177,7 @@ int afterglow_attend_1(const float *q, int64_t q_stride, float *out, float *lse,
 
 /* Copies rows of keys and values, [.][kv_heads][d] with rows `k_stride` and `v_stride` floats apart, to `layer` of contexts: row
    where[first + i] of the batch becomes row start + i of the segment. */
-void afterglow_append_1(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t kv_heads, int64_t d,
+void afterglow_append_2(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t kv_heads, int64_t d,
                         int64_t layer, const segment *segments, int64_t count, const int64_t *where) {
     for (int64_t s = 0; s < count; s++) {
         const segment *g = segments + s;

@@ -7,9 +7,9 @@ NATIVE = "src/afterglow/kernels/native/"
 setup(
     ext_modules=[
         Extension(
-            "afterglow.kernels._segments",
-            sources=[NATIVE + "segments.c"],
-            depends=[NATIVE + "rows.h"],
+            "afterglow.kernels._native",
+            sources=[NATIVE + "segments.c", NATIVE + "matrix.c"],
+            depends=[NATIVE + "rows.h", NATIVE + "panel.h"],
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"],
             extra_link_args=["-fopenmp"],
             optional=True,

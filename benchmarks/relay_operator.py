@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
-from afterglow.kernels.decode import Read, Reads, native
+from afterglow.kernels.built import native
+from afterglow.kernels.decode import Read, Reads
 
 SCALE = 0.125
 WAYS = ("plain", "shared", "relay", "torch")

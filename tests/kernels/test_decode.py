@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from afterglow.kernels import decode
+from afterglow.kernels import built, decode
 from afterglow.kernels.attention import attend
-from afterglow.kernels.decode import Appends, Read, Reads, native, rows_at
+from afterglow.kernels.built import native
+from afterglow.kernels.decode import Appends, Read, Reads, rows_at
 
 LAYERS, SCALE = 2, 0.3
 HEADS = [(4, 4), (8, 2), (8, 1), (1, 1), (16, 2)]  # groups of 1, 4 and 8
@@ -257,9 +258,9 @@ def test_an_accumulator_of_another_dtype_is_refused() -> None:
 
 def test_what_was_not_built_or_for_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file, and a file that is no library: the general way, not an error."""
-    monkeypatch.setattr(decode, "__file__", str(tmp_path / "decode.py"))
+    monkeypatch.setattr(built, "__file__", str(tmp_path / "built.py"))
     assert native.__wrapped__() is None
-    (tmp_path / f"_segments{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+    (tmp_path / f"_native{EXTENSION_SUFFIXES[0]}").write_text("not a library")
     assert native.__wrapped__() is None
 
 

@@ -1,4 +1,4 @@
-"""How matrices are kept: packed products are the plain ones, int8 ones are near, and a row is never moved by another."""
+"""How matrices are kept: reordered products are the plain ones, int8 ones are near, and a row is never moved by another."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.errors import ConfigError
+from afterglow.kernels.built import native
 from afterglow.model import linear
 from afterglow.model.decoder import PlainAttend
-from afterglow.model.linear import Int8Linear, PackedLinear, PlainLinear, can_pack, int8_levels, keeping
+from afterglow.model.linear import Int8Linear, PackedLinear, PanelLinear, PlainLinear, can_pack, int8_levels, keeping
 from afterglow.model.loader import load_model
 
 CPU = torch.device("cpu")
@@ -32,19 +33,52 @@ def random_case(shape: tuple[int, int], rows: int, bias: bool) -> tuple[Tensor, 
     return weight, offset, torch.randn(rows, shape[1] + 3)[:, 1:-2]
 
 
+def can_keep(kind: type[object]) -> bool:
+    if kind is PanelLinear:
+        return native() is not None
+    return bool(int8_levels()) if kind is Int8Linear else kind is PlainLinear or can_pack(torch.float32, CPU)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_packed_products_are_right_for_every_row_count(rows: int, bias: bool, shape: tuple[int, int]) -> None:
-    if not can_pack(torch.float32, CPU):
-        pytest.skip("no packed weights in this torch")
+@pytest.mark.parametrize("shape", [*SHAPES, (33, 2048)])
+@pytest.mark.parametrize("kind", [PackedLinear, PanelLinear])
+def test_reordered_products_are_right_for_every_row_count(
+    rows: int, bias: bool, shape: tuple[int, int], kind: type[PackedLinear | PanelLinear]
+) -> None:
+    if not can_keep(kind):
+        pytest.skip("no such products on this machine")
     weight, offset, x = random_case(shape, rows, bias)
-    ours = PackedLinear(weight, offset)(x)
-    assert ours.shape == (rows, shape[0])
-    torch.testing.assert_close(ours, F.linear(x, weight, offset), atol=1e-4, rtol=0)
+    for given in (x, x.contiguous()):
+        ours = kind(weight, offset)(given)
+        assert ours.shape == (rows, shape[0])
+        exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        torch.testing.assert_close(ours.double(), exact, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("width", [16, 8])
+def test_a_row_of_panels_is_the_same_whatever_its_batch(width: int, threads: int) -> None:
+    library = native()
+    if library is None or library.afterglow_width_2() < width:
+        pytest.skip("no such products on this machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "afterglow_width_2", lambda: width)
+        matrix = PanelLinear(torch.randn(1000, 512), torch.randn(1000))
+    x = torch.randn(500, 1024)[:, :512]  # rows 4 KiB apart
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = matrix(x)
+        torch.testing.assert_close(whole, F.linear(x, *matrix.part(0, 1000)), atol=1e-3, rtol=1e-5)
+        for start, rows in product((0, 1, 239, 240), (1, 2, 7, 13, 241)):
+            assert torch.equal(matrix(x[start : start + rows]), whole[start : start + rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_packing_is_only_used_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "native", lambda: None)
     assert not can_pack(torch.bfloat16, CPU)
     assert not can_pack(torch.float32, torch.device("cuda"))
     monkeypatch.setattr(PackedLinear, "_product", lambda self, x: torch.zeros(x.shape[0], 6))
@@ -60,24 +94,34 @@ def test_packing_is_only_used_where_it_works(monkeypatch: pytest.MonkeyPatch) ->
     assert decoder.forward(ids, ids, PlainAttend(decoder, ids, [4])).shape == (4, 64)
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(PlainLinear, PackedLinear), (PackedLinear, PlainLinear)])
-def test_the_faster_way_is_kept_and_tried_once(
-    monkeypatch: pytest.MonkeyPatch, slower: type[object], kept: type[object]
-) -> None:
-    if not can_pack(torch.float32, CPU):
-        pytest.skip("no packed weights in this torch")
-    tried: list[tuple[int, ...]] = []
+KINDS = [PanelLinear, PackedLinear, PlainLinear]
+
+
+@pytest.mark.parametrize("fast", KINDS)
+def test_the_fastest_way_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPatch, fast: type[object]) -> None:
+    if not all(can_keep(kind) for kind in KINDS):
+        pytest.skip("no such products on this machine")
+    tried: list[type[object]] = []
 
     def seconds(which: object, x: Tensor) -> float:
-        tried.append(tuple(x.shape))
-        return 2.0 if isinstance(which, slower) else 1.0
+        tried.append(type(which))
+        return 1.0 if isinstance(which, fast) else 2.0
 
-    linear._packing_pays.cache_clear()
+    linear._fastest.cache_clear()
     monkeypatch.setattr(linear, "_seconds", seconds)
     keep = keeping(torch.float32, CPU)
-    assert {type(keep(torch.randn(24, 8), None)) for _ in range(3)} == {kept}
-    assert len(tried) == 2 * len(linear.TRIAL_ROWS)
-    linear._packing_pays.cache_clear()
+    assert {type(keep(torch.randn(24, 8), None)) for _ in range(3)} == {fast}
+    assert len(tried) == 3 * len(linear.TRIAL_ROWS)
+    linear._fastest.cache_clear()
+
+
+def test_a_little_faster_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_keep(PackedLinear):
+        pytest.skip("no such products on this machine")
+    linear._fastest.cache_clear()
+    monkeypatch.setattr(linear, "_seconds", lambda which, x: 1.0 if isinstance(which, PlainLinear) else 1.05)
+    assert type(keeping(torch.float32, CPU)(torch.randn(24, 8), None)) is not PlainLinear
+    linear._fastest.cache_clear()
 
 
 @pytest.mark.usefixtures("int8")
@@ -116,10 +160,10 @@ def test_rows_of_zeros_and_weights_of_zeros_are_zeros() -> None:
     assert not matrix(torch.randn(2, 16))[:, :3].any()
 
 
-@pytest.mark.parametrize("kind", [PlainLinear, PackedLinear, Int8Linear])
-def test_a_part_of_the_outputs(kind: type[PlainLinear | PackedLinear | Int8Linear]) -> None:
-    if not int8_levels() or not can_pack(torch.float32, CPU):
-        pytest.skip("no such products in this torch")
+@pytest.mark.parametrize("kind", [*KINDS, Int8Linear])
+def test_a_part_of_the_outputs(kind: type[PlainLinear | PackedLinear | PanelLinear | Int8Linear]) -> None:
+    if not can_keep(kind):
+        pytest.skip("no such products on this machine")
     weight, offset, x = random_case((48, 24), 9, True)
     whole = kind(weight, offset)
     torch.testing.assert_close(whole.rows(16, 40)(x), whole(x)[:, 16:40], rtol=1e-4, atol=1e-4)

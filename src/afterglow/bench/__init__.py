@@ -16,6 +16,7 @@ NAMES = {
     "disk": "Reading and writing whole extents, checksums included, against plain O_DIRECT loops.",
     "engine": "Prefill and decode speed against transformers, same weights, same threads.",
     "calibrate": "What passes and transfers take on this machine, as a file for `afterglow simulate --calibration`.",
+    "profile": "Where each millisecond of a decode step, a prefill and a reused turn goes, against the bound.",
     "overhead": "What HTTP adds to TTFT, and what the engine's own bookkeeping costs.",
 }
 

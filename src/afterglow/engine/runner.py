@@ -23,7 +23,7 @@ from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.stats import RelayCounts
 from afterglow.engine.tee import Tee
 from afterglow.importance.loader import Lost
-from afterglow.kernels.decode import native
+from afterglow.kernels.built import native
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Admit, Run, Save, Step, StepResult
 from afterglow.request import Request, Selected, TokenLogprob

@@ -13,10 +13,7 @@ rows to 16,384, by 1.2 to 2.8 times.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterator, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +21,7 @@ import torch
 from torch import Tensor
 
 from afterglow.kernels.attention import attend, merge_into
+from afterglow.kernels.built import native
 
 LANES = 16  # a head's dimensions must be a multiple of it
 TILE = 64  # queries of a prefill that are computed together: with their group their results stay in the second cache
@@ -123,33 +121,6 @@ def _suited(reads: Sequence[Read]) -> ctypes.CDLL | None:
     if data.dtype != torch.float32 or data.device.type != "cpu" or data.shape[4] % LANES:
         return None
     return native() if all(read.data.is_contiguous() for read in reads) else None
-
-
-@functools.cache
-def native() -> ctypes.CDLL | None:
-    """What has been built of `native/`, if this processor can run it."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name("_segments" + suffix)
-        if not path.exists():
-            continue
-        try:
-            library = ctypes.CDLL(str(path))
-            if library.afterglow_width_2() == 0:
-                return None
-        except (OSError, AttributeError):  # built for another machine, or from other sources
-            continue
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        library.afterglow_attend_2.argtypes = (
-            *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
-            *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
-        )
-        library.afterglow_append_2.argtypes = (
-            *(pointer, size, pointer, size, size, size),
-            *(size, pointer, size, pointer),
-        )
-        library.afterglow_append_2.restype = None
-        return library
-    return None
 
 
 class _Table:

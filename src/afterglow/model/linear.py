@@ -1,9 +1,9 @@
 """One matrix and how it is kept: the only place that knows about packed and quantised weights.
 
-Plain, or reordered once into oneDNN's own layout (float32 on CPU, the original is dropped), whichever a short trial finds
-faster for a matrix of that size. Measured on one core (AMD with AVX-512, torch 2.13), 768 x 4096, packed to plain: 1 row 0.37
-to 0.80 ms, 8 rows 0.49 to 1.36, 64 rows 2.3 to 5.8, 1,024 rows 31 to 74. One packing serves all row counts, unless packed for a
-single row. Or int8, on request: 8 bits for each weight, with a scale for each output, and for each number of a row that is
+Plain, or (float32 on CPU) reordered once into panels of our own or into oneDNN's layout, and the original dropped: whichever a
+short trial finds faster for a matrix of that size. Measured on one core (AMD with AVX-512, torch 2.13), 4,096 x 768, panels,
+oneDNN's and plain: 1 row 0.34, 0.41 and 0.80 ms, 8 rows 0.35, 0.52 and 1.36, 64 rows 1.9, 2.0 and 5.8, 256 rows 7.4, 7.5 and
+20. oneDNN's packing serves all row counts, unless packed for a single row. Or int8, on request: 8 bits for each weight, with a scale for each output, and for each number of a row that is
 multiplied, with a scale for each row: 0.12, 0.13, 0.56 and 9 ms. Torch's own dynamic quantisation takes one scale for all
 rows; a token's result would then depend on what else is in its batch, and reuse could not be exact.
 
@@ -13,9 +13,10 @@ The operators are private: where a trial run fails or differs, `F.linear` does t
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,14 @@ from torch import Tensor
 
 from afterglow.config import QuantizationName
 from afterglow.errors import ConfigError
+from afterglow.kernels.built import native
+from afterglow.kernels.matrix import Panels
 
 PACK_ROWS = 64  # row count that the packed layout is chosen for; anything but 1 is good for all
 FEW_ROWS = 4  # oneDNN is slower at 1 and 2 rows than at 4
 TRIAL_ROWS = (1, 16, 128)  # decoding one request, several, and a prefill
-TRIAL_OUTPUTS = 4096  # of a matrix are enough to try
-WORTH = 1.1  # plain weights have to be so much faster: the choice must not hang on noise
+TRIAL_OUTPUTS = 1024  # of a matrix are enough to try
+WORTH = 1.1  # what comes later in the list has to be so much faster: the choice must not hang on noise
 
 
 class Linear(Protocol):
@@ -88,6 +91,16 @@ class PackedLinear:
         return out
 
 
+class PanelLinear(Panels):
+    """The weight in panels of our own; where `native` is there."""
+
+    __slots__ = ()
+
+    def rows(self, start: int, stop: int) -> PanelLinear:
+        """See `Linear`."""
+        return PanelLinear(*self.part(start, stop))
+
+
 class Int8Linear:
     """Weights and what they are multiplied with rounded to 8 bits, sums exact in 32; where `int8_levels` is not 0.
 
@@ -127,6 +140,9 @@ class Int8Linear:
         return Int8Linear(columns[:, start:stop].T.contiguous(), _cut(self._bias, start, stop), levels=self._levels)
 
 
+Kind: TypeAlias = type[PlainLinear] | type[PackedLinear] | type[PanelLinear]
+
+
 def _cut(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if bias is None else bias[start:stop]
 
@@ -149,26 +165,29 @@ def keeping(
                 "use --quantization none"
             )
         return functools.partial(Int8Linear, levels=levels)
-    return _faster if can_pack(dtype, device) else PlainLinear
+    kinds: list[Kind] = [PlainLinear]
+    if can_pack(dtype, device):
+        kinds.insert(0, PackedLinear)
+    if device.type == "cpu" and dtype == torch.float32 and native() is not None:
+        kinds.insert(0, PanelLinear)
 
+    def kept(weight: Tensor, bias: Tensor | None) -> Linear:
+        outputs, inputs = weight.shape
+        return _fastest(tuple(kinds), min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())(weight, bias)
 
-def _faster(weight: Tensor, bias: Tensor | None) -> Linear:
-    outputs, inputs = weight.shape
-    packed = _packing_pays(min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())
-    return PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
+    return kept
 
 
 @functools.cache
-def _packing_pays(outputs: int, inputs: int, threads: int) -> bool:
-    """Whether a packed matrix of that size is faster; tried once for each size in the life of the process (a matrix of
-    2,048 x 2,048: 20 ms)."""
-    weight = torch.ones(outputs, inputs)
-    plain, packed = PlainLinear(weight), PackedLinear(weight)
-    gain = 1.0
-    for rows in TRIAL_ROWS:
-        x = torch.ones(rows, inputs)
-        gain *= _seconds(plain, x) / _seconds(packed, x)
-    return gain > WORTH ** -len(TRIAL_ROWS)
+def _fastest(kinds: tuple[Kind, ...], outputs: int, inputs: int, threads: int) -> Kind:
+    """The way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
+    best, least = kinds[0], float("inf")
+    for kind in kinds if len(kinds) > 1 else ():
+        matrix = kind(torch.ones(outputs, inputs))
+        took = math.prod(_seconds(matrix, torch.ones(rows, inputs)) for rows in TRIAL_ROWS)
+        if took < least * WORTH ** -len(TRIAL_ROWS):
+            best, least = kind, took
+    return best
 
 
 def _seconds(linear: Linear, x: Tensor) -> float:

@@ -1,0 +1,42 @@
+"""What has been built of `native/`, as a library: attention of few queries and of prefills, products of rows with a matrix.
+
+It is built when the package is installed, if there is a GCC, and for x86-64; everything else does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """The library, if it has been built and this processor can run it."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name("_native" + suffix)
+        if not path.exists():
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+            if library.afterglow_width_2() == 0:
+                return None
+        except (OSError, AttributeError):  # built for another machine, or from other sources
+            continue
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        library.afterglow_attend_2.argtypes = (
+            *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
+            *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
+        )
+        library.afterglow_append_2.argtypes = (
+            *(pointer, size, pointer, size, size, size),
+            *(size, pointer, size, pointer),
+        )
+        library.afterglow_append_2.restype = None
+        library.afterglow_multiply_2.argtypes = (
+            *(pointer, size, size, size, pointer, size),
+            *(pointer, pointer, ctypes.c_int, ctypes.c_int),
+        )
+        return library
+    return None

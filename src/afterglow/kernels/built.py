@@ -1,4 +1,4 @@
-"""What has been built of `native/`, as a library: attention of few queries and of prefills, products of rows with a matrix.
+"""What has been built of `native/`, as a library: attention, products of rows with a matrix, and what is between.
 
 It is built when the package is installed, if there is a GCC, and for x86-64; everything else does without.
 """
@@ -38,5 +38,16 @@ def native() -> ctypes.CDLL | None:
             *(pointer, size, size, size, pointer, size),
             *(pointer, pointer, ctypes.c_int, ctypes.c_int),
         )
+        library.afterglow_rotate_2.argtypes = (
+            *(pointer, size, size, pointer, pointer, pointer, size, size),
+            *(size, size, size, size, ctypes.c_int, ctypes.c_int),
+        )
+        library.afterglow_rms_norm_2.argtypes = (
+            *(pointer, size, pointer, ctypes.c_float, pointer),
+            *(size, size, ctypes.c_int, ctypes.c_int),
+        )
+        library.afterglow_gated_silu_2.argtypes = (pointer, size, pointer, size, size, ctypes.c_int, ctypes.c_int)
+        for name in ("rotate", "rms_norm", "gated_silu"):
+            getattr(library, f"afterglow_{name}_2").restype = None
         return library
     return None

@@ -16,6 +16,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from afterglow.kernels.passes import suited
+
 Rotation: TypeAlias = tuple[Tensor, Tensor]
 """`(cos, sin)` of some rows, each float32 [rows, dim]; `sin` carries the sign of its half: `[-sin | sin]`."""
 
@@ -71,6 +73,16 @@ def rotate_into(x: Tensor, rotation: Rotation, out: Tensor) -> None:
     """
     cos, sin = rotation
     dim = cos.shape[-1]
+    library = suited(x, out, cos, sin)
+    if library is not None:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        (rows, heads, size), (x_row, x_head, _), (out_row, out_head, _) = x.shape, x.stride(), out.stride()
+        library.afterglow_rotate_2(
+            *(x.data_ptr(), x_row, x_head, cos.data_ptr(), sin.data_ptr()),
+            *(out.data_ptr(), out_row, out_head, rows, heads, size, dim),
+            *(torch.get_num_threads(), library.afterglow_width_2()),
+        )
+        return
     whole = dim == x.shape[-1]
     source = x if whole else x[..., :dim]
     target = out if whole else out[..., :dim]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from afterglow.config import QuantizationName
 from afterglow.kernels.attention import attend
+from afterglow.kernels.passes import gated_silu, rms_norm
 from afterglow.kernels.rope import RopeTable, Rotation, rotate
 from afterglow.model.linear import Linear
 from afterglow.model.spec import Activation, ModelSpec
@@ -34,7 +35,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [..., size] -> the same shape and dtype."""
         if self._rms:
-            return F.rms_norm(x, self._shape, self._weight, self._eps)
+            return rms_norm(x, self._weight, self._eps)
         return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
 
 
@@ -170,7 +171,9 @@ class Decoder:
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         inner = layer.mlp_in(x)
-        if self.spec.gated_mlp:
+        if self.spec.gated_mlp and self.spec.activation == "silu":
+            inner = gated_silu(inner)
+        elif self.spec.gated_mlp:
             gate, up = inner.chunk(2, -1)
             inner = self._activation(gate).mul_(up)
         else:

@@ -32,12 +32,14 @@ typedef void tile(const float *x, int64_t x_stride, const float *panel, int64_t 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")
 #define V 16
+#include "vectors.h"
 #include "panel.h"
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define V 8
+#include "vectors.h"
 #include "panel.h"
 #pragma GCC pop_options
 

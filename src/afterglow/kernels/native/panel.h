@@ -1,11 +1,6 @@
-/* A tile of rows by one panel of a matrix. Included by matrix.c once for each V, floats in a vector. */
+/* A tile of rows by one panel of a matrix. Included by matrix.c once for each V, floats in a vector, after vectors.h. */
 
-#define vec NAME(vec)
-#define loose NAME(loose)
 #define LANES (2 * V)
-
-typedef float vec __attribute__((vector_size(4 * V)));
-typedef float loose __attribute__((vector_size(4 * V), aligned(4)));
 
 /* For `rows` rows, a constant: two sums of vectors for each are kept in registers. */
 INLINE void NAME(rows_by_panel)(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, float *out,
@@ -16,7 +11,7 @@ INLINE void NAME(rows_by_panel)(const float *x, int64_t x_stride, const float *p
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) a[row][0] = a[row][1] = (vec){0};
         for (int64_t i = start; i < stop; i++) {
-            const vec low = *(const loose *)(panel + i * LANES), high = *(const loose *)(panel + i * LANES + V);
+            const vec low = load(panel + i * LANES), high = load(panel + i * LANES + V);
             __builtin_prefetch(panel + i * LANES + AHEAD, 0, 3);
             if (V == 16) __builtin_prefetch(panel + i * LANES + AHEAD + V, 0, 3);
 #pragma GCC unroll 12
@@ -29,9 +24,9 @@ INLINE void NAME(rows_by_panel)(const float *x, int64_t x_stride, const float *p
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
             const float *before = start ? out + row * out_stride : bias;
-            if (before) a[row][0] += *(const loose *)before, a[row][1] += *(const loose *)(before + V);
-            *(loose *)(out + row * out_stride) = (loose)a[row][0];
-            *(loose *)(out + row * out_stride + V) = (loose)a[row][1];
+            if (before) a[row][0] += load(before), a[row][1] += load(before + V);
+            store(out + row * out_stride, a[row][0]);
+            store(out + row * out_stride + V, a[row][1]);
         }
     }
 }
@@ -49,7 +44,5 @@ static void NAME(some)(const float *x, int64_t x_stride, const float *panel, int
 }
 
 #undef V
-#undef vec
-#undef loose
 #undef LANES
 #undef ROWS

@@ -1,10 +1,5 @@
-/* Attention over rows of one KV head. Included by segments.c once for each V, floats in a vector. */
+/* Attention over rows of one KV head. Included by segments.c once for each V, floats in a vector, after vectors.h. */
 
-#define vec NAME(vec)
-#define loose NAME(loose)
-#define bits NAME(bits)
-#define load(p) ((vec) * (const loose *)(p))
-#define store(p, x) (*(loose *)(p) = (loose)(x))
 #define TILE (2 * V) /* queries in the lanes of two vectors */
 #if V == 8           /* ROWS x 2 and QUERIES x WIDE sums are kept in registers, of which there are 16 here and 32 elsewhere */
 #define ROWS 4
@@ -15,33 +10,7 @@
 #endif
 #define QUERIES 4
 
-typedef float vec __attribute__((vector_size(4 * V)));
-typedef float loose __attribute__((vector_size(4 * V), aligned(4)));
-typedef int32_t bits __attribute__((vector_size(4 * V)));
 typedef int32_t NAME(loose_bits) __attribute__((vector_size(4 * V), aligned(4)));
-
-INLINE vec NAME(larger)(vec a, vec b) {
-    bits which = a > b;
-    return (vec)(((bits)a & which) | ((bits)b & ~which));
-}
-
-/* e^x for x <= 0, to about one unit in the last place: 2^n times a polynomial of what is left, |r| <= ln(2) / 2. Below -87,
-   where the result would not be a normal number, e^-87. */
-INLINE vec NAME(exponential)(vec x) {
-    x = NAME(larger)(x, (vec){0} - 87.0f);
-    vec n = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the fraction's lowest bits are the rounded number */
-    bits power = (bits)n << 23;
-    n -= 12582912.0f;
-    vec r = x - n * 0.693359375f;
-    r += n * 2.12194440e-4f;
-    vec y = r * 1.9875691500e-4f + 1.3981999507e-3f; /* Cephes' expf */
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
-    return (vec)((bits)y + power);
-}
 
 /* The sums of V vectors' lanes, as one vector. */
 INLINE vec NAME(sums)(vec *a) {
@@ -245,11 +214,6 @@ static void NAME(few)(const float *keys, const float *values, int64_t rows, stat
 }
 
 #undef V
-#undef vec
-#undef loose
-#undef bits
-#undef load
-#undef store
 #undef TILE
 #undef ROWS
 #undef QUERIES

@@ -42,12 +42,14 @@ typedef void kernel(const float *keys, const float *values, int64_t rows, state 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")
 #define V 16
+#include "vectors.h"
 #include "rows.h"
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define V 8
+#include "vectors.h"
 #include "rows.h"
 #pragma GCC pop_options
 

@@ -1,0 +1,52 @@
+/* One row each. Included by passes.c once for each V, floats in a vector, after vectors.h. */
+
+/* A head's first `dim` numbers, in halves that turn together. */
+static void NAME(turn)(const float *x, const float *cos, const float *sin, float *out, int64_t dim) {
+    const int64_t half = dim / 2;
+    int64_t i = 0;
+    for (; i + V <= half; i += V) {
+        const vec low = load(x + i), high = load(x + half + i);
+        store(out + i, low * load(cos + i) + high * load(sin + i));
+        store(out + half + i, high * load(cos + half + i) + low * load(sin + half + i));
+    }
+    for (; i < half; i++) {
+        const float low = x[i], high = x[half + i];
+        out[i] = low * cos[i] + high * sin[i];
+        out[half + i] = high * cos[half + i] + low * sin[half + i];
+    }
+}
+
+static void NAME(norm)(const float *x, const float *weight, float eps, float *out, int64_t n) {
+    vec squares[4] = {{0}, {0}, {0}, {0}};
+    int64_t i = 0;
+    for (; i + 4 * V <= n; i += 4 * V)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) squares[j] += load(x + i + j * V) * load(x + i + j * V);
+    const vec whole = squares[0] + squares[1] + squares[2] + squares[3];
+    float sum = 0;
+    for (; i < n; i++) sum += x[i] * x[i];
+    for (int j = 0; j < V; j++) sum += whole[j];
+    const float scale = 1 / sqrtf(sum / n + eps);
+    for (i = 0; i + V <= n; i += V) store(out + i, load(x + i) * scale * load(weight + i));
+    for (; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* x / (1 + e^-x), with e^-|x|, which never overflows. */
+INLINE vec NAME(silu)(vec x) {
+    const vec small = NAME(exponential)((vec)((bits)x | INT32_MIN));
+    const bits negative = x < 0;
+    const vec one = (vec){0} + 1.0f;
+    return x * (vec)(((bits)small & negative) | ((bits)one & ~negative)) / (small + 1.0f);
+}
+
+static void NAME(gated)(const float *gate, const float *up, float *out, int64_t n) {
+    int64_t i = 0;
+    for (; i + V <= n; i += V) store(out + i, NAME(silu)(load(gate + i)) * load(up + i));
+    if (i == n) return;
+    float edge[V] = {0};
+    memcpy(edge, gate + i, (n - i) * sizeof *edge);
+    store(edge, NAME(silu)(load(edge)));
+    for (int64_t j = 0; i + j < n; j++) out[i + j] = edge[j] * up[i + j];
+}
+
+#undef V

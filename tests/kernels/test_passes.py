@@ -1,0 +1,87 @@
+"""Norm, gated activation and rotation in one pass: what torch's several operations give, at each width of vectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from afterglow.kernels import passes, rope
+from afterglow.kernels.built import native
+from afterglow.kernels.passes import gated_silu, rms_norm
+from afterglow.kernels.rope import RopeTable, rotate
+
+WAYS = ["torch", *([16, 8] if native() is not None else [])]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | str:
+    if request.param == "torch":
+        monkeypatch.setattr(passes, "native", lambda: None)
+        return "torch"
+    library = native()
+    assert library is not None
+    if library.afterglow_width_2() < request.param:
+        pytest.skip(f"this processor has no vectors of {request.param} floats")
+    monkeypatch.setattr(library, "afterglow_width_2", lambda: request.param)
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", [1, 7, 8, 48, 64, 200, 768])
+@pytest.mark.parametrize("rows", [0, 1, 2, 500])
+def test_norm(size: int, rows: int, threads: int) -> None:
+    x, weight = torch.randn(rows, size + 5)[:, 2 : size + 2] * 30, torch.randn(size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = rms_norm(x, weight, 1e-5)
+    finally:
+        torch.set_num_threads(before)
+    exact = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
+    if rows == 500:
+        stacked = x.contiguous().view(5, 100, size)
+        torch.testing.assert_close(rms_norm(stacked, weight, 1e-5).flatten(0, 1), found)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_norm_of_zeros_is_zeros() -> None:
+    assert not rms_norm(torch.zeros(2, 16), torch.ones(16), 1e-6).any()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [1, 7, 8, 40, 129, 2048])
+@pytest.mark.parametrize("rows", [0, 1, 3, 300])
+def test_gated_silu(size: int, rows: int) -> None:
+    x = torch.randn(rows, 2 * size + 3)[:, 1:-2] * 12
+    if rows:
+        x[0, :size] = torch.tensor([0.0, -0.0, 1e-30, -200.0, 200.0, 87.5, -87.5]).repeat(size)[:size]
+    exact = F.silu(x[:, :size].double()) * x[:, size:].double()
+    torch.testing.assert_close(gated_silu(x).double(), exact, atol=1e-30, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("dim", "size"), [(2, 2), (8, 8), (16, 64), (64, 64), (80, 80), (32, 40)])
+def test_rotation_of_views(dim: int, size: int) -> None:
+    """Heads of a fused projection into heads first storage."""
+    table = RopeTable(1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    rotation = table.cos_sin(torch.arange(50, 90))
+    x = torch.randn(40, 9, size)[:, 2:5]
+    segment = torch.zeros(3, 64, size)
+    rope.rotate_into(x, rotation, segment[:, 10:50].transpose(0, 1))
+    swapped = x[..., :dim].double().roll(dim // 2, -1)
+    exact = x.double().clone()
+    exact[..., :dim] = x[..., :dim].double() * rotation[0][:, None] + swapped * rotation[1][:, None]
+    torch.testing.assert_close(segment[:, 10:50].transpose(0, 1).double(), exact, atol=1e-6, rtol=1e-6)
+    assert not segment[:, :10].any()
+    assert not segment[:, 50:].any()
+    torch.testing.assert_close(rotate(x, rotation).double(), exact, atol=1e-6, rtol=1e-6)
+
+
+def test_other_dtypes_and_odd_views_go_the_general_way() -> None:
+    assert passes.suited(torch.zeros(2, 4, dtype=torch.bfloat16)) is None
+    assert passes.suited(torch.zeros(4, 2).T) is None
+    x = torch.randn(16, 6).T
+    torch.testing.assert_close(rms_norm(x, torch.ones(16), 1e-5), F.rms_norm(x, (16,), torch.ones(16), 1e-5))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from afterglow.kernels.memory import empty
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -41,7 +43,7 @@ class DeviceContext:
 
     def _empty(self, capacity: int) -> Tensor:
         s = self.shape
-        return torch.empty((s.layers, 2, s.kv_heads, capacity, s.head_dim), dtype=s.dtype, device=s.device)
+        return empty((s.layers, 2, s.kv_heads, capacity, s.head_dim), s.dtype, s.device)
 
     def reserve(self, capacity: int) -> None:
         """Hold at least `capacity` rows from now on, keeping those that are valid."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from afterglow.kernels.built import native
+from afterglow.kernels.memory import empty
 
 
 class Panels:
@@ -26,7 +27,7 @@ class Panels:
         lanes = 2 * self._width
         count = -(-self.outputs // lanes)
         spare = count * lanes - self.outputs
-        self._panels = torch.empty(count, self.inputs, lanes)
+        self._panels = empty((count, self.inputs, lanes), torch.float32)
         whole = self.outputs // lanes
         self._panels[:whole] = weight[: whole * lanes].view(whole, lanes, self.inputs).transpose(1, 2)
         if spare:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from afterglow.kernels import passes, rope
 from afterglow.kernels.built import native
-from afterglow.kernels.passes import gated_silu, rms_norm
+from afterglow.kernels.passes import gated_silu, rms_norm, rounded
 from afterglow.kernels.rope import RopeTable, rotate
 
 WAYS = ["torch", *([16, 8] if native() is not None else [])]
@@ -60,6 +60,25 @@ def test_gated_silu(size: int, rows: int) -> None:
         x[0, :size] = torch.tensor([0.0, -0.0, 1e-30, -200.0, 200.0, 87.5, -87.5]).repeat(size)[:size]
     exact = F.silu(x[:, :size].double()) * x[:, size:].double()
     torch.testing.assert_close(gated_silu(x).double(), exact, atol=1e-30, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("levels", [63, 127])
+@pytest.mark.parametrize("size", [1, 7, 16, 40, 129, 768])
+@pytest.mark.parametrize("rows", [0, 1, 3, 300])
+def test_rounding(size: int, rows: int, levels: int) -> None:
+    x = torch.randn(rows, size + 3)[:, 1:-2] * torch.logspace(-6, 6, rows)[:, None]
+    if rows:
+        x[0] = 0
+    numbers, scale = rounded(x, levels)
+    assert numbers.shape == x.shape
+    found = (numbers.double() - (levels + 1)) * scale.double()
+    assert ((found - x.double()).abs() <= scale.double() * 0.5001).all()
+    assert (numbers >= 1).all()
+    assert (numbers <= 2 * levels + 1).all()
+    if rows > 1:
+        extreme = (numbers[1:].int() - (levels + 1)).abs().amax(1)
+        assert (extreme == levels).all(), "the largest of a row takes the last level"
 
 
 @pytest.mark.usefixtures("way")

@@ -47,7 +47,11 @@ def native() -> ctypes.CDLL | None:
             *(size, size, ctypes.c_int, ctypes.c_int),
         )
         library.afterglow_gated_silu_2.argtypes = (pointer, size, pointer, size, size, ctypes.c_int, ctypes.c_int)
-        for name in ("rotate", "rms_norm", "gated_silu"):
+        library.afterglow_round_2.argtypes = (
+            *(pointer, size, ctypes.c_int, pointer, pointer),
+            *(size, size, ctypes.c_int, ctypes.c_int),
+        )
+        for name in ("rotate", "rms_norm", "gated_silu", "round"):
             getattr(library, f"afterglow_{name}_2").restype = None
         return library
     return None

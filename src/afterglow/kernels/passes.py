@@ -44,6 +44,23 @@ def gated_silu(x: Tensor) -> Tensor:
     return out
 
 
+def rounded(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Each row of `x` [rows, size] in 8 bits: (numbers uint8 [rows, size], scale float32 [rows, 1]), so that `x` is about
+    (numbers - (levels + 1)) * scale; `levels` is what the largest magnitude of a row becomes, at most 127."""
+    library = suited(x)
+    if library is None:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(levels)
+        # All are positive, so that cutting off what follows the point rounds.
+        return (x / scale).add_(levels + 1.5).to(torch.uint8), scale
+    numbers = torch.empty(x.shape, dtype=torch.uint8)
+    scale = torch.empty(len(x), 1)
+    library.afterglow_round_2(
+        *(x.data_ptr(), x.stride(0), levels, numbers.data_ptr(), scale.data_ptr(), *x.shape),
+        *(torch.get_num_threads(), library.afterglow_width_2()),
+    )
+    return numbers, scale
+
+
 def suited(*tensors: Tensor) -> ctypes.CDLL | None:
     """What has been built, if it knows such tensors: float32 on CPU, the last dimension in one run."""
     for x in tensors:

@@ -26,6 +26,7 @@ from afterglow.config import QuantizationName
 from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import Panels
+from afterglow.kernels.passes import rounded
 
 PACK_ROWS = 64  # row count that the packed layout is chosen for; anything but 1 is good for all
 FEW_ROWS = 4  # oneDNN is slower at 1 and 2 rows than at 4
@@ -115,18 +116,15 @@ class Int8Linear:
         self._bias, self._levels = bias, levels
         self._scale = weight.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
         self._zeros = torch.zeros(self.outputs, dtype=torch.int32)
-        rounded = (weight / self._scale[:, None]).round_().to(torch.int8)
-        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, [PACK_ROWS, self.inputs])
+        numbers = (weight / self._scale[:, None]).round_().to(torch.int8)
+        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(numbers, [PACK_ROWS, self.inputs])
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 0:
             return x.new_empty(0, self.outputs)
-        scale = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(self._levels)
-        # Unsigned, as signed numbers take a slow path; so cutting off what follows the point rounds.
-        zero = self._levels + 1
-        rounded = (x / scale).add_(zero + 0.5).to(torch.uint8)
+        numbers, scale = rounded(x, self._levels)  # unsigned, as signed ones take a slow path
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(rounded, 1.0, zero, self._packed, self._scale, self._zeros, None),
+            *(numbers, 1.0, self._levels + 1, self._packed, self._scale, self._zeros, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         out.mul_(scale)

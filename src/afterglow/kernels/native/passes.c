@@ -1,4 +1,4 @@
-/* What happens to rows between products, in one pass over them each: rotation, norm, gated activation. Float32.
+/* What happens to rows between products, in one pass over them each: rotation, norm, gated activation, rounding to 8 bits. Float32.
 
    Torch takes three to six operations for each, every one of which reads and writes all rows, and for a single row takes longer
    to be called than to run. Built and called as segments.c is. */
@@ -7,6 +7,7 @@
 #error "written for GCC on x86-64; elsewhere the package does without"
 #endif
 
+#include <float.h>
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -55,6 +56,14 @@ void afterglow_rms_norm_2(const float *x, int64_t x_row, const float *weight, fl
 #pragma omp parallel for num_threads(enough(threads, rows * n)) schedule(static)
     for (int64_t row = 0; row < rows; row++)
         (width == 16 ? norm_16 : norm_8)(x + row * x_row, weight, eps, out + row * n, n);
+}
+
+/* Each row of x as scale[row] times (out [row][n] less levels + 1), rounded to numbers up to 2 levels + 1. */
+void afterglow_round_2(const float *x, int64_t x_row, int levels, uint8_t *out, float *scale, int64_t rows, int64_t n, int threads,
+                       int width) {
+#pragma omp parallel for num_threads(enough(threads, rows * n)) schedule(static)
+    for (int64_t row = 0; row < rows; row++)
+        scale[row] = (width == 16 ? rounded_16 : rounded_8)(x + row * x_row, levels, out + row * n, n);
 }
 
 /* out [rows][n] = silu(x[..][0 .. n)) * x[..][n .. 2 n). */

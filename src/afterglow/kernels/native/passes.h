@@ -1,5 +1,7 @@
 /* One row each. Included by passes.c once for each V, floats in a vector, after vectors.h. */
 
+typedef uint8_t NAME(bytes) __attribute__((vector_size(V)));
+
 /* A head's first `dim` numbers, in halves that turn together. */
 static void NAME(turn)(const float *x, const float *cos, const float *sin, float *out, int64_t dim) {
     const int64_t half = dim / 2;
@@ -47,6 +49,24 @@ static void NAME(gated)(const float *gate, const float *up, float *out, int64_t 
     memcpy(edge, gate + i, (n - i) * sizeof *edge);
     store(edge, NAME(silu)(load(edge)));
     for (int64_t j = 0; i + j < n; j++) out[i + j] = edge[j] * up[i + j];
+}
+
+/* x = scale[0] * (out - levels - 1), out in 8 bits. Returns the scale. */
+static float NAME(rounded)(const float *x, int levels, uint8_t *out, int64_t n) {
+    vec most = {0};
+    int64_t i = 0;
+    for (; i + V <= n; i += V) most = NAME(larger)((vec)((bits)load(x + i) & INT32_MAX), most);
+    float peak = FLT_MIN;
+    for (; i < n; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
+    for (int j = 0; j < V; j++) peak = most[j] > peak ? most[j] : peak;
+    const float scale = peak / levels, zero = levels + 1.5f;
+    for (i = 0; i + V <= n; i += V) {
+        const bits whole = __builtin_convertvector(load(x + i) / scale + zero, bits); /* positive, so that cutting off rounds */
+        const NAME(bytes) narrow = __builtin_convertvector(whole, NAME(bytes));
+        memcpy(out + i, &narrow, V);
+    }
+    for (; i < n; i++) out[i] = (uint8_t)(x[i] / scale + zero);
+    return scale;
 }
 
 #undef V

@@ -138,13 +138,14 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--quantization", default="none", choices=("none", "int8"), help="of the weights")
     options = parser.parse_args(args)
     repeats = 5 if options.quick else 15
+    window = min(4096, PRESETS[options.model].max_positions)
     watch = Stopwatch()
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder, watch.in_place():
         engine = Engine.load(
             options.model,
             EngineConfig(
                 cache=CacheConfig(cache_dir=Path(folder), source="load", warm_start=False),
-                max_model_len=4096,
+                max_model_len=window,
                 threads=options.threads,
                 quantization=options.quantization,
             ),
@@ -153,10 +154,10 @@ def main(args: Sequence[str]) -> int:
         try:
             profile = Profile(engine, watch, random.Random(options.seed), PRESETS[options.model], options.quantization)
             rows = [
-                profile.decode(1, 1024, repeats),
-                profile.decode(8, 256, repeats),
-                profile.prefill(1024, repeats),
-                profile.reused(2048, 64, repeats),
+                profile.decode(1, min(1024, window // 2), repeats),
+                profile.decode(8, min(256, window // 8), repeats),
+                profile.prefill(min(1024, window // 2), repeats),
+                profile.reused(min(2048, window - 128), 64, repeats),
             ]
         finally:
             engine.close(flush=False)

@@ -7,8 +7,11 @@ LazyFormer, AttnCache-f, AttnCache as published, and this program's own, one cha
 the mean of several neighbours' maps, and layers accepted one by one. The hit rate is the share of all layers of all sentences
 that computed no queries and keys; where sentences are taken whole, it is the share of the sentences.
 
+Besides, as in table 2: attention or whole layers left out of as large a part of the layers as 4 are of 28, chosen by how little
+they change what goes through them, and weights of 8 bits (`--quantization int8` does everything with these).
+
 Data: --data (or AFTERGLOW_DATA), a folder with `sts/sts12.tsv` to `sts15.tsv`, `stsb_train.tsv` and `stsb_test.tsv`: lines of
-score, sentence, sentence. --shapes needs none.
+score, sentence, sentence. --tasks NAME takes any other NAME.tsv there. --shapes needs none.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("COLUMNS", "140")  # of tables that go into a file
 
 import dataclasses
+import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -32,33 +36,43 @@ import torch
 
 from afterglow.bench.report import arguments, finish, goal, show
 from afterglow.cli.environment import find_embedding_model
+from afterglow.config import QuantizationName
 from afterglow.errors import ConfigError
 from afterglow.memo.attend import AttentionMemo
 from afterglow.memo.baselines import (
+    DropAttend,
     SharedAttend,
     build_layers,
     layer_similarity,
     lazyformer,
+    most_alike,
     recorded_maps,
+    redundancy,
     san_sharing,
+    without_layers,
 )
 from afterglow.memo.build import Builder
-from afterglow.memo.database import MemoDatabase, memo_digest
+from afterglow.memo.database import MemoDatabase
 from afterglow.memo.settings import MemoOptions
-from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
-from afterglow.model.encoder import BatchAttend
+from afterglow.memo.texts import TextEmbedder, load_embedding_model, memo_identity, text_embedder
+from afterglow.model.decoder import Attend
+from afterglow.model.encoder import BatchAttend, Model
+from afterglow.model.linear import int8_levels
 from afterglow.text import Tokenizer
 from attncache_parts import shapes
 from attncache_parts.distances import distances, unique
-from attncache_parts.measures import CLOCK, TASKS, gamma, score, split
+from attncache_parts.measures import CLOCK, TASKS, gamma, now, read_pairs, score, split
 from attncache_parts.passes import Make, Passes, Result, Watched
 
 LOSS = 2.0  # points of Spearman x 100 that a method may cost: the paper's
+FAR = 6.0  # with so many points lost, lower thresholds are not looked at
 LEAST_RATE = 0.30
 THRESHOLDS = (0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.85)  # figure 5's
 RATES = tuple(np.arange(0.05, 1.001, 0.025).round(3).tolist())  # and those at which so many sentences are taken
 LAYER_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85)
 LAYERED_THRESHOLDS = (0.7, 0.6, 0.5)  # of AttnCache-f
+DROPPED = 4 / 28  # of all layers: table 2 does not say how many
+SAMPLE, ROUNDS = 60, 5  # sentences that are timed, and how often
 VARIANTS: dict[str, MemoOptions] = {
     "AttnCache": MemoOptions.of_paper(),
     "+ positions": MemoOptions(accept="sentence", neighbours=1),
@@ -77,6 +91,7 @@ class Task:
     known: list[list[int]]
     asked: list[list[int]]
     gold: list[float]
+    narrow: Model | None  # the same with weights of 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +103,28 @@ class Found:
     spearman: float
     rate: float
     error: float  # mean 1 - cosine to the full model's vectors
-    make: Make | None = None
+    make: Make
+    model: Model | None = None  # where it is not the task's
 
 
 def main() -> int:
     parser = arguments("attncache_sts", __doc__ or "")
     parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="see above")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None, help="default: all; --quick: stsb")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=None,
+        help=f"default: {', '.join(TASKS)}; --quick: stsb; or any TASK.tsv of --data",
+    )
     parser.add_argument("--model", nargs="+", default=["minilm"], help="minilm, bundled, or model directories")
     parser.add_argument("--build", type=int, default=1000, help="sentences of a database (default 1000)")
-    parser.add_argument("--pairs", type=int, default=None, help="pairs to judge, at most (default: all)")
+    parser.add_argument(
+        "--pairs", type=int, default=250, help="pairs to judge, drawn from the others; 0: all of them (default 250)"
+    )
+    parser.add_argument(
+        "--quantization", choices=("none", "int8"), default="none", help="of the weights (default: none)"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep what --json FILE has, and do the rest")
     parser.add_argument("--steps", type=int, default=600, help="of a projector's training (default 600)")
     parser.add_argument(
         "--figure", choices=("thresholds", "distances"), help="only the rows of figure 5, or of figure 1"
@@ -113,41 +140,58 @@ def main() -> int:
         return 0
     if options.data is None:
         parser.error("no data: give --data, or set AFTERGLOW_DATA")
-    rows, goals = [], []
+    rows, goals = kept_rows(options), []
     names = options.tasks or (["stsb"] if options.quick else TASKS)
+    for name in names:
+        read_pairs(Path(options.data), name)  # what is missing is said before anything is measured
     for model in options.model:
-        embedder = load(model)
-        of_model = []
-        for name in names:
-            task = read(options, name, model, embedder)
+        done = {row["task"] for row in rows if row["model"] == model}
+        missing = [name for name in names if name not in done]
+        embedder, narrow = load(model, options.quantization, both=bool(missing)) if missing else (None, None)
+        for name in missing:
+            assert embedder is not None
+            task = read(options, name, model, embedder, narrow)
+            began = now()
             if options.figure == "distances":
-                of_model += distances(task.model, task.name, task.embedder.embedder, task.known)
+                rows += distances(task.model, task.name, task.embedder.embedder, task.known)
             else:
-                of_model += measure(task, options.steps, options.seed, quick=options.quick)
+                rows += measure(task, options.steps, options.seed, quick=options.quick)
+            print(f"  {now() - began:.0f} s", flush=True)
             if options.json is not None:  # a task takes long: what is known is kept
-                finish(options.json, options.seed, rows + of_model, [], complete=False)
-        rows += of_model
-        show_model(model, of_model, options.figure)
+                finish(options.json, options.seed, rows, [], complete=False, **settings_of(options))
+        own = [row for row in rows if row["model"] == model]
+        show_model(model, own, options.figure)
         if options.figure is None and model == "minilm":
-            goals = goals_of(of_model)
+            goals = goals_of(own)
     if options.plot is not None:
         from attncache_parts.plots import draw
 
         print("drawn:", *draw(options.plot, rows))
-    finish(
-        options.json,
-        options.seed,
-        rows,
-        goals,
-        build=options.build,
-        pairs=options.pairs,
-        steps=options.steps,
-        clock=CLOCK,
-    )
+    finish(options.json, options.seed, rows, goals, clock=CLOCK, **settings_of(options))
     return 0
 
 
-def load(model: str) -> TextEmbedder:
+def settings_of(options: Any) -> dict[str, Any]:
+    """What rows depend on, besides the machine."""
+    return {name: getattr(options, name) for name in ("build", "pairs", "steps", "quantization", "figure")}
+
+
+def kept_rows(options: Any) -> list[dict[str, Any]]:
+    """Rows of an earlier run, with --resume. Raises ConfigError where it had other settings."""
+    if not options.resume or options.json is None or not options.json.is_file():
+        return []
+    before = json.loads(options.json.read_text())
+    wanted = {**settings_of(options), "seed": options.seed}
+    if any(before.get(name) != value for name, value in wanted.items()):
+        raise ConfigError(
+            f"{options.json} was made with other settings than {wanted}; delete it, or leave --resume out"
+        )
+    rows: list[dict[str, Any]] = before["rows"]
+    return rows
+
+
+def load(model: str, quantization: QuantizationName, *, both: bool) -> tuple[TextEmbedder, Model | None]:
+    """The embedder, and its model with weights of 8 bits beside it where they are not its own."""
     if model == "bundled":
         folder = Path(str(files("afterglow") / "assets" / "model"))
     elif model == "minilm":
@@ -156,16 +200,21 @@ def load(model: str) -> TextEmbedder:
         folder = Path(model)
         if not folder.is_dir():
             raise ConfigError(f"{model}: neither minilm, bundled nor a model directory")
-    return text_embedder(load_embedding_model(folder), folder, Tokenizer(folder), str(folder))
+    narrow = None
+    if both and quantization == "none" and int8_levels():
+        narrow = load_embedding_model(folder, dtype="float32", quantization="int8")
+    own = load_embedding_model(folder, dtype="float32", quantization=quantization)
+    return text_embedder(own, folder, Tokenizer(folder), str(folder)), narrow
 
 
-def read(options: Any, name: str, model: str, embedder: TextEmbedder) -> Task:
-    pairs = 60 if options.quick and options.pairs is None else options.pairs
+def read(options: Any, name: str, model: str, embedder: TextEmbedder, narrow: Model | None) -> Task:
+    pairs = min(options.pairs or 60, 60) if options.quick else options.pairs
     build = min(options.build, 300) if options.quick else options.build
     known, rest = split(Path(options.data), name, build, pairs, options.seed)
     most = embedder.embedder.max_tokens
     asked = [embedder.tokens(text, most) for pair in rest for text in pair[1:]]
-    return Task(name, model, embedder, [embedder.tokens(t, most) for t in known], asked, [pair[0] for pair in rest])
+    gold = [pair[0] for pair in rest]
+    return Task(name, model, embedder, [embedder.tokens(t, most) for t in known], asked, gold, narrow)
 
 
 def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str, Any]]:
@@ -176,10 +225,14 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
     print(f"{task.model}, {task.name}: {len(task.gold)} pairs, full model {full:.2f}", flush=True)
     found = [Found("full", None, full, 0.0, 0.0, BatchAttend)]
 
-    def judge(method: str, setting: float | None, result: Result, make: Make, rate: float | None = None) -> None:
+    def judge(
+        method: str, setting: float | None, make: Make, rate: float | None = None, model: Model | None = None
+    ) -> Found:
+        result = passes.run(make, model=model)
         error = float(1 - (result.vectors * exact.vectors).sum(1).mean())
         rate = float(result.layers.mean()) if rate is None else rate
-        found.append(Found(method, setting, score(task.gold, result.vectors), rate, error, make))
+        found.append(Found(method, setting, score(task.gold, result.vectors), rate, error, make, model))
+        return found[-1]
 
     samples = recorded_maps(task.embedder.embedder, task.known[:50])
     layers = task.embedder.embedder.model.spec.layers
@@ -190,7 +243,8 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
         def make(model: Any, positions: Any, lengths: Any, sources: Sequence[int] = sources) -> SharedAttend:
             return SharedAttend(sources, model, positions, lengths)
 
-        judge(name, None, passes.run(make), make, shared / layers)
+        judge(name, None, make, shared / layers)
+    drop(task, judge)
     with tempfile.TemporaryDirectory() as folder:
         built: dict[str, MemoDatabase] = {}
         for variant, memo_options in VARIANTS.items():
@@ -199,28 +253,44 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
                 whole(passes, built[variant], exact, task, variant, found)
             else:
                 for threshold in LAYER_THRESHOLDS:
-                    memo = AttentionMemo(built[variant], threshold)
-                    judge(variant, threshold, passes.run(memo.attend), memo.attend)
+                    one = judge(variant, threshold, AttentionMemo(built[variant], threshold).attend)
+                    if full - one.spearman > FAR:
+                        break
         layered = build_layers(
             task.embedder.embedder, built["AttnCache"].store, unique(task.known), steps=steps // 2, seed=seed
         )
         for threshold in LAYERED_THRESHOLDS:
             layered.threshold = threshold
-            judge("AttnCache-f", threshold, passes.run(layered.attend), layered.attend)
+            judge("AttnCache-f", threshold, layered.attend)
         return rows_of(task, passes, found, exact, layered, quick=quick)
+
+
+def drop(task: Task, judge: Callable[..., Found]) -> None:
+    """Table 2's others: attention left out, layers left out, weights of 8 bits."""
+    model = task.embedder.embedder.model
+    count = max(1, round(DROPPED * model.spec.layers))
+    attention, whole = redundancy(task.embedder.embedder, task.known[:50])
+
+    def make(
+        model: Any, positions: Any, lengths: Any, left_out: Sequence[int] = most_alike(attention, count)
+    ) -> Attend:
+        return DropAttend(left_out, BatchAttend(model, positions, lengths))
+
+    rate = count / model.spec.layers
+    judge("AttnDrop", None, make, rate)
+    judge("BlockDrop", None, BatchAttend, rate, without_layers(model, most_alike(whole, count)))
+    if task.narrow is not None:
+        judge("int8", None, BatchAttend, 0.0, task.narrow)
 
 
 def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int) -> MemoDatabase:
     """A database of the task's sentences. One that differs only in what it accepts is the same on disk."""
-    about = {
-        "model_digest": memo_digest(task.embedder.name, "float32"),
-        "quantisation": "float32",
-        "template": task.embedder.template.source,
-    }
+    about = memo_identity(task.embedder.embedder.model, Path(task.embedder.name), task.embedder.template)
     place = folder / options.projector
     if not place.is_dir():
         # Calibrated for what the last variant does; whole sentences are accepted without.
-        base = MemoOptions(projector=options.projector, steps=steps, seed=seed)
+        held = 100 if options.projector == "positions" else 10
+        base = MemoOptions(projector=options.projector, steps=steps, seed=seed, held_out=held)
         made = Builder(task.embedder.embedder, place, base, **about).run(task.known)
         print(f"  built {place.name}: {len(made.store)} sentences", flush=True)
     database = MemoDatabase.open(place, **about)
@@ -258,23 +328,23 @@ def rows_of(
         else:
             chosen[method] = max(cheap, key=lambda f: f.rate) if cheap else max(settings, key=lambda f: f.spearman)
     known = {tuple(ids) for ids in task.known}
-    sample = Passes(task.embedder.embedder, task.asked[:: max(1, len(task.asked) // 100)])
+    rounds = 3 if quick else ROUNDS
     layered.threshold = chosen["AttnCache-f"].setting
-    makes = {name: f.make for name, f in chosen.items() if f.make is not None}
-    times = sample.times(makes, 3 if quick else 7)
-    ours = chosen["+ layers (ours)"]
-    assert ours.make is not None
-    hits = passes.run(ours.make).layers.any(1)
+    times = Passes(task.embedder.embedder, spread(task.asked)).times(
+        {name: f.make for name, f in chosen.items()}, rounds, {name: f.model for name, f in chosen.items()}
+    )
     hit_only: dict[str, dict[str, float]] = {}
-    if hits.any():
-        some = [ids for ids, hit in zip(task.asked, hits, strict=True) if hit][:100]
-        hit_only = Passes(task.embedder.embedder, some).times(
-            {"full": BatchAttend, "ours": ours.make}, 3 if quick else 7
-        )
+    for name in ("AttnCache", "+ layers (ours)", "AttnCache-f"):
+        hits = passes.run(chosen[name].make).layers.any(1)
+        if hits.any():
+            some = spread([ids for ids, hit in zip(task.asked, hits, strict=True) if hit])
+            both = {"full": BatchAttend, name: chosen[name].make}
+            hit_only[name] = Passes(task.embedder.embedder, some).times(both, rounds)[name]
     rows = []
     for f in found:
         row: dict[str, Any] = {
             "model": task.model,
+            "weights": "float32" if task.embedder.embedder.model.quantization == "none" else "int8",
             "task": task.name,
             "method": f.method,
             "threshold": f.setting,
@@ -289,13 +359,15 @@ def rows_of(
         if chosen[f.method] is f:
             row |= {f"speedup_{name}": round(value, 3) for name, value in times[f.method].items() if name != "seconds"}
             row["seconds"] = round(times[f.method]["seconds"], 4)
-            if f is ours and hit_only:
-                row |= {
-                    "speedup_attention_hits": round(hit_only["ours"]["attention"], 3),
-                    "speedup_whole_hits": round(hit_only["ours"]["whole"], 3),
-                }
+            if f.method in hit_only:
+                row |= {f"speedup_{key}_hits": round(hit_only[f.method][key], 3) for key in ("attention", "whole")}
         rows.append(row)
     return rows
+
+
+def spread(sentences: Sequence[list[int]]) -> list[list[int]]:
+    """About `SAMPLE` of them, from all over."""
+    return list(sentences[:: max(1, len(sentences) // SAMPLE)])[:SAMPLE]
 
 
 def show_model(model: str, rows: list[dict[str, Any]], figure: str | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from afterglow.errors import ConfigError
 from afterglow.model.encoder import Model
 
 TASKS = ("sts12", "sts13", "sts14", "sts15", "stsb")
@@ -26,9 +27,12 @@ def now() -> float:
 
 
 def read_pairs(folder: Path, task: str) -> list[Pair]:
-    """Similarity from 0 to 5 and two sentences, of `sts/TASK.tsv`; of stsb the test part."""
-    path = folder / "sts" / f"{'stsb_test' if task == 'stsb' else task}.tsv"
-    return _rows(path)
+    """Score and two sentences, of `sts/TASK.tsv` or `TASK.tsv`; of stsb the test part. Raises ConfigError."""
+    name = f"{'stsb_test' if task == 'stsb' else task}.tsv"
+    for path in (folder / "sts" / name, folder / name):
+        if path.is_file():
+            return _rows(path)
+    raise ConfigError(f"--tasks {task}: there is neither {folder / 'sts' / name} nor {folder / name}")
 
 
 def split(folder: Path, task: str, build: int, test: int | None, seed: int) -> tuple[list[str], list[Pair]]:
@@ -48,9 +52,14 @@ def split(folder: Path, task: str, build: int, test: int | None, seed: int) -> t
 
 def _rows(path: Path) -> list[Pair]:
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         fields = line.split("\t")
-        rows.append((float(fields[0]), fields[1], fields[2]))
+        try:
+            rows.append((float(fields[0]), fields[1], fields[2]))
+        except (ValueError, IndexError):
+            raise ConfigError(
+                f"{path}, line {number}: score, sentence and sentence are wanted, parted by tabs; got {line[:60]!r}"
+            ) from None
     return rows
 
 

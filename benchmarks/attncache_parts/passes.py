@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,9 +44,11 @@ class Passes:
             self.batches[-1].append(index)
 
     @torch.inference_mode()
-    def run(self, make: Make, clock: Clock | None = None) -> Result:
-        """One pass over all sentences; `clock` counts attention, output projection included."""
-        model = self.embedder.model if clock is None else timed_model(self.embedder.model, clock)
+    def run(self, make: Make, clock: Clock | None = None, model: Model | None = None) -> Result:
+        """One pass over all sentences; `clock` counts attention, output projection included. `model`: another one of the same
+        size than the embedder's."""
+        model = model or self.embedder.model
+        model = model if clock is None else timed_model(model, clock)
         vectors = torch.empty(len(self.sequences), self.embedder.dimensions)
         layers = np.zeros((len(self.sequences), model.spec.layers), bool)
         for batch in self.batches:
@@ -60,15 +62,17 @@ class Passes:
                 layers[batch] = attend.layers
         return Result(vectors, layers)
 
-    def times(self, methods: dict[str, Make], repeats: int) -> dict[str, dict[str, float]]:
+    def times(
+        self, methods: dict[str, Make], repeats: int, models: Mapping[str, Model | None] | None = None
+    ) -> dict[str, dict[str, float]]:
         """Of each method, by rounds in which all take their turn: `attention` and `whole`, the median of the rounds' ratios of
-        the first method's time to its own, and `seconds`, the median of whole passes."""
+        the first method's time to its own, and `seconds`, the median of whole passes. `models`: of those that have another."""
         clocks: dict[str, list[float]] = {name: [] for name in methods}
 
         def once(name: str, make: Make) -> float:
             clock = Clock()
             began = now()
-            self.run(make, clock)
+            self.run(make, clock, (models or {}).get(name))
             whole = now() - began
             clocks[name].append(clock.seconds)
             return whole

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tests.memo.tiny import CONFIG, Large
 
+from afterglow.config import QuantizationName
 from afterglow.memo.build import Builder
 from afterglow.memo.database import MemoDatabase
 from afterglow.memo.encoder import Embedder
@@ -23,15 +24,15 @@ CPU = torch.device("cpu")
 EXACT = MemoOptions(projector="binned", accept="sentence", neighbours=1, dtype="float32", steps=20)
 
 
-def model(kind: str, seed: int = 0) -> Model:
+def model(kind: str, seed: int = 0, quantization: QuantizationName = "none") -> Model:
     if kind == "decoder":
-        return Assembler(PRESETS["tiny"], Names(), Large(seed), torch.float32, CPU).decoder()
+        return Assembler(PRESETS["tiny"], Names(), Large(seed), torch.float32, CPU, quantization).decoder()
     spec, names = encoder_from_config(CONFIG)
-    return Assembler(spec, names, Large(seed), torch.float32, CPU).encoder()
+    return Assembler(spec, names, Large(seed), torch.float32, CPU, quantization).encoder()
 
 
-def embedder(kind: str, seed: int = 0) -> Embedder:
-    return Embedder(model(kind, seed), Pooling("last" if kind == "decoder" else "mean"), max_tokens=48)
+def embedder(kind: str, seed: int = 0, quantization: QuantizationName = "none") -> Embedder:
+    return Embedder(model(kind, seed, quantization), Pooling("last" if kind == "decoder" else "mean"), max_tokens=48)
 
 
 def sentences(count: int, seed: int = 0, lengths: tuple[int, ...] = (5, 8, 9)) -> list[list[int]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tests.memo.tiny import WORDS, tiny_encoder
 
 from afterglow.cli import commands
+from afterglow.errors import UserError
 from afterglow.memo.maps import HEADER_BYTES, MAPS
+from afterglow.model.linear import int8_levels
 
 
 def run(*args: object) -> int:
@@ -32,8 +35,11 @@ def test_build_add_check_and_use(made: tuple[Path, Path, Path], capsys: pytest.C
     assert "20 texts" in said
     assert "on held-out texts:" in said
     assert "0.990" in said
+    assert "times as fast" in said
     assert run("memo", "check", out) == 0
-    assert "all is sound" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "all is sound" in said
+    assert re.search(r"\d\.\d\d times as fast with them: --memo-mode auto (used them|left them alone)", said)
 
     more = texts.with_name("more.txt")
     more.write_text("a red kite is near the river\nthe cat sat on the the\n")
@@ -44,8 +50,11 @@ def test_build_add_check_and_use(made: tuple[Path, Path, Path], capsys: pytest.C
     assert (facts["records"], facts["added_after_training"]) == (21, 1)
 
     asked = ("embed", "--model", model, "--memo", out, "--threshold", "0.5", "--threads", 1)
-    assert run(*asked, "the cat sat on the a") == 0
-    assert json.loads(capsys.readouterr().out)["memo_hit"] is True
+    for mode, hit in (("on", True), ("off", False)):
+        assert run(*asked, "--memo-mode", mode, "the cat sat on the a") == 0
+        assert json.loads(capsys.readouterr().out)["memo_hit"] is hit
+    with pytest.raises(UserError, match="got 'sometimes'"):
+        run(*asked, "--memo-mode", "sometimes", "the cat")
 
     with (out / MAPS).open("r+b") as file:
         file.seek(HEADER_BYTES + 9)
@@ -54,9 +63,36 @@ def test_build_add_check_and_use(made: tuple[Path, Path, Path], capsys: pytest.C
     assert "record 0 is damaged" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_line(made: tuple[Path, Path, Path]) -> None:
-    from afterglow.errors import UserError
+@pytest.mark.skipif(not int8_levels(), reason="no int8 here")
+def test_maps_of_other_weights_are_refused(made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model, texts, out = made
+    asked = (
+        "embed",
+        "--model",
+        model,
+        "--memo",
+        out,
+        "--threshold",
+        "0.5",
+        "--memo-mode",
+        "on",
+        "--threads",
+        1,
+        "the cat",
+    )
+    made_with = ("--steps", 5, "--threads", 1)
+    assert run("memo", "build", model, "--texts", texts, "--out", out, "--quantization", "int8", *made_with) == 0
+    capsys.readouterr()
+    assert run("memo", "check", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["quantisation"] == "int8"
+    assert run(*asked, "--quantization", "int8") == 0
+    with pytest.raises(UserError, match="of quantisation 'int8', and this is quantisation 'float32'"):
+        run(*asked)
+    with pytest.raises(UserError, match="of quantisation 'int8', and this is quantisation 'float32'"):
+        run("memo", "add", out, model, "--texts", texts, "--threads", 1)
 
+
+def test_mistakes_are_one_line(made: tuple[Path, Path, Path]) -> None:
     model, texts, out = made
     for args, message in (
         (("build", model, "--texts", out / "none.txt", "--out", out), "cannot read --texts"),

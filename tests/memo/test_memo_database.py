@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import signal
@@ -17,22 +18,27 @@ import torch
 from tests.memo.kit import EXACT, build, builder, embedder, sentences
 
 from afterglow.errors import ConfigError, DamageError
+from afterglow.memo import attend
 from afterglow.memo.attend import AttentionMemo, MapsAttend, RecordingAttend
 from afterglow.memo.baselines import (
     DropAttend,
     SharedAttend,
     build_layers,
     lazyformer,
+    most_alike,
+    redundancy,
     san,
     san_sharing,
     without_layers,
 )
-from afterglow.memo.database import MemoDatabase, vectors_file
+from afterglow.memo.database import Fetched, MemoDatabase, vectors_file
 from afterglow.memo.encoder import Embedder
 from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key
+from afterglow.memo.packing import pack
 from afterglow.memo.settings import MemoOptions
-from afterglow.model.decoder import Attention
+from afterglow.model.decoder import Attention, Decoder
 from afterglow.model.encoder import BatchAttend
+from afterglow.model.linear import int8_levels
 
 KINDS = ["decoder", "encoder"]
 
@@ -71,6 +77,19 @@ def test_a_sentences_own_maps_give_the_full_models_output(
     torch.testing.assert_close(result.vectors, plain.embed(asked).vectors, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(not int8_levels(), reason="no int8 here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_maps_with_weights_in_8_bits(kind: str, tmp_path: Path) -> None:
+    """The values' part of the rounded weights is what the whole matrix yields; another rounding would show."""
+    plain, texts = embedder(kind, quantization="int8"), sentences(12)
+    exact, full = plain.embed(texts), embedder(kind).embed(texts)
+    found = with_memo(plain, build(plain, tmp_path, texts), 0.999).embed(texts)
+    assert found.memo_hits == len(texts)
+    near, apart = (found.vectors - exact.vectors).abs().max(), (exact.vectors - full.vectors).abs().max()
+    assert near < apart / 4
+    assert near < 2e-3
+
+
 def test_half_precision_has_its_own_tolerance(tmp_path: Path) -> None:
     plain, texts = embedder("decoder"), sentences(12)
     database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, dtype="float16"))
@@ -100,6 +119,32 @@ def test_value_alone_costs_its_part_of_the_weights() -> None:
         torch.testing.assert_close(attention.value(x), attention.project(x)[2])
         assert attention._values is not None
         assert attention._values.outputs == attention.kv_heads * attention.head_dim
+
+
+@pytest.mark.parametrize("few", [0, 1 << 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_among_misses_leave_each_other_alone(
+    kind: str, few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second sentence of each length has its own maps, in one layer or in both."""
+    monkeypatch.setattr(attend, "FEW", few)
+    model = embedder(kind).model
+    lengths = [4, 4, 4, 7, 7, 9]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    ids = torch.arange(5, 5 + sum(lengths))
+    recording = RecordingAttend(model, positions, lengths)
+    exact = model.forward(ids, positions, recording)
+    packed = [
+        Fetched(
+            torch.from_numpy(pack(torch.stack(run, 1).numpy(), causal=model.spec.causal)), torch.arange(len(run[0]))
+        )
+        for run in recording.maps
+    ]
+    layers = np.array([[True, True], [False, False], [False, True], [True, False], [False, False], [True, True]])
+    maps = MapsAttend(model, positions, lengths)
+    maps.use(packed, layers)
+    torch.testing.assert_close(model.forward(ids, positions, maps), exact, atol=1e-5, rtol=1e-5)
+    assert maps.hits == [True, False, True, True, False, True]
 
 
 def test_maps_of_other_sentences_are_really_used(tmp_path: Path) -> None:
@@ -337,8 +382,6 @@ def test_layers_that_share_with_themselves_are_exact(kind: str) -> None:
     assert float((shared - exact).abs().max()) > 1e-4
     # By hand: the second layer with the first layer's maps.
     maps = MapsAttend(model, positions, lengths)
-    from afterglow.memo.database import Fetched
-
     given = [Fetched(torch.stack([run[0], run[0]], 1).flatten(-2), torch.arange(1)) for run in recording.maps]
     if model.spec.causal:
         given = [
@@ -379,6 +422,34 @@ def test_time_is_not_spent_on_searching_twice(tmp_path: Path) -> None:
     database.find = lambda inputs, threshold: calls.append(time.monotonic()) or find(inputs, threshold)  # type: ignore[method-assign,func-returns-value]
     with_memo(plain, database, 0.9).embed(texts)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_out_is_what_changes_least(kind: str) -> None:
+    """By hand: what goes into each layer and what comes out, from passes through the first layers alone."""
+    plain = embedder(kind)
+    model, texts = plain.model, sentences(3)
+    attention, whole = redundancy(plain, texts)
+    cut, states = without_layers(model, [1]), []
+    for which in (without_layers(model, [0, 1]), cut, model):
+        if isinstance(which, Decoder):
+            which = copy.copy(which)
+            which._final_norm = lambda x: x  # type: ignore[assignment]
+        states.append(
+            torch.cat(
+                [
+                    which.forward(torch.tensor(t), p := torch.arange(len(t)), BatchAttend(which, p, [len(t)]))
+                    for t in texts
+                ]
+            )
+        )
+    for layer in (0, 1):
+        wanted = torch.nn.functional.cosine_similarity(states[layer], states[layer + 1], dim=-1).mean()
+        assert whole[layer] == pytest.approx(float(wanted), abs=1e-5)
+    assert attention != whole
+    assert all(-1 <= value <= 1 for value in attention)
+    assert most_alike([0.5, 0.9, 0.7, 0.9], 2) == [1, 3]
+    assert most_alike([0.5, 0.9, 0.7], 0) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

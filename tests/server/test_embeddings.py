@@ -510,6 +510,18 @@ def test_known_texts_take_their_attention_from_the_memo(folder: Path, model_dir:
         text = server.http().get("/metrics").text
         assert f'afterglow:embedding_memo_hits_total{{model_name="tiny"}} {len(TEXTS)}.0' in text
         assert 'afterglow:embedding_memo_damaged{model_name="tiny"} 0.0' in text
+        assert 'afterglow:embedding_memo_used{model_name="tiny"} 1.0' in text
+        assert 'embedding_memo_expected_speedup{model_name="tiny"}' not in text  # it was not measured
+    assert exact.memo is None
+    measured = text_embedder(encoder, folder, Tokenizer(folder), "tiny", memo=maps, threshold=0.5, memo_mode="auto")
+    assert measured.memo is not None
+    with running(model_dir, embedders=[measured]) as server:
+        used = measured.memo.used
+        reply = server.http().post("/v1/embeddings", json={"input": TEXTS})
+        assert reply.json()["usage"]["memo_hits"] == (len(TEXTS) if used else 0)
+        text = server.http().get("/metrics").text
+        assert f'afterglow:embedding_memo_used{{model_name="tiny"}} {float(used)}' in text
+        assert 'embedding_memo_expected_speedup{model_name="tiny"}' in text
 
 
 def test_the_maps_of_another_model_or_prompt_are_refused(folder: Path, maps: Path, tmp_path: Path) -> None:

@@ -307,6 +307,21 @@ def embed(
         float,
         typer.Option(help="How alike texts have to be for that: 1 is equal, lower is faster and less exact."),
     ] = 0.99,
+    memo_mode: Annotated[
+        str,
+        typer.Option(
+            metavar="CHOICE",
+            help="auto measures first whether that is faster with this model on this machine, and leaves it alone where it is "
+            "not; on uses it anyway, off never.",
+        ),
+    ] = "auto",
+    quantization: Annotated[
+        str,
+        typer.Option(
+            metavar="CHOICE",
+            help="int8: weights, and what they are multiplied with, in 8 bits; on CPU, faster and not exact. none: as they are.",
+        ),
+    ] = "none",
     threads: Annotated[
         int | None,
         typer.Option(
@@ -325,10 +340,11 @@ def embed(
             model,
             memo=memo,
             threshold=threshold,
+            memo_mode=memo_mode,  # type: ignore[arg-type]
             template=template,
             dimensions=dimensions,
             truncate=truncate,
-            config=EngineConfig(threads=threads),
+            config=EngineConfig(threads=threads, quantization=quantization),  # type: ignore[arg-type]
         )
     )
 

@@ -12,6 +12,7 @@ from afterglow.cli.environment import find_embedding_model, not_utf8, set_up_thr
 from afterglow.cli.progress import progress
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError
+from afterglow.memo.modes import MemoMode, check_memo_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ def embed(
     *,
     memo: Path | None,
     threshold: float,
+    memo_mode: MemoMode,
     template: str | None,
     dimensions: int | None,
     truncate: bool,
@@ -38,12 +40,13 @@ def embed(
     """Print a JSON line for each text, or write all vectors to `out`. Returns the exit code. Errors: UserError."""
     if not 0 < threshold <= 1:
         raise ConfigError(f"--threshold must be above 0 and at most 1, got {threshold}")
+    check_memo_mode(memo_mode)
     given = _texts(texts, file)
     folder, name = find_embedding_model(model)
     set_up_threads(config.threads)
     import torch
 
-    embedder = load(folder, name, config, template=template, memo=memo, threshold=threshold)
+    embedder = load(folder, name, config, template=template, memo=memo, threshold=threshold, memo_mode=memo_mode)
     most = embedder.embedder.dimensions
     if dimensions is not None and not 1 <= dimensions <= most:
         raise ConfigError(
@@ -91,6 +94,7 @@ def load(
     template: str | None = None,
     memo: Path | None = None,
     threshold: float = 0.99,
+    memo_mode: MemoMode = "auto",
     max_tokens: int | None = None,
 ) -> TextEmbedder:
     """A model directory, encoder or decoder, as an embedder of its own. Errors: UserError."""
@@ -105,10 +109,19 @@ def load(
             folder,
             dtype=config.dtype,
             device=choose_device(config.device).type,
+            quantization=config.quantization,
             progress=lambda done, total: report("weights", done, total),
         )
     return text_embedder(
-        model, folder, tokenizer, name, template=template, memo=memo, threshold=threshold, max_tokens=max_tokens
+        model,
+        folder,
+        tokenizer,
+        name,
+        template=template,
+        memo=memo,
+        threshold=threshold,
+        memo_mode=memo_mode,
+        max_tokens=max_tokens,
     )
 
 

@@ -18,21 +18,31 @@ from afterglow.errors import AfterglowError, ConfigError
 if TYPE_CHECKING:
     from afterglow.memo.build import Builder
     from afterglow.memo.database import MemoDatabase
-    from afterglow.memo.settings import MemoOptions
+    from afterglow.memo.settings import MemoOptions, Settings
     from afterglow.memo.texts import TextEmbedder
 
 CURVE = "thresholds.svg"
 
 
 def build(
-    model: str | None, texts: Path, out: Path, options: MemoOptions, template: str | None, threads: int | None
+    model: str | None, texts: Path, out: Path, options: MemoOptions, template: str | None, config: EngineConfig
 ) -> int:
     """Returns the exit code. Errors: AfterglowError."""
     given = _lines(texts)
-    embedder, folder = _embedder(model, template, threads)
+    embedder, folder = _embedder(model, template, config)
     with progress() as report:
+        from afterglow.memo.pays import measure_curve
+
         builder = _builder(embedder, folder, out, options, report)
-        database = builder.run([_tokens(embedder, text) for text in given])
+        try:
+            database = builder.run([_tokens(embedder, text) for text in given])
+        except KeyboardInterrupt:
+            print(
+                f"afterglow: ended; what was collected is in {out}: the same command goes on from there",
+                file=sys.stderr,
+            )
+            raise
+        measure_curve(embedder.embedder, database, report)
     _tell(builder, database)
     _table(database)
     _draw(database)
@@ -42,14 +52,14 @@ def build(
 
 
 def add(
-    model: str | None, texts: Path, folder: Path, template: str | None, max_bytes: int | None, threads: int | None
+    model: str | None, texts: Path, folder: Path, template: str | None, max_bytes: int | None, config: EngineConfig
 ) -> int:
     """Returns the exit code. Errors: AfterglowError."""
     from afterglow.memo.settings import Settings
 
     given = _lines(texts)
     options = dataclasses.replace(Settings.load(folder).options, max_bytes=max_bytes)
-    embedder, where = _embedder(model, template, threads)
+    embedder, where = _embedder(model, template, config)
     with progress() as report:
         builder = _builder(embedder, where, folder, options, report)
         new = builder.add([_tokens(embedder, text) for text in given])
@@ -63,6 +73,7 @@ def check(folder: Path, as_json: bool) -> int:
     """Every record, the vectors and the projector; 1 if anything is damaged. Errors: ConfigError."""
     from afterglow.memo.database import PROJECTOR, read_vectors
     from afterglow.memo.maps import MapStore
+    from afterglow.memo.pays import LEAST_GAIN
     from afterglow.memo.projector import Projector
     from afterglow.memo.settings import Settings
 
@@ -88,6 +99,7 @@ def check(folder: Path, as_json: bool) -> int:
         "bytes": store.nbytes,
         "damaged_records": damaged,
         "problems": wrong,
+        "curve": settings.curve,
         **dataclasses.asdict(store.identity),
     }
     if as_json:
@@ -102,15 +114,28 @@ def check(folder: Path, as_json: bool) -> int:
             f"{folder}: {settings.records} texts{later}, {format_size(store.nbytes)} of maps; "
             + (f"{len(wrong)} problems" if wrong else "all is sound")
         )
+        if "speedup" in (row := _default_row(settings)):
+            print(
+                f"at threshold {row['threshold']:g} {fig.percent(row['hit_rate'])} of held-out texts took maps; where it was "
+                f"built, embedding was {row['speedup']:.2f} times as fast with them: --memo-mode auto "
+                + ("used them" if row["speedup"] >= LEAST_GAIN else "left them alone")
+            )
     return 1 if wrong else 0
 
 
-def _embedder(model: str | None, template: str | None, threads: int | None) -> tuple[TextEmbedder, Path]:
+def _embedder(model: str | None, template: str | None, config: EngineConfig) -> tuple[TextEmbedder, Path]:
     folder, name = find_embedding_model(model)
-    set_up_threads(threads)
+    set_up_threads(config.threads)
     from afterglow.cli.embed import load
 
-    return load(folder, name, EngineConfig(threads=threads), template=template), folder
+    return load(folder, name, config, template=template), folder
+
+
+def _default_row(settings: Settings) -> dict[str, float]:
+    """What `memo build` found at the threshold that is used when none is given."""
+    from afterglow.memo.settings import DEFAULT_THRESHOLD
+
+    return next((row for row in settings.curve if row["threshold"] == DEFAULT_THRESHOLD), {})
 
 
 def _builder(embedder: TextEmbedder, model: Path, folder: Path, options: MemoOptions, report: Any) -> Builder:
@@ -153,10 +178,15 @@ def _table(database: MemoDatabase) -> None:
             fig.percent(row["layer_rate"]),
             f"{row['error']:.4f}",
             f"{row['variation']:.3f}",
+            f"{row['speedup']:.2f}" if "speedup" in row else "",
         )
         for row in database.settings.curve
     ]
-    fig.table(("threshold", "texts", "layers", "1 - cosine", "map distance"), rows)
+    fig.table(("threshold", "texts", "layers", "1 - cosine", "map distance", "times as fast"), rows)
+    print(
+        "texts: that take maps. layers: of all texts' layers, those that do. Under 1.02 times as fast, --memo-mode auto"
+    )
+    print("leaves maps alone; it measures anew where it is used.")
 
 
 def _draw(database: MemoDatabase) -> None:

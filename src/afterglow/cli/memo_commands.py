@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from afterglow.config import parse_size
+from afterglow.config import EngineConfig, parse_size
 from afterglow.errors import ConfigError
 
 memo_app = typer.Typer(
@@ -51,6 +51,14 @@ MaxBytes = Annotated[
 ]
 Threads = Annotated[
     int | None, typer.Option(help="Compute threads. The default is the number of physical cores.", show_default=False)
+]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        metavar="CHOICE",
+        help="int8: the maps of the model with weights in 8 bits, as serve and embed compute with --quantization int8. none: "
+        "with its weights as they are. Neither uses the other's.",
+    ),
 ]
 
 
@@ -104,6 +112,7 @@ def build(
     ] = 100,
     steps: Annotated[int, typer.Option(help="Train the projector for so many steps; public has its own number.")] = 600,
     seed: Annotated[int, typer.Option(help="Make the training repeatable with this number.")] = 0,
+    quantization: Quantization = "none",
     threads: Threads = None,
 ) -> None:
     """Collect the attention maps of texts, train what finds them, and say what they are worth on held-out texts.
@@ -124,7 +133,7 @@ def build(
         steps=steps,
         seed=seed,
     )
-    raise typer.Exit(memo.build(model, texts, out, options, template, threads))
+    raise typer.Exit(memo.build(model, texts, out, options, template, _engine(threads, quantization)))
 
 
 @memo_app.command("add")
@@ -134,13 +143,21 @@ def add(
     model: Model = None,
     template: Template = None,
     max_bytes: MaxBytes = None,
+    quantization: Quantization = "none",
     threads: Threads = None,
 ) -> None:
     """Add texts to a database, without training: they are found by what has been learned, and the database says so."""
     from afterglow.cli import memo
 
     raise typer.Exit(
-        memo.add(model, texts, folder, template, None if max_bytes is None else parse_size(max_bytes), threads)
+        memo.add(
+            model,
+            texts,
+            folder,
+            template,
+            None if max_bytes is None else parse_size(max_bytes),
+            _engine(threads, quantization),
+        )
     )
 
 
@@ -153,6 +170,10 @@ def check(
     from afterglow.cli import memo
 
     raise typer.Exit(memo.check(folder, as_json))
+
+
+def _engine(threads: int | None, quantization: str) -> EngineConfig:
+    return EngineConfig(threads=threads, quantization=quantization)  # type: ignore[arg-type]
 
 
 def _at_least_1(flag: str, value: int) -> int:

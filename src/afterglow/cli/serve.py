@@ -94,6 +94,7 @@ def _encoder(folder: Path, tokenizer: Tokenizer, server: ServerConfig, config: E
         template=server.embedding_template,
         memo=server.memo,
         threshold=server.threshold,
+        memo_mode=server.memo_mode,
         max_tokens=config.max_model_len,
     )
 
@@ -108,7 +109,15 @@ def _beside(server: ServerConfig, config: EngineConfig) -> list[TextEmbedder]:
     if name in server.served_model_name:
         raise ConfigError(f"--embedding-model is called {name!r}, and so is the other model; use --served-model-name")
     return [
-        load(folder, name, config, template=server.embedding_template, memo=server.memo, threshold=server.threshold)
+        load(
+            folder,
+            name,
+            config,
+            template=server.embedding_template,
+            memo=server.memo,
+            threshold=server.threshold,
+            memo_mode=server.memo_mode,
+        )
     ]
 
 
@@ -127,6 +136,7 @@ def _own(engine: Engine, folder: Path, tokenizer: Tokenizer, server: ServerConfi
                 template=server.embedding_template if first else None,
                 memo=server.memo if first else None,
                 threshold=server.threshold,
+                memo_mode=server.memo_mode,
                 max_tokens=engine.max_model_len,
             )
         ]

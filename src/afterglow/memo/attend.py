@@ -5,20 +5,22 @@ Neither keeps keys: nothing that passes through here may be decoded from, or sto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.memo.database import Fetched, MemoDatabase
 from afterglow.memo.packing import unpack
-from afterglow.model.decoder import Attend, Attention
+from afterglow.model.decoder import Attention
 from afterglow.model.encoder import BatchAttend, Model, runs
 
 Bools = NDArray[np.bool_]
+FEW = 1 << 14  # numbers of a sentence's context, below which a copy for each sentence costs more than it saves
 
 
 def by_sentence(rows: Tensor, count: int, length: int) -> Tensor:
@@ -38,11 +40,16 @@ def attention_maps(q: Tensor, k: Tensor, *, scale: float, causal: bool) -> Tenso
 
 def apply_maps(maps: Tensor, v: Tensor) -> Tensor:
     """`maps` [n, heads, s, s], `v` [n, s, kv_heads, head_dim] -> context [n * s, heads * head_dim] in v's dtype."""
+    return mapped(maps, v).transpose(1, 2).reshape(maps.shape[0] * maps.shape[2], -1)
+
+
+def mapped(maps: Tensor, v: Tensor) -> Tensor:
+    """As `apply_maps`, head by head: [n, heads, s, head_dim]."""
     n, heads, s, _ = maps.shape
     kv_heads = v.shape[2]
     grouped = maps.to(v.dtype).reshape(n, kv_heads, heads // kv_heads * s, s)
     context: Tensor = grouped @ v.transpose(1, 2)
-    return context.view(n, heads, s, -1).transpose(1, 2).reshape(n * s, -1)
+    return context.view(n, heads, s, -1)
 
 
 class RecordingAttend:
@@ -77,13 +84,27 @@ class RecordingAttend:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sentences of one run that have maps for a layer: `count` of `length` tokens, `members` of what was fetched
-    for the run."""
+    """Those sentences of one run that have maps for a layer, or those that have none: `members` of the run, all of it where
+    `whole`. The run's rows begin at `start`; its `count` sentences have `length` tokens each."""
 
     run: int
     members: Tensor
+    whole: bool
+    start: int
     count: int
     length: int
+
+    def put(self, out: Tensor, found: Tensor) -> None:
+        """`found` [members, heads, length, head_dim] to its rows of `out` [tokens, heads, head_dim]."""
+        stop = self.start + self.count * self.length
+        place, rows = by_sentence(out[self.start : stop], self.count, self.length), found.transpose(1, 2)
+        if self.whole:
+            place.copy_(rows)
+        elif rows[0].numel() < FEW:
+            place[self.members] = rows
+        else:  # twice as fast as picking rows by their numbers
+            for number, member in enumerate(self.members.tolist()):
+                place[member].copy_(rows[number])
 
 
 class Split:
@@ -92,23 +113,22 @@ class Split:
     def __init__(self, model: Model, positions: Tensor, lengths: Sequence[int], hits: Bools) -> None:
         """`hits` [sequences]."""
         where = np.repeat(hits, lengths)
-        everything = bool(hits.all())
+        self.any, everything = bool(hits.any()), bool(hits.all())
         self.hits = None if everything else torch.from_numpy(np.flatnonzero(where)).to(positions.device)
         self.misses = torch.from_numpy(np.flatnonzero(~where)).to(positions.device)
-        self.any = bool(hits.any())
-        self.plain: Attend | None = None
-        if not self.any:
-            self.plain = BatchAttend(model, positions, lengths)
-        elif not everything:
-            missed = [length for length, hit in zip(lengths, hits, strict=True) if not hit]
-            self.plain = BatchAttend(model, positions[self.misses], missed)
-        self.groups: list[Group] = []
-        start = 0
-        for run, (count, length) in enumerate(runs(lengths)):
-            members = np.flatnonzero(hits[start : start + count])
-            if len(members):
-                self.groups.append(Group(run, torch.from_numpy(members), len(members), length))
-            start += count
+        self.rotation = None if everything else model.rotation(positions[self.misses])
+        self.plain = None if self.any else BatchAttend(model, positions, lengths)
+        self.hit_groups, self.missed_groups = list(groups(lengths, hits)), list(groups(lengths, ~hits))
+
+
+def groups(lengths: Sequence[int], chosen: Bools) -> Iterator[Group]:
+    """The `chosen` [sequences] of each run that has any."""
+    first, start = 0, 0
+    for run, (count, length) in enumerate(runs(lengths)):
+        members = np.flatnonzero(chosen[first : first + count])
+        if len(members):
+            yield Group(run, torch.from_numpy(members), len(members) == count, start, count, length)
+        first, start = first + count, start + count * length
 
 
 class MapsAttend:
@@ -134,23 +154,38 @@ class MapsAttend:
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         split = self._split(self.layers[:, layer])
-        if not split.any:
-            assert split.plain is not None
+        if split.plain is not None:
             return split.plain(layer, attention, x)
-        v = attention.value(x if split.hits is None else x[split.hits])
-        parts, start = [], 0
-        for group in split.groups:
-            maps = self._unpacked(group, layer)
-            values = by_sentence(v[start : (start := start + group.count * group.length)], group.count, group.length)
-            parts.append(apply_maps(maps, values))
-        context = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if split.hits is None:
-            return context
-        assert split.plain is not None
-        out = context.new_empty(x.shape[0], context.shape[1])
-        out[split.hits] = context
-        out[split.misses] = split.plain(layer, attention, x[split.misses])
-        return out
+        # Every sentence's context goes straight to its place: with weights of 8 bits, copies of rows are a tenth of all.
+        out = x.new_empty(x.shape[0], attention.heads, attention.head_dim)
+        v = attention.value(x if split.hits is None else x.index_select(0, split.hits))
+        start = 0
+        for group in split.hit_groups:
+            count = len(group.members)
+            values = by_sentence(v[start : (start := start + count * group.length)], count, group.length)
+            group.put(out, mapped(self._unpacked(group, layer), values))
+        if split.missed_groups:
+            self._exact(split, attention, x.index_select(0, split.misses), out)
+        return out.flatten(1)
+
+    def _exact(self, split: Split, attention: Attention, x: Tensor, out: Tensor) -> None:
+        """Attention of the missed sentences, whose rows `x` are, to their places in `out`."""
+        q, k, v = attention.project(x)
+        q, k = attention.rotate(q, split.rotation), attention.rotate(k, split.rotation)
+        start = 0
+        for group in split.missed_groups:
+            count = len(group.members)
+            where = slice(start, start := start + count * group.length)
+            queries, keys, values = (by_sentence(t[where], count, group.length).transpose(1, 2) for t in (q, k, v))
+            attended = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                is_causal=self._causal,
+                scale=attention.scale,
+                enable_gqa=attention.heads != attention.kv_heads,
+            )
+            group.put(out, attended)
 
     def _unpacked(self, group: Group, layer: int) -> Tensor:
         packed = self._maps[group.run].layer(layer, group.members)

@@ -4,10 +4,12 @@ SAN), searched anew in every layer (AttnCache-f), and layers or their attention 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.memo.attend import MapsAttend, RecordingAttend, apply_maps, attention_maps, by_sentence
@@ -20,10 +22,12 @@ from afterglow.memo.maps import MapStore
 from afterglow.memo.packing import unpack
 from afterglow.memo.projector import Projector, ProjectorKind, ProjectorSpec
 from afterglow.memo.training import STEPS, buckets_of, train
-from afterglow.model.decoder import Attend, Attention
+from afterglow.model.decoder import Attend, Attention, Decoder
 from afterglow.model.encoder import BatchAttend, Model, runs
+from afterglow.model.linear import Linear
 
 LAZY_BLOCK = 2  # layers that share a map, the paper's setting
+RECORDED = 32  # sentences of a pass that are recorded
 
 
 class SharedAttend:
@@ -160,9 +164,10 @@ def build_layers(
     layers, heads = store.identity.layers, store.identity.heads
     spec = ProjectorSpec(kind, embedder.model.spec.hidden, embedder.max_tokens)
     reduced: list[list[Tensor]] = [[] for _ in range(layers)]
-    for ids in sentences:
-        for layer, x in enumerate(record(embedder, [ids]).inputs):
-            reduced[layer].append(spec.reduce(x[None])[0].half())
+    for start in range(0, len(sentences), RECORDED):
+        batch = sentences[start : start + RECORDED]
+        for layer, x in enumerate(record(embedder, batch).inputs):
+            reduced[layer] += [spec.reduce(one[None])[0].half() for one in torch.split(x, [len(ids) for ids in batch])]
     projectors, indices = [], []
     for layer in range(layers):
         inputs = reduced[layer]
@@ -206,10 +211,78 @@ def without_layers(model: Model, dropped: Sequence[int]) -> Model:
     return left
 
 
+class _Kept:
+    """A matrix that keeps what it yields."""
+
+    def __init__(self, matrix: Linear) -> None:
+        self._matrix, self.inputs, self.outputs = matrix, matrix.inputs, matrix.outputs
+        self.last = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found = self._matrix(x)
+        self.last = found.clone()  # the residual is added in place
+        return found
+
+    def rows(self, start: int, stop: int) -> Linear:
+        return self._matrix.rows(start, stop)
+
+
+def redundancy(embedder: Embedder, sentences: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+    """Of each layer, how alike what it is given and what it makes of it are: mean cosine over all tokens, residual included,
+    of its attention and of the whole layer. The most alike are what AttnDrop and BlockDrop leave out."""
+    model = copy.copy(embedder.model)
+    kept = [(_Kept(layer.out), _Kept(layer.mlp_out)) for layer in model.layers]
+    model.layers = tuple(
+        dataclasses.replace(layer, out=out, mlp_out=mlp_out)
+        for layer, (out, mlp_out) in zip(model.layers, kept, strict=True)
+    )
+    attention = torch.zeros(len(kept), dtype=torch.float64)
+    whole, tokens = attention.clone(), 0
+    for ids in sentences:
+        positions = torch.arange(len(ids), device=model.device)
+        seen = _Inputs(BatchAttend(model, positions, [len(ids)]))
+        with torch.inference_mode():
+            model.forward(torch.tensor(ids, device=model.device), positions, seen)
+            x = F.embedding(torch.tensor(ids, device=model.device), model._embed).to(model.dtype)
+            if isinstance(model, Decoder) and model._positions is not None:
+                x = x + F.embedding(positions + model.spec.position_offset, model._positions)
+            for index, (layer, (out, mlp_out)) in enumerate(zip(model.layers, kept, strict=True)):
+                if isinstance(model, Decoder):  # norms before the parts: what goes from layer to layer is a sum
+                    middle = x + out.last
+                    end = middle + mlp_out.last
+                else:
+                    assert layer.mlp_norm is not None
+                    x = seen.inputs[index]
+                    middle = layer.attn_norm(out.last + x)
+                    end = layer.mlp_norm(mlp_out.last + middle)
+                attention[index] += F.cosine_similarity(x, middle, dim=-1).double().sum().cpu()
+                whole[index] += F.cosine_similarity(x, end, dim=-1).double().sum().cpu()
+                x = end
+        tokens += len(ids)
+    return (attention / tokens).tolist(), (whole / tokens).tolist()
+
+
+class _Inputs:
+    """Keeps what each layer's attention is given."""
+
+    def __init__(self, plain: Attend) -> None:
+        self._plain = plain
+        self.inputs: list[Tensor] = []
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        self.inputs.append(x.clone())
+        return self._plain(layer, attention, x)
+
+
+def most_alike(similarity: Sequence[float], count: int) -> list[int]:
+    """The `count` layers with the highest similarity, ascending."""
+    return sorted(sorted(range(len(similarity)), key=lambda layer: -similarity[layer])[:count])
+
+
 def recorded_maps(embedder: Embedder, sentences: Sequence[Sequence[int]]) -> list[Tensor]:
     """The maps of each sentence, float32 [layers, heads, s, s]."""
     found: list[Tensor] = []
-    for ids in sentences:
-        attend: RecordingAttend = record(embedder, [ids])
+    for start in range(0, len(sentences), RECORDED):
+        attend: RecordingAttend = record(embedder, sentences[start : start + RECORDED])
         found += attend.sentences()
     return found

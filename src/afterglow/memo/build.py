@@ -141,7 +141,7 @@ class Builder:
         store = MapStore.open(self._folder, writable=True)
         try:
             about = self._identity
-            names = ("model_digest", "quantisation", "template", "dtype")
+            names = ("quantisation", "model_digest", "template", "dtype")
             check_identity(store.identity, self._folder, **{name: getattr(about, name) for name in names})
             damaged = min(store.check(), default=len(store))
             store.cut(damaged)

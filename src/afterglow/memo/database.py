@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from afterglow.config import QuantizationName
 from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.index import VectorIndex, weights_of
 from afterglow.memo.maps import Identity, MapStore
@@ -35,9 +36,12 @@ Numbers = dict[int, NDArray[np.int64]]
 Vectors = dict[int, NDArray[np.float32]]
 
 
-def memo_digest(model: str | Path, dtype: str, *, progress: Progress | None = None) -> str:
+def memo_digest(
+    model: str | Path, dtype: str, quantization: QuantizationName = "none", *, progress: Progress | None = None
+) -> str:
     """The digest of a model for its attention maps; `dtype` is what is computed in. Raises ModelError."""
-    return model_digest(model, f"attention maps, compute={dtype}", progress=progress)
+    weights = "" if quantization == "none" else f", weights={quantization}"
+    return model_digest(model, f"attention maps, compute={dtype}{weights}", progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class MemoDatabase:
         DamageError where it is damaged as a whole; damaged records only miss."""
         settings = Settings.load(folder)
         store = MapStore.open(folder)
-        check_identity(store.identity, folder, model_digest=model_digest, quantisation=quantisation, template=template)
+        check_identity(store.identity, folder, quantisation=quantisation, model_digest=model_digest, template=template)
         if len(store) < settings.records:
             raise DamageError(f"{folder / 'records.bin'} ends after {len(store)} of {settings.records} records")
         return MemoDatabase(folder, store, Projector.load(folder / PROJECTOR), settings)
@@ -120,9 +124,9 @@ class MemoDatabase:
         weights = weights_of(distances, POWER) if distances.shape[1] else distances
         return Found(numbers, weights, nearest, similarity, layers)
 
-    def fetch(self, found: Found) -> Fetched:
+    def fetch(self, found: Found, *, count: bool = True) -> Fetched:
         """The maps of all sentences of `found` that take any. A sentence whose maps are damaged takes none after this:
-        its row of `found.layers` is cleared."""
+        its row of `found.layers` is cleared. `count` False: `stats` stay as they are."""
         wanted = np.flatnonzero(found.layers.any(1))
         self.store.prefetch(found.numbers[wanted].ravel())
         places = np.full(len(found.layers), -1, np.int64)
@@ -132,14 +136,16 @@ class MemoDatabase:
                 merged = merged_maps(self.store, found.numbers[row], found.weights[row])
             except DamageError as error:
                 found.layers[row] = False
-                self._report(error)
+                if count:
+                    self._report(error)
                 continue
             places[row] = len(maps)
             maps.append(merged)
-        with self._lock:
-            self.stats["sentences"] += len(found.layers)
-            self.stats["hits"] += len(maps)
-            self.stats["layers_hit"] += int(found.layers.sum())
+        if count:
+            with self._lock:
+                self.stats["sentences"] += len(found.layers)
+                self.stats["hits"] += len(maps)
+                self.stats["layers_hit"] += int(found.layers.sum())
         packed = stacked(maps)
         return Fetched(packed, torch.from_numpy(places))
 

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+ROW_BY_ROW_FROM = 24  # tokens; at 32 of 320 heads 0.3 instead of 0.6 ms, at 64 1.1 instead of 3.1
+
 
 def packed_size(tokens: int, *, causal: bool) -> int:
     """Numbers that one head's map takes."""
@@ -30,9 +32,15 @@ def unpack(packed: Tensor, tokens: int, *, causal: bool) -> Tensor:
     """[..., packed] of any dtype -> float32 [..., s, s], contiguous; zero above the diagonal of causal maps."""
     if not causal:
         return packed.float().reshape(*packed.shape[:-1], tokens, tokens)
-    out = torch.zeros(*packed.shape[:-1], tokens * tokens)
-    out[..., _kept_tensor(tokens)] = packed.float()
-    return out.view(*packed.shape[:-1], tokens, tokens)
+    out = torch.zeros(*packed.shape[:-1], tokens, tokens)
+    if tokens < ROW_BY_ROW_FROM:
+        out.view(*packed.shape[:-1], -1)[..., _kept_tensor(tokens)] = packed.float()
+        return out
+    start = 0
+    for row in range(tokens):  # copies widen as they go, where picking single numbers cannot
+        out[..., row, : row + 1] = packed[..., start : start + row + 1]
+        start += row + 1
+    return out
 
 
 @lru_cache(maxsize=512)

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afterglow.config import DtypeName
+from afterglow.config import DtypeName, QuantizationName
 from afterglow.errors import AfterglowError, ConfigError, RequestError, UserError
 from afterglow.memo.attend import AttentionMemo
 from afterglow.memo.database import MemoDatabase, memo_digest
-from afterglow.memo.encoder import Embedder, EmbedResult, Memo
+from afterglow.memo.encoder import Embedder, EmbedResult
+from afterglow.memo.modes import MemoMode, check_memo_mode
+from afterglow.memo.pays import Gain, measure
 from afterglow.memo.pooling import Pooling
 from afterglow.memo.settings import DEFAULT_THRESHOLD
 from afterglow.memo.template import BARE, Template
@@ -25,6 +27,16 @@ log = logging.getLogger("afterglow.memo")
 
 
 @dataclass(frozen=True, slots=True)
+class MemoUse:
+    """A database of attention maps, and whether it is used. `gain`: what `auto` measured."""
+
+    database: MemoDatabase
+    mode: MemoMode
+    used: bool
+    gain: Gain | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TextEmbedder:
     """Texts to vectors. `tokens` and `embed` may be called from any thread."""
 
@@ -32,6 +44,8 @@ class TextEmbedder:
     embedder: Embedder
     tokenizer: Tokenizer
     template: Template
+    memo: MemoUse | None = None
+    """What became of the attention maps that it was given."""
 
     def tokens(self, text: str, truncate: int | None = None) -> list[int]:
         """The ids of `text` in its prompt, special tokens included. Where they are more than `truncate`, the end of the
@@ -72,37 +86,64 @@ def text_embedder(
     template: str | None = None,
     memo: Path | None = None,
     threshold: float = DEFAULT_THRESHOLD,
+    memo_mode: MemoMode = "on",
     max_tokens: int | None = None,
 ) -> TextEmbedder:
     """A loaded model as an embedder. `template`: the prompt around each text; default: none for models that were made
     to embed, and `ONE_WORD` for other decoders (AttnCache §5.1). `memo`: a database of its attention maps, used for
-    texts that are at least `threshold` alike.
+    texts that are at least `threshold` alike. `memo_mode`: "auto" measures first whether that is faster here, and leaves
+    it alone where it is not (see `pays.measure`); "off" only looks whether the maps are this model's.
 
-    Raises ConfigError for a template without `{text}` and for another model's maps, ModelError for pooling that is not
-    supported.
+    Raises ConfigError for a template without `{text}`, for another model's maps and for a mode that is none, ModelError
+    for pooling that is not supported.
     """
     pooling = Pooling.read(folder, causal=model.spec.causal)
     chosen = BARE if pooling.declared or not model.spec.causal else Template()
     if template is not None:
         chosen = Template(template)
+    check_memo_mode(memo_mode)
     opened = None if memo is None else open_memo(memo, threshold, model, folder, chosen)
-    embedder = Embedder(model, pooling, memo=opened, max_tokens=max_tokens)
+    embedder = Embedder(model, pooling, max_tokens=max_tokens)
     overhead = len(tokenizer.encode(chosen.fill("")))
     if overhead >= embedder.max_tokens:
         raise ConfigError(
             f"the embedding template takes {overhead} tokens and the model {embedder.max_tokens}: no text fits; "
             "use a shorter template"
         )
-    return TextEmbedder(name, embedder, tokenizer, chosen)
+    if opened is None:
+        return TextEmbedder(name, embedder, tokenizer, chosen)
+    gain = measure(embedder, opened.database, threshold) if memo_mode == "auto" else None
+    used = memo_mode == "on" or (gain is not None and gain.pays)
+    if gain is not None:
+        tell = log.info if used else log.warning
+        tell("%s: %s", memo, verdict(gain))
+    if used:
+        embedder = Embedder(model, pooling, memo=opened, max_tokens=max_tokens)
+    return TextEmbedder(name, embedder, tokenizer, chosen, MemoUse(opened.database, memo_mode, used, gain))
+
+
+def verdict(gain: Gain) -> str:
+    """What `auto` found, in words."""
+    return (
+        f"at threshold {gain.threshold:g} {gain.hit_rate:.0%} of texts are expected to take maps, in {gain.layer_rate:.0%} of "
+        f"all layers; embedding is {gain.speedup:.2f} times as fast with them, so they are "
+        + ("used" if gain.pays else "left alone (--memo-mode on uses them anyway)")
+    )
 
 
 def memo_identity(model: Model, folder: Path, template: Template) -> dict[str, str]:
-    """What attention maps of this model under this prompt are filed under: see `MemoDatabase.open`."""
+    """What attention maps of this model under this prompt are filed under: see `MemoDatabase.open`. Weights in 8 bits
+    make other maps than those they were rounded from."""
     dtype = str(model.dtype).removeprefix("torch.")
-    return {"model_digest": memo_digest(folder, dtype), "quantisation": dtype, "template": template.source}
+    kept = dtype if model.quantization == "none" else model.quantization
+    return {
+        "model_digest": memo_digest(folder, dtype, model.quantization),
+        "quantisation": kept,
+        "template": template.source,
+    }
 
 
-def open_memo(memo: Path, threshold: float, model: Model, folder: Path, template: Template) -> Memo:
+def open_memo(memo: Path, threshold: float, model: Model, folder: Path, template: Template) -> AttentionMemo:
     """The attention maps in `memo`, if they are this model's under this prompt. Raises ConfigError otherwise."""
     try:
         database = MemoDatabase.open(memo, **memo_identity(model, folder, template))
@@ -116,10 +157,15 @@ def open_memo(memo: Path, threshold: float, model: Model, folder: Path, template
 
 
 def load_embedding_model(
-    folder: Path, *, dtype: DtypeName = "auto", device: str = "cpu", progress: Progress | None = None
+    folder: Path,
+    *,
+    dtype: DtypeName = "auto",
+    device: str = "cpu",
+    quantization: QuantizationName = "none",
+    progress: Progress | None = None,
 ) -> Model:
-    """The encoder or the decoder of a model directory. Raises ModelError."""
+    """The encoder or the decoder of a model directory. Raises ModelError; ConfigError where it cannot be quantised so."""
     if is_encoder(folder):
-        return load_encoder(folder, dtype=dtype, device=device, progress=progress)
-    model: Decoder = load_model(folder, dtype=dtype, device=device, progress=progress)
+        return load_encoder(folder, dtype=dtype, device=device, quantization=quantization, progress=progress)
+    model: Decoder = load_model(folder, dtype=dtype, device=device, quantization=quantization, progress=progress)
     return model

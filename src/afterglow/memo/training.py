@@ -27,7 +27,7 @@ BATCH = 32
 STEPS, RATE = 600, 1e-3  # kinds `positions` and `binned`
 EPOCHS, PUBLIC_RATE, MOMENTUM = 3, 0.1, 0.9  # kind `public`
 SAMPLE = 512  # sentences whose inputs say what is usual
-BATCH_NUMBERS = 1 << 24  # of a batch's maps; of larger ones a random part of the heads is compared
+BATCH_NUMBERS = 1 << 20  # of a batch's maps; of larger ones a random part of the heads is compared
 
 
 def train(

@@ -27,9 +27,8 @@ from afterglow.text.chat import shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from afterglow.memo.attend import AttentionMemo
     from afterglow.memo.encoder import EmbedResult
-    from afterglow.memo.texts import TextEmbedder
+    from afterglow.memo.texts import MemoUse, TextEmbedder
     from afterglow.server.embedding_worker import EmbeddingWorker
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
@@ -51,12 +50,11 @@ class Embeddings:
         self.worker: EmbeddingWorker | None = None
         if not models:
             return
-        from afterglow.memo.attend import AttentionMemo
         from afterglow.server.embedding_worker import EmbeddingWorker
 
         for model in models:
-            if isinstance(memo := model.embedder.memo, AttentionMemo):
-                self.metrics.watch(model.name, memo)
+            if model.memo is not None:
+                self.metrics.watch(model.name, model.memo)
         engine = state.engine
         self.worker = EmbeddingWorker(lambda: engine.stats().running > 0, engine.config.max_queue, self.metrics.passed)
 
@@ -113,10 +111,25 @@ class EmbeddingMetrics:
             ("model_name",),
             registry=registry,
         )
+        self._used = Gauge(
+            "afterglow:embedding_memo_used",
+            "1 if attention maps are used, 0 if they are there and are left alone (--memo-mode).",
+            ("model_name",),
+            registry=registry,
+        )
+        self._speedup = Gauge(
+            "afterglow:embedding_memo_expected_speedup",
+            "How many times as fast embedding was found to be with attention maps, where that was measured.",
+            ("model_name",),
+            registry=registry,
+        )
 
-    def watch(self, name: str, memo: AttentionMemo) -> None:
-        """Show what a model's memo counts itself."""
+    def watch(self, name: str, memo: MemoUse) -> None:
+        """Show what became of a model's memo, and what it counts itself."""
         self._damaged.labels(name).set_function(lambda: memo.database.stats["damaged"])
+        self._used.labels(name).set(memo.used)
+        if memo.gain is not None:
+            self._speedup.labels(name).set(memo.gain.speedup)
 
     def passed(self, name: str, sequences: int, tokens: int, seconds: float) -> None:
         """A forward pass has ended."""

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from afterglow.config import option
 from afterglow.errors import ConfigError
+from afterglow.memo.modes import MemoMode, check_memo_mode
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Truncation = Literal["disabled", "auto"]
@@ -71,6 +72,11 @@ class ServerConfig:
         0.99,
         "How alike texts have to be for that, by the memo's prediction: 1 is equal, lower is faster and less exact.",
     )
+    memo_mode: MemoMode = option(
+        "auto",
+        "auto measures at start whether that is faster with this model on this machine, and leaves it alone where it is not; "
+        "on uses it anyway, off never.",
+    )
     record_trace: Path | None = option(
         None,
         "Append a line for every request to this file, for afterglow simulate: times, lengths and keyed hashes, no text.",
@@ -85,6 +91,7 @@ class ServerConfig:
             raise ConfigError(f"--grace must be between 0 and 3600 seconds, got {self.grace}")
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"--threshold must be above 0 and at most 1, got {self.threshold}")
+        check_memo_mode(self.memo_mode)
         for name in ("served_model_name", "api_key"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be empty")

@@ -7,7 +7,8 @@ were important to earlier requests), random rows, and sinks (the first rows and 
 memory (`afterglow.importance.attend`).
 
 A reply is `scored` with the request, as multiple choice is (SPEC measured that; the selection then sees the reply's own
-attention), or `generated` over what the prompt selected, or generated with the selection `renewed` for each token.
+attention), or `generated` as the engine does it, with the selection renewed for each token (--importance-renew 1), or decoded
+as `published`, over what the prompt selected (--importance-renew 0).
 
 Without data the bundled model is measured on dialogues of its own kind. With --data (or AFTERGLOW_DATA), a folder with
 `stories260k/`, `tinystories/tinystories_sample.txt` and `lm_eval_tasks/`, that model goes on with stories, and the bundled
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 from afterglow.bench.report import arguments, finish, goal, show
+from afterglow.importance.baselines import Mode
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
 from afterglow.text.tokenizer import Tokenizer
@@ -52,6 +54,7 @@ from truncation_parts import dialogues, stories, texts
 
 TASKS = ("dialogues", "stories", "choices", "cost")
 FEW = (0.5, 0.25, 0.1)  # retentions of what is not measured at all of them
+RENEWED: tuple[Mode, ...] = ("spec", "spi", "random")  # what the engine does, and what it is compared with
 CHOICES = {"PIQA": "piqa.validation.jsonl", "OpenBookQA": "openbookqa.test.jsonl", "COPA": "copa.test500.jsonl"}
 
 
@@ -128,8 +131,8 @@ def _dialogues(directory: Path, options: argparse.Namespace, report: Report) -> 
     )
     wanted: dict[Protocol, list[Variant]] = {
         "scored": variants(FEW if quick else RETENTIONS, () if quick else ALPHAS),
-        "generated": variants(FEW, ()),
-        "renewed": variants(FEW, (), ("spec",)),
+        "generated": variants(FEW, (), RENEWED),
+        "published": variants(FEW, ()),
     }
     _measure("dialogues", load_model(directory), shared, wanted, options.seed, report)
 
@@ -148,7 +151,11 @@ def _stories(directory: Path, options: argparse.Namespace, report: Report) -> No
         length = prefix + (queries + 3) * size
         streams = texts.stories(tales, encode, stories.BOS, 4 if options.quick else 24, length)
         shared = prefixes.stories(streams, (stories.BOS,), prefix, queries)
-        wanted: dict[Protocol, list[Variant]] = {"scored": variants(FEW, ALPHAS), "generated": variants(FEW, ())}
+        wanted: dict[Protocol, list[Variant]] = {
+            "scored": variants(FEW, ALPHAS),
+            "generated": variants((DEFAULT,), (), RENEWED),
+            "published": variants(FEW, ()),
+        }
         _measure("stories", decoder, list(shared), wanted, options.seed, report)
 
 

@@ -128,6 +128,27 @@ def relay_operator(found: dict[str, Any]) -> None:
     figure.savefig(IMAGES / "relay_operator.svg")
 
 
+def importance_io(found: dict[str, Any]) -> None:
+    """Figures 16 and 17 of SPEC: time to first token, and what of it is waiting for the disk, in each run."""
+    runs = [about["run"] for about in found["runs"]]
+    rows = {run: [row for row in found["rows"] if row["run"] == run] for run in runs}
+    names = [row["variant"] for row in rows[runs[0]] if row["variant"] != "recompute"]
+    names = [name for name in names if all(any(row["variant"] == name for row in rows[run]) for run in runs)]
+    figure, panels = plt.subplots(1, len(runs), figsize=(2.6 + 2.6 * len(runs), 3.4), sharey=True, squeeze=False)
+    for axes, run in zip(panels[0], runs, strict=True):
+        by_name = {row["variant"]: row for row in rows[run]}
+        times, waits = ([by_name[name][key] for name in names] for key in ("ttft_ms", "wait_ms"))
+        bars = axes.barh(names, times, color=COLOURS["host"], label="time to first token")
+        axes.barh(names, waits, height=0.4, color=COLOURS["disk"], label="of it waiting for chunks")
+        axes.plot([by_name[name]["p99_ms"] for name in names], names, "|", color="#444444", label="slowest")
+        axes.bar_label(bars, [f"{value:.0f}" for value in times], fontsize=7, padding=2)
+        axes.set_xlabel("ms")
+        _finish(figure, axes, f"{run}, recompute {by_name['recompute']['ttft_ms']:.0f} ms")
+    panels[0][0].invert_yaxis()
+    panels[0][-1].legend(frameon=False, fontsize=7)
+    figure.savefig(IMAGES / "importance_io.svg")
+
+
 def _finish(figure: Figure, axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=9, loc="left")
     for side in ("top", "right"):
@@ -142,6 +163,7 @@ PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "preload": preload,
     "placement": placement,
     "relay_operator": relay_operator,
+    "importance_io": importance_io,
 }
 
 

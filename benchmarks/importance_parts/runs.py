@@ -89,9 +89,10 @@ class Seen:
     before: Importance  # of the earlier requests
 
 
-Protocol = Literal["scored", "generated", "renewed"]
+Protocol = Literal["scored", "generated", "published"]
 """`scored`: the reply comes with the request, as multiple choice is scored, and is among what the selection goes by (how SPEC
-measured); `generated`: it is decoded over what the prompt selected; `renewed`: decoded, selecting anew for each token."""
+measured); `generated`: it is decoded as the engine does it if nothing else is said, selecting anew for each token;
+`published`: decoded over what the prompt selected, as the paper decodes."""
 
 
 @dataclass
@@ -128,8 +129,7 @@ def run(
             for query in each.queries[: each.earlier]:
                 _learn(decoder, prefix, first_part(query, protocol), session.before)
             for query in each.queries[each.earlier :]:
-                if protocol != "renewed" or query.value is not None:
-                    _query(decoder, prefix, query, protocol, variants_, session, generator, found[protocol], cluster)
+                _query(decoder, prefix, query, protocol, variants_, session, generator, found[protocol], cluster)
             if protocol == next(iter(wanted)):
                 sessions.append(session)
     return found, sessions
@@ -163,15 +163,15 @@ def _query(
     guesses: dict[str, Tensor] = {}
     for variant in wanted:
         exact = variant == EXACT
-        renew = protocol == "renewed"
+        renew = protocol == "generated" and variant.mode in ("spec", "h2o")  # the others select without looking
         request = _request(variant, decoder, prefix, session.before, generator, renew=renew, observe=exact)
         hidden = [request.extend(first_part(query, protocol))[last:]]
         if exact:
             session.sums.append(torch.stack(request.sums).cpu())
-        elif variant.mode in ("spec", "h2o"):
+        elif variant.mode in ("spec", "h2o") and not renew:  # which goes on loading
             found.loaded.setdefault(variant.name, Loaded()).add(shape(decoder), request.selections)
         rest = query.reply[:-1] if protocol != "scored" else []
-        parts = [[token] for token in rest] if renew and not exact else [rest] * bool(rest)
+        parts = [[token] for token in rest] if renew else [rest] * bool(rest)
         hidden += [request.extend(part) for part in parts]
         guesses[variant.name] = decoder.logits(torch.cat(hidden)).argmax(-1).cpu()
     full = guesses[EXACT.name]

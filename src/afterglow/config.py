@@ -143,7 +143,7 @@ class EngineConfig:
     importance_renew: int = option(
         1,
         "Tokens of a reply after which it selects anew what it attends to, by its own attention: without that it finds little "
-        "that its prompt did not ask for. 0: what the prompt selected stays (SPEC).",
+        "that its prompt did not ask for. Costs reads and time while decoding. 0: what the prompt selected stays (SPEC).",
     )
     importance_share: float = option(
         0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."

@@ -109,12 +109,16 @@ class Truncation:
 @dataclass(frozen=True, slots=True)
 class Selected:
     """Of `rows` cached rows the request attended to `kept` (mean over layers; with a set for each head, those of one head):
-    its answer is an approximation (SPEC). In `fallbacks` of `layers` layers the probe heads disagreed."""
+    its answer is an approximation (SPEC). In `fallbacks` of `layers` layers the probe heads disagreed, the last time they were
+    asked; `renewals`: how often tokens of the reply were asked, `taken`: rows that some head attended to at some time (mean over
+    layers). The last output of a request has the last word."""
 
     rows: int
     kept: float
     layers: int
     fallbacks: int
+    taken: float
+    renewals: int
 
 
 @dataclass(frozen=True, slots=True)

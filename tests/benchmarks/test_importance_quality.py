@@ -58,7 +58,7 @@ def test_protocols_on_the_bundled_model(decoder: Decoder) -> None:
     wanted: dict[Protocol, list[Variant]] = {
         "scored": runs.variants((0.5, 0.1), (0.0, 0.6)),
         "generated": runs.variants((0.5,), (), ("spec",)),
-        "renewed": runs.variants((0.5,), (), ("spec",)),
+        "published": runs.variants((0.5,), (), ("spec",)),
     }
     found, sessions = runs.run(decoder, shared(), wanted, seed=0)
     for protocol, values in found.items():
@@ -71,7 +71,11 @@ def test_protocols_on_the_bundled_model(decoder: Decoder) -> None:
     assert agree["spec 0.5 0.6"]["value"] > agree["random 0.1 0.6"]["value"]
     # The same request scored and generated is the same with the full cache.
     assert found["generated"].right.accuracy(EXACT.name)["accuracy"]["exact"] == right["exact"]
-    assert found["renewed"].text_agree.clusters() == []
+    replies = {name: found[name].agree.accuracy(EXACT.name)["accuracy"] for name in ("generated", "published")}
+    assert replies["generated"]["spec 0.5 0.6"]["value"] == 100
+    assert replies["published"]["spec 0.5 0.6"]["value"] < 95  # the reply's own attention did not select
+    recalled = {name: found[name].right.accuracy(EXACT.name)["accuracy"] for name in ("generated", "published")}
+    assert recalled["generated"]["exact"] == recalled["published"]["exact"] == recalled["generated"]["spec 0.5 0.6"]
     never = found["scored"].loaded["spec 0.25 0"]
     assert never.mean(never.fallbacks) == 1  # alpha 0
     assert never.mean(never.vectors) == pytest.approx((8 + 8 * 0.25) / 16, abs=1e-3)
@@ -88,7 +92,7 @@ def test_a_renewed_reply_is_decoded_token_by_token(decoder: Decoder) -> None:
     each = shared()[0]
     query = next(query for query in each.queries if query.value is not None)
     assert runs.first_part(query, "scored") == query.prompt + query.reply[:-1]
-    assert runs.first_part(query, "renewed") == query.prompt
+    assert runs.first_part(query, "published") == query.prompt
     prefix = prefill(decoder, each.prefix)
     whole = attend_as("exact", decoder, prefix, 1.0)
     at_once = torch.cat((whole.extend(query.prompt)[-1:], whole.extend(query.reply[:-1])))

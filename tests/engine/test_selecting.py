@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ import pytest
 import torch
 
 from afterglow.engine.engine import Completion
+from afterglow.engine.requests import completion_of
 from afterglow.errors import RequestError
 from afterglow.importance.attend import SelectingAttend, prefill
 from afterglow.importance.identify import Rules
 from afterglow.plan.admission import LEAST_ASKING
-from afterglow.request import Request, SamplingParams
+from afterglow.plan.step import DEMAND
+from afterglow.request import Output, Request, SamplingParams
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
 from tests.engine.test_exact_reuse import same
@@ -43,9 +48,10 @@ def draw(seed: object, n: int) -> list[int]:
 
 def expected(handle: Handle, prefix: list[int], new: list[int], retention: float, steps: int) -> list[torch.Tensor]:
     """Log-probabilities of the tokens to come, drawing greedily, from rows that are all in memory."""
-    decoder = handle.engine.decoder
+    decoder, config = handle.engine.decoder, handle.engine.config
+    rules = Rules(retention=retention, alpha=config.importance_alpha, fallback=config.importance_fallback)
     with torch.inference_mode():
-        attend = SelectingAttend(decoder, prefill(decoder, prefix), Rules(retention=retention))
+        attend = SelectingAttend(decoder, prefill(decoder, prefix), rules, renew=config.importance_renew > 0)
         ids, found = new, []
         for _ in range(steps):
             found.append(decoder.logits(attend.extend(ids)[-1:])[0].log_softmax(-1))
@@ -248,3 +254,316 @@ def test_a_registered_prompt_is_attended_to_as_a_whole(
         attend = SelectingAttend(decoder, prefill(decoder, prefix), Rules(retention=retention), system=90)
         wanted = decoder.logits(attend.extend(new)[-1:])[0].log_softmax(-1)
     agree(replace(done, logprobs=done.logprobs[:1]), [wanted])
+
+
+# ---------------------------------------------------------------------------------------- asking what is being decoded
+
+BUNDLED = Path(str(files("afterglow") / "assets" / "model"))
+
+
+@pytest.mark.parametrize("renew", [0, 1])
+@pytest.mark.parametrize("fallback", ["per_head", "all"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_renewed_selection_is_what_it_is_in_memory(
+    start: Start, model_of: Models, tmp_path: Path, tier: str, fallback: str, renew: int
+) -> None:
+    options: dict[str, Any] = {"importance_exact": "never", "importance_renew": renew, "importance_fallback": fallback}
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_alpha=1.0, **options)
+    prefix, new = draw("renew", ROWS), draw(tier, NEW)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote(tier)  # type: ignore[arg-type]
+    for retention in (0.1, 0.4):
+        done = ask(handle, [*prefix, *new], retention, max_tokens=12)
+        agree(done, expected(handle, prefix, new, retention, 12))
+        assert done.selected is not None
+        assert done.selected.renewals == (11 if renew else 0)
+        assert done.selected.kept <= done.selected.taken <= ROWS
+        if renew and fallback == "per_head":
+            assert done.selected.taken > done.selected.kept
+    stats = handle.engine.stats().importance
+    assert stats is not None
+    assert (stats.renewals > 0) == (stats.renewed_rows > 0) == bool(renew)
+    assert stats.failed_renewals == 0
+
+
+def test_every_so_many_tokens(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_renew=4)
+    prefix = draw(1, ROWS)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    done = ask(handle, [*prefix, *draw(2, NEW)], 0.3, max_tokens=14)  # 13 are decoded
+    assert done.selected is not None
+    assert done.selected.renewals == 3
+    whole = ask(handle, [*prefix, *draw(2, NEW)], 0.9999, max_tokens=14)
+    assert whole.selected is not None
+    assert (whole.selected.renewals, whole.selected.taken) == (0, ROWS)
+    stats = handle.engine.stats().importance
+    assert stats is not None
+    assert stats.renewals == 3 * 2  # of two layers; none where all rows are taken
+
+
+def test_what_is_renewed_stays_where_it_is(start: Start, model_of: Models, tmp_path: Path) -> None:
+    """Host slots that a reply selects from are nobody else's until it ends, however many want them."""
+    every, steps = 16, 40
+    handle = start(
+        model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_share=0.0,
+        importance_renew=every, host_cache=24 * 64 * 256, max_batch=2,
+    )  # fmt: skip
+    prefix, new = draw(1, ROWS), draw(2, NEW)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    sampling = SamplingParams(max_tokens=steps, temperature=0, logprobs=VOCAB, ignore_eos=True)
+    requests = [Request("long", [*prefix, *new], sampling, kv_retention=0.1)]
+    short = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    requests += [Request(f"other{i}", draw(("other", i), 300), short) for i in range(14)]
+    done = handle.engine.generate(requests)[0]
+    agree(done, _renewed_every(handle, prefix, new, 0.1, steps, every))
+    stats = handle.engine.stats()
+    assert stats.importance is not None
+    assert stats.importance.renewed_rows > 0
+    assert stats.importance.failed_renewals == 0
+
+
+def _renewed_every(
+    handle: Handle, prefix: list[int], new: list[int], retention: float, steps: int, every: int
+) -> list[torch.Tensor]:
+    decoder = handle.engine.decoder
+    rules = Rules(retention=retention, alpha=handle.engine.config.importance_alpha)
+    with torch.inference_mode():
+        attend, ids, found = SelectingAttend(decoder, prefill(decoder, prefix), rules), new, []
+        for step in range(steps):
+            attend.renew = step > 0 and step % every == 0
+            found.append(decoder.logits(attend.extend(ids)[-1:])[0].log_softmax(-1))
+            ids = [int(found[-1].argmax())]
+    return found
+
+
+@pytest.mark.parametrize("damage", ["removed", "garbled"])
+def test_what_cannot_be_read_any_more_is_done_without(
+    start: Start, model_of: Models, tmp_path: Path, damage: str
+) -> None:
+    """Chunks that are lost while a reply is being decoded: it goes on with what the layers had, and that is told."""
+    handle = start(
+        model_of("llama"),
+        tmp_path,
+        importance=1.0,
+        importance_exact="never",
+        importance_share=0.0,
+        importance_alpha=2.0,
+    )
+    prefix, new = draw(1, ROWS), draw(2, NEW)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    (path,) = [p for p in tmp_path.glob("*/extents/*/*.safetensors") if p.stat().st_size > 60_000]
+    whole = path.read_bytes()
+    wanted = expected(handle, prefix, new, 0.02, 1)
+    prompt_only = _renewed_every(handle, prefix, new, 0.02, 6, 100)
+    seen: list[int] = []
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+
+    def take(output: Output) -> None:  # on the engine's thread: the prompt has been computed, nothing decoded yet
+        if not seen:
+            if damage == "removed":
+                path.unlink()
+            else:
+                path.write_bytes(whole[:20_000] + bytes(len(whole) - 20_000))
+        seen.extend(output.tokens)
+        outputs.put(output)
+
+    sampling = SamplingParams(max_tokens=6, temperature=0, logprobs=VOCAB, ignore_eos=True)
+    handle.engine.submit(Request("damaged", [*prefix, *new], sampling, kv_retention=0.02), take)
+    found = [outputs.get(timeout=30)]
+    while found[-1].finish_reason is None:
+        found.append(outputs.get(timeout=30))
+    done = completion_of(found, 0.0)
+    assert len(done.tokens) == 6
+    agree(replace(done, logprobs=done.logprobs[:1]), wanted)
+    stats = handle.engine.stats().importance
+    assert stats is not None
+    assert stats.failed_renewals == 1
+    assert done.selected is not None
+    assert done.selected.renewals == 1  # it is not tried again
+    agree(done, prompt_only)
+    handle.engine.settle()
+    exact = handle.ask([*prefix, *new], max_tokens=3)
+    same(exact, handle.ask([*prefix, *new], reuse=False, max_tokens=3))
+
+
+def test_a_file_that_is_rewritten_meanwhile(start: Start, model_of: Models, tmp_path: Path) -> None:
+    """Reordering makes a new version of a file while a reply selects from it: its rows are found all the same."""
+    handle = start(
+        model_of("llama"),
+        tmp_path,
+        importance=1.0,
+        importance_exact="never",
+        importance_share=0.0,
+        importance_alpha=2.0,
+    )
+    prefix, new = draw(1, ROWS), draw(2, NEW)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    loader = handle.engine._parts.important.loader  # type: ignore[union-attr]
+    begun: list[int] = []
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+
+    def take(output: Output) -> None:
+        if not begun:
+            begun.append(loader.reorder())
+            assert loader.reader is not None
+            loader.reader.read("no such extent", [], 0, DEMAND).wait(5)
+        outputs.put(output)
+
+    sampling = SamplingParams(max_tokens=6, temperature=0, logprobs=VOCAB, ignore_eos=True)
+    handle.engine.submit(Request("rewritten", [*prefix, *new], sampling, kv_retention=0.02), take)
+    found = [outputs.get(timeout=30)]
+    while found[-1].finish_reason is None:
+        found.append(outputs.get(timeout=30))
+    assert begun == [1]
+    agree(completion_of(found, 0.0), expected(handle, prefix, new, 0.02, 6))
+    assert loader.stats.failed_renewals == 0
+
+
+def test_a_reply_finds_the_facts_that_its_prompt_did_not_ask_for(start: Start, tmp_path: Path) -> None:
+    """The bundled model: facts recalled by exact requests, and with a share of the prefix, renewed or not."""
+    prefix, questions = _facts()
+    recalled: dict[tuple[float, int], int] = {}
+    for renew in (0, 1):
+        handle = start(
+            BUNDLED, tmp_path / str(renew), importance=1.0, importance_exact="never", importance_renew=renew,
+            device_cache=2**27, host_cache=2**27,
+        )  # fmt: skip
+        ask_plainly(handle, prefix, 1.0, 1)
+        handle.engine.settle()
+        handle.engine.demote("disk")
+        for retention in (1.0, 0.5, 0.25):
+            told = [ask_plainly(handle, [*prefix, *prompt], retention, at + 1) for prompt, at, _ in questions]
+            recalled[retention, renew] = sum(
+                tokens[at] == value for tokens, (_, at, value) in zip(told, questions, strict=True)
+            )
+    assert recalled[1.0, 0] == recalled[1.0, 1] >= len(questions) - 2
+    for retention in (0.5, 0.25):
+        assert recalled[retention, 1] >= recalled[1.0, 1] - 1
+        assert recalled[retention, 0] <= recalled[retention, 1]
+    assert recalled[0.25, 0] <= recalled[0.25, 1] - 3  # why it is on
+
+
+def ask_plainly(handle: Handle, prompt: list[int], retention: float, max_tokens: int) -> tuple[int, ...]:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    (done,) = handle.engine.generate([Request(f"f{next(_ids)}", prompt, sampling, kv_retention=retention)])
+    return done.tokens
+
+
+def _facts() -> tuple[list[int], list[tuple[list[int], int, int]]]:
+    """A dialogue in which facts are told, and a question about each: its tokens, and which token of the reply is the value."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from importance_parts import prefixes
+
+    sentences = [
+        "Return the value of the object.",
+        "This is a list of names.",
+        "Raise an error if the file is missing.",
+    ]
+    (shared,) = prefixes.dialogues(BUNDLED, sentences, count=1, tokens=700, facts=8, seed=1)
+    asked = [query for query in shared.queries if query.value is not None]
+    return shared.prefix, [(q.prompt, q.value, q.reply[q.value]) for q in asked if q.value is not None]
+
+
+# ------------------------------------------------------------------------------------------------- beside other features
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("relay", "chunk", "truncated", "tier"),
+    [  # every pair of values of any two features
+        ("on", 0, False, "host"),
+        ("on", 64, True, "disk"),
+        ("off", 0, True, "disk"),
+        ("off", 64, False, "host"),
+        ("on", 64, False, "disk"),
+        ("off", 0, True, "host"),
+    ],
+)
+def test_of_the_whole_prefix_the_answer_is_exact(
+    start: Start,
+    model_of: Models,
+    tmp_path: Path,
+    relay: str,
+    chunk: int,
+    truncated: bool,
+    tier: str,
+    quantization: str,
+) -> None:
+    """Retention 1, and nearly 1 (which goes the way of selections): what the same engine gives without any reuse."""
+    handle = start(
+        model_of("llama"), tmp_path, importance=1.0, importance_exact="never", relay=relay, prefill_chunk=chunk,
+        quantization=quantization, **({"max_model_len": WINDOW} if truncated else {}),
+    )  # fmt: skip
+    if truncated:
+        text = draw("cut", SYSTEM + 5 * TURN)
+        for rows in range(SYSTEM + TURN, len(text) + 1, TURN):
+            ask_truncated(handle.engine, text[:rows], turns=turns_of(rows))
+        handle.engine.settle()
+        handle.engine.demote(tier)  # type: ignore[arg-type]
+        turns, new = turns_of(len(text) + TURN), draw("new", TURN)
+        found = [
+            logprobs(ask_truncated(handle.engine, text + new, turns=turns, kv_retention=share))
+            for share in (1.0, 0.9999)
+        ]
+        assert (found[0] - found[1]).abs().max() < (1e-4 if quantization == "none" else 0.2)
+        return
+    prefix = draw("matrix", ROWS)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote(tier)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=VOCAB, ignore_eos=True)
+    prompts = [[*prefix, *draw(("own", i), 70)] for i in range(4)]
+    shares = (1.0, 0.9999, 1.0, 0.9999)
+    requests = [
+        Request(f"m{next(_ids)}", prompt, sampling, kv_retention=share)
+        for prompt, share in zip(prompts, shares, strict=True)
+    ]
+    for done, prompt, share in zip(handle.engine.generate(requests), prompts, shares, strict=True):
+        assert done.cached.total == ROWS
+        assert (done.selected is not None) == (share < 1)
+        exact = handle.ask(prompt, reuse=False)
+        if quantization == "none":
+            same(done, exact)
+        else:  # activations are rounded
+            first = [dict(answer.logprobs[0].top) for answer in (done, exact)]
+            assert max(abs(first[0][token] - first[1][token]) for token in first[0]) < 0.2
+
+
+def test_what_is_important_to_one_tenant_moves_nothing_of_another(
+    start: Start, model_of: Models, tmp_path: Path
+) -> None:
+    """X4: what is known of rows, their order on disk, and chunks in the caches are extents', and those are one tenant's."""
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_share=0.25)
+    prefix, new = draw(1, ROWS), draw(2, NEW)
+    files: dict[str, set[Path]] = {}
+    for salt in ("a", "b"):
+        before = set().union(*files.values()) if files else set()
+        ask(handle, prefix, 1.0, salt=salt)
+        handle.engine.settle()
+        files[salt] = set(tmp_path.glob("*/extents/*/*.safetensors")) - before
+    handle.engine.demote("disk")
+    theirs = {path: (path.read_bytes(), path.stat().st_ino) for path in files["b"]}
+    loader = handle.engine._parts.important.loader  # type: ignore[union-attr]
+    for i in range(5):
+        ask(handle, [*prefix, *draw(("a", i), NEW)], 0.1, max_tokens=6, salt="a")
+    of_a = {path.stem for path in files["a"]}
+    assert set(loader.importance) <= of_a
+    assert loader.importance
+    assert {name.extent for place in ("device", "host") for name in loader.shelf.cache.members(place)} <= of_a
+    begun: list[int] = []
+    handle.engine._on_thread(lambda: begun.append(loader.reorder()))
+    handle.engine.settle()
+    assert begun == [1]
+    assert {path: (path.read_bytes(), path.stat().st_ino) for path in files["b"]} == theirs
+    done = ask(handle, [*prefix, *new], 0.1, salt="b")
+    agree(done, expected(handle, prefix, new, 0.1, 3))
+    after = ask(handle, [*prefix, *new, *done.tokens], 1.0, salt="a")  # exact, after all that
+    assert after.cached.total == ROWS
+    same(after, handle.ask([*prefix, *new, *done.tokens], reuse=False, max_tokens=3))

@@ -505,7 +505,7 @@ class Engine:
             (logprob,) if logprob else (),
             tuple(live.prompt_logprobs) if first else (),
             live.truncation if first else None,
-            live.selected if first else None,
+            live.selected if first or event.finish is not None else None,
         )
         if event.finish is None:
             live.sink(output)

@@ -58,7 +58,7 @@ def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
         logprobs=tuple(lp for output in outputs for lp in output.logprobs),
         prompt_logprobs=outputs[0].prompt_logprobs,
         truncation=outputs[0].truncation,
-        selected=outputs[0].selected,
+        selected=last.selected if last.selected is not None else outputs[0].selected,
     )
 
 
@@ -140,6 +140,7 @@ def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[in
         discard=request.discard,
         tie=_tie(request.cache_key),
         selects=retention_of(request, config) < 1,
+        renews=config.importance_renew > 0,
     )
 
 

@@ -41,7 +41,7 @@ class RunOutput:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(
         default_factory=dict
     )  # by job: from which row on
-    selected: dict[int, Selected] = field(default_factory=dict)  # by job: of those whose prompts are computed now
+    selected: dict[int, Selected] = field(default_factory=dict)  # by job
 
 
 class Runner(Protocol):
@@ -158,9 +158,9 @@ class TorchRunner:
         for part in parts:
             part.context.rows = part.start if part.job in failed else part.stop
         outputs = self._outputs(step.runs, parts, hidden, failed)
-        for run in step.runs:
-            if run.admit is not None and run.admit.selectable and run.job in takings and run.job not in failed:
-                outputs.selected[run.job] = takings[run.job].summary()
+        for job, taking in takings.items():
+            if job not in failed:
+                outputs.selected[job] = taking.summary()
         self._tee.end()
         return outputs
 

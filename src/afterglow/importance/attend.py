@@ -3,7 +3,7 @@
 No I/O: this shows what a selection does to answers (SPEC, Figures 4, 8, 11, 15, 19, 22), and is what an `Attend` that loads
 rows must agree with. Rows keep the positions that they had, for a new token has one position while each layer, and each
 head of a layer that fell back, selects rows of its own (spec S16). What a layer selected while the prompt was computed is
-what it attends to until the end (S17).
+what it attends to until the end (S17), unless it is asked to `renew` that.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Collect:
 class SelectingAttend:
     """`Attend` of one request: the important rows of a prefix, and all new tokens.
 
-    `selections`: what each layer selected, once the first tokens were computed. `sums`: with `observe`, each layer's
+    `selections`: what each layer selected, once the first tokens were computed. `renew`: are the next ones asked? `sums`: with `observe`, each layer's
     column sums float32 [kv_heads, rows] of all heads, whatever the selection needed.
     """
 
@@ -97,14 +97,15 @@ class SelectingAttend:
     ) -> None:
         """`fixed`: rows that each layer attends to without looking, int64 [k] or [kv_heads, k], instead of `rules`.
         `system`: the prefix's first rows that are always attended to, and not among those that are selected from (spec
-        X8); rows are counted from there on. `renew`: select anew for whatever is decoded, by its own attention (not in
-        SPEC, whose decoding stays with what the prompt selected). Give a prefix that has been turned where it serves many
+        X8); rows are counted from there on. `renew`: select anew for whatever is decoded, by its own attention, in layers
+        that have not taken all rows (not in SPEC, whose decoding stays with what the prompt selected). Give a prefix that has been turned where it serves many
         requests."""
         if not 0 <= system <= len(prefix):
             raise ValueError(f"a system prompt of {system} rows is not in a prefix of {len(prefix)}")
         spec = decoder.spec
         self._decoder, self._prefix, self._rules = decoder, prefix.turn(decoder), rules
-        self._fixed, self._system, self._observe, self._renew = fixed, system, observe, renew
+        self._fixed, self._system, self._observe = fixed, system, observe
+        self.renew = renew
         self._probes: Probes = probes_of(spec.heads, spec.kv_heads, rules.probe_heads)
         self._rotation = decoder.rotation(torch.empty(0, dtype=torch.int64, device=decoder.device))
         self._kept: list[Part] = []
@@ -135,11 +136,11 @@ class SelectingAttend:
         else:
             own = self._own[layer]
             self._own[layer] = (torch.cat((own[0], k)), torch.cat((own[1], v)))
-        if first or self._renew:
+        if first or (self.renew and self.selections[layer].kind != "all"):
             selection = self._select(layer, q, self._own[layer][0], scale, parts[0][1] if parts else None)
             kept = self._rows(layer, selection)
-            self.selections[layer:] = [selection]
-            self._kept[layer:] = [kept]
+            self.selections[layer : layer + 1] = [selection]
+            self._kept[layer : layer + 1] = [kept]
         parts.append(attend(q, *self._kept[layer], scale=scale, causal=False))
         parts.append(attend(q, *self._own[layer], scale=scale, causal=True))
         return merge(parts)[0].flatten(1)

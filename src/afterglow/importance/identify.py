@@ -219,6 +219,9 @@ def everything(count: int, device: torch.device | str = "cpu") -> Selection:
 def top(sums: Tensor, k: int) -> Tensor:
     """The k largest of each row, as a mask: bool of the shape [..., rows]. Of equals the lower index goes first."""
     least = sums.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
+    found = sums >= least
+    if bool((found.sum(-1) == k).all()):  # no ties
+        return found
     above, equal = sums > least, sums == least
     room = k - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= room))

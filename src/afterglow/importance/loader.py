@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from afterglow.importance.identify import Selection
 from afterglow.importance.order import Importance, Order, normalised
-from afterglow.importance.places import Places, View
+from afterglow.importance.places import Chunk, Places, View
 from afterglow.importance.prior import Budget, Prior, Speculation, Tally, guess, within
 from afterglow.importance.shelf import Name, Shelf
 from afterglow.plan.step import DEMAND, PREFETCH, Selectable
@@ -29,28 +30,33 @@ from afterglow.store.reading import Reader, Reading
 
 CHUNK = 64
 KNOWN = 512  # extents whose rows' importance is remembered
-STALE_TRIES = 3
 
 
 class Lost(Exception):
     """Rows of an extent did not come: `extent`."""
 
-    def __init__(self, extent: str) -> None:
+    def __init__(self, extent: str, stale: bool = False) -> None:
+        """`stale`: they are there, in a newer version of the file."""
         super().__init__(extent)
-        self.extent = extent
+        self.extent, self.stale = extent, stale
 
 
 @dataclass(slots=True)
 class LoaderStats:
     """Sums since start. Bytes `read` off the disk: all of them, guessed ones included. `layers` that were selected from, of
-    which `fallbacks` needed all keys; of `rows_of` rows in them `rows_kept` were kept. Seconds of the engine's thread: `waited`
-    for the disk, `mapping` rows to chunks, `identifying` what is important."""
+    which `fallbacks` needed all keys; of `rows_of` rows in them `rows_kept` were kept. `renewals`: layers that selected anew
+    while decoding, for which `renewed_rows` rows were loaded (keys or values), in whole chunks; `failed_renewals` had to go on
+    with what they had. Seconds of the engine's thread: `waited` for the disk, `mapping` rows to chunks, `identifying` what is
+    important."""
 
     requests: int = 0
     layers: int = 0
     fallbacks: int = 0
     rows_of: int = 0
     rows_kept: int = 0
+    renewals: int = 0
+    renewed_rows: int = 0
+    failed_renewals: int = 0
     read_bytes: int = 0
     waited: float = 0.0
     mapping: float = 0.0
@@ -71,7 +77,7 @@ class Loader:
         *,
         dtype: torch.dtype,
         timeout: float,
-        prior: Prior = "prior",
+        prior: Prior = "cut",
     ) -> None:
         """`arena`: host slots, [layers, 2, slots, 64, kv_heads, head_dim]. `dtype`: that rows are computed in. `reader`:
         None without a disk tier. `timeout`: seconds after which rows count as lost."""
@@ -81,6 +87,7 @@ class Loader:
         self.budget = Budget()
         self.bandwidth = 0.0  # bytes/s of reads, a moving average
         self.importance: OrderedDict[str, Importance] = OrderedDict()
+        self._orders: OrderedDict[tuple[str, int], list[Order]] = OrderedDict()  # by extent and version, of its layers
         self._changed: dict[str, None] = {}  # extents whose importance has changed since they were last looked at
 
     def open(self, views: Sequence[Selectable]) -> Prefix:
@@ -105,6 +112,17 @@ class Loader:
             self.importance.popitem(last=False)
         known.add(layer, view.start, mean.cpu())
         self._changed[view.extent] = None
+
+    def orders(self, extent: str, version: int, stored: np.ndarray) -> list[Order]:
+        """How an extent's rows lie, by layer: `stored` uint16 [layers, rows], as its head has it."""
+        found = self._orders.get((extent, version))
+        if found is None:
+            rows = torch.from_numpy(stored.astype(np.int64))
+            found = [Order(order, order.argsort()) for order in rows]
+            self._orders[extent, version] = found
+            if len(self._orders) > KNOWN:
+                self._orders.popitem(last=False)
+        return found
 
     def reorder(self) -> int:
         """Have extents rewritten, in the background, whose important rows lie scattered (spec S12); returns how many. What
@@ -133,6 +151,18 @@ class Loader:
         self.shelf.forget(extent)
 
 
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """The chunks of a layer that need not be read: in it, if neither their keys nor their values are missing."""
+
+    prefix: Prefix
+    places: Places
+    layer: int
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and not self.prefix.missing(self.places, self.layer, number)
+
+
 @dataclass(slots=True)
 class _Coming:
     """Chunks on their way: `rows` of the buffer that `reading` fills."""
@@ -140,6 +170,16 @@ class _Coming:
     reading: Reading
     rows: Tensor
     counted: list[bool]  # one for all chunks of a reading: has it been added to the sums?
+
+
+class _Lying(NamedTuple):
+    """Where rows lie: `chunks` in order, of each the rows to `picks` (int64, as they are stored), and how many of them are
+    wanted. `order`: of all these, one after the other, their places among the rows that were asked for; None: the same."""
+
+    chunks: list[Chunk]
+    picks: tuple[Tensor, ...]
+    hits: list[int]
+    order: Tensor | None
 
 
 class Prefix:
@@ -156,13 +196,12 @@ class Prefix:
         starts = torch.tensor([view.stop - view.start for view in views]).cumsum(0).tolist()
         self._starts = [0, *starts]
         self._versions: list[int] = [0] * len(views)
-        self._orders: list[np.ndarray | None] = [None] * len(views)
+        self._orders: list[list[Order] | None] = [None] * len(views)
         self._coming: dict[Name, _Coming] = {}
-        self._used: dict[Name, Tensor] = {}
         self._places: dict[int, Places] = {}
         self._guessed: dict[int, Speculation[Name]] = {}
-        self._began = time.perf_counter()
         self._look_up()
+        self._began, self._waited = time.perf_counter(), loader.stats.waited
         self.certain(0)
         self._speculate(0, None)
 
@@ -184,7 +223,7 @@ class Prefix:
                 parts.append(self._in_host(view, layer, KEYS)[:, :heads])
             else:
                 rows = self._rows(name)
-                parts.append(rows[self._stored(at, layer, torch.arange(view.start, view.stop))])
+                parts.append(self._in_text_order(rows, at, layer))
                 used.append((name, rows, view.rows))
         for name, rows, count in used:  # now, as it may cost others their places on the shelf
             self._loader.shelf.used(name, rows, count, count)
@@ -192,7 +231,7 @@ class Prefix:
 
     def all_keys(self, layer: int) -> Tensor:
         """[rows, kv_heads, head_dim], for a layer that falls back. Errors: `Lost`."""
-        return self._tensor(layer, KEYS, torch.arange(self.rows), None)
+        return self._tensor(layer, KEYS, self._lying(layer, torch.arange(self.rows), None))
 
     def take(self, layer: int, selection: Selection, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of what a layer has selected, [kept, kv_heads, head_dim]; each KV head's may be other rows (spec
@@ -203,12 +242,10 @@ class Prefix:
         stats.rows_of += self.rows
         stats.rows_kept += selection.kept
         wanted = selection.wanted().cpu()
-        self._settle(layer, wanted, keys is None)
-        if keys is None:
-            keys = self._tensor(layer, KEYS, wanted, wanted)
-        else:
-            keys = keys[wanted.to(keys.device)]
-        values = self._tensor(layer, VALUES, wanted, wanted)
+        lying = self._lying(layer, wanted, wanted)
+        self._settle(layer, lying, keys is None)
+        keys = self._tensor(layer, KEYS, lying) if keys is None else keys[wanted.to(keys.device)]
+        values = self._tensor(layer, VALUES, lying)
         if selection.mean is not None:
             mean = normalised(selection.mean)
             for at, view in enumerate(self.views):
@@ -221,18 +258,42 @@ class Prefix:
 
     def ahead(self, layer: int, selection: Selection) -> None:
         """A layer knows what it wants, and is about to compute: ask for what the next one needs (SPEC §IV-C)."""
-        now = time.perf_counter()
-        self._loader.budget.measured(now - self._began)
-        self._began = now
+        now, waited = time.perf_counter(), self._loader.stats.waited
+        self._loader.budget.measured(now - self._began - (waited - self._waited))
+        self._began, self._waited = now, waited
         if layer + 1 < self._layout.layers:
             self.certain(layer + 1)
             self._speculate(layer + 1, selection)
+
+    def more(self, layer: int, tensor: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (int64, ascending) that have not been loaded yet and are wanted while decoding, with those that come in the same
+        chunks: which, and their keys or values [rows, kv_heads, head_dim]. Errors: `Lost`."""
+        try:
+            return self._more(layer, tensor, wanted.cpu())
+        except Lost as lost:
+            if not lost.stale:
+                raise
+        self._places.clear()  # the file has been rewritten since
+        self._coming.clear()
+        self._look_up()
+        return self._more(layer, tensor, wanted.cpu())
 
     def close(self) -> None:
         """The last layer has what it wants. Waits for nothing; buffers that are still being filled live on by themselves."""
         for guessed in self._guessed.values():
             guessed.settle([])
         self._guessed.clear()
+        self._coming.clear()
+
+    def _more(self, layer: int, tensor: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        places = self._places_of(layer)
+        chunks = torch.zeros(len(places), dtype=torch.bool)
+        chunks[places.number[wanted]] = True
+        rows = chunks[places.number].nonzero().squeeze(1)
+        found = self._tensor(layer, tensor, self._lying(layer, rows, wanted))
+        self._coming.clear()  # nobody asks for these chunks again
+        self._loader.stats.renewed_rows += len(rows)
+        return rows, found
 
     # --------------------------------------------------------------------------------------------- what to read
 
@@ -252,27 +313,31 @@ class Prefix:
             assert reading.head is not None
             sidecar = reading.head.sidecar
             if sidecar is not None and sidecar.reordered:
-                self._versions[at], self._orders[at] = sidecar.version, sidecar.order[:, : self.views[at].rows]
+                stored = sidecar.order[:, : self.views[at].rows]
+                self._versions[at] = sidecar.version
+                self._orders[at] = self._loader.orders(self.views[at].extent, sidecar.version, stored)
 
     def _sidecar(self, at: int, layer: int) -> Name | None:
         """A view's probe keys in a layer; None where they are in host."""
         view = self.views[at]
         return None if view.slots else Name(view.extent, self._versions[at], layer, PROBES, 0)
 
-    def _stored(self, at: int, layer: int, rows: Tensor) -> Tensor:
-        """Where rows of an extent are stored."""
-        orders = self._orders[at]
-        if orders is None:
-            return rows
-        return torch.from_numpy(orders[layer].astype(np.int64)).argsort()[rows]
+    def _in_text_order(self, stored: Tensor, at: int, layer: int) -> Tensor:
+        """A view's rows out of all those of its extent, as they are stored."""
+        view = self.views[at]
+        if self._orders[at] is None:
+            return stored[view.start : view.stop]
+        return stored[self._places_of(layer).stored[self._starts[at] : self._starts[at + 1]]]
 
     def _places_of(self, layer: int) -> Places:
+        if all(order is None for order in self._orders):
+            layer = 0  # all layers lie alike
         found = self._places.get(layer)
         if found is None:
             began = time.perf_counter()
-            orders = [None if order is None else _order(order[layer]) for order in self._orders]
+            orders = [None if order is None else order[layer] for order in self._orders]
             found = Places([View(v.rows, v.start, v.stop) for v in self.views], orders, CHUNK)
-            self._places = {layer: found, **{k: p for k, p in self._places.items() if k == layer - 1}}
+            self._places[layer] = found  # a thousandth of the rows' bytes
             self._loader.stats.mapping += time.perf_counter() - began
         return found
 
@@ -291,11 +356,10 @@ class Prefix:
         k = before.kept if before is not None else self.rows
         rows = guess(loader.prior, before, self._known(layer) if before is None else None, self.rows, k)
         places = self._places_of(layer)
-        here = {n for n in range(len(places)) if not self._missing(places, layer, n)}
         guessed = self._guessed[layer] = Speculation(loader.stats.tally)
         names = []
-        for number in within(rows, places, budget, lambda _: size, here):
-            names += self._missing(places, layer, number)
+        for number in within(rows, places, budget, lambda _: size, _Here(self, places, layer)):
+            names += self.missing(places, layer, number)
         for name in names:
             guessed.submit(name, self._layout.chunk_bytes)
         self._ask(names, PREFETCH)
@@ -312,18 +376,22 @@ class Prefix:
         mean = torch.cat(parts)
         return mean if bool(mean.any()) else None
 
-    def _missing(self, places: Places, layer: int, number: int) -> list[Name]:
+    def missing(self, places: Places, layer: int, number: int) -> list[Name]:
         """Keys and values of a chunk that are neither here nor on their way."""
         names = (self._name(places, layer, tensor, number) for tensor in (KEYS, VALUES))
         look = self._loader.shelf.look
         return [name for name in names if name is not None and name not in self._coming and look(name) is None]
 
-    def _settle(self, layer: int, wanted: Tensor, keys: bool) -> None:
+    def _settle(self, layer: int, lying: _Lying, keys: bool) -> None:
         """The layer knows what it wants: count what was guessed, and ask for the rest."""
-        places = self._places_of(layer)
         tensors = (KEYS, VALUES) if keys else (VALUES,)
-        names = [self._name(places, layer, t, n) for n in places.chunks(wanted).tolist() for t in tensors]
-        off_shelf = [name for name in names if name is not None and self._loader.shelf.look(name) is None]
+        names = [
+            Name(self.views[at].extent, self._versions[at], layer, tensor, chunk)
+            for at, chunk in lying.chunks
+            if not self.views[at].slots
+            for tensor in tensors
+        ]
+        off_shelf = [name for name in names if self._loader.shelf.look(name) is None]
         if not keys:  # all of them have been asked for
             off_shelf += [name for name in self._coming if name.layer == layer and name.tensor == KEYS]
         guessed = self._guessed.pop(layer, None)
@@ -377,30 +445,47 @@ class Prefix:
 
     # ------------------------------------------------------------------------------------------------ what is here
 
-    def _tensor(self, layer: int, tensor: int, rows: Tensor, selected: Tensor | None) -> Tensor:
-        """Rows (int64, ascending) of a layer's keys or values. `selected`: those that count as wanted; None: not known yet."""
+    def _lying(self, layer: int, rows: Tensor, selected: Tensor | None) -> _Lying:
+        """Where rows (int64, ascending) of a layer are to be found. `selected`: those that count as wanted; None: not known
+        yet."""
         places = self._places_of(layer)
-        numbers, hits = places.number[rows], places.hits(rows if selected is None else selected).tolist()
-        needed = [(number, self._name(places, layer, tensor, number)) for number in sorted(set(numbers.tolist()))]
-        self._ask([name for _, name in needed if name is not None], DEMAND)
-        parts, base = [], torch.zeros(len(places), dtype=torch.int64)
-        at, used = 0, []
-        for number, name in needed:
-            base[number] = at
+        began = time.perf_counter()
+        lies = CHUNK * places.number[rows] + places.stored[rows] % CHUNK
+        order = None if bool((lies[1:] > lies[:-1]).all()) else lies.argsort()  # as the chunks lie
+        if order is not None:
+            lies = lies[order]
+        numbers = lies // CHUNK
+        cuts = ((numbers[1:] != numbers[:-1]).nonzero().squeeze(1) + 1).tolist()
+        picks = torch.tensor_split(lies % CHUNK, cuts)
+        numbers = numbers[[0, *cuts]]
+        hits = [0] * len(picks) if selected is None else places.hits(selected)[numbers].tolist()
+        found = _Lying([places[number] for number in numbers.tolist()], picks, hits, order)
+        self._loader.stats.mapping += time.perf_counter() - began
+        return found
+
+    def _tensor(self, layer: int, tensor: int, lying: _Lying) -> Tensor:
+        """A layer's keys or values of rows, [rows, kv_heads, head_dim]. Errors: `Lost`."""
+        views, versions = self.views, self._versions
+        names = [
+            None if views[at].slots else Name(views[at].extent, versions[at], layer, tensor, chunk)
+            for at, chunk in lying.chunks
+        ]
+        self._ask([name for name in names if name is not None], DEMAND)
+        parts, used = [], []
+        for (at, chunk), name, pick, hit in zip(lying.chunks, names, lying.picks, lying.hits, strict=True):
             if name is None:
-                view, chunk = places[number]
-                part = self._block(self.views[view], layer, tensor, chunk)
+                part = self._block(views[at], layer, tensor, chunk)
             else:
                 part = self._rows(name)
-                view_rows = self.views[places[number].view].rows
-                tokens = min(CHUNK, view_rows - CHUNK * name.chunk)
-                used.append((name, part, tokens, min(hits[number], tokens) if selected is not None else 0))
-            parts.append(part)
-            at += len(part)
-        joined = torch.cat([part.to("cpu") for part in parts])
-        for name, part, tokens, wanted in used:
+                tokens = min(CHUNK, views[at].rows - CHUNK * chunk)
+                used.append((name, part, tokens, min(hit, tokens)))
+            parts.append((part if len(pick) == len(part) else part[pick.to(part.device)]).to("cpu"))
+        joined = torch.cat(parts).to(self._loader.dtype)
+        for name, part, tokens, wanted in used:  # now, as it may cost others their places on the shelf
             self._loader.shelf.used(name, part, tokens, wanted)
-        return joined[base[numbers] + places.stored[rows] % CHUNK].to(self._loader.dtype)
+        if lying.order is None:
+            return joined
+        return torch.empty_like(joined).index_copy_(0, lying.order, joined)
 
     def _rows(self, name: Name) -> Tensor:
         """A chunk that was asked for, waiting for it."""
@@ -419,7 +504,7 @@ class Prefix:
         if not reading.wait(self._loader.timeout):
             if not reading.stale:
                 self._loader.forget(extent)
-            raise Lost(extent)
+            raise Lost(extent, reading.stale)
         self._loader.stats.waited += time.perf_counter() - began
 
     def _block(self, view: Selectable, layer: int, tensor: int, chunk: int) -> Tensor:
@@ -430,11 +515,6 @@ class Prefix:
         first, last = view.start // CHUNK, -(-view.stop // CHUNK)
         blocks = self._loader.arena[layer, tensor].index_select(0, torch.tensor(view.slots[first:last]))
         return blocks.flatten(0, 1)[view.start - first * CHUNK : view.stop - first * CHUNK]
-
-
-def _order(order: np.ndarray) -> Order:
-    rows = torch.from_numpy(order.astype(np.int64))
-    return Order(rows, rows.argsort())
 
 
 def _runs(names: Sequence[Name]) -> Iterator[list[Name]]:

@@ -69,7 +69,7 @@ class Results:
     def _committed(self, run: Run, tokens: Mapping[int, int], now: float) -> None:
         job = self._roster.jobs[run.job]
         if not job.stages:
-            if job.pins:
+            if job.pins and not (job.approximate and job.spec.renews):
                 self._admission.unpin(job)
             if not job.admitted:
                 self._roster.tell_admitted(job)

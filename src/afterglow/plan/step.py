@@ -312,6 +312,7 @@ class JobSpec:
     scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
     selects: bool = False  # take what is important of the cached prefix, and leave nothing (SPEC; spec X3)
+    renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
 
 
 @dataclass(frozen=True, slots=True)

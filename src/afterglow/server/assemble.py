@@ -58,6 +58,7 @@ class Assembler:
         if not self.tokens:
             self.cached = output.cached
             self.truncation = output.truncation
+        if output.selected is not None:
             self.selected = output.selected
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs

@@ -145,6 +145,11 @@ ROWS = (
         "kept.", _by("which", "all")),
     Row("importance_rows_kept", "afterglow:importance_rows", "counter", "Rows of prefixes in all layers, by whether they were "
         "kept.", _by("which", "kept")),
+    Row("importance_renewals", "afterglow:importance_renewals", "counter", "Layers that selected anew while decoding."),
+    Row("importance_renewed_rows", "afterglow:importance_renewed_rows", "counter", "Rows whose keys or values were loaded for "
+        "that."),
+    Row("importance_failed_renewals", "afterglow:importance_failed_renewals", "counter", "Layers that could not load what "
+        "they selected anew, and went on with what they had."),
     *(
         Row(f"tally_{what}", "afterglow:speculative_bytes", "counter", "Bytes of chunks that were guessed for the next layer, "
             "or should have been.", _by("outcome", what))

@@ -86,6 +86,8 @@ class Run:
             "kept_tokens": round(found.kept, 1),
             "layers": found.layers,
             "fallback_layers": found.fallbacks,
+            "taken_tokens": round(found.taken, 1),
+            "renewals": found.renewals,
         }
 
     def usage(self) -> dict[str, Any]:

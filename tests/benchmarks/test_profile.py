@@ -16,7 +16,13 @@ from afterglow.bench.profile import PARTS, REST, Stopwatch
 def test_a_caller_is_charged_without_what_it_calls() -> None:
     watch = Stopwatch(running=True)
     inner = watch.timed("inner", lambda: time.sleep(0.02))
-    outer = watch.timed("outer", lambda: [inner(), inner(), time.sleep(0.01)])
+
+    def both() -> None:
+        inner()
+        inner()
+        time.sleep(0.01)
+
+    outer = watch.timed("outer", both)
     began = time.perf_counter()
     thread = threading.Thread(target=outer)
     thread.start()

@@ -81,10 +81,10 @@ INLINE void NAME(score)(const float *keys, const float *q, int64_t d, int64_t n,
     }
 }
 
-/* out[query] = out[query] * factor[query] + sum over n rows of scores[row][query] * values[row], for `queries` queries and
-   `wide` vectors of dimensions (constants). */
-INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride, const float *factor, int64_t d, int64_t n,
-                        int queries, int wide, float *out) {
+/* out[query] = out[query] * factor[query] + sum over n rows of scores[row * stride + query * apart] * values[row], for `queries`
+   queries and `wide` vectors of dimensions (constants). */
+INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *factor, int64_t d,
+                        int64_t n, int queries, int wide, float *out) {
     vec a[QUERIES][WIDE];
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++)
@@ -97,7 +97,7 @@ INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride
 #pragma GCC unroll 4
         for (int i = 0; i < queries; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < wide; j++) a[i][j] += value[j] * scores[row * stride + i];
+            for (int j = 0; j < wide; j++) a[i][j] += value[j] * scores[row * stride + i * apart];
     }
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++)
@@ -106,21 +106,21 @@ INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride
 }
 
 /* The same for any number of queries, all dimensions. */
-INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t stride, const float *factor, int64_t d,
+INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *factor, int64_t d,
                             int64_t n, int64_t queries, float *out) {
+#define PART(number, wide) \
+    NAME(weigh)(values + x, scores + i * apart, stride, apart, factor + i, d, n, number, wide, out + i * d + x)
+#define WEIGH(number)                                           \
+    {                                                           \
+        int64_t x = 0;                                          \
+        for (; x + WIDE * V <= d; x += WIDE * V) PART(number, WIDE); \
+        for (; x < d; x += V) PART(number, 1);                  \
+    }
     int64_t i = 0;
-    for (; i + QUERIES <= queries; i += QUERIES) {
-        int64_t x = 0;
-        for (; x + WIDE * V <= d; x += WIDE * V)
-            NAME(weigh)(values + x, scores + i, stride, factor + i, d, n, QUERIES, WIDE, out + i * d + x);
-        for (; x < d; x += V) NAME(weigh)(values + x, scores + i, stride, factor + i, d, n, QUERIES, 1, out + i * d + x);
-    }
-    for (; i < queries; i++) {
-        int64_t x = 0;
-        for (; x + WIDE * V <= d; x += WIDE * V)
-            NAME(weigh)(values + x, scores + i, stride, factor + i, d, n, 1, WIDE, out + i * d + x);
-        for (; x < d; x += V) NAME(weigh)(values + x, scores + i, stride, factor + i, d, n, 1, 1, out + i * d + x);
-    }
+    for (; i + QUERIES <= queries; i += QUERIES) WEIGH(QUERIES)
+    if (queries - i == 3) WEIGH(3)
+    if (queries - i == 2) WEIGH(2)
+    if (queries - i == 1) WEIGH(1)
 }
 
 /* Scores of the rows that a query does not see, minus infinity: its weight is 10^-38 of the largest one's, which is nothing. */
@@ -162,54 +162,60 @@ static void NAME(many)(const float *keys, const float *values, int64_t rows, sta
                 store(most, m);
                 store(sum, load(sum) * f + total);
             }
-            NAME(weigh_all)(values + row * d, s.scores, TILE, factor, d, n, queries, s.out + first * d);
+            NAME(weigh_all)(values + row * d, s.scores, TILE, 1, factor, d, n, queries, s.out + first * d);
         }
     }
 }
 
-/* A head's dimensions in the lanes of vectors, one query after another. */
+/* A head's dimensions in the lanes of vectors; scores one query after another, at most FEW of them. */
 static void NAME(few)(const float *keys, const float *values, int64_t rows, state s) {
+    float factor[FEW];
     const int64_t d = s.d;
     for (int64_t row = 0; row < rows; row += BLOCK) {
         const int64_t n = rows - row < BLOCK ? rows - row : BLOCK;
         const float *k = keys + row * d;
         for (int64_t query = 0; query < s.queries; query++) {
             const float *q = s.q + query * d;
+            float *scores = s.scores + query * BLOCK;
             int64_t i = 0;
             for (; i + V <= n; i += V) {
                 if (query == 0)
-                    for (int64_t x = 0; x < V * d; x += 16) __builtin_prefetch(values + (row + i) * d + x, 0, 2);
+                    for (int64_t x = 0; x < V * d; x += 16) {
+                        __builtin_prefetch(values + (row + i) * d + x, 0, 2);
+                        __builtin_prefetch(k + (BLOCK + i) * d + x, 0, 2);
+                    }
                 vec a[V];
 #pragma GCC unroll 16
                 for (int j = 0; j < V; j++) {
                     a[j] = (vec){0};
                     for (int64_t x = 0; x < d; x += V) a[j] += load(k + (i + j) * d + x) * load(q + x);
                 }
-                store(s.scores + i, NAME(sums)(a));
+                store(scores + i, NAME(sums)(a));
             }
             for (; i < n; i++) {
                 vec a = {0};
                 for (int64_t x = 0; x < d; x += V) a += load(k + i * d + x) * load(q + x);
-                s.scores[i] = 0;
-                for (int j = 0; j < V; j++) s.scores[i] += a[j];
+                scores[i] = 0;
+                for (int j = 0; j < V; j++) scores[i] += a[j];
             }
-            for (; i % V; i++) s.scores[i] = -FLT_MAX; /* weighs 10^-38 */
+            for (; i % V; i++) scores[i] = -FLT_MAX; /* weighs 10^-38 */
             const float before = s.most[query];
-            vec m = load(s.scores), total = {0};
-            for (int64_t j = V; j < i; j += V) m = NAME(larger)(load(s.scores + j), m);
+            vec m = load(scores), total = {0};
+            for (int64_t j = V; j < i; j += V) m = NAME(larger)(load(scores + j), m);
             float most = before;
             for (int j = 0; j < V; j++) most = m[j] > most ? m[j] : most;
             for (int64_t j = 0; j < i; j += V) {
-                vec weight = NAME(exponential)(load(s.scores + j) - most);
-                store(s.scores + j, weight);
+                vec weight = NAME(exponential)(load(scores + j) - most);
+                store(scores + j, weight);
                 total += weight;
             }
-            float f = expf(before - most), sum = s.sum[query] * f;
+            factor[query] = expf(before - most);
+            float sum = s.sum[query] * factor[query];
             for (int j = 0; j < V; j++) sum += total[j];
             s.sum[query] = sum;
             s.most[query] = most;
-            NAME(weigh_all)(values + row * d, s.scores, 1, &f, d, n, 1, s.out + query * d);
         }
+        NAME(weigh_all)(values + row * d, s.scores, 1, BLOCK, factor, d, n, s.queries, s.out);
     }
 }
 
@@ -222,3 +228,5 @@ static void NAME(few)(const float *keys, const float *values, int64_t rows, stat
 #undef LANES
 #undef AHEAD
 #undef PRODUCTS
+#undef PART
+#undef WEIGH

@@ -1,0 +1,1 @@
+"""One module per figure: `run(plan) -> (rows, notes)`, `goals(rows)`, `table(rows)`."""

@@ -1,0 +1,51 @@
+"""What the figures over HTTP share: do the servers agree, and do they rest when nobody asks?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from peers_parts import agree
+from peers_parts.client import all_of
+from peers_parts.plan import Plan
+from peers_parts.processes import PeerError
+from peers_parts.server import Server
+from peers_parts.weights import Weights
+from peers_parts.worker import Worker
+
+T = TypeVar("T")
+
+
+def agreement(
+    plan: Plan, servers: Mapping[str, Server], weights: Weights, worker: Worker | None = None
+) -> dict[str, int]:
+    """First tokens have to be the same (PeerError otherwise); tokens in common by name. Warms the servers up, too."""
+    asked = agree.prompts(plan.seed, weights.spec.vocab)
+    answers = {
+        name: [turn.tokens for turn in asyncio.run(all_of(server.client, asked, agree.NEW, 1))]
+        for name, server in servers.items()
+    }
+    if worker is not None:
+        answers[worker.name] = [worker.ask([prompt], agree.NEW).tokens[0] for prompt in asked]
+    return agree.check(answers)
+
+
+def idle(servers: Mapping[str, Server]) -> dict[str, float]:
+    """Cores that each server takes while nobody asks: what it takes from the others' turns."""
+    return {name: round(server.idle_cpu(), 3) for name, server in servers.items()}
+
+
+def tried(plan: Plan, notes: dict[str, Any], running: dict[str, Any], name: str, what: Callable[[], T]) -> T | None:
+    """What this engine's turn brings. A peer that fails is left out from then on, and named; Afterglow may not fail."""
+    if name not in running:
+        return None
+    try:
+        return what()
+    except PeerError as error:
+        if name.startswith("afterglow"):
+            raise
+        plan.say(f"{name} is left out: {error}")
+        notes["left out"][name] = str(error).splitlines()[0]
+        del running[name]
+        return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -11,20 +13,36 @@ from torch import Tensor
 
 from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
+from afterglow.kernels.matrix import has_bytes
 from afterglow.model import linear
 from afterglow.model.decoder import PlainAttend
-from afterglow.model.linear import Int8Linear, PackedLinear, PanelLinear, PlainLinear, can_pack, int8_levels, keeping
+from afterglow.model.linear import (
+    BytePanelLinear,
+    Int8Linear,
+    Linear,
+    PackedLinear,
+    PanelLinear,
+    PlainLinear,
+    can_pack,
+    int8_levels,
+    keeping,
+)
 from afterglow.model.loader import load_model
 
 CPU = torch.device("cpu")
+Int8 = Callable[[Tensor, Tensor | None], Linear]
 SHAPES = [(8, 8), (96, 40), (7, 13)]
 ROWS = [0, 1, 2, 3, 4, 5, 64, 300]
 
 
-@pytest.fixture
-def int8() -> None:
-    if not int8_levels():
-        pytest.skip("no int8 products in this torch")
+@pytest.fixture(params=[Int8Linear, BytePanelLinear])
+def int8(request: pytest.FixtureRequest) -> Int8:
+    """A way to keep a matrix in 8 bits."""
+    if not can_keep(request.param):
+        pytest.skip("no such products on this machine")
+    if request.param is Int8Linear:
+        return functools.partial(Int8Linear, levels=int8_levels())
+    return BytePanelLinear
 
 
 def random_case(shape: tuple[int, int], rows: int, bias: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -36,6 +54,8 @@ def random_case(shape: tuple[int, int], rows: int, bias: bool) -> tuple[Tensor, 
 def can_keep(kind: type[object]) -> bool:
     if kind is PanelLinear:
         return native() is not None
+    if kind is BytePanelLinear:
+        return has_bytes()
     return bool(int8_levels()) if kind is Int8Linear else kind is PlainLinear or can_pack(torch.float32, CPU)
 
 
@@ -124,14 +144,13 @@ def test_a_little_faster_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     linear._fastest.cache_clear()
 
 
-@pytest.mark.usefixtures("int8")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, (512, 768)])
-def test_int8_products_are_those_of_rounded_numbers(rows: int, bias: bool, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, (512, 768), (33, 1030)])
+def test_int8_products_are_those_of_rounded_numbers(int8: Int8, rows: int, bias: bool, shape: tuple[int, int]) -> None:
     weight, offset, x = random_case(shape, rows, bias)
-    levels = int8_levels()
-    ours = Int8Linear(weight, offset, levels=levels)(x)
+    levels = int8_levels() or 127
+    ours = int8(weight, offset)(x)
     scale = weight.abs().amax(1, keepdim=True) / 127
     steps = x.abs().amax(1, keepdim=True) / levels
     # Half a step for each number: sums of products differ by no more than this, wherever a tie was rounded to.
@@ -144,24 +163,22 @@ def test_int8_products_are_those_of_rounded_numbers(rows: int, bias: bool, shape
         assert error < (0.02 if levels == 127 else 0.04)
 
 
-@pytest.mark.usefixtures("int8")
-def test_an_int8_row_does_not_depend_on_its_batch() -> None:
-    matrix = Int8Linear(torch.randn(96, 64), torch.randn(96), levels=int8_levels())
+def test_an_int8_row_does_not_depend_on_its_batch(int8: Int8) -> None:
+    matrix = int8(torch.randn(96, 64), torch.randn(96))
     x = torch.randn(70, 64) * torch.logspace(-3, 3, 70)[:, None]
     whole = matrix(x)
     for start, rows in product((0, 1, 33), (1, 2, 7, 36)):
         torch.testing.assert_close(matrix(x[start : start + rows]), whole[start : start + rows], rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("int8")
-def test_rows_of_zeros_and_weights_of_zeros_are_zeros() -> None:
-    matrix = Int8Linear(torch.cat((torch.zeros(3, 16), torch.randn(5, 16))), levels=int8_levels())
+def test_rows_of_zeros_and_weights_of_zeros_are_zeros(int8: Int8) -> None:
+    matrix = int8(torch.cat((torch.zeros(3, 16), torch.randn(5, 16))), None)
     assert not matrix(torch.zeros(2, 16)).any()
     assert not matrix(torch.randn(2, 16))[:, :3].any()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Int8Linear])
-def test_a_part_of_the_outputs(kind: type[PlainLinear | PackedLinear | PanelLinear | Int8Linear]) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, Int8Linear, BytePanelLinear])
+def test_a_part_of_the_outputs(kind: Callable[[Tensor, Tensor | None], Linear]) -> None:
     if not can_keep(kind):
         pytest.skip("no such products on this machine")
     weight, offset, x = random_case((48, 24), 9, True)
@@ -175,6 +192,7 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="--device cpu"):
         keeping(torch.float32, torch.device("cuda"), "int8")
     monkeypatch.setattr(linear, "int8_levels", lambda: 0)
+    monkeypatch.setattr(linear, "has_bytes", lambda: False)
     with pytest.raises(ConfigError, match="--quantization none"):
         keeping(torch.float32, CPU, "int8")
 

@@ -38,6 +38,10 @@ def native() -> ctypes.CDLL | None:
             *(pointer, size, size, size, pointer, size),
             *(pointer, pointer, ctypes.c_int, ctypes.c_int),
         )
+        library.afterglow_multiply_bytes_2.argtypes = (
+            *(pointer, size, size, size, pointer, size),
+            *(pointer, pointer, ctypes.c_int),
+        )
         library.afterglow_rotate_2.argtypes = (
             *(pointer, size, size, pointer, pointer, pointer, size, size),
             *(size, size, size, size, ctypes.c_int, ctypes.c_int),

@@ -25,7 +25,7 @@ from torch import Tensor
 from afterglow.config import QuantizationName
 from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
-from afterglow.kernels.matrix import Panels
+from afterglow.kernels.matrix import BytePanels, Panels, has_bytes
 from afterglow.kernels.passes import rounded
 
 PACK_ROWS = 64  # row count that the packed layout is chosen for; anything but 1 is good for all
@@ -138,7 +138,17 @@ class Int8Linear:
         return Int8Linear(columns[:, start:stop].T.contiguous(), _cut(self._bias, start, stop), levels=self._levels)
 
 
-Kind: TypeAlias = type[PlainLinear] | type[PackedLinear] | type[PanelLinear]
+class BytePanelLinear(BytePanels):
+    """Weights, and what they are multiplied with, in 8 bits, in panels of our own; where `has_bytes`."""
+
+    __slots__ = ()
+
+    def rows(self, start: int, stop: int) -> BytePanelLinear:
+        """See `Linear`."""
+        return BytePanelLinear(*self.part(start, stop))
+
+
+Kind: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 
 
 def _cut(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
@@ -156,18 +166,19 @@ def keeping(
                 f"--quantization int8 computes on CPU in float32, not on {device.type} in {str(dtype).removeprefix('torch.')}; "
                 "use --device cpu --dtype float32, or no quantization"
             )
-        levels = int8_levels()
-        if not levels:
+        kinds: list[Kind] = [*((BytePanelLinear,) if has_bytes() else ()), *((_int8,) if int8_levels() else ())]
+        if not kinds:
             raise ConfigError(
                 "--quantization int8 needs operators that this torch does not have, or which are wrong on this processor; "
                 "use --quantization none"
             )
-        return functools.partial(Int8Linear, levels=levels)
-    kinds: list[Kind] = [PlainLinear]
-    if can_pack(dtype, device):
-        kinds.insert(0, PackedLinear)
-    if device.type == "cpu" and dtype == torch.float32 and native() is not None:
-        kinds.insert(0, PanelLinear)
+    else:
+        panels = device.type == "cpu" and dtype == torch.float32 and native() is not None
+        kinds = [
+            *((PanelLinear,) if panels else ()),
+            *((PackedLinear,) if can_pack(dtype, device) else ()),
+            PlainLinear,
+        ]
 
     def kept(weight: Tensor, bias: Tensor | None) -> Linear:
         outputs, inputs = weight.shape
@@ -176,12 +187,16 @@ def keeping(
     return kept
 
 
+def _int8(weight: Tensor, bias: Tensor | None) -> Int8Linear:
+    return Int8Linear(weight, bias, levels=int8_levels())
+
+
 @functools.cache
 def _fastest(kinds: tuple[Kind, ...], outputs: int, inputs: int, threads: int) -> Kind:
     """The way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
     best, least = kinds[0], float("inf")
     for kind in kinds if len(kinds) > 1 else ():
-        matrix = kind(torch.ones(outputs, inputs))
+        matrix = kind(torch.ones(outputs, inputs), None)
         took = math.prod(_seconds(matrix, torch.ones(rows, inputs)) for rows in TRIAL_ROWS)
         if took < least * WORTH ** -len(TRIAL_ROWS):
             best, least = kind, took

@@ -1,0 +1,138 @@
+/* Products of rows with a matrix in 8 bits, sums in 32: on processors that multiply four pairs of bytes at once (AVX-512 VNNI).
+
+   Laid out and walked through as matrix.c does it, with four inputs of an output side by side. Rows are rounded here, each with a
+   scale of its own, to unsigned numbers around 128; what 128 adds to every sum is known beforehand. Sums are whole numbers, so
+   that a row's product does not depend on its batch.
+
+   Built and called as segments.c is. */
+
+#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
+#error "written for GCC on x86-64; elsewhere the package does without"
+#endif
+
+#include <float.h>
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 32
+#define ROWS 12
+#define CHUNK 240   /* as in matrix.c */
+#define AHEAD 4096  /* bytes of a panel that are asked for ahead of time */
+#define ALONE 262144
+#define LEVELS 127
+typedef float __attribute__((may_alias, aligned(1))) loose;
+typedef int32_t ints __attribute__((vector_size(64)));
+#define INLINE static inline __attribute__((always_inline))
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")
+
+/* x as scale times (out - 128). Returns the scale. */
+static float rounded(const float *x, uint8_t *out, int64_t n) {
+    const int64_t whole = n / 16 * 16;
+    const __mmask16 rest = (1u << (n - whole)) - 1;
+    __m512 most = _mm512_abs_ps(_mm512_maskz_loadu_ps(rest, x + whole));
+    for (int64_t i = 0; i < whole; i += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+    float peak = _mm512_reduce_max_ps(most);
+    const float scale = (peak > FLT_MIN ? peak : FLT_MIN) / LEVELS;
+    const __m512 by = _mm512_set1_ps(scale), zero = _mm512_set1_ps(LEVELS + 1.5f); /* all positive, so that cutting off rounds */
+    for (int64_t i = 0; i < whole; i += 16) {
+        const __m512i number = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_div_ps(_mm512_loadu_ps(x + i), by), zero));
+        _mm_storeu_si128((__m128i *)(out + i), _mm512_cvtepi32_epi8(number));
+    }
+    const __m512 last = _mm512_maskz_loadu_ps(rest, x + whole);
+    const __m512i number = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_div_ps(last, by), zero));
+    _mm512_mask_cvtepi32_storeu_epi8(out + whole, rest, number);
+    return scale;
+}
+
+/* For `rows` rows, a constant. `factor`: what 128 adds up to [LANES], as int32, then scales and bias of the outputs. */
+INLINE void tile(const uint8_t *x, int64_t x_stride, const float *x_scale, const int8_t *panel, int64_t steps, const float *factor,
+                 float *out, int64_t out_stride, int rows) {
+    ints low_sum[ROWS], high_sum[ROWS];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) low_sum[row] = high_sum[row] = (ints){0};
+    for (int64_t i = 0; i < steps; i++) {
+        const __m512i low = _mm512_loadu_si512(panel + i * LANES * 4), high = _mm512_loadu_si512(panel + i * LANES * 4 + 64);
+        __builtin_prefetch(panel + i * LANES * 4 + AHEAD, 0, 3);
+        __builtin_prefetch(panel + i * LANES * 4 + AHEAD + 64, 0, 3);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            const __m512i numbers = _mm512_castps_si512(_mm512_set1_ps(*(const loose *)(x + row * x_stride + i * 4)));
+            low_sum[row] = (ints)_mm512_dpbusd_epi32((__m512i)low_sum[row], numbers, low);
+            high_sum[row] = (ints)_mm512_dpbusd_epi32((__m512i)high_sum[row], numbers, high);
+        }
+    }
+    const __m512i low_zero = _mm512_loadu_si512(factor), high_zero = _mm512_loadu_si512(factor + 16);
+    const __m512 low_scale = _mm512_loadu_ps(factor + LANES), high_scale = _mm512_loadu_ps(factor + LANES + 16);
+    const __m512 low_bias = _mm512_loadu_ps(factor + 2 * LANES), high_bias = _mm512_loadu_ps(factor + 2 * LANES + 16);
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        const __m512 scale = _mm512_set1_ps(x_scale[row]);
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32((__m512i)low_sum[row], low_zero));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_sub_epi32((__m512i)high_sum[row], high_zero));
+        _mm512_storeu_ps(out + row * out_stride, _mm512_fmadd_ps(low, _mm512_mul_ps(low_scale, scale), low_bias));
+        _mm512_storeu_ps(out + row * out_stride + 16, _mm512_fmadd_ps(high, _mm512_mul_ps(high_scale, scale), high_bias));
+    }
+}
+
+static void some(const uint8_t *x, int64_t x_stride, const float *x_scale, const int8_t *panel, int64_t steps, const float *factor,
+                 float *out, int64_t out_stride, int64_t rows) {
+#define CASE(n) \
+    case n: tile(x, x_stride, x_scale, panel, steps, factor, out, out_stride, n); break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+#pragma GCC pop_options
+
+/* Whether this processor can. */
+int afterglow_bytes_2(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+/* out [rows][outputs] = x [rows][inputs] (rows `x_stride` floats apart) times the matrix in `panels`
+   [outputs / 32, rounded up][inputs / 4, rounded up][32][4]; `factors` [panels][3][32], see `tile`. Returns 0, or 1 where there
+   was no memory. */
+int afterglow_multiply_bytes_2(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const int8_t *panels,
+                               int64_t outputs, const float *factors, float *out, int threads) {
+    const int64_t steps = (inputs + 3) / 4, stride = (steps * 4 + 63) / 64 * 64 + 64, count = (outputs + LANES - 1) / LANES;
+    const int64_t most = rows < CHUNK ? rows : CHUNK, effort = count * LANES * inputs * (1 + rows / ROWS) / ALONE;
+    if (effort < threads - 1) threads = 1 + effort;
+    float *scale = malloc(most * (sizeof *scale + stride));
+    if (!scale) return 1;
+    uint8_t *numbers = (uint8_t *)(scale + most);
+    const int64_t step = 1 + count / (16 * threads);
+#pragma omp parallel num_threads(threads)
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+        const int64_t n = rows - first < CHUNK ? rows - first : CHUNK, tiles = (n + ROWS - 1) / ROWS, size = (n + tiles - 1) / tiles;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < n; row++) {
+            scale[row] = rounded(x + (first + row) * x_stride, numbers + row * stride, inputs);
+            memset(numbers + row * stride + inputs, 0, steps * 4 - inputs);
+        }
+#pragma omp for schedule(dynamic, step)
+        for (int64_t p = 0; p < count; p++) {
+            const int8_t *panel = panels + p * steps * LANES * 4;
+            const float *factor = factors + p * 3 * LANES;
+            const int64_t left = outputs - p * LANES;
+            for (int64_t row = 0; row < n; row += size) {
+                const int64_t these = n - row < size ? n - row : size;
+                float *to = out + (first + row) * outputs + p * LANES, edge[ROWS * LANES];
+                some(numbers + row * stride, stride, scale + row, panel, steps, factor, left < LANES ? edge : to,
+                     left < LANES ? LANES : outputs, these);
+                if (left < LANES)
+                    for (int64_t i = 0; i < these; i++) memcpy(to + i * outputs, edge + i * LANES, left * sizeof *to);
+            }
+        }
+    }
+    free(scale);
+    return 0;
+}

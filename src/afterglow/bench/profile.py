@@ -33,7 +33,7 @@ from afterglow.engine.runner import TorchRunner
 from afterglow.engine.tee import Tee
 from afterglow.kernels import decode
 from afterglow.model.decoder import Attention, Decoder, Norm
-from afterglow.model.linear import Int8Linear, PackedLinear, PanelLinear, PlainLinear, keeping
+from afterglow.model.linear import BytePanelLinear, Int8Linear, PackedLinear, PanelLinear, PlainLinear, keeping
 from afterglow.model.presets import PRESETS
 from afterglow.plan.scheduler import Scheduler
 from afterglow.request import Request, SamplingParams
@@ -43,6 +43,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (PlainLinear, "__call__", "weights' products"),
     (PackedLinear, "__call__", "weights' products"),
     (PanelLinear, "__call__", "weights' products"),
+    (BytePanelLinear, "__call__", "weights' products"),
     (Int8Linear, "__call__", "weights' products"),
     (CachedAttend, "_attention", "attention"),
     (decode.Reads, "attend", "attention"),

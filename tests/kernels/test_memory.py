@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from afterglow.kernels import memory
 from afterglow.kernels.memory import LEAST, empty
 
 
@@ -29,11 +30,45 @@ def test_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert (part == 3).all(), "a view holds on to its memory"
 
 
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_pool", memory._Pool())
+
+
+@pytest.mark.usefixtures("pool")
+def test_memory_that_was_left_is_used_again() -> None:
+    first = empty((LEAST,), torch.uint8)
+    view, where = first[5:], first.data_ptr()
+    del first
+    other = empty((LEAST,), torch.uint8)
+    assert other.data_ptr() != where, "a view still lives there"
+    del view
+    assert empty((3, LEAST // 4), torch.float32).data_ptr() != where, "too small"
+    smaller = empty((LEAST // 4,), torch.float32)
+    assert smaller.data_ptr() == where
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_small_tensor_does_not_take_a_large_place() -> None:
+    where = empty((8 * LEAST,), torch.uint8).data_ptr()
+    assert empty((LEAST,), torch.uint8).data_ptr() != where
+    assert empty((7 * LEAST,), torch.uint8).data_ptr() == where
+
+
+@pytest.mark.usefixtures("pool")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc on this system")
-def test_its_memory_goes_with_it() -> None:
+def test_no_more_is_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "KEPT", 4 * LEAST)
     before = mapped()
     kept = [empty((LEAST,), torch.float32) for _ in range(20)]
     assert mapped() - before >= 20 * 4 * LEAST
     kept.clear()
     gc.collect()
-    assert mapped() - before < 4 * LEAST
+    assert mapped() - before <= 6 * LEAST
+
+
+def test_the_c_library_is_told_or_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.keep_freed_memory()
+    assert torch.zeros(1 << 20).sum() == 0
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    memory.keep_freed_memory()

@@ -29,6 +29,7 @@ from afterglow.errors import ConfigError, StoreError
 from afterglow.importance.identify import Rules
 from afterglow.importance.loader import Loader
 from afterglow.importance.shelf import Shelf
+from afterglow.kernels.memory import keep_freed_memory
 from afterglow.model.decoder import Decoder
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
@@ -109,6 +110,7 @@ def build(
     name = name or Path(model).name or "model"
     device = choose_device(config.device)
     use_threads(config.threads)
+    keep_freed_memory()
     decoder = load_model(
         model,
         dtype=config.dtype,

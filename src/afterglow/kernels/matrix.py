@@ -6,6 +6,9 @@ Measured on one core (AMD with AVX-512), a matrix of 4,096 x 768 that comes from
 
 from __future__ import annotations
 
+import functools
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +17,9 @@ from afterglow.kernels.built import native
 from afterglow.kernels.memory import empty
 
 BYTE_LANES = 32  # outputs of a panel in 8 bits
+FEW = (4, 12)  # rows: more are not a matter of memory
+TRIAL_BYTES, TRIAL_OUTPUTS = 64 << 20, 2048
+ABOUT = 1.05
 
 
 class Panels:
@@ -48,7 +54,7 @@ class Panels:
             *(
                 None if self._bias is None else self._bias.data_ptr(),
                 out.data_ptr(),
-                torch.get_num_threads(),
+                threads_for(x.shape[0]),
                 self._width,
             ),
         )
@@ -95,7 +101,7 @@ class BytePanels:
         out = torch.empty(x.shape[0], self.outputs)
         failed = self._library.afterglow_multiply_bytes_2(
             *(x.data_ptr(), x.stride(0), x.shape[0], self.inputs, self._panels.data_ptr(), self.outputs),
-            *(self._factors.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+            *(self._factors.data_ptr(), out.data_ptr(), threads_for(x.shape[0])),
         )
         if failed:
             raise MemoryError(f"no memory to round {x.shape[0]} rows of {self.inputs} numbers")
@@ -106,6 +112,42 @@ class BytePanels:
         numbers = self._panels.transpose(1, 2).reshape(-1, self._panels.shape[1] * 4)[start:stop, : self.inputs]
         scale, bias = (self._factors[:, which].flatten()[start:stop] for which in (1, 2))
         return numbers * scale[:, None], bias if self._biased else None
+
+
+def threads_for(rows: int) -> int:
+    """How many threads multiply so many rows fastest: of few rows a matrix is read as fast as memory allows, which one core may
+    do alone, and to wake another takes as long as a small matrix (`bench-56m`, one request: 6.6 ms a token with one thread, 8.5
+    with two)."""
+    threads = torch.get_num_threads()
+    bucket = next((least for least in FEW if rows <= least), None)
+    return threads if threads == 1 or bucket is None else _fewest(bucket, threads)
+
+
+@functools.cache
+def _fewest(rows: int, threads: int) -> int:
+    """The fewest threads that are about as fast as any, for a matrix of `TRIAL_BYTES` that comes from memory; tried once in the
+    life of the process."""
+    library = native()
+    assert library is not None
+    width, inputs, outputs = library.afterglow_width_2(), 512, TRIAL_OUTPUTS
+    sizes = inputs * outputs
+    panels, x, out = (
+        torch.zeros(TRIAL_BYTES // (4 * sizes), sizes),
+        torch.zeros(rows, inputs),
+        torch.empty(rows, outputs),
+    )
+
+    def seconds(number: int) -> float:
+        began = time.perf_counter()
+        for matrix in panels:
+            library.afterglow_multiply_2(
+                *(x.data_ptr(), inputs, rows, inputs, matrix.data_ptr(), outputs, None, out.data_ptr(), number, width)
+            )
+        return time.perf_counter() - began
+
+    numbers = sorted({1, *(2**i for i in range(1, threads.bit_length()) if 2**i < threads), threads})
+    took = {number: min(seconds(number) for _ in range(3)) for number in numbers}
+    return min(number for number in numbers if took[number] <= ABOUT * min(took.values()))
 
 
 def has_bytes() -> bool:

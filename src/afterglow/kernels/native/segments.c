@@ -21,7 +21,7 @@
 #define BLOCK 64   /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
 #define FEW 6      /* so many queries of one KV head are faster one by one */
 #define CHUNK 256  /* rows of a task at least */
-#define ALONE 4096 /* rows of a KV head that one thread reads alone */
+#define ALONE 16384 /* rows of a KV head that one thread reads alone */
 #define MOST_LANES 32
 #define INLINE static inline __attribute__((always_inline))
 #define JOIN(a, b) JOIN_(a, b)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.errors import ConfigError
+from afterglow.kernels import matrix
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import has_bytes
 from afterglow.model import linear
@@ -74,6 +75,16 @@ def test_reordered_products_are_right_for_every_row_count(
         assert ours.shape == (rows, shape[0])
         exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
         torch.testing.assert_close(ours.double(), exact, atol=2e-4, rtol=0)
+
+
+def test_threads_that_are_worth_waking(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native() is None:
+        pytest.skip("no such products on this machine")
+    for threads, wanted in ((1, {1}), (3, {1, 2, 3})):
+        monkeypatch.setattr(matrix.torch, "get_num_threads", lambda threads=threads: threads)
+        for rows in (1, 4, 5, 12):
+            assert matrix.threads_for(rows) in wanted
+        assert matrix.threads_for(13) == threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

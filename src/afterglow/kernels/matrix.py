@@ -145,7 +145,7 @@ def _fewest(rows: int, threads: int) -> int:
             )
         return time.perf_counter() - began
 
-    numbers = sorted({1, *(2**i for i in range(1, threads.bit_length()) if 2**i < threads), threads})
+    numbers = sorted({1, *(1 << i for i in range(1, threads.bit_length()) if 1 << i < threads), threads})
     took = {number: min(seconds(number) for _ in range(3)) for number in numbers}
     return min(number for number in numbers if took[number] <= ABOUT * min(took.values()))
 

@@ -22,6 +22,7 @@ from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.stats import RelayCounts
 from afterglow.engine.tee import Tee
+from afterglow.engine.touch import TouchAhead
 from afterglow.importance.loader import Lost
 from afterglow.kernels.built import native
 from afterglow.model.decoder import Decoder
@@ -93,6 +94,9 @@ class TorchRunner:
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
         self._gatherer = Gatherer(HostRows(arena, store, read_timeout, decoder.device), spec.layers)
         self._tee = Tee(store, self.shape, kv_dtype, max_batch)
+        self._ahead = TouchAhead(arena) if decoder.device.type == "cpu" else None
+        if self._ahead is not None:
+            self._ahead.reach(0)
         self._scores = scores
         self._important = important
         self._jobs: dict[int, _Job] = {}
@@ -141,6 +145,10 @@ class TorchRunner:
             positions.append(torch.arange(run.start, run.start + n))
             at += n
         self._tee.begin(*_saves(step.runs, parts))
+        if self._ahead is not None:
+            self._ahead.reach(
+                max((save.slots[-1] + 1 for run in step.runs for save in run.saves if save.slots), default=0)
+            )
         places = torch.cat(positions).to(device)
         takings = {part.job: taking for part in parts if (taking := self._jobs[part.job].taking) is not None}
         apart = self._relay == "off" or self._scores is not None or bool(takings)

@@ -1,0 +1,55 @@
+"""Host memory is there before it is needed: its first touch is made ahead of time, in the background.
+
+The arena costs memory only where it has been touched, and saving rows where nobody has been takes the step's own cores: every
+second prefill of 1,024 tokens (`bench-56m`, two threads) took 320 instead of 210 ms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+
+from torch import Tensor
+
+POPULATE_WRITE = 23  # madvise(2): as if written to, but nothing changes; Linux 5.14
+AHEAD_SLOTS = 64  # beyond the last one that was used
+AHEAD_BYTES = 128 << 20
+NICE = 10
+
+
+class TouchAhead:
+    """The slots of one arena, from the lowest on, which is how they are given out."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        """`blocks` [layers, 2, slots, rows, kv_heads, head_dim], in the CPU's memory, not pinned."""
+        self._blocks = blocks
+        self._slots = blocks.shape[2]
+        self._slot_bytes = blocks.stride(2) * blocks.element_size()
+        planes = blocks.shape[0] * blocks.shape[1]
+        self._ahead = min(AHEAD_SLOTS, AHEAD_BYTES // max(1, planes * self._slot_bytes))
+        self._reached = 0  # slots that have been touched, or will be by a thread that is under way
+        self._works = sys.platform == "linux" and self._ahead > 0
+
+    def reach(self, slots: int) -> None:
+        """So many slots, from the first on, are in use or about to be."""
+        if not self._works or slots + self._ahead // 2 <= self._reached or self._reached == self._slots:
+            return
+        start, self._reached = self._reached, min(self._slots, slots + self._ahead)
+        if self._reached > start:
+            threading.Thread(target=self._touch, args=(start, self._reached), name="touch-ahead", daemon=True).start()
+
+    def _touch(self, start: int, stop: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # lets others run meanwhile, unlike mmap's
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        page = os.sysconf("SC_PAGE_SIZE")
+        for layer in self._blocks:
+            for plane in layer:
+                first = plane.data_ptr() + start * self._slot_bytes
+                end = plane.data_ptr() + stop * self._slot_bytes
+                aligned = first // page * page
+                if madvise(aligned, end - aligned, POPULATE_WRITE) != 0:
+                    self._works = False  # an older kernel, or no memory: they will be touched when they are used
+                    return

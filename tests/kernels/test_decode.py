@@ -38,7 +38,7 @@ def use(way: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     library = native()
     assert library is not None
-    if library.afterglow_width_2() < int(way):
+    if library.afterglow_width_3() < int(way):
         pytest.skip(f"this processor has no vectors of {way} floats")
     made = decode._Native.__init__
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.errors import ConfigError
-from afterglow.kernels import matrix
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import has_bytes
 from afterglow.model import linear
@@ -77,24 +76,14 @@ def test_reordered_products_are_right_for_every_row_count(
         torch.testing.assert_close(ours.double(), exact, atol=2e-4, rtol=0)
 
 
-def test_threads_that_are_worth_waking(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native() is None:
-        pytest.skip("no such products on this machine")
-    for threads, wanted in ((1, {1}), (3, {1, 2, 3})):
-        monkeypatch.setattr(matrix.torch, "get_num_threads", lambda threads=threads: threads)
-        for rows in (1, 4, 5, 12):
-            assert matrix.threads_for(rows) in wanted
-        assert matrix.threads_for(13) == threads
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("width", [16, 8])
 def test_a_row_of_panels_is_the_same_whatever_its_batch(width: int, threads: int) -> None:
     library = native()
-    if library is None or library.afterglow_width_2() < width:
+    if library is None or library.afterglow_width_3() < width:
         pytest.skip("no such products on this machine")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "afterglow_width_2", lambda: width)
+        patch.setattr(library, "afterglow_width_3", lambda: width)
         matrix = PanelLinear(torch.randn(1000, 512), torch.randn(1000))
     x = torch.randn(500, 1024)[:, :512]  # rows 4 KiB apart
     before = torch.get_num_threads()

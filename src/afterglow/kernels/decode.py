@@ -104,7 +104,7 @@ class Appends:
         """`keys` and `values` [batch, kv_heads, head_dim], float32."""
         keys, values = _flat(keys), _flat(values)
         table = self._table
-        self._library.afterglow_append_2(
+        self._library.afterglow_append_3(
             keys.data_ptr(),
             keys.stride(0),
             values.data_ptr(),
@@ -138,7 +138,7 @@ class _Table:
 
 class _Native:
     def __init__(self, library: ctypes.CDLL, reads: Sequence[Read]) -> None:
-        self._library, self._width = library, library.afterglow_width_2()
+        self._library, self._width = library, library.afterglow_width_3()
         self._kv_heads = reads[0].data.shape[2]
         self._table = _Table(reads)
         self._threads = torch.get_num_threads()
@@ -148,7 +148,7 @@ class _Native:
         if not (out.is_contiguous() and lse.is_contiguous() and out.dtype == lse.dtype == torch.float32):
             raise ValueError(f"out and lse must be contiguous and float32, got {out.dtype} and {lse.dtype}")
         heads, head_dim = q.shape[1:]
-        failed = self._library.afterglow_attend_2(
+        failed = self._library.afterglow_attend_3(
             *(q.data_ptr(), q.stride(0), out.data_ptr(), lse.data_ptr(), heads, self._kv_heads, head_dim, scale),
             *(layer, *self._table.arguments, self._threads, self._width),
         )

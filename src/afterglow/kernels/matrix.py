@@ -6,9 +6,6 @@ Measured on one core (AMD with AVX-512), a matrix of 4,096 x 768 that comes from
 
 from __future__ import annotations
 
-import functools
-import time
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +14,6 @@ from afterglow.kernels.built import native
 from afterglow.kernels.memory import empty
 
 BYTE_LANES = 32  # outputs of a panel in 8 bits
-FEW = (4, 12)  # rows: more are not a matter of memory
-TRIAL_BYTES, TRIAL_OUTPUTS = 64 << 20, 2048
-ABOUT = 1.05
 
 
 class Panels:
@@ -31,7 +25,7 @@ class Panels:
         """`weight` [outputs, inputs], `bias` [outputs]."""
         library = native()
         assert library is not None, "asked for what has not been built"
-        self._library, self._width = library, library.afterglow_width_2()
+        self._library, self._width = library, library.afterglow_width_3()
         self.outputs, self.inputs = weight.shape
         lanes = 2 * self._width
         count = -(-self.outputs // lanes)
@@ -49,12 +43,12 @@ class Panels:
         if x.stride(1) != 1 and self.inputs > 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.outputs)
-        failed = self._library.afterglow_multiply_2(
+        failed = self._library.afterglow_multiply_3(
             *(x.data_ptr(), x.stride(0), x.shape[0], self.inputs, self._panels.data_ptr(), self.outputs),
             *(
                 None if self._bias is None else self._bias.data_ptr(),
                 out.data_ptr(),
-                threads_for(x.shape[0]),
+                torch.get_num_threads(),
                 self._width,
             ),
         )
@@ -99,9 +93,9 @@ class BytePanels:
         if x.stride(1) != 1 and self.inputs > 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.outputs)
-        failed = self._library.afterglow_multiply_bytes_2(
+        failed = self._library.afterglow_multiply_bytes_3(
             *(x.data_ptr(), x.stride(0), x.shape[0], self.inputs, self._panels.data_ptr(), self.outputs),
-            *(self._factors.data_ptr(), out.data_ptr(), threads_for(x.shape[0])),
+            *(self._factors.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
         if failed:
             raise MemoryError(f"no memory to round {x.shape[0]} rows of {self.inputs} numbers")
@@ -114,43 +108,7 @@ class BytePanels:
         return numbers * scale[:, None], bias if self._biased else None
 
 
-def threads_for(rows: int) -> int:
-    """How many threads multiply so many rows fastest: of few rows a matrix is read as fast as memory allows, which one core may
-    do alone, and to wake another takes as long as a small matrix (`bench-56m`, one request: 6.6 ms a token with one thread, 8.5
-    with two)."""
-    threads = torch.get_num_threads()
-    bucket = next((least for least in FEW if rows <= least), None)
-    return threads if threads == 1 or bucket is None else _fewest(bucket, threads)
-
-
-@functools.cache
-def _fewest(rows: int, threads: int) -> int:
-    """The fewest threads that are about as fast as any, for a matrix of `TRIAL_BYTES` that comes from memory; tried once in the
-    life of the process."""
-    library = native()
-    assert library is not None
-    width, inputs, outputs = library.afterglow_width_2(), 512, TRIAL_OUTPUTS
-    sizes = inputs * outputs
-    panels, x, out = (
-        torch.zeros(TRIAL_BYTES // (4 * sizes), sizes),
-        torch.zeros(rows, inputs),
-        torch.empty(rows, outputs),
-    )
-
-    def seconds(number: int) -> float:
-        began = time.perf_counter()
-        for matrix in panels:
-            library.afterglow_multiply_2(
-                *(x.data_ptr(), inputs, rows, inputs, matrix.data_ptr(), outputs, None, out.data_ptr(), number, width)
-            )
-        return time.perf_counter() - began
-
-    numbers = sorted({1, *(1 << i for i in range(1, threads.bit_length()) if 1 << i < threads), threads})
-    took = {number: min(seconds(number) for _ in range(3)) for number in numbers}
-    return min(number for number in numbers if took[number] <= ABOUT * min(took.values()))
-
-
 def has_bytes() -> bool:
     """Whether products in 8 bits have been built, and this processor has them."""
     library = native()
-    return library is not None and bool(library.afterglow_bytes_2())
+    return library is not None and bool(library.afterglow_bytes_3())

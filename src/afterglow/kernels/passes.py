@@ -22,9 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(x.shape)
-    library.afterglow_rms_norm_2(
+    library.afterglow_rms_norm_3(
         *(rows.data_ptr(), rows.stride(0), weight.data_ptr(), eps, out.data_ptr(), len(rows), size),
-        *(torch.get_num_threads(), library.afterglow_width_2()),
+        *(torch.get_num_threads(), library.afterglow_width_3()),
     )
     return out
 
@@ -37,9 +37,9 @@ def gated_silu(x: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
     size = x.shape[-1] // 2
     out = torch.empty(len(x), size)
-    library.afterglow_gated_silu_2(
+    library.afterglow_gated_silu_3(
         *(x.data_ptr(), x.stride(0), out.data_ptr(), len(x), size),
-        *(torch.get_num_threads(), library.afterglow_width_2()),
+        *(torch.get_num_threads(), library.afterglow_width_3()),
     )
     return out
 
@@ -54,9 +54,9 @@ def rounded(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
         return (x / scale).add_(levels + 1.5).to(torch.uint8), scale
     numbers = torch.empty(x.shape, dtype=torch.uint8)
     scale = torch.empty(len(x), 1)
-    library.afterglow_round_2(
+    library.afterglow_round_3(
         *(x.data_ptr(), x.stride(0), levels, numbers.data_ptr(), scale.data_ptr(), *x.shape),
-        *(torch.get_num_threads(), library.afterglow_width_2()),
+        *(torch.get_num_threads(), library.afterglow_width_3()),
     )
     return numbers, scale
 

@@ -77,10 +77,10 @@ def rotate_into(x: Tensor, rotation: Rotation, out: Tensor) -> None:
     if library is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
         (rows, heads, size), (x_row, x_head, _), (out_row, out_head, _) = x.shape, x.stride(), out.stride()
-        library.afterglow_rotate_2(
+        library.afterglow_rotate_3(
             *(x.data_ptr(), x_row, x_head, cos.data_ptr(), sin.data_ptr()),
             *(out.data_ptr(), out_row, out_head, rows, heads, size, dim),
-            *(torch.get_num_threads(), library.afterglow_width_2()),
+            *(torch.get_num_threads(), library.afterglow_width_3()),
         )
         return
     whole = dim == x.shape[-1]

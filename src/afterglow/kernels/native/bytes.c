@@ -6,17 +6,11 @@
 
    Built and called as segments.c is. */
 
-#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
-#error "written for GCC on x86-64; elsewhere the package does without"
-#endif
+#include "team.h"
 
 #include <float.h>
 #include <immintrin.h>
 #include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define LANES 32
 #define ROWS 12
@@ -26,7 +20,6 @@
 #define LEVELS 127
 typedef float __attribute__((may_alias, aligned(1))) loose;
 typedef int32_t ints __attribute__((vector_size(64)));
-#define INLINE static inline __attribute__((always_inline))
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")
@@ -92,47 +85,71 @@ static void some(const uint8_t *x, int64_t x_stride, const float *x_scale, const
 #pragma GCC pop_options
 
 /* Whether this processor can. */
-int afterglow_bytes_2(void) {
+int afterglow_bytes_3(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
+/* Rows from `x` on that pass the panels together, once they are rounded. */
+typedef struct {
+    const float *x;
+    int64_t x_stride, rows, size; /* `size` of them in a tile */
+    float *scale;
+    uint8_t *numbers;
+    int64_t inputs, steps, stride;
+    const int8_t *panels;
+    const float *factors;
+    float *out;
+    int64_t outputs;
+} passing;
+
+static void rounded_rows(const void *what, int64_t from, int64_t to, int desk) {
+    const passing *p = what;
+    (void)desk;
+    for (int64_t row = from; row < to; row++) {
+        p->scale[row] = rounded(p->x + row * p->x_stride, p->numbers + row * p->stride, p->inputs);
+        memset(p->numbers + row * p->stride + p->inputs, 0, p->steps * 4 - p->inputs);
+    }
+}
+
+static void passed(const void *what, int64_t from, int64_t to, int desk) {
+    const passing p = *(const passing *)what;
+    (void)desk;
+    for (int64_t i = from; i < to; i++) {
+        const int8_t *panel = p.panels + i * p.steps * LANES * 4;
+        const float *factor = p.factors + i * 3 * LANES;
+        const int64_t left = p.outputs - i * LANES;
+        for (int64_t row = 0; row < p.rows; row += p.size) {
+            const int64_t rows = p.rows - row < p.size ? p.rows - row : p.size;
+            float *out = p.out + row * p.outputs + i * LANES, edge[ROWS * LANES];
+            some(p.numbers + row * p.stride, p.stride, p.scale + row, panel, p.steps, factor, left < LANES ? edge : out,
+                 left < LANES ? LANES : p.outputs, rows);
+            if (left < LANES)
+                for (int64_t j = 0; j < rows; j++) memcpy(out + j * p.outputs, edge + j * LANES, left * sizeof *out);
+        }
+    }
+}
+
 /* out [rows][outputs] = x [rows][inputs] (rows `x_stride` floats apart) times the matrix in `panels`
    [outputs / 32, rounded up][inputs / 4, rounded up][32][4]; `factors` [panels][3][32], see `tile`. Returns 0, or 1 where there
    was no memory. */
-int afterglow_multiply_bytes_2(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const int8_t *panels,
+int afterglow_multiply_bytes_3(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const int8_t *panels,
                                int64_t outputs, const float *factors, float *out, int threads) {
-    const int64_t steps = (inputs + 3) / 4, stride = (steps * 4 + 63) / 64 * 64 + 64, count = (outputs + LANES - 1) / LANES;
-    const int64_t most = rows < CHUNK ? rows : CHUNK, effort = count * LANES * inputs * (1 + rows / ROWS) / ALONE;
-    if (effort < threads - 1) threads = 1 + effort;
-    float *scale = malloc(most * (sizeof *scale + stride));
-    if (!scale) return 1;
-    uint8_t *numbers = (uint8_t *)(scale + most);
-    const int64_t step = 1 + count / (16 * threads);
-#pragma omp parallel num_threads(threads)
+    const int64_t steps = (inputs + 3) / 4, count = (outputs + LANES - 1) / LANES, most = rows < CHUNK ? rows : CHUNK;
+    const int worth = count * LANES * inputs * (1 + rows / ROWS) >= ALONE;
+    passing p = {.x_stride = x_stride, .inputs = inputs, .steps = steps, .stride = (steps * 4 + 63) / 64 * 64 + 64};
+    p.panels = panels, p.factors = factors, p.outputs = outputs;
+    p.scale = malloc(most * (sizeof *p.scale + p.stride));
+    if (!p.scale) return 1;
+    p.numbers = (uint8_t *)(p.scale + most);
     for (int64_t first = 0; first < rows; first += CHUNK) {
-        const int64_t n = rows - first < CHUNK ? rows - first : CHUNK, tiles = (n + ROWS - 1) / ROWS, size = (n + tiles - 1) / tiles;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < n; row++) {
-            scale[row] = rounded(x + (first + row) * x_stride, numbers + row * stride, inputs);
-            memset(numbers + row * stride + inputs, 0, steps * 4 - inputs);
-        }
-#pragma omp for schedule(dynamic, step)
-        for (int64_t p = 0; p < count; p++) {
-            const int8_t *panel = panels + p * steps * LANES * 4;
-            const float *factor = factors + p * 3 * LANES;
-            const int64_t left = outputs - p * LANES;
-            for (int64_t row = 0; row < n; row += size) {
-                const int64_t these = n - row < size ? n - row : size;
-                float *to = out + (first + row) * outputs + p * LANES, edge[ROWS * LANES];
-                some(numbers + row * stride, stride, scale + row, panel, steps, factor, left < LANES ? edge : to,
-                     left < LANES ? LANES : outputs, these);
-                if (left < LANES)
-                    for (int64_t i = 0; i < these; i++) memcpy(to + i * outputs, edge + i * LANES, left * sizeof *to);
-            }
-        }
+        p.x = x + first * x_stride, p.out = out + first * outputs, p.rows = rows - first < CHUNK ? rows - first : CHUNK;
+        const int64_t tiles = (p.rows + ROWS - 1) / ROWS;
+        p.size = (p.rows + tiles - 1) / tiles;
+        team_share(rounded_rows, &p, p.rows, 16, threads, worth);
+        team_share(passed, &p, count, 1 + count / (16 * threads), threads, worth);
     }
-    free(scale);
+    free(p.scale);
     return 0;
 }

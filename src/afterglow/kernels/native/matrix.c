@@ -6,24 +6,13 @@
 
    Built and called as segments.c is. */
 
-#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
-#error "written for GCC on x86-64; elsewhere the package does without"
-#endif
-
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "team.h"
 
 #define AHEAD 1024  /* floats of a panel that are asked for ahead of time (8 rows of 768 inputs: 0.48 to 0.35 ms) */
 #define RUN 512     /* inputs that are added up before they meet the sum of those before: errors stay small */
 #define CHUNK 240   /* rows that pass a panel before the next one's turn: they stay in the third cache */
 #define ALONE 65536 /* to wake a thread takes about as long as so many products */
 #define MOST_ROWS 12
-#define INLINE static inline __attribute__((always_inline))
-#define JOIN(a, b) JOIN_(a, b)
-#define JOIN_(a, b) a##_##b
-#define NAME(x) JOIN(x, V)
 
 /* out[row][0 .. 2 V) = bias + x[row] . panel, for `rows` rows, `x_stride` and `out_stride` floats apart. */
 typedef void tile(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, float *out,
@@ -43,46 +32,65 @@ typedef void tile(const float *x, int64_t x_stride, const float *panel, int64_t 
 #include "panel.h"
 #pragma GCC pop_options
 
+/* Rows from `x` on that pass the panels together. */
+typedef struct {
+    tile *some;
+    const float *x;
+    int64_t x_stride, rows, size; /* `size` of them in a tile */
+    const float *panels, *bias;
+    int64_t inputs, outputs, lanes;
+    float *out, *copy; /* `copy`: where they are copied to, `apart` floats apart */
+    int64_t apart;
+} passing;
+
+static void copied(const void *what, int64_t from, int64_t to, int desk) {
+    const passing *p = what;
+    (void)desk;
+    for (int64_t row = from; row < to; row++) memcpy(p->copy + row * p->apart, p->x + row * p->x_stride, p->inputs * sizeof *p->x);
+}
+
+static void passed(const void *what, int64_t from, int64_t to, int desk) {
+    const passing p = *(const passing *)what;
+    const float *x = p.copy ? p.copy : p.x;
+    const int64_t stride = p.copy ? p.apart : p.x_stride;
+    (void)desk;
+    for (int64_t i = from; i < to; i++) {
+        const float *panel = p.panels + i * p.inputs * p.lanes, *bias = p.bias ? p.bias + i * p.lanes : 0;
+        const int64_t left = p.outputs - i * p.lanes;
+        for (int64_t row = 0; row < p.rows; row += p.size) {
+            const int64_t rows = p.rows - row < p.size ? p.rows - row : p.size;
+            float *out = p.out + row * p.outputs + i * p.lanes, edge[MOST_ROWS * 2 * 16];
+            if (left >= p.lanes) {
+                p.some(x + row * stride, stride, panel, p.inputs, bias, out, p.outputs, rows);
+                continue;
+            }
+            p.some(x + row * stride, stride, panel, p.inputs, bias, edge, p.lanes, rows);
+            for (int64_t j = 0; j < rows; j++) memcpy(out + j * p.outputs, edge + j * p.lanes, left * sizeof *out);
+        }
+    }
+}
+
 /* out [rows][outputs] = x [rows][inputs] (rows `x_stride` floats apart) times the matrix in `panels`
    [outputs / (2 width), rounded up][inputs][2 width], plus `bias`, which has as many numbers as the panels have outputs, or is
    null. Returns 0, or 1 where there was no memory. */
-int afterglow_multiply_2(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const float *panels, int64_t outputs,
+int afterglow_multiply_3(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const float *panels, int64_t outputs,
                          const float *bias, float *out, int threads, int width) {
-    tile *some = width == 16 ? some_16 : some_8;
     const int64_t most = width == 16 ? MOST_ROWS : MOST_ROWS / 2, lanes = 2 * width, count = (outputs + lanes - 1) / lanes;
-    const int64_t effort = count * lanes * inputs * (1 + rows / most) / ALONE;
-    if (effort < threads - 1) threads = 1 + effort;
+    const int worth = count * lanes * inputs * (1 + rows / most) >= ALONE;
+    passing p = {.some = width == 16 ? some_16 : some_8, .x_stride = x_stride, .panels = panels, .bias = bias};
+    p.inputs = inputs, p.outputs = outputs, p.lanes = lanes, p.apart = inputs + width;
     /* Rows a multiple of 4 KiB apart would all fall into the same few places of the first cache. */
-    const int64_t apart = inputs + width, copied = rows > 1 && x_stride % 1024 == 0 ? (rows < CHUNK ? rows : CHUNK) : 0;
-    float *copy = copied ? malloc(copied * apart * sizeof *copy) : 0;
-    if (copied && !copy) return 1;
-    const int64_t step = 1 + count / (16 * threads);
-#pragma omp parallel num_threads(threads)
-    for (int64_t first = 0; first < rows; first += CHUNK) {
-        const int64_t n = rows - first < CHUNK ? rows - first : CHUNK, tiles = (n + most - 1) / most, size = (n + tiles - 1) / tiles;
-        const float *from = x + first * x_stride;
-        int64_t stride = x_stride;
-        if (copied) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < n; row++) memcpy(copy + row * apart, from + row * x_stride, inputs * sizeof *x);
-            from = copy, stride = apart;
-        }
-#pragma omp for schedule(dynamic, step)
-        for (int64_t p = 0; p < count; p++) {
-            const float *panel = panels + p * inputs * lanes, *add = bias ? bias + p * lanes : 0;
-            const int64_t left = outputs - p * lanes;
-            for (int64_t row = 0; row < n; row += size) {
-                const int64_t these = n - row < size ? n - row : size;
-                float *to = out + (first + row) * outputs + p * lanes, edge[MOST_ROWS * 2 * 16];
-                if (left >= lanes) {
-                    some(from + row * stride, stride, panel, inputs, add, to, outputs, these);
-                    continue;
-                }
-                some(from + row * stride, stride, panel, inputs, add, edge, lanes, these);
-                for (int64_t i = 0; i < these; i++) memcpy(to + i * outputs, edge + i * lanes, left * sizeof *to);
-            }
-        }
+    if (rows > 1 && x_stride % 1024 == 0) {
+        p.copy = malloc((rows < CHUNK ? rows : CHUNK) * p.apart * sizeof *p.copy);
+        if (!p.copy) return 1;
     }
-    free(copy);
+    for (int64_t first = 0; first < rows; first += CHUNK) {
+        p.x = x + first * x_stride, p.out = out + first * outputs, p.rows = rows - first < CHUNK ? rows - first : CHUNK;
+        const int64_t tiles = (p.rows + most - 1) / most;
+        p.size = (p.rows + tiles - 1) / tiles;
+        if (p.copy) team_share(copied, &p, p.rows, 16, threads, worth);
+        team_share(passed, &p, count, 1 + count / (16 * threads), threads, worth);
+    }
+    free(p.copy);
     return 0;
 }

@@ -4,29 +4,19 @@
    each costs more than the product. Here a step's segments, private and shared, are one list of tasks (a segment's rows of
    one KV head, in chunks), which one team of threads works off; what several tasks found for a query is merged afterwards.
 
-   Built without Python or torch headers and called with addresses (see decode.py). OpenMP's symbols are resolved to the
-   library that torch has loaded, so that both work with one team of threads. */
+   Built without Python or torch headers and called with addresses (see decode.py). */
 
-#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
-#error "written for GCC on x86-64; elsewhere the package does without"
-#endif
+#include "team.h"
 
 #include <float.h>
 #include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define BLOCK 64   /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
 #define FEW 6      /* so many queries of one KV head are faster one by one */
 #define CHUNK 256  /* rows of a task at least */
-#define ALONE 16384 /* rows of a KV head that one thread reads alone */
+#define ALONE 16384 /* rows of a KV head that nobody is woken for */
 #define MOST_LANES 32
-#define INLINE static inline __attribute__((always_inline))
-#define JOIN(a, b) JOIN_(a, b)
-#define JOIN_(a, b) a##_##b
-#define NAME(x) JOIN(x, V)
+#define MANY_PARTS 64 /* to merge, so that a head of them is worth handing over */
 
 /* Queries of one KV head while its rows pass by. `q` is scaled; [queries][d], or tiles of
    [d][2 V]. */
@@ -54,7 +44,7 @@ typedef void kernel(const float *keys, const float *values, int64_t rows, state 
 #pragma GCC pop_options
 
 /* Floats in the widest vectors that this processor has; the narrower ones run as well. 0: there is nothing here for it. */
-int afterglow_width_2(void) {
+int afterglow_width_3(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return 8;
@@ -92,20 +82,80 @@ static void merge(float *out, float *lse, const float *part, float part_lse, int
     *lse = most + logf(sum);
 }
 
+/* A layer's attention, while it is computed. */
+typedef struct {
+    kernel *few, *many;
+    const float *q;
+    float *out, *lse;
+    int64_t q_stride, heads, kv_heads, d, layer, count, tile, chunk, room;
+    float scale;
+    const segment *segments;
+    const int64_t *where;
+    const task *todo;
+    float *part, *part_lse, *desks; /* what each task found; `room` floats to work with for each thread */
+} attention;
+
+static void tasks_done(const void *what, int64_t from, int64_t to, int desk) {
+    const attention a = *(const attention *)what;
+    const int64_t d = a.d, group = a.heads / a.kv_heads;
+    for (int64_t t = from; t < to; t++) {
+        const task now = a.todo[t];
+        const segment *g = a.segments + now.segment;
+        const float *keys = (const float *)(intptr_t)g->base +
+                            ((a.layer * 2 * a.kv_heads + now.head) * g->capacity + g->start + now.row) * d;
+        const int64_t queries = g->count * group, full = (queries + a.tile - 1) / a.tile * a.tile;
+        const int tiled = queries > FEW || g->causal;
+        state s = {.queries = queries, .d = d, .scores = a.desks + desk * a.room};
+        s.q = s.scores + BLOCK * MOST_LANES, s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
+        s.seen = g->causal ? (int32_t *)(s.sum + full) : 0;
+        for (int64_t i = 0; g->causal && i < full; i++) {
+            int64_t own = i < queries ? i / group : g->count - 1;
+            s.seen[i] = g->rows - g->count + 1 + own - now.row;
+        }
+        if (tiled) memset(s.q, 0, full * d * sizeof *s.q);
+        memset(s.out, 0, full * d * sizeof *s.out);
+        for (int64_t i = 0; i < full; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
+        for (int64_t i = 0; i < queries; i++) {
+            const float *q = a.q + a.where[g->first + i / group] * a.q_stride + (now.head * group + i % group) * d;
+            float *own = tiled ? s.q + i / a.tile * a.tile * d + i % a.tile : s.q + i * d;
+            for (int64_t x = 0; x < d; x++) own[tiled ? x * a.tile : x] = q[x] * a.scale;
+        }
+        (tiled ? a.many : a.few)(keys, keys + a.kv_heads * g->capacity * d, now.rows, s);
+        for (int64_t i = 0; i < queries; i++) {
+            int64_t at = (now.part + i / group) * a.heads + now.head * group + i % group;
+            float whole = s.sum[i] > 0 ? 1 / s.sum[i] : 0; /* a query that sees none of a task's rows: lse of -infinity */
+            for (int64_t x = 0; x < d; x++) a.part[at * d + x] = s.out[i * d + x] * whole;
+            a.part_lse[at] = s.most[i] + logf(s.sum[i]);
+        }
+    }
+}
+
+static void heads_merged(const void *what, int64_t from, int64_t to, int desk) {
+    const attention a = *(const attention *)what;
+    (void)desk;
+    for (int64_t head = from; head < to; head++) {
+        int64_t at = head;
+        for (int64_t s = 0; s < a.count; s++)
+            for (int64_t row = 0; row < a.segments[s].rows; row += piece(a.chunk, a.segments + s))
+                for (int64_t i = 0; i < a.segments[s].count; i++, at += a.heads) {
+                    int64_t own = a.where[a.segments[s].first + i] * a.heads + head;
+                    merge(a.out + own * a.d, a.lse + own, a.part + at * a.d, a.part_lse[at], a.d);
+                }
+    }
+}
+
 /* Merges attention of q [.][heads][d] (rows `q_stride` floats apart) over `layer` of all segments into out [.][heads][d] and
    lse [.][heads], both contiguous. Returns 0, or 1 where there was no memory. */
-int afterglow_attend_2(const float *q, int64_t q_stride, float *out, float *lse, int64_t heads, int64_t kv_heads, int64_t d,
-                     float scale, int64_t layer, const segment *segments, int64_t count, const int64_t *where, int threads,
-                     int width) {
-    kernel *few = width == 16 ? few_16 : few_8, *many = width == 16 ? many_16 : many_8;
-    const int64_t tile = 2 * width, group = heads / kv_heads;
+int afterglow_attend_3(const float *q, int64_t q_stride, float *out, float *lse, int64_t heads, int64_t kv_heads, int64_t d,
+                       float scale, int64_t layer, const segment *segments, int64_t count, const int64_t *where, int threads,
+                       int width) {
+    const int64_t group = heads / kv_heads;
     int64_t work = 0, effort = 0, widest = 1, tasks = 0, parts = 0;
     for (int64_t s = 0; s < count; s++) {
         work += segments[s].rows * kv_heads;
         effort += segments[s].rows * kv_heads * (8 + segments[s].count * group) / 8;
         if (segments[s].count * group > widest) widest = segments[s].count * group;
     }
-    if (effort / ALONE < threads - 1) threads = 1 + effort / ALONE; /* to wake one takes as long as so many rows */
     const int64_t chunk = threads == 1 ? INT64_MAX / 2 : work / (8 * threads);
     for (int64_t s = 0; s < count; s++) {
         int64_t pieces = (segments[s].rows + piece(chunk, segments + s) - 1) / piece(chunk, segments + s);
@@ -113,12 +163,15 @@ int afterglow_attend_2(const float *q, int64_t q_stride, float *out, float *lse,
         parts += pieces * segments[s].count;
     }
     if (tasks == 0) return 0;
-    const int64_t room = (widest + MOST_LANES) * (2 * d + 3) + BLOCK * MOST_LANES;
+    attention a = {.few = width == 16 ? few_16 : few_8, .many = width == 16 ? many_16 : many_8, .tile = 2 * width};
+    a.q = q, a.q_stride = q_stride, a.out = out, a.lse = lse, a.heads = heads, a.kv_heads = kv_heads, a.d = d, a.scale = scale;
+    a.layer = layer, a.segments = segments, a.count = count, a.where = where, a.chunk = chunk;
+    a.room = (widest + MOST_LANES) * (2 * d + 3) + BLOCK * MOST_LANES;
     task *todo = malloc(tasks * sizeof *todo);
-    float *part = malloc(parts * heads * (d + 1) * sizeof *part), *part_lse = part + parts * heads * d;
-    float *desks = malloc(threads * room * sizeof *desks);
-    if (!todo || !part || !desks) {
-        free(todo), free(part), free(desks);
+    a.part = malloc(parts * heads * (d + 1) * sizeof *a.part), a.part_lse = a.part + parts * heads * d;
+    a.desks = malloc(threads * a.room * sizeof *a.desks);
+    if (!todo || !a.part || !a.desks) {
+        free(todo), free(a.part), free(a.desks);
         return 1;
     }
     int64_t at = 0, first_part = 0;
@@ -128,58 +181,16 @@ int afterglow_attend_2(const float *q, int64_t q_stride, float *out, float *lse,
                 int64_t left = segments[s].rows - row, size = piece(chunk, segments + s);
                 todo[at++] = (task){s, head, row, left < size ? left : size, first_part};
             }
-#pragma omp parallel num_threads(threads)
-    {
-        float *desk = desks + omp_get_thread_num() * room;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t t = 0; t < tasks; t++) {
-            const task now = todo[t];
-            const segment *g = segments + now.segment;
-            const float *keys = (const float *)(intptr_t)g->base +
-                                ((layer * 2 * kv_heads + now.head) * g->capacity + g->start + now.row) * d;
-            const int64_t queries = g->count * group, full = (queries + tile - 1) / tile * tile;
-            const int tiled = queries > FEW || g->causal;
-            state s = {.queries = queries, .d = d, .scores = desk, .q = desk + BLOCK * MOST_LANES};
-            s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
-            s.seen = g->causal ? (int32_t *)(s.sum + full) : 0;
-            for (int64_t i = 0; g->causal && i < full; i++) {
-                int64_t own = i < queries ? i / group : g->count - 1;
-                s.seen[i] = g->rows - g->count + 1 + own - now.row;
-            }
-            if (tiled) memset(s.q, 0, full * d * sizeof *s.q);
-            memset(s.out, 0, full * d * sizeof *s.out);
-            for (int64_t i = 0; i < full; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
-            for (int64_t i = 0; i < queries; i++) {
-                const float *from = q + where[g->first + i / group] * q_stride + (now.head * group + i % group) * d;
-                float *to = tiled ? s.q + i / tile * tile * d + i % tile : s.q + i * d;
-                for (int64_t x = 0; x < d; x++) to[tiled ? x * tile : x] = from[x] * scale;
-            }
-            (tiled ? many : few)(keys, keys + kv_heads * g->capacity * d, now.rows, s);
-            for (int64_t i = 0; i < queries; i++) {
-                int64_t to = (now.part + i / group) * heads + now.head * group + i % group;
-                float whole = s.sum[i] > 0 ? 1 / s.sum[i] : 0; /* a query that sees none of a task's rows: lse of -infinity */
-                for (int64_t x = 0; x < d; x++) part[to * d + x] = s.out[i * d + x] * whole;
-                part_lse[to] = s.most[i] + logf(s.sum[i]);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int64_t head = 0; head < heads; head++) {
-            int64_t from = head;
-            for (int64_t s = 0; s < count; s++)
-                for (int64_t row = 0; row < segments[s].rows; row += piece(chunk, segments + s))
-                    for (int64_t i = 0; i < segments[s].count; i++, from += heads) {
-                        int64_t to = where[segments[s].first + i] * heads + head;
-                        merge(out + to * d, lse + to, part + from * d, part_lse[from], d);
-                    }
-        }
-    }
-    free(todo), free(part), free(desks);
+    a.todo = todo;
+    team_share(tasks_done, &a, tasks, 1, threads, effort >= ALONE);
+    team_share(heads_merged, &a, heads, parts < MANY_PARTS ? heads : 1, threads, effort >= ALONE);
+    free(todo), free(a.part), free(a.desks);
     return 0;
 }
 
 /* Copies rows of keys and values, [.][kv_heads][d] with rows `k_stride` and `v_stride` floats apart, to `layer` of contexts: row
    where[first + i] of the batch becomes row start + i of the segment. */
-void afterglow_append_2(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t kv_heads, int64_t d,
+void afterglow_append_3(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t kv_heads, int64_t d,
                         int64_t layer, const segment *segments, int64_t count, const int64_t *where) {
     for (int64_t s = 0; s < count; s++) {
         const segment *g = segments + s;

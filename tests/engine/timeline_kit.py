@@ -161,7 +161,7 @@ class RecordingDecoder:
         self.who = ""
         self.passes: dict[str, int] = {}
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         who = self.who
         number = self.passes.get(who, 0)
         self.passes[who] = number + 1
@@ -172,7 +172,7 @@ class RecordingDecoder:
             self.timeline.come("computed", who, number, layer)
             return out
 
-        return self.real.forward(ids, positions, recorded)
+        return self.real.forward(ids, positions, recorded, wanted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

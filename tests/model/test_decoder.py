@@ -86,3 +86,15 @@ def test_forward_leaves_no_autograd_and_an_empty_batch_is_empty() -> None:
     assert decoder.logits(hidden).shape == (0, 512)
     ids = torch.arange(4)
     assert not decoder.forward(ids, ids, PlainAttend(decoder, ids, [4])).requires_grad
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "phi", "falcon-new", "opt"])
+@pytest.mark.parametrize("wanted", [[], [49], [3, 17, 49]])
+def test_only_some_rows_are_wanted(case: str, wanted: list[int], tmp_path: Path) -> None:
+    save_case(case, tmp_path)
+    decoder = load_model(tmp_path)
+    ids, positions = torch.randint(3, 97, (50,)), torch.arange(50)
+    whole = decoder.forward(ids, positions, PlainAttend(decoder, positions, [50]))
+    rows = torch.tensor(wanted, dtype=torch.int64)
+    some = decoder.forward(ids, positions, PlainAttend(decoder, positions, [50]), rows)
+    torch.testing.assert_close(some, whole[rows], atol=1e-5, rtol=1e-5)

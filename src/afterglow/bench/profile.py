@@ -32,6 +32,7 @@ from afterglow.engine.gather import Gatherer
 from afterglow.engine.runner import TorchRunner
 from afterglow.engine.tee import Tee
 from afterglow.kernels import decode
+from afterglow.kernels.block import Block
 from afterglow.model.decoder import Attention, Decoder, Norm
 from afterglow.model.linear import BytePanelLinear, Int8Linear, PackedLinear, PanelLinear, PlainLinear, keeping
 from afterglow.model.presets import PRESETS
@@ -45,13 +46,14 @@ PARTS: list[tuple[Any, str, str]] = [
     (PanelLinear, "__call__", "weights' products"),
     (BytePanelLinear, "__call__", "weights' products"),
     (Int8Linear, "__call__", "weights' products"),
+    (Block, "__call__", "after attention: products, norms, activations"),
     (CachedAttend, "_attention", "attention"),
     (decode.Reads, "attend", "attention"),
     (CachedAttend, "_append", "new rows into contexts"),
     (decode.Appends, "write", "new rows into contexts"),
     (Norm, "__call__", "norms"),
     (Decoder, "_mlp", "activations"),
-    (Attention, "rotate", "rotary embedding"),
+    (Attention, "rotate_both", "rotary embedding"),
     (Tee, "layer", "rows handed to the saver"),
     (Gatherer, "begin", "cached rows: waiting, rotating, copying"),
     (Gatherer, "layer", "cached rows: waiting, rotating, copying"),

@@ -28,8 +28,7 @@ class CachedAttend:
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x)
         self._tee.layer(layer, k, v)
-        if self._angles is not None:
-            q, k = attention.rotate(q, self._angles), attention.rotate(k, self._angles)
+        q, k = attention.rotate_both(q, k, self._angles)
         self._gatherer.layer(layer)
         self._append(layer, k, v)
         out = self._attention(layer, attention, q)

@@ -146,6 +146,7 @@ class RelayAttend(CachedAttend):
         self._groups = groups
         self._failed: list[int] | None = None  # parts that `_reads` was made without
         self._reads: Reads | None = None
+        self._found: tuple[Tensor, Tensor] | None = None  # what attention finds: each layer's in the same place
         new = [Read(part.context.data, part.start, part.stop, _rows(part)) for part in parts]
         self._appends = Appends(new) if Appends.possible(new) else None
 
@@ -160,8 +161,11 @@ class RelayAttend(CachedAttend):
         failed = [part.job for part in self.parts if part.failed is not None]
         if failed != self._failed:
             self._failed, self._reads = failed, self._prepared()
-        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        if self._found is None:
+            out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out, lse = self._found
+        lse.fill_(-torch.inf)
         if self._reads is not None:
             self._reads.attend(layer, q, attention.scale, out, lse)
         return out.to(q.dtype)

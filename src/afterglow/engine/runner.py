@@ -155,7 +155,9 @@ class TorchRunner:
         groups = [] if apart else groups_of(step.shares, parts, self._costs)
         self._gatherer.begin(parts, self.decoder.rope)
         attend = self._attend(parts, places, groups, takings)
-        hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend)
+        wanted = self._wanted(step.runs, parts, len(ids))
+        index = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)
+        hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend, index)
         if isinstance(attend, ScoringAttend):
             attend.finish(step.runs)
         for group in groups:
@@ -165,7 +167,7 @@ class TorchRunner:
         failed = {part.job: part.failed for part in parts if part.failed is not None}
         for part in parts:
             part.context.rows = part.start if part.job in failed else part.stop
-        outputs = self._outputs(step.runs, parts, hidden, failed)
+        outputs = self._outputs(step.runs, parts, hidden, failed, wanted)
         for job, taking in takings.items():
             if job not in failed:
                 outputs.selected[job] = taking.summary()
@@ -213,12 +215,28 @@ class TorchRunner:
         except Lost as lost:
             part.failed = lost.extent
 
-    def _outputs(self, runs: Sequence[Run], parts: Sequence[Part], hidden: Tensor, failed: dict[int, str]) -> RunOutput:
+    def _wanted(self, runs: Sequence[Run], parts: Sequence[Part], rows: int) -> list[int] | None:
+        """The rows of the batch that logits are computed from; None: all of them."""
+        if any(self._jobs[run.job].request.sampling.prompt_logprobs is not None for run in runs):
+            return None
+        wanted = [part.where.stop - 1 for run, part in zip(runs, parts, strict=True) if run.sample]
+        return None if len(wanted) == rows else wanted
+
+    def _outputs(
+        self,
+        runs: Sequence[Run],
+        parts: Sequence[Part],
+        hidden: Tensor,
+        failed: dict[int, str],
+        wanted: list[int] | None,
+    ) -> RunOutput:
+        """`hidden`: of the rows `wanted`."""
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed]
         out = RunOutput(StepResult({}, failed))
         if drawing:
-            rows = torch.tensor([parts[i].where.stop - 1 for i in drawing], device=hidden.device)
-            logits = self.decoder.logits(hidden[rows])
+            last = [parts[i].where.stop - 1 for i in drawing]
+            rows = torch.tensor(last if wanted is None else [wanted.index(row) for row in last], device=hidden.device)
+            logits = self.decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
             jobs = [self._jobs[runs[i].job] for i in drawing]
             tokens = sample(logits, [job.sampler for job in jobs])
             out.result.tokens.update({runs[i].job: t for i, t in zip(drawing, tokens, strict=True)})

@@ -36,11 +36,15 @@ def native() -> ctypes.CDLL | None:
         library.afterglow_append_3.restype = None
         library.afterglow_multiply_3.argtypes = (
             *(pointer, size, size, size, pointer, size),
-            *(pointer, pointer, ctypes.c_int, ctypes.c_int),
+            *(pointer, ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int),
         )
         library.afterglow_multiply_bytes_3.argtypes = (
             *(pointer, size, size, size, pointer, size),
-            *(pointer, pointer, ctypes.c_int),
+            *(pointer, ctypes.c_int, pointer, ctypes.c_int),
+        )
+        library.afterglow_block_3.argtypes = (
+            *(pointer, pointer, pointer, size, pointer, size),
+            *(ctypes.c_int, ctypes.c_int),
         )
         library.afterglow_rotate_3.argtypes = (
             *(pointer, size, size, pointer, pointer, pointer, size, size),

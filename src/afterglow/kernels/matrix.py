@@ -43,14 +43,10 @@ class Panels:
         if x.stride(1) != 1 and self.inputs > 1:
             x = x.contiguous()
         out = torch.empty(x.shape[0], self.outputs)
+        panels, bias, *_ = self.parts()
         failed = self._library.afterglow_multiply_3(
-            *(x.data_ptr(), x.stride(0), x.shape[0], self.inputs, self._panels.data_ptr(), self.outputs),
-            *(
-                None if self._bias is None else self._bias.data_ptr(),
-                out.data_ptr(),
-                torch.get_num_threads(),
-                self._width,
-            ),
+            *(x.data_ptr(), x.stride(0), x.shape[0], self.inputs, panels, self.outputs, bias, 0, out.data_ptr()),
+            *(torch.get_num_threads(), self._width),
         )
         if failed:
             raise MemoryError(f"no memory to copy {x.shape[0]} rows of {self.inputs} numbers")
@@ -60,6 +56,11 @@ class Panels:
         """Weight and bias of the outputs from `start` to `stop`: copies."""
         weight = self._panels.transpose(1, 2).reshape(-1, self.inputs)[start:stop]
         return weight, None if self._bias is None else self._bias[start:stop].clone()
+
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """As `native/block.c` wants it: panels, bias (0: none), inputs, outputs, and that they are not bytes."""
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        return self._panels.data_ptr(), bias, self.inputs, self.outputs, 0
 
 
 class BytePanels:
@@ -95,7 +96,7 @@ class BytePanels:
         out = torch.empty(x.shape[0], self.outputs)
         failed = self._library.afterglow_multiply_bytes_3(
             *(x.data_ptr(), x.stride(0), x.shape[0], self.inputs, self._panels.data_ptr(), self.outputs),
-            *(self._factors.data_ptr(), out.data_ptr(), torch.get_num_threads()),
+            *(self._factors.data_ptr(), 0, out.data_ptr(), torch.get_num_threads()),
         )
         if failed:
             raise MemoryError(f"no memory to round {x.shape[0]} rows of {self.inputs} numbers")
@@ -106,6 +107,10 @@ class BytePanels:
         numbers = self._panels.transpose(1, 2).reshape(-1, self._panels.shape[1] * 4)[start:stop, : self.inputs]
         scale, bias = (self._factors[:, which].flatten()[start:stop] for which in (1, 2))
         return numbers * scale[:, None], bias if self._biased else None
+
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """As `native/block.c` wants it: panels, factors, inputs, outputs, and that they are bytes."""
+        return self._panels.data_ptr(), self._factors.data_ptr(), self.inputs, self.outputs, 1
 
 
 def has_bytes() -> bool:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from afterglow.config import QuantizationName
 from afterglow.kernels.attention import attend
+from afterglow.kernels.block import Block
+from afterglow.kernels.matrix import BytePanels, Panels
 from afterglow.kernels.passes import gated_silu, rms_norm
 from afterglow.kernels.rope import RopeTable, Rotation, rotate
 from afterglow.model.linear import Linear
@@ -37,6 +39,11 @@ class Norm:
         if self._rms:
             return rms_norm(x, self._weight, self._eps)
         return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+    @property
+    def rms(self) -> tuple[Tensor, float] | None:
+        """Weight and epsilon of an RMS norm; None for a layer norm."""
+        return (self._weight, self._eps) if self._rms else None
 
 
 class Attention:
@@ -80,6 +87,16 @@ class Attention:
         `rotation` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself.
         """
         return x if rotation is None else rotate(x, rotation)
+
+    def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys as `project` returns them; at once, where they lie side by side."""
+        if rotation is None:
+            return q, k
+        rows, heads, size = q.shape
+        if k.stride() != q.stride() or k.data_ptr() - q.data_ptr() != heads * size * q.element_size():
+            return rotate(q, rotation), rotate(k, rotation)
+        both = rotate(q.as_strided((rows, heads + self.kv_heads, size), q.stride()), rotation)
+        return both[:, :heads], both[:, heads:]
 
 
 class Attend(Protocol):
@@ -136,38 +153,73 @@ class Decoder:
         self.rope = rope
         self.dtype = dtype
         self.device = embed.device
-        self.layers = tuple(layers)
         self._embed, self._positions = embed, positions
         self._final_norm, self._head = final_norm, head
         self._activation = ACTIVATIONS[spec.activation]
+        self.layers = tuple(layers)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """In their order; others can be put in their place."""
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: tuple[Layer, ...]) -> None:
+        self._layers = layers
+        self._norms = (*(layer.attn_norm for layer in layers), self._final_norm)
+        self._blocks = [self._block(layer, after) for layer, after in zip(layers, self._norms[1:], strict=True)]
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         """cos and sin of `positions` (int64 [rows]), once per step; None for learned positions."""
         return None if self.rope is None else self.rope.cos_sin(positions)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`ids` and `positions` int64 [tokens] -> final-normed hidden rows [tokens, hidden]."""
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """`ids` and `positions` int64 [tokens] -> final-normed hidden rows [tokens, hidden]; or only those of `wanted` (int64), so
+        that the last layer's MLP has nothing to do for the others."""
         x = F.embedding(ids, self._embed).to(self.dtype)
         if self._positions is not None:
             x = x + F.embedding(positions + self.spec.position_offset, self._positions)
-        parallel = self.spec.residual == "parallel"
-        for index, layer in enumerate(self.layers):
-            normed = layer.attn_norm(x)
-            attended = layer.out(attend(index, layer.attention, normed))
-            if parallel:
-                inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
-                x = (x + attended).add_(self._mlp(layer, inner))
+        normed = self._norms[0](x)
+        for index, (layer, block) in enumerate(zip(self._layers, self._blocks, strict=True)):
+            attended = attend(index, layer.attention, normed)
+            if wanted is not None and index == len(self._layers) - 1:
+                x, normed, attended = x[wanted], normed[wanted], attended[wanted]
+            if block is not None:
+                normed = block(x, attended)
             else:
-                assert layer.mlp_norm is not None
-                x = x + attended
-                x.add_(self._mlp(layer, layer.mlp_norm(x)))
-        return self._final_norm(x)
+                x = self._after_attention(layer, x, normed, attended)
+                normed = self._norms[index + 1](x)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [rows, hidden] from `forward` -> float32 [rows, vocab]."""
         return self._head(hidden).float()
+
+    def _block(self, layer: Layer, after: Norm) -> Block | None:
+        """What the layer does after attention, in one call; None where it has to be done one by one."""
+        out, mlp_in, mlp_out = layer.out, layer.mlp_in, layer.mlp_out
+        if self.spec.residual == "parallel" or not self.spec.gated_mlp or self.spec.activation != "silu":
+            return None
+        if layer.mlp_norm is None or layer.mlp_norm.rms is None or after.rms is None:
+            return None
+        if not isinstance(out, Panels | BytePanels) or not isinstance(mlp_in, Panels | BytePanels):
+            return None
+        return (
+            Block(out, layer.mlp_norm.rms, mlp_in, mlp_out, after.rms)
+            if isinstance(mlp_out, Panels | BytePanels)
+            else None
+        )
+
+    def _after_attention(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        """What the layer makes of `x` [rows, hidden], given its norm and attention's context."""
+        if self.spec.residual == "parallel":
+            inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
+            return (x + layer.out(attended)).add_(self._mlp(layer, inner))
+        assert layer.mlp_norm is not None
+        x = x + layer.out(attended)
+        return x.add_(self._mlp(layer, layer.mlp_norm(x)))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         inner = layer.mlp_in(x)

@@ -8,6 +8,8 @@
 
 #include "team.h"
 
+#include "functions.h"
+
 #include <float.h>
 #include <immintrin.h>
 #include <math.h>
@@ -45,7 +47,7 @@ static float rounded(const float *x, uint8_t *out, int64_t n) {
 
 /* For `rows` rows, a constant. `factor`: what 128 adds up to [LANES], as int32, then scales and bias of the outputs. */
 INLINE void tile(const uint8_t *x, int64_t x_stride, const float *x_scale, const int8_t *panel, int64_t steps, const float *factor,
-                 float *out, int64_t out_stride, int rows) {
+                 int more, float *out, int64_t out_stride, int rows) {
     ints low_sum[ROWS], high_sum[ROWS];
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) low_sum[row] = high_sum[row] = (ints){0};
@@ -66,17 +68,20 @@ INLINE void tile(const uint8_t *x, int64_t x_stride, const float *x_scale, const
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
         const __m512 scale = _mm512_set1_ps(x_scale[row]);
+        float *to = out + row * out_stride;
         const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32((__m512i)low_sum[row], low_zero));
         const __m512 high = _mm512_cvtepi32_ps(_mm512_sub_epi32((__m512i)high_sum[row], high_zero));
-        _mm512_storeu_ps(out + row * out_stride, _mm512_fmadd_ps(low, _mm512_mul_ps(low_scale, scale), low_bias));
-        _mm512_storeu_ps(out + row * out_stride + 16, _mm512_fmadd_ps(high, _mm512_mul_ps(high_scale, scale), high_bias));
+        const __m512 low_out = _mm512_fmadd_ps(low, _mm512_mul_ps(low_scale, scale), low_bias);
+        const __m512 high_out = _mm512_fmadd_ps(high, _mm512_mul_ps(high_scale, scale), high_bias);
+        _mm512_storeu_ps(to, more ? _mm512_add_ps(low_out, _mm512_loadu_ps(to)) : low_out);
+        _mm512_storeu_ps(to + 16, more ? _mm512_add_ps(high_out, _mm512_loadu_ps(to + 16)) : high_out);
     }
 }
 
 static void some(const uint8_t *x, int64_t x_stride, const float *x_scale, const int8_t *panel, int64_t steps, const float *factor,
-                 float *out, int64_t out_stride, int64_t rows) {
+                 int more, float *out, int64_t out_stride, int64_t rows) {
 #define CASE(n) \
-    case n: tile(x, x_stride, x_scale, panel, steps, factor, out, out_stride, n); break;
+    case n: tile(x, x_stride, x_scale, panel, steps, factor, more, out, out_stride, n); break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
@@ -100,6 +105,7 @@ typedef struct {
     int64_t inputs, steps, stride;
     const int8_t *panels;
     const float *factors;
+    int more;
     float *out;
     int64_t outputs;
 } passing;
@@ -123,7 +129,8 @@ static void passed(const void *what, int64_t from, int64_t to, int desk) {
         for (int64_t row = 0; row < p.rows; row += p.size) {
             const int64_t rows = p.rows - row < p.size ? p.rows - row : p.size;
             float *out = p.out + row * p.outputs + i * LANES, edge[ROWS * LANES];
-            some(p.numbers + row * p.stride, p.stride, p.scale + row, panel, p.steps, factor, left < LANES ? edge : out,
+            for (int64_t j = 0; p.more && left < LANES && j < rows; j++) memcpy(edge + j * LANES, out + j * p.outputs, left * sizeof *out);
+            some(p.numbers + row * p.stride, p.stride, p.scale + row, panel, p.steps, factor, p.more, left < LANES ? edge : out,
                  left < LANES ? LANES : p.outputs, rows);
             if (left < LANES)
                 for (int64_t j = 0; j < rows; j++) memcpy(out + j * p.outputs, edge + j * LANES, left * sizeof *out);
@@ -132,14 +139,14 @@ static void passed(const void *what, int64_t from, int64_t to, int desk) {
 }
 
 /* out [rows][outputs] = x [rows][inputs] (rows `x_stride` floats apart) times the matrix in `panels`
-   [outputs / 32, rounded up][inputs / 4, rounded up][32][4]; `factors` [panels][3][32], see `tile`. Returns 0, or 1 where there
-   was no memory. */
+   [outputs / 32, rounded up][inputs / 4, rounded up][32][4]; `factors` [panels][3][32], see `tile`; plus what `out` has been
+   before, where `more` is not 0. Returns 0, or 1 where there was no memory. */
 int afterglow_multiply_bytes_3(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const int8_t *panels,
-                               int64_t outputs, const float *factors, float *out, int threads) {
+                               int64_t outputs, const float *factors, int more, float *out, int threads) {
     const int64_t steps = (inputs + 3) / 4, count = (outputs + LANES - 1) / LANES, most = rows < CHUNK ? rows : CHUNK;
     const int worth = count * LANES * inputs * (1 + rows / ROWS) >= ALONE;
     passing p = {.x_stride = x_stride, .inputs = inputs, .steps = steps, .stride = (steps * 4 + 63) / 64 * 64 + 64};
-    p.panels = panels, p.factors = factors, p.outputs = outputs;
+    p.panels = panels, p.factors = factors, p.outputs = outputs, p.more = more;
     p.scale = malloc(most * (sizeof *p.scale + p.stride));
     if (!p.scale) return 1;
     p.numbers = (uint8_t *)(p.scale + most);

@@ -8,14 +8,16 @@
 
 #include "team.h"
 
+#include "functions.h"
+
 #define AHEAD 1024  /* floats of a panel that are asked for ahead of time (8 rows of 768 inputs: 0.48 to 0.35 ms) */
 #define RUN 512     /* inputs that are added up before they meet the sum of those before: errors stay small */
 #define CHUNK 240   /* rows that pass a panel before the next one's turn: they stay in the third cache */
 #define ALONE 65536 /* to wake a thread takes about as long as so many products */
 #define MOST_ROWS 12
 
-/* out[row][0 .. 2 V) = bias + x[row] . panel, for `rows` rows, `x_stride` and `out_stride` floats apart. */
-typedef void tile(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, float *out,
+/* out[row][0 .. 2 V) = bias + x[row] . panel, or that much `more`, for `rows` rows, `x_stride` and `out_stride` floats apart. */
+typedef void tile(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, int more, float *out,
                   int64_t out_stride, int64_t rows);
 
 #pragma GCC push_options
@@ -39,6 +41,7 @@ typedef struct {
     int64_t x_stride, rows, size; /* `size` of them in a tile */
     const float *panels, *bias;
     int64_t inputs, outputs, lanes;
+    int more;
     float *out, *copy; /* `copy`: where they are copied to, `apart` floats apart */
     int64_t apart;
 } passing;
@@ -61,10 +64,11 @@ static void passed(const void *what, int64_t from, int64_t to, int desk) {
             const int64_t rows = p.rows - row < p.size ? p.rows - row : p.size;
             float *out = p.out + row * p.outputs + i * p.lanes, edge[MOST_ROWS * 2 * 16];
             if (left >= p.lanes) {
-                p.some(x + row * stride, stride, panel, p.inputs, bias, out, p.outputs, rows);
+                p.some(x + row * stride, stride, panel, p.inputs, bias, p.more, out, p.outputs, rows);
                 continue;
             }
-            p.some(x + row * stride, stride, panel, p.inputs, bias, edge, p.lanes, rows);
+            for (int64_t j = 0; p.more && j < rows; j++) memcpy(edge + j * p.lanes, out + j * p.outputs, left * sizeof *out);
+            p.some(x + row * stride, stride, panel, p.inputs, bias, p.more, edge, p.lanes, rows);
             for (int64_t j = 0; j < rows; j++) memcpy(out + j * p.outputs, edge + j * p.lanes, left * sizeof *out);
         }
     }
@@ -72,12 +76,12 @@ static void passed(const void *what, int64_t from, int64_t to, int desk) {
 
 /* out [rows][outputs] = x [rows][inputs] (rows `x_stride` floats apart) times the matrix in `panels`
    [outputs / (2 width), rounded up][inputs][2 width], plus `bias`, which has as many numbers as the panels have outputs, or is
-   null. Returns 0, or 1 where there was no memory. */
+   null; plus what `out` has been before, where `more` is not 0. Returns 0, or 1 where there was no memory. */
 int afterglow_multiply_3(const float *x, int64_t x_stride, int64_t rows, int64_t inputs, const float *panels, int64_t outputs,
-                         const float *bias, float *out, int threads, int width) {
+                         const float *bias, int more, float *out, int threads, int width) {
     const int64_t most = width == 16 ? MOST_ROWS : MOST_ROWS / 2, lanes = 2 * width, count = (outputs + lanes - 1) / lanes;
     const int worth = count * lanes * inputs * (1 + rows / most) >= ALONE;
-    passing p = {.some = width == 16 ? some_16 : some_8, .x_stride = x_stride, .panels = panels, .bias = bias};
+    passing p = {.some = width == 16 ? some_16 : some_8, .x_stride = x_stride, .panels = panels, .bias = bias, .more = more};
     p.inputs = inputs, p.outputs = outputs, p.lanes = lanes, p.apart = inputs + width;
     /* Rows a multiple of 4 KiB apart would all fall into the same few places of the first cache. */
     if (rows > 1 && x_stride % 1024 == 0) {

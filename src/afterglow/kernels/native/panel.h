@@ -3,8 +3,8 @@
 #define LANES (2 * V)
 
 /* For `rows` rows, a constant: two sums of vectors for each are kept in registers. */
-INLINE void NAME(rows_by_panel)(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, float *out,
-                                int64_t out_stride, int rows) {
+INLINE void NAME(rows_by_panel)(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, int more,
+                                float *out, int64_t out_stride, int rows) {
     for (int64_t start = 0; start == 0 || start < inputs; start += RUN) {
         const int64_t stop = inputs - start < RUN ? inputs : start + RUN;
         vec a[MOST_ROWS][2];
@@ -23,18 +23,19 @@ INLINE void NAME(rows_by_panel)(const float *x, int64_t x_stride, const float *p
         }
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-            const float *before = start ? out + row * out_stride : bias;
-            if (before) a[row][0] += load(before), a[row][1] += load(before + V);
-            store(out + row * out_stride, a[row][0]);
-            store(out + row * out_stride + V, a[row][1]);
+            float *to = out + row * out_stride;
+            if (start == 0 && bias) a[row][0] += load(bias), a[row][1] += load(bias + V);
+            if (start || more) a[row][0] += load(to), a[row][1] += load(to + V);
+            store(to, a[row][0]);
+            store(to + V, a[row][1]);
         }
     }
 }
 
-static void NAME(some)(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, float *out,
+static void NAME(some)(const float *x, int64_t x_stride, const float *panel, int64_t inputs, const float *bias, int more, float *out,
                        int64_t out_stride, int64_t rows) {
 #define ROWS(n) \
-    case n: NAME(rows_by_panel)(x, x_stride, panel, inputs, bias, out, out_stride, n); break;
+    case n: NAME(rows_by_panel)(x, x_stride, panel, inputs, bias, more, out, out_stride, n); break;
     switch (rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #if V == 16

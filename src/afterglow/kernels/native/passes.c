@@ -5,6 +5,8 @@
 
 #include "team.h"
 
+#include "functions.h"
+
 #include <float.h>
 #include <math.h>
 

@@ -1,0 +1,67 @@
+"""What a layer does after attention, in one call."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from afterglow.kernels.block import Block
+from afterglow.kernels.built import native
+from afterglow.kernels.matrix import BytePanels, Panels, has_bytes
+
+pytestmark = pytest.mark.skipif(native() is None, reason="nothing has been built here")
+HIDDEN, WIDTH, FFN = 100, 48, 132
+
+
+def case(rows: int, bias: bool) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    shapes = [(HIDDEN, WIDTH), (2 * FFN, HIDDEN), (HIDDEN, FFN)]
+    matrices = [(random(*shape) / 10, random(shape[0]) if bias else None) for shape in shapes]
+    return matrices, [random(HIDDEN) for _ in range(2)] + [random(rows, HIDDEN), random(rows, 2 * WIDTH)[:, :WIDTH]]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 5, 13, 241, 500])
+def test_it_is_what_its_parts_are(rows: int, bias: bool) -> None:
+    ((out, b), (mlp_in, c), (mlp_out, d)), (before, after, x, attended) = case(rows, bias)
+    block = Block(Panels(out, b), (before, 1e-5), Panels(mlp_in, c), Panels(mlp_out, d), (after, 1e-6))
+    wanted = x.double() + F.linear(attended.double(), out.double(), None if b is None else b.double())
+    inner = F.linear(
+        F.rms_norm(wanted, (HIDDEN,), before.double(), 1e-5), mlp_in.double(), None if c is None else c.double()
+    )
+    gate, up = inner.chunk(2, -1)
+    wanted += F.linear(F.silu(gate) * up, mlp_out.double(), None if d is None else d.double())
+    normed = block(x, attended)
+    torch.testing.assert_close(x.double(), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        normed.double(), F.rms_norm(wanted, (HIDDEN,), after.double(), 1e-6), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", [Panels, BytePanels])
+def test_a_row_is_the_same_whatever_its_batch(kind: type[Panels | BytePanels]) -> None:
+    if kind is BytePanels and not has_bytes():
+        pytest.skip("no such products on this machine")
+    matrices, (before, after, x, attended) = case(300, bias=True)
+    out, mlp_in, mlp_out = (kind(weight, bias) for weight, bias in matrices)
+    block = Block(out, (before, 1e-5), mlp_in, mlp_out, (after, 1e-6))
+    alone = x[[0, 7, 250, 299]]
+    normed_alone = torch.cat([block(alone[i : i + 1], attended[row][None]) for i, row in enumerate((0, 7, 250, 299))])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        normed = block(x, attended)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(x[[0, 7, 250, 299]], alone)
+    assert torch.equal(normed[[0, 7, 250, 299]], normed_alone)
+
+
+def test_matrices_that_do_not_follow_each_other() -> None:
+    matrices, (before, after, _, _) = case(1, bias=False)
+    out, mlp_in, _ = (Panels(weight, bias) for weight, bias in matrices)
+    with pytest.raises(ValueError, match=f"{HIDDEN} -> {2 * FFN}"):
+        Block(out, (before, 1e-5), mlp_in, out, (after, 1e-6))

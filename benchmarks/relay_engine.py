@@ -160,6 +160,7 @@ def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict
     asked = workload.drawn(engines["shared"], rng, few, system)
     found["recompute"].append(_rate(engines["recompute"], asked, workload.batch, reuse=False))
     rates = {name: statistics.median(values) for name, values in found.items()}
+    _say(f"{workload.name}, batch {workload.batch}, prefix {workload.system}: {rates}")
     better = "relay" if rates["relay"] > rates["shared"] else "shared"
     ratios = [auto / other for auto, other in zip(found["auto"], found[better], strict=True)]
     return {
@@ -172,6 +173,11 @@ def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict
         "auto": statistics.median(ratios),
         "spread": spread(ratios),
     }
+
+
+def _say(text: str) -> None:
+    """How far it is: the whole takes a quarter of an hour."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _rate(engine: Engine, asked: Asked, batch: int, reuse: bool = True) -> float:
@@ -208,6 +214,7 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
                 if name == "recompute" and system * count > RECOMPUTED_ROWS * 4:
                     continue  # it is far beyond what it can do at any of these rates
                 turns, seconds = _arriving(engines[name], asked, gaps, reuse=name != "recompute")
+                _say(f"prefix {system}, {part:.2f} of {most:.1f} requests a second, {name}: {len(turns) / seconds:.1f}")
                 each = [(turn.last - turn.asked) / len(turn.tokens) for turn in turns]
                 rows.append(
                     {

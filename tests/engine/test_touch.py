@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,19 @@ from torch import Tensor
 from afterglow.engine import touch
 from afterglow.engine.setup import allocate
 from afterglow.engine.touch import TouchAhead
+from afterglow.kernels import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="touching ahead is Linux's")
 
 LAYERS, SLOTS = 3, 200
 SLOT = (64, 2, 32)  # 16 KiB in float32
+AHEAD = 64
 
 
 @pytest.fixture
-def blocks() -> Tensor:
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Tensor:
     size = LAYERS * 2 * SLOTS * 64 * 2 * 32 * 4
+    monkeypatch.setattr(touch, "AHEAD_BYTES", size // SLOTS * AHEAD)
     return allocate(size, pin=False).view(torch.float32).view(LAYERS, 2, SLOTS, *SLOT)
 
 
@@ -43,7 +47,7 @@ def test_slots_ahead_are_touched_and_keep_what_they_hold(blocks: Tensor) -> None
     settled()
     if not ahead._works:
         pytest.skip("this kernel cannot")
-    assert ahead._reached == 5 + touch.AHEAD_SLOTS
+    assert ahead._reached == 5 + AHEAD
     assert (blocks[:, :, :5] == 7).all()
     assert not blocks[:, :, 5:].any()
 
@@ -59,7 +63,7 @@ def test_threads_only_where_there_is_something_to_do(blocks: Tensor, monkeypatch
 
 
 def test_an_older_kernel_is_asked_once(blocks: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(touch, "POPULATE_WRITE", 9999)
+    monkeypatch.setattr(memory, "POPULATE_WRITE", 9999)
     ahead = TouchAhead(blocks)
     ahead.reach(1)
     settled()
@@ -75,3 +79,16 @@ def test_slots_that_are_too_large_are_left_alone(blocks: Tensor, monkeypatch: py
     ahead = TouchAhead(blocks)
     ahead.reach(100)
     assert ahead._reached == 0
+
+
+def test_a_step_goes_first(blocks: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PATIENCE", 60.0)
+    ahead = TouchAhead(blocks)
+    with memory.computing():
+        ahead.reach(5)
+        before = resident()
+        time.sleep(0.05)
+        assert resident() - before < 1 << 20
+        assert any(thread.name == "touch-ahead" for thread in threading.enumerate())
+    settled()
+    assert not ahead._works or resident() - before >= 64 * 6 * 16384

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,35 @@ def test_the_c_library_is_told_or_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.zeros(1 << 20).sum() == 0
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
     memory.keep_freed_memory()
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only where pages can be asked for")
+def test_memory_that_will_be_wanted_again_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "AHEAD", 3 * LEAST)
+    asked: list[int] = []
+    populated = memory.populated
+    monkeypatch.setattr(memory, "populated", lambda at, size: asked.append(size) or populated(at, size))
+
+    def settle() -> None:
+        for _ in range(1000):
+            if not memory._pool._preparing:
+                return
+            time.sleep(0.01)
+        raise AssertionError("still at it")
+
+    kept = [empty((LEAST,), torch.uint8)]
+    assert not asked, "nobody said that there would be more"
+    kept.append(empty((LEAST,), torch.uint8, again=True))
+    settle()
+    prepared = sum(map(len, memory._pool._free))
+    assert LEAST <= prepared <= 4 * LEAST
+    assert sum(asked) == prepared
+    places = {m.__hash__() for m in memory._pool._free}
+    kept.append(empty((LEAST,), torch.uint8, again=True))
+    settle()
+    assert len(places & {m.__hash__() for m in memory._pool._free}) == len(places) - 1, "one of them was taken"
+    monkeypatch.setattr(memory, "populated", lambda at, size: False)
+    memory._pool._free.clear()
+    kept += [empty((LEAST,), torch.uint8, again=True) for _ in range(3)]
+    assert len(kept) == 6, "without such a call memory comes all the same"

@@ -43,7 +43,7 @@ class DeviceContext:
 
     def _empty(self, capacity: int) -> Tensor:
         s = self.shape
-        return empty((s.layers, 2, s.kv_heads, capacity, s.head_dim), s.dtype, s.device)
+        return empty((s.layers, 2, s.kv_heads, capacity, s.head_dim), s.dtype, s.device, again=True)
 
     def reserve(self, capacity: int) -> None:
         """Hold at least `capacity` rows from now on, keeping those that are valid."""

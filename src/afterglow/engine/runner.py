@@ -25,6 +25,7 @@ from afterglow.engine.tee import Tee
 from afterglow.engine.touch import TouchAhead
 from afterglow.importance.loader import Lost
 from afterglow.kernels.built import native
+from afterglow.kernels.memory import computing
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Admit, Run, Save, Step, StepResult
 from afterglow.request import Request, Selected, TokenLogprob
@@ -129,10 +130,13 @@ class TorchRunner:
         for number in step.frees:
             self._contexts.pop(number, None)
 
-    @torch.inference_mode()
     def run(self, step: Step) -> RunOutput:
         if not step.runs:
             return RunOutput(StepResult({}, {}))
+        with computing(), torch.inference_mode():
+            return self._run(step)
+
+    def _run(self, step: Step) -> RunOutput:
         device = self.decoder.device
         parts: list[Part] = []
         ids: list[int] = []

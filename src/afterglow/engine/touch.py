@@ -6,17 +6,15 @@ second prefill of 1,024 tokens (`bench-56m`, two threads) took 320 instead of 21
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
 
 from torch import Tensor
 
-POPULATE_WRITE = 23  # madvise(2): as if written to, but nothing changes; Linux 5.14
-AHEAD_SLOTS = 64  # beyond the last one that was used
-AHEAD_BYTES = 128 << 20
-NICE = 10
+from afterglow.kernels.memory import NICE, populated
+
+AHEAD_BYTES = 128 << 20  # beyond the last slot that was used
 
 
 class TouchAhead:
@@ -28,7 +26,7 @@ class TouchAhead:
         self._slots = blocks.shape[2]
         self._slot_bytes = blocks.stride(2) * blocks.element_size()
         planes = blocks.shape[0] * blocks.shape[1]
-        self._ahead = min(AHEAD_SLOTS, AHEAD_BYTES // max(1, planes * self._slot_bytes))
+        self._ahead = AHEAD_BYTES // max(1, planes * self._slot_bytes)
         self._reached = 0  # slots that have been touched, or will be by a thread that is under way
         self._works = sys.platform == "linux" and self._ahead > 0
 
@@ -42,14 +40,8 @@ class TouchAhead:
 
     def _touch(self, start: int, stop: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # lets others run meanwhile, unlike mmap's
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        page = os.sysconf("SC_PAGE_SIZE")
         for layer in self._blocks:
             for plane in layer:
-                first = plane.data_ptr() + start * self._slot_bytes
-                end = plane.data_ptr() + stop * self._slot_bytes
-                aligned = first // page * page
-                if madvise(aligned, end - aligned, POPULATE_WRITE) != 0:
+                if not populated(plane.data_ptr() + start * self._slot_bytes, (stop - start) * self._slot_bytes):
                     self._works = False  # an older kernel, or no memory: they will be touched when they are used
                     return

@@ -21,6 +21,7 @@ from afterglow.kernels import decode
 from afterglow.kernels.attention import attend, merge_into
 from afterglow.plan.step import Share
 from afterglow.request import Output, Request, SamplingParams, TokenLogprob
+from tests.engine.by_hand import ask_truncated, logprobs
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
 
 FREE = RelayCosts(rows=((1, 1.0), (32, 1.0)), call=0.0, merged=0.0)
@@ -62,9 +63,9 @@ def together(handle: Handle, asked: list[list[int]], tokens: int = 12) -> list[t
 
 
 def same(a: list[tuple[list[int], list[TokenLogprob]]], b: list[tuple[list[int], list[TokenLogprob]]]) -> None:
-    for (tokens, logprobs), (others, other_logprobs) in zip(a, b, strict=True):
+    for (tokens, distributions), (others, other_distributions) in zip(a, b, strict=True):
         assert tokens == others
-        for one, other in zip(logprobs, other_logprobs, strict=True):
+        for one, other in zip(distributions, other_distributions, strict=True):
             left, right = dict(one.top), dict(other.top)
             assert max(abs(left[token] - right[token]) for token in left) < 1e-4
 
@@ -102,6 +103,37 @@ def test_prefixes_from_the_disk_are_shared_too(
         handle.engine.close(flush=True)
     assert handle.engine.stats().cached_tokens_disk > 0
     assert handle.engine.stats().relay_rows_saved > 0
+
+
+def test_conversations_that_have_been_truncated_share_what_they_begin_with(
+    start: Callable[..., Handle], model_of: Callable[[str], Path]
+) -> None:
+    """What is shared lies at positions of its own; what survived behind it has moved (spec X7)."""
+    rng = random.Random(6)
+    system = [rng.randrange(VOCAB) for _ in range(96)]
+    texts = [[*system, *(rng.randrange(VOCAB) for _ in range(200))] for _ in range(4)]
+    answers: list[list[list[Output]]] = []
+    for relay in ("off", "on"):
+        handle = start(model_of("llama"), relay=relay, max_batch=8, max_model_len=256)
+        found: list[list[Output]] = [[] for _ in texts]
+
+        def ask(i: int, rows: int, found: list[list[Output]] = found, handle: Handle = handle) -> None:
+            turns = tuple(range(96, rows - 1, 40))
+            found[i] = ask_truncated(handle.engine, texts[i][:rows], max_tokens=12, turns=turns)
+
+        for rows in (230, 296):
+            asking = [threading.Thread(target=ask, args=(i, rows)) for i in range(len(texts))]
+            for thread in asking:
+                thread.start()
+            for thread in asking:
+                thread.join(60)
+        answers.append(found)
+        assert (handle.engine.stats().relay_rows_saved > 0) == (relay == "on")
+    for off, on in zip(*answers, strict=True):
+        assert off[0].truncation is not None
+        assert off[0].truncation.reused
+        assert [output.tokens for output in off] == [output.tokens for output in on]
+        assert (logprobs(off) - logprobs(on)).abs().max() < 1e-4
 
 
 def test_tenants_share_no_reads(start: Callable[..., Handle], model_of: Callable[[str], Path]) -> None:

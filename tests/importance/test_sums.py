@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from afterglow.importance import sums as module
-from afterglow.importance.sums import column_sums, grouped
+from afterglow.importance.sums import column_sums, group_sums, grouped
 from afterglow.kernels.attention import attend
+from afterglow.kernels.built import native
 
 
 def random(n: int, rows: int, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,3 +97,36 @@ def test_bfloat16_ranks_nearly_alike() -> None:
     narrow = column_sums(*(t.bfloat16() for t in (q, keys, own)), scale=0.3)
     assert narrow.dtype == torch.float32
     torch.testing.assert_close(narrow, wide, rtol=0.03, atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [16, 8])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("n", "rows"), [(1, 1), (1, 40), (7, 3), (13, 50), (70, 30), (33, 1000)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_sums_of_groups_in_one_call(
+    n: int, rows: int, heads: int, kv_heads: int, threads: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = native()
+    if library is None or library.afterglow_width_3() < width:
+        pytest.skip("nothing has been built for this machine")
+    monkeypatch.setattr(library, "afterglow_width_3", lambda: width)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: threads)
+    q, keys, own = random(n, rows, heads, kv_heads)
+    apart = torch.zeros(kv_heads, n + 5, 8)  # as a context holds them
+    apart[:, :n] = own.transpose(0, 1)
+    wide = torch.cat((keys, keys), 1)[:, :kv_heads]
+    found = group_sums(q, wide, apart[:, :n].transpose(0, 1), scale=0.3)
+    torch.testing.assert_close(found, grouped(by_formula(q, keys, own, 0.3), kv_heads))
+    last = group_sums(q[n // 2 :], keys, own, scale=0.3)
+    torch.testing.assert_close(last, grouped(column_sums(q[n // 2 :], keys, own, scale=0.3), kv_heads))
+    lse = attend(q, keys[:1], keys[:1], scale=0.3, causal=False)[1]
+    found = group_sums(q, keys[1:], own, scale=0.3, extra_lse=lse)
+    torch.testing.assert_close(found, grouped(by_formula(q, keys, own, 0.3)[:, 1:], kv_heads))
+
+
+def test_sums_that_are_not_numbers_become_0() -> None:
+    q, keys, own = random(3, 20, 4, 4)
+    keys[4, 1] = torch.nan
+    found = group_sums(q, keys, own, scale=0.3)
+    assert found.isfinite().all()
+    assert (found[[0, 2, 3]] > 0).all()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from afterglow.errors import ConfigError
 from afterglow.importance.accounting import Kind
-from afterglow.importance.sums import column_sums, grouped
+from afterglow.importance.sums import group_sums
 
 Fallback = Literal["per_head", "all"]
 Force = Literal["no", "pass", "fallback"]
@@ -112,18 +112,14 @@ def probe_sums(
     if probes.by_group:
         used, kv = probes.query_heads, slice(probes.kv_heads)
         lse = None if extra_lse is None else extra_lse[:, :used]
-        sums = column_sums(q[:, :used], keys[:, kv], own_keys[:, kv], scale=scale, extra_lse=lse)
-        return grouped(sums, probes.kv_heads)
-    found: dict[int, Tensor] = {}
-    for kv_head in range(probes.kv_heads):
-        heads = [head for (head,) in probes.voters if head // probes.group == kv_head]
-        if not heads:
-            continue
-        lse = None if extra_lse is None else extra_lse[:, heads]
-        one = slice(kv_head, kv_head + 1)
-        sums = column_sums(q[:, heads], keys[:, one], own_keys[:, one], scale=scale, extra_lse=lse)
-        found.update(zip(heads, sums, strict=True))
-    return torch.stack([found[head] for (head,) in probes.voters])
+        return group_sums(q[:, :used], keys[:, kv], own_keys[:, kv], scale=scale, extra_lse=lse)
+    found = []
+    for (head,) in probes.voters:
+        own = slice(head, head + 1)
+        kv = slice(head // probes.group, head // probes.group + 1)
+        lse = None if extra_lse is None else extra_lse[:, own]
+        found.append(group_sums(q[:, own], keys[:, kv], own_keys[:, kv], scale=scale, extra_lse=lse))
+    return torch.cat(found)
 
 
 def all_sums(
@@ -145,8 +141,7 @@ def all_sums(
         return voted
     used = done * probes.group
     lse = None if extra_lse is None else extra_lse[:, used:]
-    rest = column_sums(q[:, used:], keys[:, done:], own_keys[:, done:], scale=scale, extra_lse=lse)
-    rest = grouped(rest, probes.all_kv_heads - done)
+    rest = group_sums(q[:, used:], keys[:, done:], own_keys[:, done:], scale=scale, extra_lse=lse)
     return torch.cat((voted, rest)) if done else rest
 
 

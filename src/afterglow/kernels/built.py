@@ -20,46 +20,54 @@ def native() -> ctypes.CDLL | None:
             continue
         try:
             library = ctypes.CDLL(str(path))
-            if library.afterglow_width_3() == 0:
-                return None
+            _declare(library)
         except (OSError, AttributeError):  # built for another machine, or from other sources
             continue
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        library.afterglow_attend_3.argtypes = (
-            *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
-            *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
-        )
-        library.afterglow_append_3.argtypes = (
-            *(pointer, size, pointer, size, size, size),
-            *(size, pointer, size, pointer),
-        )
-        library.afterglow_append_3.restype = None
-        library.afterglow_multiply_3.argtypes = (
-            *(pointer, size, size, size, pointer, size),
-            *(pointer, ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int),
-        )
-        library.afterglow_multiply_bytes_3.argtypes = (
-            *(pointer, size, size, size, pointer, size),
-            *(pointer, ctypes.c_int, pointer, ctypes.c_int),
-        )
-        library.afterglow_block_3.argtypes = (
-            *(pointer, pointer, pointer, size, pointer, size),
-            *(ctypes.c_int, ctypes.c_int),
-        )
-        library.afterglow_rotate_3.argtypes = (
-            *(pointer, size, size, pointer, pointer, pointer, size, size),
-            *(size, size, size, size, ctypes.c_int, ctypes.c_int),
-        )
-        library.afterglow_rms_norm_3.argtypes = (
-            *(pointer, size, pointer, ctypes.c_float, pointer),
-            *(size, size, ctypes.c_int, ctypes.c_int),
-        )
-        library.afterglow_gated_silu_3.argtypes = (pointer, size, pointer, size, size, ctypes.c_int, ctypes.c_int)
-        library.afterglow_round_3.argtypes = (
-            *(pointer, size, ctypes.c_int, pointer, pointer),
-            *(size, size, ctypes.c_int, ctypes.c_int),
-        )
-        for name in ("rotate", "rms_norm", "gated_silu", "round"):
-            getattr(library, f"afterglow_{name}_3").restype = None
-        return library
+        return library if library.afterglow_width_3() else None
     return None
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Errors: AttributeError, where one of the functions is missing."""
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.afterglow_attend_3.argtypes = (
+        *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
+        *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
+    )
+    library.afterglow_append_3.argtypes = (
+        *(pointer, size, pointer, size, size, size),
+        *(size, pointer, size, pointer),
+    )
+    library.afterglow_append_3.restype = None
+    library.afterglow_multiply_3.argtypes = (
+        *(pointer, size, size, size, pointer, size),
+        *(pointer, ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int),
+    )
+    library.afterglow_multiply_bytes_3.argtypes = (
+        *(pointer, size, size, size, pointer, size),
+        *(pointer, ctypes.c_int, pointer, ctypes.c_int),
+    )
+    library.afterglow_column_sums_3.argtypes = (
+        *(pointer, size, size, size, size, size),
+        *(pointer, size, size, size, pointer, size, size, size),
+        *(pointer, ctypes.c_float, pointer, ctypes.c_int, ctypes.c_int),
+    )
+    library.afterglow_block_3.argtypes = (
+        *(pointer, pointer, pointer, size, pointer, size),
+        *(ctypes.c_int, ctypes.c_int),
+    )
+    library.afterglow_rotate_3.argtypes = (
+        *(pointer, size, size, pointer, pointer, pointer, size, size),
+        *(size, size, size, size, ctypes.c_int, ctypes.c_int),
+    )
+    library.afterglow_rms_norm_3.argtypes = (
+        *(pointer, size, pointer, ctypes.c_float, pointer),
+        *(size, size, ctypes.c_int, ctypes.c_int),
+    )
+    library.afterglow_gated_silu_3.argtypes = (pointer, size, pointer, size, size, ctypes.c_int, ctypes.c_int)
+    library.afterglow_round_3.argtypes = (
+        *(pointer, size, ctypes.c_int, pointer, pointer),
+        *(size, size, ctypes.c_int, ctypes.c_int),
+    )
+    for name in ("rotate", "rms_norm", "gated_silu", "round"):
+        getattr(library, f"afterglow_{name}_3").restype = None

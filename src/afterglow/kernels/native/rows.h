@@ -39,9 +39,9 @@ INLINE vec NAME(sums)(vec *a) {
    not see ahead where rows are read side by side (group of 32 queries: 2.8 ms to 2.3 ms). */
 #define AHEAD(keys, values, step) __builtin_prefetch(((step) & 1 ? (values) : (keys)) + (step) / 2 * 16, 0, 2)
 
-/* scores[row][lane] = keys[row] . q[][lane] for `rows` rows (a constant) and `vectors` (1 or 2) vectors of queries. `more` says
-   that as many rows from `next_keys` and `next_values` on will be wanted soon. */
-INLINE void NAME(products)(const float *keys, const float *q, int64_t d, int rows, int vectors, float *scores, int more,
+/* scores[row][lane] = keys[row] . q[][lane] for `rows` rows (a constant), `apart` floats apart, and `vectors` (1 or 2) vectors of
+   queries. `more` says that as many rows from `next_keys` and `next_values` on will be wanted soon. */
+INLINE void NAME(products)(const float *keys, int64_t apart, const float *q, int64_t d, int rows, int vectors, float *scores, int more,
                            const float *next_keys, const float *next_values) {
     vec a[ROWS][2];
 #pragma GCC unroll 8
@@ -51,8 +51,8 @@ INLINE void NAME(products)(const float *keys, const float *q, int64_t d, int row
         vec q0 = load(q + x * TILE), q1 = vectors == 2 ? load(q + x * TILE + V) : q0;
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
-            a[i][0] += q0 * keys[i * d + x];
-            if (vectors == 2) a[i][1] += q1 * keys[i * d + x];
+            a[i][0] += q0 * keys[i * apart + x];
+            if (vectors == 2) a[i][1] += q1 * keys[i * apart + x];
         }
     }
 #pragma GCC unroll 8
@@ -66,7 +66,7 @@ INLINE void NAME(products)(const float *keys, const float *q, int64_t d, int row
 INLINE void NAME(score)(const float *keys, const float *q, int64_t d, int64_t n, int vectors, float *scores, int more,
                         const float *values) {
 #define PRODUCTS(rows, vectors, more) \
-    NAME(products)(keys + i * d, q, d, rows, vectors, scores + i * TILE, more, keys + (BLOCK + i) * d, values + i * d)
+    NAME(products)(keys + i * d, d, q, d, rows, vectors, scores + i * TILE, more, keys + (BLOCK + i) * d, values + i * d)
     int64_t i = 0;
     if (vectors == 2) {
         if (more)
@@ -130,6 +130,59 @@ static void NAME(hide)(float *scores, int64_t n, int64_t queries, int64_t row, c
         for (int64_t i = 0; i < n; i++) {
             bits hidden = until <= (int32_t)(row + i), score = (bits)load(scores + i * TILE + lane);
             store(scores + i * TILE + lane, (vec)((score & ~hidden) | ((bits)((vec){0} - INFINITY) & hidden)));
+        }
+    }
+}
+
+/* sums[row] += what the softmax of `queries` queries over all rows gives to each of the first `rows`: column sums of the weights.
+   Keys of those are `apart` floats apart, and of `own` more rows, of which a query sees as many as `seen` says, `own_apart`. `rest`
+   [queries], or null, are log-sum-exps of what they attend to besides. q [d][TILE], scores [rows + own, rounded up to V][TILE]. */
+static void NAME(columns)(const float *keys, int64_t apart, int64_t rows, const float *own_keys, int64_t own_apart, int64_t own,
+                          const float *q, int64_t d, int64_t queries, const int32_t *seen, const float *rest, float *scores,
+                          float *sums) {
+    const int vectors = queries > V ? 2 : 1;
+    for (int which = 0; which < 2; which++) {
+        const float *k = which ? own_keys : keys;
+        const int64_t n = which ? own : rows, stride = which ? own_apart : apart;
+        float *to = scores + (which ? rows : 0) * TILE;
+        int64_t i = 0;
+        if (vectors == 2)
+            for (; i + ROWS <= n; i += ROWS) NAME(products)(k + i * stride, stride, q, d, ROWS, 2, to + i * TILE, 0, 0, 0);
+        else
+            for (; i + ROWS <= n; i += ROWS) NAME(products)(k + i * stride, stride, q, d, ROWS, 1, to + i * TILE, 0, 0, 0);
+        for (; i < n; i++) NAME(products)(k + i * stride, stride, q, d, 1, 2, to + i * TILE, 0, 0, 0);
+    }
+    NAME(hide)(scores + rows * TILE, own, queries, 0, seen);
+    for (int64_t lane = 0; lane < queries; lane += V) {
+        float *from = scores + lane, edge[V];
+        const int64_t lanes = queries - lane < V ? queries - lane : V;
+        vec m = (vec){0} - FLT_MAX, total = {0};
+        if (rest) {
+            for (int j = 0; j < V; j++) edge[j] = j < lanes ? rest[lane + j] : -FLT_MAX;
+            m = NAME(larger)(load(edge), m);
+        }
+        for (int64_t i = 0; i < rows + own; i++) m = NAME(larger)(load(from + i * TILE), m);
+        if (rest) total = NAME(exponential)(load(edge) - m);
+        for (int64_t i = 0; i < rows + own; i++) {
+            const vec weight = NAME(exponential)(load(from + i * TILE) - m);
+            store(from + i * TILE, weight);
+            total += weight;
+        }
+        vec share = (vec){0} + 1.0f;
+        share /= total;
+        store(edge, share);
+        for (int64_t j = lanes; j < V; j++) edge[j] = 0;
+        share = load(edge);
+        int64_t i = 0;
+        for (; i + V <= rows; i += V) {
+            vec a[V];
+#pragma GCC unroll 16
+            for (int j = 0; j < V; j++) a[j] = load(from + (i + j) * TILE) * share;
+            store(sums + i, load(sums + i) + NAME(sums)(a));
+        }
+        for (; i < rows; i++) {
+            const vec a = load(from + i * TILE) * share;
+            for (int j = 0; j < V; j++) sums[i] += a[j];
         }
     }
 }

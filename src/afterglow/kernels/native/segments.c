@@ -28,6 +28,9 @@ typedef struct {
 } state;
 
 typedef void kernel(const float *keys, const float *values, int64_t rows, state s);
+typedef void column_kernel(const float *keys, int64_t apart, int64_t rows, const float *own_keys, int64_t own_apart, int64_t own,
+                           const float *q, int64_t d, int64_t queries, const int32_t *seen, const float *rest, float *scores,
+                           float *sums);
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")
@@ -203,4 +206,66 @@ void afterglow_append_3(const float *k, int64_t k_stride, const float *v, int64_
                 memcpy(values + to, v + row * v_stride + head * d, d * sizeof *v);
             }
     }
+}
+
+/* Column sums of attention weights, while they are computed. */
+typedef struct {
+    column_kernel *columns;
+    const float *q, *past, *own, *rest;
+    int64_t q_row, heads, group, d, n, past_row, past_head, rows, own_row, own_head, count, tile, tiles, room;
+    float scale, *desks, *parts, *out; /* parts [kv_heads * tiles][rows] */
+} summing;
+
+static void tiles_summed(const void *what, int64_t from, int64_t to, int desk) {
+    const summing a = *(const summing *)what;
+    float *q = a.desks + desk * a.room, *rest = q + a.d * a.tile, *scores = rest + a.tile;
+    int32_t seen[MOST_LANES];
+    for (int64_t t = from; t < to; t++) {
+        const int64_t head = t / a.tiles, first = t % a.tiles * a.tile, left = a.n * a.group - first;
+        const int64_t queries = left < a.tile ? left : a.tile;
+        memset(q, 0, a.d * a.tile * sizeof *q);
+        for (int64_t lane = 0; lane < a.tile; lane++) {
+            const int64_t at = first + (lane < queries ? lane : queries - 1), i = at / a.group;
+            const int64_t own = head * a.group + at % a.group;
+            seen[lane] = a.count - a.n + 1 + i;
+            if (a.rest) rest[lane] = a.rest[i * a.heads + own];
+            for (int64_t x = 0; lane < queries && x < a.d; x++) q[x * a.tile + lane] = a.q[i * a.q_row + own * a.d + x] * a.scale;
+        }
+        a.columns(a.past + head * a.past_head, a.past_row, a.rows, a.own + head * a.own_head, a.own_row, a.count, q, a.d, queries, seen,
+                  a.rest ? rest : 0, scores, a.parts + t * a.rows);
+    }
+}
+
+static void parts_summed(const void *what, int64_t from, int64_t to, int desk) {
+    const summing *a = what;
+    (void)desk;
+    for (int64_t head = from; head < to; head++)
+        for (int64_t t = 0; t < a->tiles; t++) {
+            const float *part = a->parts + (head * a->tiles + t) * a->rows;
+            float *out = a->out + head * a->rows;
+            for (int64_t row = 0; row < a->rows; row++) out[row] = (t ? out[row] : 0) + part[row];
+        }
+}
+
+/* out [kv_heads][rows]: what the softmax of q [n][heads][d] (rows `q_row` floats apart) over `rows` past rows, and so many of
+   `count` own ones as end with the query's own, gives to each past row, summed up over the queries of each KV head. Past and own keys: rows and
+   heads so many floats apart. `rest` [n][heads] or null: log-sum-exp of what they attend to besides. Returns 0, or 1 where there
+   was no memory. */
+int afterglow_column_sums_3(const float *q, int64_t q_row, int64_t n, int64_t heads, int64_t kv_heads, int64_t d, const float *past,
+                            int64_t past_row, int64_t past_head, int64_t rows, const float *own, int64_t own_row, int64_t own_head,
+                            int64_t count, const float *rest, float scale, float *out, int threads, int width) {
+    summing a = {.columns = width == 16 ? columns_16 : columns_8, .q = q, .past = past, .own = own, .rest = rest, .scale = scale};
+    a.q_row = q_row, a.heads = heads, a.group = heads / kv_heads, a.d = d, a.n = n, a.past_row = past_row, a.past_head = past_head;
+    a.rows = rows, a.own_row = own_row, a.own_head = own_head, a.count = count, a.out = out, a.tile = 2 * width;
+    a.tiles = (n * a.group + a.tile - 1) / a.tile;
+    a.room = (d + 1 + rows + count) * a.tile;
+    a.desks = malloc(threads * a.room * sizeof *a.desks);
+    a.parts = calloc(kv_heads * a.tiles * rows, sizeof *a.parts);
+    const int failed = !a.desks || !a.parts;
+    if (!failed) {
+        team_share(tiles_summed, &a, kv_heads * a.tiles, 1, threads, rows * d * kv_heads * a.tiles >= ALONE * 64);
+        team_share(parts_summed, &a, kv_heads, 1, threads, 0);
+    }
+    free(a.desks), free(a.parts);
+    return failed;
 }

@@ -58,6 +58,12 @@ def main(args: list[str]) -> int:
         help="over HTTP, let vLLM compile its model too (minutes at each start); as a library it is measured both ways",
     )
     parser.add_argument(
+        "--wait-policy",
+        choices=("passive", "default"),
+        default="passive",
+        help="what idle OpenMP threads do: sleep, or what each engine's library does by itself (default passive)",
+    )
+    parser.add_argument(
         "--work", type=Path, metavar="DIR", help="keep weights and logs here; default: a temporary folder"
     )
     options = parser.parse_args(args)
@@ -93,6 +99,7 @@ def _measure(options: Any) -> int:
             quick=options.quick,
             cores=tuple(cores),
             vllm_compiled=options.vllm_compiled,
+            wait_policy=options.wait_policy,
             say=_Said(),
         )
         rows, goals, figures = _kept(options.json, options.figure)

@@ -23,6 +23,7 @@ class Plan:
     quick: bool
     cores: tuple[int, ...]
     vllm_compiled: bool
+    wait_policy: str  # "passive", or "default": what each engine's OpenMP does by itself
     say: Callable[[str], None]
 
     def weights(self, model: str) -> Weights:
@@ -40,7 +41,7 @@ class Plan:
         """Variables that every engine gets. Threads that spin while they wait would take the cores from the others."""
         return {
             "OMP_NUM_THREADS": str(self.threads),
-            "OMP_WAIT_POLICY": "passive",
+            **({"OMP_WAIT_POLICY": "passive"} if self.wait_policy == "passive" else {}),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",

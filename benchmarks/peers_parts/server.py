@@ -50,11 +50,12 @@ class Server:
 
     def idle_cpu(self, seconds: float = 2.0) -> float:
         """Cores that it takes while nobody asks."""
-        before = self._cpu()
+        before = self.cpu_seconds()
         time.sleep(seconds)
-        return (self._cpu() - before) / seconds
+        return (self.cpu_seconds() - before) / seconds
 
-    def _cpu(self) -> float:
+    def cpu_seconds(self) -> float:
+        """Processor time so far."""
         return sum(child.cpu_seconds() for child in self.children)
 
 

@@ -58,6 +58,10 @@ class Worker:
         self._buffer = b""
         self.settings: dict[str, Any] = self._answer(START_SECONDS)["settings"]
 
+    def cpu_seconds(self) -> float:
+        """Processor time so far."""
+        return self.child.cpu_seconds()
+
     def ask(self, prompts: Sequence[Sequence[int]], new: int, mode: str = "") -> Answer:
         """`new` tokens after each prompt, greedy."""
         stdin, _ = self.child.pipes

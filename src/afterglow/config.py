@@ -71,7 +71,11 @@ def option(default: Any, help: str) -> Any:
 class CacheConfig:
     """The tiers and their budgets."""
 
-    device_cache: int = option(2 * 1024**3, "Bytes of ready-to-attend KV (running requests and finished contexts).")
+    device_cache: int = option(
+        2 * 1024**3,
+        "Bytes of ready-to-attend KV (running requests and finished contexts). On a CPU up to 512 MiB of what these "
+        "leave are kept besides, for the next ones.",
+    )
     host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.")
     disk_cache: int = option(20 * 1024**3, "Bytes of the disk tier, over restarts, per model; 0 switches it off.")
     cache_dir: Path | None = option(None, "Folder of the disk tier; default: the user's cache directory.")

@@ -42,7 +42,11 @@ def made(tmp_path: Path, **more: Any) -> plan.Plan:
         "seed": 0,
         "quick": True,
     }
-    return plan.Plan(**facts | {"cores": (min(os.sched_getaffinity(0)),), "vllm_compiled": False, "say": print} | more)
+    return plan.Plan(
+        **facts
+        | {"cores": (min(os.sched_getaffinity(0)),), "vllm_compiled": False, "wait_policy": "passive", "say": print}
+        | more
+    )
 
 
 def alive(pid: int) -> bool:

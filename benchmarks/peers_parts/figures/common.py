@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from peers_parts import agree
@@ -15,6 +16,7 @@ from peers_parts.weights import Weights
 from peers_parts.worker import Worker
 
 T = TypeVar("T")
+REST, BUSY, PATIENCE = 0.25, 0.15, 5.0  # seconds without so many busy cores; seconds to wait for that
 
 
 def agreement(
@@ -40,6 +42,7 @@ def tried(plan: Plan, notes: dict[str, Any], running: dict[str, Any], name: str,
     """What this engine's turn brings. A peer that fails is left out from then on, and named; Afterglow may not fail."""
     if name not in running:
         return None
+    _rested(running.values())
     try:
         return what()
     except PeerError as error:
@@ -49,3 +52,15 @@ def tried(plan: Plan, notes: dict[str, Any], running: dict[str, Any], name: str,
         notes["left out"][name] = str(error).splitlines()[0]
         del running[name]
         return None
+
+
+def _rested(running: Collection[Worker | Server]) -> None:
+    """Wait for whoever is still busy with its last turn: vLLM's worker, for one, polls for a second after its last token."""
+    until = time.monotonic() + PATIENCE
+    before = sum(one.cpu_seconds() for one in running)
+    while time.monotonic() < until:
+        time.sleep(REST)
+        now = sum(one.cpu_seconds() for one in running)
+        if now - before < BUSY * REST:
+            return
+        before = now

@@ -128,6 +128,27 @@ def relay_operator(found: dict[str, Any]) -> None:
     figure.savefig(IMAGES / "relay_operator.svg")
 
 
+def relay_engine(found: dict[str, Any]) -> None:
+    """Figures 6 and 8 of RelayAttention, small: throughput of each way, as a multiple of reading the cached prefix for each."""
+    rows = found["rows"]
+    figure, axes = plt.subplots(figsize=(7.6, 3.4))
+    ways = {"recompute": "recompute", "shared": "disk", "relay": "device", "auto": "host"}
+    for number, (way, colour) in enumerate(ways.items()):
+        at = [index + 0.2 * (number - 1.5) for index in range(len(rows))]
+        bars = axes.bar(
+            at, [row["rate"][way] / row["rate"]["shared"] for row in rows], 0.18, color=COLOURS[colour], label=way
+        )
+        axes.bar_label(bars, [f"{row['rate'][way]:.0f}" for row in rows], fontsize=6, padding=1)
+    axes.set_xticks(
+        range(len(rows)), [f"{r['workload']}\n{r['batch']} at once\nbehind {r['prefix']}" for r in rows], fontsize=7
+    )
+    axes.set_ylabel("output tokens/s, shared = 1")
+    axes.legend(frameon=False, ncols=4, loc="upper left")
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    _finish(figure, axes, f"{found['model']}, lengths of ShareGPT / {found['divide']}; numbers are tokens/s")
+    figure.savefig(IMAGES / "relay_engine.svg")
+
+
 def importance_io(found: dict[str, Any]) -> None:
     """Figures 16 and 17 of SPEC: time to first token, and what of it is waiting for the disk, in each run."""
     runs = [about["run"] for about in found["runs"]]
@@ -163,6 +184,7 @@ PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "preload": preload,
     "placement": placement,
     "relay_operator": relay_operator,
+    "relay_engine": relay_engine,
     "importance_io": importance_io,
 }
 

@@ -102,7 +102,7 @@ def main(args: list[str]) -> int:
 def _workloads(options: Any) -> list[Workload]:
     short = sharegpt(options.divide)
     systems = options.system or ([512] if options.quick else [64, 512, 2048])
-    few = max(4, options.requests // 12)
+    few = max(12, options.requests // 8)  # long ones, or one at a time: fewer would differ by a tenth from themselves
     if options.quick:
         return [Workload("ShareGPT", 8, system, options.requests, short) for system in systems]
     return [

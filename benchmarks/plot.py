@@ -166,7 +166,7 @@ def importance_io(found: dict[str, Any]) -> None:
         axes.set_xlabel("ms")
         _finish(figure, axes, f"{run}, recompute {by_name['recompute']['ttft_ms']:.0f} ms")
     panels[0][0].invert_yaxis()
-    panels[0][-1].legend(frameon=False, fontsize=7)
+    panels[0][-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(IMAGES / "importance_io.svg")
 
 

@@ -25,8 +25,9 @@ class TouchAhead:
         self._blocks = blocks
         self._slots = blocks.shape[2]
         self._slot_bytes = blocks.stride(2) * blocks.element_size()
-        planes = blocks.shape[0] * blocks.shape[1]
-        self._ahead = AHEAD_BYTES // max(1, planes * self._slot_bytes)
+        # The thread is ended by the interpreter's end, which it survives only outside of torch: it knows addresses alone.
+        self._planes = [plane.data_ptr() for layer in blocks for plane in layer]
+        self._ahead = AHEAD_BYTES // max(1, len(self._planes) * self._slot_bytes)
         self._reached = 0  # slots that have been touched, or will be by a thread that is under way
         self._works = sys.platform == "linux" and self._ahead > 0
 
@@ -40,8 +41,7 @@ class TouchAhead:
 
     def _touch(self, start: int, stop: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        for layer in self._blocks:
-            for plane in layer:
-                if not populated(plane.data_ptr() + start * self._slot_bytes, (stop - start) * self._slot_bytes):
-                    self._works = False  # an older kernel, or no memory: they will be touched when they are used
-                    return
+        for plane in self._planes:
+            if not populated(plane + start * self._slot_bytes, (stop - start) * self._slot_bytes):
+                self._works = False  # an older kernel, or no memory: they will be touched when they are used
+                return

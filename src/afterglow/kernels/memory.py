@@ -31,15 +31,11 @@ HUGE_PAGE = 2 << 20
 LEAST = 2 * HUGE_PAGE  # below it, rounding up would waste too much
 KEPT = 512 << 20  # bytes that are kept for later
 WASTE = 1.5  # memory that is so many times as large as wanted is left for others
-AHEAD, MARGIN = (
-    64 << 20,
-    1.25,
-)  # bytes that are touched ahead, in pieces so many times as large as the last one that was wanted
+AHEAD = 64 << 20  # bytes that are touched ahead,
+MARGIN = 1.25  # in pieces so many times as large as the last one that was wanted
 NICE = 10  # of whoever does that
-QUIET, PATIENCE = (
-    0.02,
-    0.25,
-)  # seconds: without a step there is time for that; without any time one piece is done all the same
+QUIET = 0.02  # seconds without a step: then there is time for it
+PATIENCE = 0.25  # seconds: without any time one piece is done all the same
 POPULATE_WRITE = 23  # madvise(2): as if written to, but nothing changes; Linux 5.14
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -120,7 +116,11 @@ class _Pool:
                     self._preparing = not works  # where it does not work it is not tried again
                     return
                 size = int(MARGIN * self._wanted)
-            memory = _mapped(size)
+            try:
+                memory = _mapped(size)
+            except OSError:  # no memory, or no more mappings
+                works = False
+                continue
             held = np.frombuffer(memory, dtype=np.uint8)
             works = populated(held.ctypes.data, len(held))
             del held

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import threading
 import time
 from pathlib import Path
 
@@ -105,3 +107,22 @@ def test_memory_that_will_be_wanted_again_is_prepared(monkeypatch: pytest.Monkey
     memory._pool._free.clear()
     kept += [empty((LEAST,), torch.uint8, again=True) for _ in range(3)]
     assert len(kept) == 6, "without such a call memory comes all the same"
+
+
+@pytest.mark.usefixtures("pool")
+def test_where_there_is_no_memory_ahead_none_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, refused = memory._mapped, []
+
+    def scarce(num_bytes: int) -> mmap.mmap:
+        if threading.current_thread().name == "touch-ahead":
+            refused.append(num_bytes)
+            raise OSError(12, "Cannot allocate memory")
+        return mapped(num_bytes)
+
+    monkeypatch.setattr(memory, "_mapped", scarce)
+    for _ in range(3):
+        assert empty((LEAST,), torch.uint8, again=True).shape == (LEAST,)
+        for thread in threading.enumerate():
+            if thread.name == "touch-ahead":
+                thread.join(10)
+    assert len(refused) == 1

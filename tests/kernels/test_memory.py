@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +33,20 @@ def test_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert (part == 3).all(), "a view holds on to its memory"
 
 
+def rest() -> None:
+    """Until nobody touches memory ahead any more: neither this test's pool nor that of an engine of an earlier one."""
+    for thread in threading.enumerate():
+        if thread.name == "touch-ahead":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    rest()
     monkeypatch.setattr(memory, "_pool", memory._Pool())
+    yield
+    rest()  # as long as what a test has changed still holds
 
 
 @pytest.mark.usefixtures("pool")
@@ -85,23 +96,16 @@ def test_memory_that_will_be_wanted_again_is_prepared(monkeypatch: pytest.Monkey
     populated = memory.populated
     monkeypatch.setattr(memory, "populated", lambda at, size: asked.append(size) or populated(at, size))
 
-    def settle() -> None:
-        for _ in range(1000):
-            if not memory._pool._preparing:
-                return
-            time.sleep(0.01)
-        raise AssertionError("still at it")
-
     kept = [empty((LEAST,), torch.uint8)]
     assert not asked, "nobody said that there would be more"
     kept.append(empty((LEAST,), torch.uint8, again=True))
-    settle()
+    rest()
     prepared = sum(map(len, memory._pool._free))
     assert LEAST <= prepared <= 4 * LEAST
     assert sum(asked) == prepared
     places = {m.__hash__() for m in memory._pool._free}
     kept.append(empty((LEAST,), torch.uint8, again=True))
-    settle()
+    rest()
     assert len(places & {m.__hash__() for m in memory._pool._free}) == len(places) - 1, "one of them was taken"
     monkeypatch.setattr(memory, "populated", lambda at, size: False)
     memory._pool._free.clear()
@@ -122,7 +126,5 @@ def test_where_there_is_no_memory_ahead_none_is_asked_for_again(monkeypatch: pyt
     monkeypatch.setattr(memory, "_mapped", scarce)
     for _ in range(3):
         assert empty((LEAST,), torch.uint8, again=True).shape == (LEAST,)
-        for thread in threading.enumerate():
-            if thread.name == "touch-ahead":
-                thread.join(10)
+        rest()
     assert len(refused) == 1

@@ -8,7 +8,10 @@ setup(
     ext_modules=[
         Extension(
             "afterglow.kernels._native",
-            sources=[NATIVE + name for name in ("team.c", "segments.c", "matrix.c", "bytes.c", "passes.c", "block.c")],
+            sources=[
+                NATIVE + name
+                for name in ("team.c", "segments.c", "matrix.c", "bytes.c", "passes.c", "block.c", "pick.c", "vote.c")
+            ],
             depends=[NATIVE + name for name in ("team.h", "functions.h", "vectors.h", "rows.h", "panel.h", "passes.h")],
             extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
             extra_link_args=["-pthread"],

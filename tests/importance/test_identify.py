@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from afterglow.errors import ConfigError
+from afterglow.importance import identify
 from afterglow.importance.identify import (
     Rules,
     all_sums,
@@ -22,8 +23,10 @@ from afterglow.importance.identify import (
     similarity,
     threshold,
     top,
+    vote,
 )
 from afterglow.importance.sums import column_sums, grouped
+from afterglow.kernels.built import native
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,23 @@ def test_exactly_k_rows_by_votes_then_mean_then_index(data: st.DataObject, heads
     whole = fall_back(sums, k, Rules(fallback="all"), verdict)
     assert whole.rows.tolist() == list(range(rows))
     assert whole.ranked.tolist() == fallen.ranked.tolist()
+
+
+@pytest.mark.skipif(native() is None, reason="nothing has been built here")
+@pytest.mark.parametrize("heads", [1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 2, 65, 7000])
+def test_votes_are_the_same_built_or_not(heads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    of_any_size = torch.randn(heads, rows, generator=draw) ** 3
+    few = torch.randint(-2, 3, (heads, rows), generator=draw) * 0.5  # ties, zeros of both signs
+    for sums in (of_any_size, few, -few, torch.zeros(heads, rows), torch.cat((few, few), 1)[:, :rows]):
+        for k in {1, (rows + 1) // 2, rows}:
+            found = vote(sums, k)
+            with monkeypatch.context() as patch:
+                patch.setattr(identify, "suited", lambda _: None)
+                expected = vote(sums, k)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
 
 
 def test_similarity_does_not_depend_on_the_order_of_the_heads() -> None:

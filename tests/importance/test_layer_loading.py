@@ -11,12 +11,13 @@ import pytest
 import torch
 from tests.store.store_kit import Kit, contents, extent_name
 
+from afterglow.importance import loader
 from afterglow.importance.identify import Selection
 from afterglow.importance.loader import Loader, Lost, Prefix
 from afterglow.importance.prior import Prior
 from afterglow.importance.shelf import Shelf
 from afterglow.plan.score import ScoreCache
-from afterglow.plan.step import DEMAND, PREFETCH, Selectable
+from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
 from afterglow.store.chunks import ChunkRead
 from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
 from afterglow.store.reading import Reading
@@ -196,3 +197,40 @@ def test_what_was_important_becomes_an_order(kit: Kit) -> None:
     for layer in range(3):
         scene.check(prefix, layer)
     assert scene.loader.stats.read_bytes - before < first
+
+
+@pytest.mark.parametrize("shelf", [0, 200_000, 10_000_000])
+def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, shelf: int) -> None:
+    """Its versions count from the start again, and its rows may lie in another order."""
+    scene = Scene(kit, "none", shelf, shelf)
+    scene.loader.reader = kit.store.chunks
+    for turn in range(3):
+        if turn:
+            kit.store.start([Drop(100 + 2 * turn + number, extent_name(number)) for number in (0, 1)])
+            kit.settle()
+            for number, rows, slots in ((0, FIRST, range(10)), (1, SECOND, range(10, 15))):
+                kit.put(number, rows, tuple(slots))
+        for number, rows in ((0, FIRST), (1, SECOND)):
+            draw = np.random.default_rng(10 * turn + number)
+            orders = np.stack([draw.permutation(rows).astype(np.uint16) for _ in range(3)])
+            kit.store.chunks.rewrite(extent_name(number), orders)  # type: ignore[union-attr]
+        kit.settle()
+        for _ in range(2):  # from the files, and from the shelf
+            prefix = scene.loader.open(scene.views)
+            for layer in range(3):
+                scene.check(prefix, layer)
+            prefix.close()
+        scene.loader.shelf.cache.check()
+
+
+def test_places_are_forgotten_in_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(kit, "none")
+    monkeypatch.setattr(loader, "PLACED", 2 * ROWS)
+    for views in (scene.views, scene.views[:1], scene.views[:2], scene.views, scene.views[1:]):
+        prefix = scene.loader.open(views)
+        rows = prefix.rows
+        selection = Selection("shared", rows, torch.arange(rows), torch.arange(rows))
+        prefix.take(0, selection, None)
+        kept = scene.loader._places.values()
+        assert scene.loader._placed == sum(len(places.number) for places in kept) <= 2 * ROWS
+    assert len(kept) == 2

@@ -52,14 +52,16 @@ def test_a_view_selects_its_rows_through_the_mapping(
         found.append((where.view, int(stored[where.view][at])))
     assert found == [text[row] for row in wanted]
     assert places.chunks(rows).tolist() == sorted({int(places.number[row]) for row in wanted})
-    assert set(places.in_turn(rows)) == set(places.chunks(rows).tolist())
+    assert set(places.by_hits(rows)) == set(places.chunks(rows).tolist())
     assert int(places.hits(rows).sum()) == len(wanted)
     assert len(places) == sum(-(-len(v) // chunk) for v in values)
 
 
-def test_chunks_in_the_order_of_rows() -> None:
+def test_chunks_with_the_most_rows_first_then_in_the_order_of_rows() -> None:
     places = Places([View(6, 0, 6), View(4, 1, 3)], chunk=2)
-    assert list(places.in_turn(torch.tensor([7, 0, 6, 1, 5]))) == [4, 0, 3, 2]  # extent 1's row 2 is in its chunk 1
+    assert places.by_hits(torch.tensor([7, 0, 6, 1, 5])) == [0, 4, 3, 2]  # extent 1's row 2 is in its chunk 1
+    assert places.by_hits(torch.tensor([7, 0, 6, 4, 5])) == [2, 4, 0, 3]
+    assert places.by_hits(torch.empty(0, dtype=torch.int64)) == []
     assert places[4] == Chunk(1, 1)
     with pytest.raises(ValueError, match=r"rows \[2, 5\) are not in an extent of 4"):
         Places([View(4, 2, 5)])
@@ -121,7 +123,7 @@ def test_rows_taken_from_reordered_extents_are_those_of_the_text() -> None:
     places = Places(views, orders)
     read = {
         number: files[places[number].view][64 * places[number].chunk :][:64]
-        for number in places.in_turn(selection.rows)
+        for number in places.by_hits(selection.rows)
     }
     found = [read[int(places.number[row])][int(places.stored[row]) % 64] for row in selection.rows]
     assert torch.equal(torch.stack(found), text[selection.rows])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError
 from afterglow.importance.identify import Rules, fall_back, judge
-from afterglow.importance.places import Places, View
 from afterglow.importance.prior import Budget, Speculation, Tally, guess, ranking, sinks, within
 
 SUMS = torch.tensor([[0.9, 0.1, 0.8, 0.0, 0.3], [0.9, 0.2, 0.1, 0.0, 0.4], [0.5, 0.9, 0.8, 0.0, 0.1]])
@@ -48,12 +47,11 @@ def test_priors() -> None:
 
 
 def test_a_budget_buys_whole_chunks_in_order() -> None:
-    places = Places([View(8, 0, 8)], chunk=2)
-    rows = torch.tensor([6, 1, 7, 4])
-    assert within(rows, places, 100, lambda _: 10) == [3, 0, 2]
-    assert within(rows, places, 25, lambda _: 10) == [3, 0]
-    assert within(rows, places, 25, lambda _: 10, {3}) == [0, 2]
-    assert within(rows, places, 9, lambda _: 10) == []
+    missing = {3: ["3k", "3v"], 0: [], 2: ["2v"], 1: ["1k", "1v"]}
+    assert within(missing, missing.__getitem__, 100) == ["3k", "3v", "2v", "1k", "1v"]
+    assert within(missing, missing.__getitem__, 4) == ["3k", "3v", "2v"], "what does not fit ends the list"
+    assert within(missing, missing.__getitem__, 3) == ["3k", "3v", "2v"]
+    assert within(missing, missing.__getitem__, 1) == []
 
 
 def test_the_budget_follows_the_layers_seconds() -> None:

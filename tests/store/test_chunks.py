@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,25 @@ def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
         assert reading.head is not None
         assert reading.head.sidecar is not None
         assert reading.head.sidecar.version == 1
+
+
+def test_what_was_read_is_let_go_of_at_once(tmp_path: Path) -> None:
+    """Buffers of a reading that is over do not wait for a garbage collection."""
+    with Kit(tmp_path, DIRECT) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        reader = kit.store.chunks
+        assert reader is not None
+        into = np.empty((1, DIRECT.chunk_bytes), np.uint8)
+        alive = weakref.ref(into)
+        gc.disable()
+        try:
+            reading = reader.read(extent_name(5), [ChunkRead(1, VALUES, 1, 2, into)], 0, DEMAND)
+            assert reading.wait(10)
+            kit.settle()
+            del into, reading
+            assert alive() is None
+        finally:
+            gc.enable()
 
 
 def test_a_damaged_chunk_takes_its_extent_along(tmp_path: Path) -> None:

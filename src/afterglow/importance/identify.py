@@ -15,6 +15,8 @@ whose arithmetic is.
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from afterglow.errors import ConfigError
 from afterglow.importance.accounting import Kind
 from afterglow.importance.sums import group_sums
+from afterglow.kernels.passes import suited
 
 Fallback = Literal["per_head", "all"]
 Force = Literal["no", "pass", "fallback"]
@@ -211,12 +214,38 @@ def everything(count: int, device: torch.device | str = "cpu") -> Selection:
     return Selection("all", count, rows, rows)
 
 
+class Votes(NamedTuple):
+    """What heads find important: of each the k rows with the largest sums, as a mask, bool [heads, rows], and as rows, int64
+    [heads, k], ascending. `ranked` int64: all that have a vote, those with the most first, then those with the larger `mean`
+    (float32 [rows], of all heads' sums), then the lower one."""
+
+    sets: Tensor
+    rows: Tensor
+    mean: Tensor
+    ranked: Tensor
+
+
+def vote(sums: Tensor, k: int) -> Votes:
+    """`sums` float32 [heads, rows]. Of equals the lower row goes first."""
+    mean = sums.mean(0)
+    library = suited(sums)
+    if library is None:
+        sets = top(sums, k)
+        return Votes(sets, sets.nonzero()[:, 1].view(-1, k), mean, _ranking(sets.sum(0), mean))
+    sets = torch.empty(sums.shape, dtype=torch.bool)
+    rows, ranked = torch.empty(len(sums), k, dtype=torch.int64), torch.empty(sums.shape[1], dtype=torch.int64)
+    count = library.afterglow_vote_3(
+        *(sums.data_ptr(), sums.stride(0), *sums.shape, k, mean.data_ptr()),
+        *(sets.data_ptr(), rows.data_ptr(), ranked.data_ptr(), torch.get_num_threads()),
+    )
+    if count < 0:
+        raise MemoryError(f"no memory to rank {sums.shape[1]} rows")
+    return Votes(sets, rows, mean, ranked[:count])
+
+
 def top(sums: Tensor, k: int) -> Tensor:
     """The k largest of each row, as a mask: bool of the shape [..., rows]. Of equals the lower index goes first."""
     least = sums.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
-    found = sums >= least
-    if bool((found.sum(-1) == k).all()):  # no ties
-        return found
     above, equal = sums > least, sums == least
     room = k - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= room))
@@ -224,14 +253,13 @@ def top(sums: Tensor, k: int) -> Tensor:
 
 def similarity(sets: Tensor) -> float:
     """Mean Jaccard index of all pairs of sets, given as masks [sets, rows] (spec S4); 1 where there is no pair."""
-    members = sets.float()
-    both = members @ members.T
-    sizes = both.diagonal()
-    either = sizes[:, None] + sizes - both
-    first, second = torch.triu_indices(len(sets), len(sets), 1, device=sets.device)
-    if len(first) == 0:
+    pairs = list(itertools.combinations(range(len(sets)), 2))
+    if not pairs:
         return 1.0
-    return float((both[first, second] / either[first, second].clamp(min=1)).double().mean())
+    sizes = sets.sum(1).tolist()
+    both = torch.stack([(sets[a] & sets[b]).sum() for a, b in pairs]).tolist()
+    indices = [n / max(1, sizes[a] + sizes[b] - n) for n, (a, b) in zip(both, pairs, strict=True)]
+    return math.fsum(indices) / len(pairs)
 
 
 def threshold(k: int, rows: int, alpha: float) -> float:
@@ -246,27 +274,22 @@ def judge(sums: Tensor, k: int, rules: Rules) -> Verdict:
     Where their sets are similar enough the selection is exactly k rows: by votes, then mean column sum, then the lower
     index.
     """
-    count = sums.shape[1]
-    sets = top(sums, k)
-    alike, least = similarity(sets), threshold(k, count, rules.alpha)
+    count, votes = sums.shape[1], vote(sums, k)
+    alike, least = similarity(votes.sets), threshold(k, count, rules.alpha)
     passes = rules.force == "pass" or (rules.force == "no" and alike > least)
     if not passes:
         return Verdict(alike, least, None)
-    mean = sums.mean(0)
-    ranked = _ranking(sets.sum(0), mean)[:k]
-    return Verdict(alike, least, Selection("shared", count, ranked.sort().values, ranked, mean, alike, least))
+    ranked = votes.ranked[:k]
+    return Verdict(alike, least, Selection("shared", count, ranked.sort().values, ranked, votes.mean, alike, least))
 
 
 def fall_back(sums: Tensor, k: int, rules: Rules, verdict: Verdict) -> Selection:
     """A set of k rows for each KV head (H2O; spec S7), or all rows. `sums` float32 [kv_heads, rows]."""
-    kv_heads, count = sums.shape
-    sets = top(sums, k)
-    mean = sums.mean(0)
-    ranked = _ranking(sets.sum(0), mean)
-    about = (mean, verdict.similarity, verdict.threshold)
+    count, votes = sums.shape[1], vote(sums, k)
+    about = (votes.ranked, votes.mean, verdict.similarity, verdict.threshold)
     if rules.fallback == "all":
-        return Selection("all", count, torch.arange(count, device=sums.device), ranked, *about)
-    return Selection("per_head", count, sets.nonzero()[:, 1].view(kv_heads, k), ranked, *about)
+        return Selection("all", count, torch.arange(count, device=sums.device), *about)
+    return Selection("per_head", count, votes.rows, *about)
 
 
 def _ranking(votes: Tensor, mean: Tensor) -> Tensor:

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afterglow.importance.buffers import Buffers
 from afterglow.importance.identify import Selection
 from afterglow.importance.order import Importance, Order, normalised
 from afterglow.importance.places import Chunk, Places, View
 from afterglow.importance.prior import Budget, Prior, Speculation, Tally, guess, within
 from afterglow.importance.shelf import Name, Shelf
+from afterglow.kernels.pick import picked
 from afterglow.plan.step import DEMAND, PREFETCH, Selectable
 from afterglow.store.chunks import ChunkRead
 from afterglow.store.files import aligned_memory
@@ -30,6 +32,7 @@ from afterglow.store.reading import Reader, Reading
 
 CHUNK = 64
 KNOWN = 512  # extents whose rows' importance is remembered
+PLACED = 4 << 20  # rows of layers whose places are: 64 MiB
 
 
 class Lost(Exception):
@@ -65,6 +68,13 @@ class LoaderStats:
     tally: Tally = field(default_factory=Tally)
 
 
+class _Known(NamedTuple):
+    """How an extent's rows lie: as its head says, and as it is asked for, by layer."""
+
+    stored: np.ndarray
+    orders: list[Order]
+
+
 class Loader:
     """What all requests of an engine share: the shelf, measured rates, what is known of rows' importance."""
 
@@ -83,11 +93,16 @@ class Loader:
         None without a disk tier. `timeout`: seconds after which rows count as lost."""
         self.arena, self.layout, self.reader, self.shelf = arena, layout, reader, shelf
         self.dtype, self.timeout, self.prior = dtype, timeout, prior
+        self.buffers = Buffers(layout.chunk_bytes)
         self.stats = LoaderStats()
         self.budget = Budget()
         self.bandwidth = 0.0  # bytes/s of reads, a moving average
         self.importance: OrderedDict[str, Importance] = OrderedDict()
-        self._orders: OrderedDict[tuple[str, int], list[Order]] = OrderedDict()  # by extent and version, of its layers
+        self._orders: OrderedDict[tuple[str, int], _Known] = OrderedDict()  # by extent and version
+        self._places: OrderedDict[tuple[object, ...], Places] = (
+            OrderedDict()
+        )  # of layers of prefixes that were asked for last
+        self._placed = 0  # their rows
         self._changed: dict[str, None] = {}  # extents whose importance has changed since they were last looked at
 
     def open(self, views: Sequence[Selectable]) -> Prefix:
@@ -114,14 +129,32 @@ class Loader:
         self._changed[view.extent] = None
 
     def orders(self, extent: str, version: int, stored: np.ndarray) -> list[Order]:
-        """How an extent's rows lie, by layer: `stored` uint16 [layers, rows], as its head has it."""
-        found = self._orders.get((extent, version))
-        if found is None:
+        """How an extent's rows lie, by layer: `stored` uint16 [layers, rows], as its head has it. A file that was given up
+        and written anew counts its versions from the start: what was known of the old one's is let go of."""
+        known = self._orders.get((extent, version))
+        if known is not None and not np.array_equal(known.stored, stored):
+            self.shelf.forget(extent)
+            self._places.clear()
+            self._placed, known = 0, None
+        if known is None:
             rows = torch.from_numpy(stored.astype(np.int64))
-            found = [Order(order, order.argsort()) for order in rows]
-            self._orders[extent, version] = found
+            known = self._orders[extent, version] = _Known(stored, [Order(order, order.argsort()) for order in rows])
             if len(self._orders) > KNOWN:
                 self._orders.popitem(last=False)
+        return known.orders
+
+    def places(
+        self, views: Sequence[Selectable], versions: Sequence[int], layer: int, orders: Sequence[Order | None]
+    ) -> Places:
+        """Where the rows of a layer of a prefix lie, by its views, their files' versions, and the layer's orders in those."""
+        key = (*((view.extent, view.rows, view.start, view.stop) for view in views), *versions, layer)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Places([View(v.rows, v.start, v.stop) for v in views], orders, CHUNK)
+            self._placed += len(found.number)
+            while self._placed > PLACED and len(self._places) > 1:
+                self._placed -= len(self._places.popitem(last=False)[1].number)
+        self._places.move_to_end(key)
         return found
 
     def reorder(self) -> int:
@@ -151,21 +184,9 @@ class Loader:
         self.shelf.forget(extent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Here:
-    """The chunks of a layer that need not be read: in it, if neither their keys nor their values are missing."""
-
-    prefix: Prefix
-    places: Places
-    layer: int
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and not self.prefix.missing(self.places, self.layer, number)
-
-
 @dataclass(slots=True)
 class _Coming:
-    """Chunks on their way: `rows` of the buffer that `reading` fills."""
+    """A chunk on its way: `rows`, of a buffer of its own that `reading` fills."""
 
     reading: Reading
     rows: Tensor
@@ -173,13 +194,13 @@ class _Coming:
 
 
 class _Lying(NamedTuple):
-    """Where rows lie: `chunks` in order, of each the rows to `picks` (int64, as they are stored), and how many of them are
-    wanted. `order`: of all these, one after the other, their places among the rows that were asked for; None: the same."""
+    """Where rows lie: `chunks` in order, and how many rows of each are wanted. `which` int64 [rows]: in which of the chunks a row
+    is; `place` int64 [rows]: where in it."""
 
     chunks: list[Chunk]
-    picks: tuple[Tensor, ...]
     hits: list[int]
-    order: Tensor | None
+    which: Tensor
+    place: Tensor
 
 
 class Prefix:
@@ -195,6 +216,7 @@ class Prefix:
         self.rows = sum(view.stop - view.start for view in views)
         starts = torch.tensor([view.stop - view.start for view in views]).cumsum(0).tolist()
         self._starts = [0, *starts]
+        self._view_of = torch.arange(len(views)).repeat_interleave(torch.tensor([v.stop - v.start for v in views]))
         self._versions: list[int] = [0] * len(views)
         self._orders: list[list[Order] | None] = [None] * len(views)
         self._coming: dict[Name, _Coming] = {}
@@ -214,24 +236,24 @@ class Prefix:
 
     def probe_keys(self, layer: int) -> Tensor:
         """[rows, probe_heads, head_dim]. Errors: `Lost`."""
-        heads, parts = self._layout.probe_heads, []
         sidecars = [self._sidecar(at, layer) for at in range(len(self.views))]
         self._ask([name for name in sidecars if name is not None], DEMAND)
-        used = []
-        for at, (view, name) in enumerate(zip(self.views, sidecars, strict=True)):
+        parts, used = [], []
+        for view, name in zip(self.views, sidecars, strict=True):
             if name is None:
-                parts.append(self._in_host(view, layer, KEYS)[:, :heads])
+                parts.append(self._probe_keys_in_host(view, layer))
             else:
-                rows = self._rows(name)
-                parts.append(self._in_text_order(rows, at, layer))
-                used.append((name, rows, view.rows))
+                parts.append(self._rows(name))
+                used.append((name, parts[-1], view.rows))
+        found = self._joined(parts, self._view_of, self._places_of(layer).stored)
         for name, rows, count in used:  # now, as it may cost others their places on the shelf
             self._loader.shelf.used(name, rows, count, count)
-        return torch.cat(parts).to(self._loader.dtype)
+        return found
 
     def all_keys(self, layer: int) -> Tensor:
         """[rows, kv_heads, head_dim], for a layer that falls back. Errors: `Lost`."""
-        return self._tensor(layer, KEYS, self._lying(layer, torch.arange(self.rows), None))
+        every = torch.arange(self.rows)
+        return self._tensor(layer, KEYS, self._lying(layer, every, every))
 
     def take(self, layer: int, selection: Selection, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of what a layer has selected, [kept, kv_heads, head_dim]; each KV head's may be other rows (spec
@@ -244,7 +266,12 @@ class Prefix:
         wanted = selection.wanted().cpu()
         lying = self._lying(layer, wanted, wanted)
         self._settle(layer, lying, keys is None)
-        keys = self._tensor(layer, KEYS, lying) if keys is None else keys[wanted.to(keys.device)]
+        if keys is None:
+            keys = self._tensor(layer, KEYS, lying)
+        elif selection.kind == "per_head":
+            keys = _by_head(keys, selection.rows.T)
+        else:
+            keys = keys[wanted.to(keys.device)]
         values = self._tensor(layer, VALUES, lying)
         if selection.mean is not None:
             mean = normalised(selection.mean)
@@ -252,9 +279,7 @@ class Prefix:
                 self._loader.learn(view, layer, mean[self._starts[at] : self._starts[at + 1]])
         if selection.kind != "per_head":
             return keys, values
-        heads = torch.arange(keys.shape[1])
-        places = torch.searchsorted(wanted, selection.rows.cpu()).T
-        return keys[places.to(keys.device), heads.to(keys.device)], values[places, heads]
+        return keys, _by_head(values, torch.searchsorted(wanted, selection.rows.cpu()).T)
 
     def ahead(self, layer: int, selection: Selection) -> None:
         """A layer knows what it wants, and is about to compute: ask for what the next one needs (SPEC §IV-C)."""
@@ -322,13 +347,6 @@ class Prefix:
         view = self.views[at]
         return None if view.slots else Name(view.extent, self._versions[at], layer, PROBES, 0)
 
-    def _in_text_order(self, stored: Tensor, at: int, layer: int) -> Tensor:
-        """A view's rows out of all those of its extent, as they are stored."""
-        view = self.views[at]
-        if self._orders[at] is None:
-            return stored[view.start : view.stop]
-        return stored[self._places_of(layer).stored[self._starts[at] : self._starts[at + 1]]]
-
     def _places_of(self, layer: int) -> Places:
         if all(order is None for order in self._orders):
             layer = 0  # all layers lie alike
@@ -336,8 +354,7 @@ class Prefix:
         if found is None:
             began = time.perf_counter()
             orders = [None if order is None else order[layer] for order in self._orders]
-            found = Places([View(v.rows, v.start, v.stop) for v in self.views], orders, CHUNK)
-            self._places[layer] = found  # a thousandth of the rows' bytes
+            found = self._places[layer] = self._loader.places(self.views, self._versions, layer, orders)
             self._loader.stats.mapping += time.perf_counter() - began
         return found
 
@@ -349,17 +366,14 @@ class Prefix:
 
     def _speculate(self, layer: int, before: Selection | None) -> None:
         loader = self._loader
-        size = 2 * self._layout.chunk_bytes
-        budget = loader.budget.bytes(loader.bandwidth)
-        if budget < size or loader.prior == "none" or not any(True for _ in self._on_disk()):
+        most = loader.budget.bytes(loader.bandwidth) // self._layout.chunk_bytes
+        if most < 2 or loader.prior == "none" or not any(True for _ in self._on_disk()):
             return
         k = before.kept if before is not None else self.rows
         rows = guess(loader.prior, before, self._known(layer) if before is None else None, self.rows, k)
         places = self._places_of(layer)
         guessed = self._guessed[layer] = Speculation(loader.stats.tally)
-        names = []
-        for number in within(rows, places, budget, lambda _: size, _Here(self, places, layer)):
-            names += self.missing(places, layer, number)
+        names = within(places.by_hits(rows), lambda number: self._missing(places, layer, number), most)
         for name in names:
             guessed.submit(name, self._layout.chunk_bytes)
         self._ask(names, PREFETCH)
@@ -376,7 +390,7 @@ class Prefix:
         mean = torch.cat(parts)
         return mean if bool(mean.any()) else None
 
-    def missing(self, places: Places, layer: int, number: int) -> list[Name]:
+    def _missing(self, places: Places, layer: int, number: int) -> list[Name]:
         """Keys and values of a chunk that are neither here nor on their way."""
         names = (self._name(places, layer, tensor, number) for tensor in (KEYS, VALUES))
         look = self._loader.shelf.look
@@ -421,45 +435,38 @@ class Prefix:
             loader.reader.urge(urgent)
         for extent, wanted in by_extent.items():
             rows = next(view.rows for view in self.views if view.extent == extent)
-            reads, pieces = [], []
+            reads: list[ChunkRead] = []
+            pieces: list[tuple[Name, np.ndarray]] = []
             for run in _runs(sorted(wanted)):
-                first = run[0]
+                first, stop = run[0], run[0].chunk + len(run)
                 if first.tensor == PROBES:
-                    stop, size = layout.blocks(rows), layout.probe_chunk_bytes
+                    stop = layout.blocks(rows)
+                    into = [aligned_memory(stop * layout.probe_chunk_bytes)]
                 else:
-                    stop, size = first.chunk + len(run), layout.chunk_bytes
-                into = aligned_memory((stop - first.chunk) * size).reshape(stop - first.chunk, size)
+                    into = [loader.buffers.take() for _ in run]
                 reads.append(ChunkRead(first.layer, first.tensor, first.chunk, stop, into))
-                pieces.append((run, into))
+                pieces += zip(run, into, strict=True)
             reading = loader.reader.read(extent, reads, wanted[0].version, priority)
             counted = [False]
-            for run, into in pieces:
-                rows_of = self._as_rows(into, run[0].tensor)
-                for at, name in enumerate(run):
-                    part = rows_of if name.tensor == PROBES else rows_of[at * CHUNK : (at + 1) * CHUNK]
-                    self._coming[name] = _Coming(reading, part, counted)
+            for name, memory in pieces:
+                self._coming[name] = _Coming(reading, self._as_rows(memory, name.tensor), counted)
 
-    def _as_rows(self, into: np.ndarray, tensor: int) -> Tensor:
+    def _as_rows(self, memory: np.ndarray, tensor: int) -> Tensor:
         heads = self._layout.probe_heads if tensor == PROBES else self._layout.kv_heads
-        return torch.from_numpy(into.reshape(-1)).view(self._loader.arena.dtype).view(-1, heads, self._layout.head_dim)
+        return torch.from_numpy(memory).view(self._loader.arena.dtype).view(-1, heads, self._layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------ what is here
 
-    def _lying(self, layer: int, rows: Tensor, selected: Tensor | None) -> _Lying:
-        """Where rows (int64, ascending) of a layer are to be found. `selected`: those that count as wanted; None: not known
-        yet."""
+    def _lying(self, layer: int, rows: Tensor, wanted: Tensor) -> _Lying:
+        """Where rows (int64, ascending) of a layer are to be found, of which some count as wanted."""
         places = self._places_of(layer)
         began = time.perf_counter()
-        lies = CHUNK * places.number[rows] + places.stored[rows] % CHUNK
-        order = None if bool((lies[1:] > lies[:-1]).all()) else lies.argsort()  # as the chunks lie
-        if order is not None:
-            lies = lies[order]
-        numbers = lies // CHUNK
-        cuts = ((numbers[1:] != numbers[:-1]).nonzero().squeeze(1) + 1).tolist()
-        picks = torch.tensor_split(lies % CHUNK, cuts)
-        numbers = numbers[[0, *cuts]]
-        hits = [0] * len(picks) if selected is None else places.hits(selected)[numbers].tolist()
-        found = _Lying([places[number] for number in numbers.tolist()], picks, hits, order)
+        number = places.number[rows]
+        there = torch.bincount(number, minlength=len(places)).clamp_(max=1)
+        numbers = there.nonzero().squeeze(1)
+        hits = places.hits(wanted)[numbers].tolist()
+        which, place = (there.cumsum(0) - 1)[number], places.stored[rows] % CHUNK
+        found = _Lying([places[number] for number in numbers.tolist()], hits, which, place)
         self._loader.stats.mapping += time.perf_counter() - began
         return found
 
@@ -472,20 +479,33 @@ class Prefix:
         ]
         self._ask([name for name in names if name is not None], DEMAND)
         parts, used = [], []
-        for (at, chunk), name, pick, hit in zip(lying.chunks, names, lying.picks, lying.hits, strict=True):
+        for (at, chunk), name, hit in zip(lying.chunks, names, lying.hits, strict=True):
             if name is None:
                 part = self._block(views[at], layer, tensor, chunk)
             else:
                 part = self._rows(name)
                 tokens = min(CHUNK, views[at].rows - CHUNK * chunk)
                 used.append((name, part, tokens, min(hit, tokens)))
-            parts.append((part if len(pick) == len(part) else part[pick.to(part.device)]).to("cpu"))
-        joined = torch.cat(parts).to(self._loader.dtype)
+            parts.append(part)
+        joined = self._joined(parts, lying.which, lying.place)
         for name, part, tokens, wanted in used:  # now, as it may cost others their places on the shelf
             self._loader.shelf.used(name, part, tokens, wanted)
-        if lying.order is None:
-            return joined
-        return torch.empty_like(joined).index_copy_(0, lying.order, joined)
+        return joined
+
+    def _joined(self, parts: Sequence[Tensor], which: Tensor, place: Tensor) -> Tensor:
+        """Rows out of tensors, those that are on the device and those that are not: on the device if one of them is."""
+        dtype = self._loader.dtype
+        devices = {part.device for part in parts}
+        if len(devices) == 1:
+            return picked(parts, which, place).to(dtype)
+        here = self._loader.shelf.device
+        out = torch.empty((len(which), *parts[0].shape[1:]), dtype=dtype, device=here)
+        for device in devices:
+            mine = torch.tensor([part.device == device for part in parts])
+            at = mine[which].nonzero().squeeze(1)
+            some = [part for part in parts if part.device == device]
+            out[at.to(here)] = picked(some, (mine.cumsum(0) - 1)[which[at]], place[at]).to(here, dtype)
+        return out
 
     def _rows(self, name: Name) -> Tensor:
         """A chunk that was asked for, waiting for it."""
@@ -510,11 +530,17 @@ class Prefix:
     def _block(self, view: Selectable, layer: int, tensor: int, chunk: int) -> Tensor:
         return self._loader.arena[layer, tensor, view.slots[chunk]]
 
-    def _in_host(self, view: Selectable, layer: int, tensor: int) -> Tensor:
-        """A view's rows out of its slots."""
-        first, last = view.start // CHUNK, -(-view.stop // CHUNK)
-        blocks = self._loader.arena[layer, tensor].index_select(0, torch.tensor(view.slots[first:last]))
-        return blocks.flatten(0, 1)[view.start - first * CHUNK : view.stop - first * CHUNK]
+    def _probe_keys_in_host(self, view: Selectable, layer: int) -> Tensor:
+        """Of all rows that a view's extent has up to the view's end."""
+        keys = self._loader.arena[layer, KEYS, :, :, : self._layout.probe_heads]
+        return keys.index_select(0, torch.tensor(view.slots[: -(-view.stop // CHUNK)])).flatten(0, 1)
+
+
+def _by_head(rows: Tensor, places: Tensor) -> Tensor:
+    """`out[i, head] = rows[places[i, head], head]`: `rows` [rows, heads, head_dim], `places` int64 [k, heads]."""
+    heads = rows.shape[1]
+    flat = heads * places + torch.arange(heads, device=places.device)
+    return rows.flatten(0, 1).index_select(0, flat.flatten().to(rows.device)).view(-1, heads, rows.shape[2])
 
 
 def _runs(names: Sequence[Name]) -> Iterator[list[Name]]:

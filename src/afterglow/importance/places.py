@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,12 @@ class Places:
         """How many of the rows, each given once, lie in each chunk: int64 [chunks]."""
         return torch.bincount(self.number[rows], minlength=len(self._chunks))
 
-    def in_turn(self, rows: Tensor) -> Iterator[int]:
-        """Numbers of the chunks that rows lie in, in the rows' order, each once."""
-        return iter(dict.fromkeys(self.number[rows].tolist()))
+    def by_hits(self, rows: Tensor) -> list[int]:
+        """Numbers of the chunks that rows (each given once) lie in, those with the most of them first; of equals in the rows'
+        order."""
+        number = self.number[rows]
+        hits = torch.bincount(number, minlength=len(self._chunks))
+        first = torch.full((len(self._chunks),), len(rows)).scatter_reduce_(0, number, torch.arange(len(rows)), "amin")
+        order = (hits * (len(rows) + 1) - first).argsort(descending=True)
+        found: list[int] = order[: int((hits > 0).sum())].tolist()
+        return found

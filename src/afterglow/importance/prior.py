@@ -6,7 +6,7 @@ nothing else: what a layer attends to is what it selects itself, so a wrong gues
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from afterglow.errors import ConfigError
 from afterglow.importance.identify import Selection
-from afterglow.importance.places import Places
 
 Prior = Literal["prior", "cut", "random", "sinks", "none"]
 C = TypeVar("C", bound=Hashable)
@@ -71,22 +70,15 @@ def sinks(count: int, k: int) -> Tensor:
     return torch.cat((torch.arange(first), torch.arange(count - 1, max(first, count - k + first) - 1, -1)))
 
 
-def within(
-    rows: Tensor, places: Places, budget: int, size: Callable[[int], int], here: Container[int] = ()
-) -> list[int]:
-    """The chunks that rows lie in, in their order, as many as fit a budget in bytes; none that is `here` already.
-
-    `size`: bytes to read for a chunk (its keys and its values), by its number. A chunk that does not fit ends the list:
-    what comes after it is less likely.
-    """
-    found = []
-    for number in places.in_turn(rows):
-        if number in here:
-            continue
-        budget -= size(number)
-        if budget < 0:
+def within(chunks: Iterable[int], missing: Callable[[int], Sequence[C]], most: int) -> list[C]:
+    """What has to be read of chunks, given by their numbers, the likeliest first: `missing` of each, as long as that is no more
+    than `most` in all. A chunk that does not fit ends the list: what comes after it is less likely."""
+    found: list[C] = []
+    for number in chunks:
+        more = missing(number)
+        if len(found) + len(more) > most:
             break
-        found.append(number)
+        found += more
     return found
 
 

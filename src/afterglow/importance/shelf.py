@@ -26,7 +26,7 @@ class Shelf:
 
     def __init__(self, cache: ScoreCache[Name], device: torch.device) -> None:
         self.cache = cache
-        self._device = device
+        self.device = device
         self._rows: dict[Name, Tensor] = {}
 
     def look(self, name: Name) -> Tensor | None:
@@ -34,7 +34,8 @@ class Shelf:
         return self._rows.get(name)
 
     def used(self, name: Name, rows: Tensor, tokens: int, wanted: int) -> Place:
-        """A request has used `wanted` of a chunk's `tokens` rows; `rows` are they all. Where the chunk was before."""
+        """A request has used `wanted` of a chunk's `tokens` rows; `rows` are they all, which nobody
+        writes to any more. Where the chunk was before."""
         size = rows.numel() * rows.element_size()
         was, moves = self.cache.access(name, size, tokens, wanted)
         for move in moves:
@@ -42,9 +43,8 @@ class Shelf:
                 del self._rows[move.chunk]
             else:
                 held = self._rows.get(move.chunk, rows)
-                where = self._device if move.target == "device" else torch.device("cpu")
-                # A copy, where it comes from a buffer that others share or that is about to be used again.
-                self._rows[move.chunk] = held.to(where, copy=move.source == "disk")
+                where = self.device if move.target == "device" else torch.device("cpu")
+                self._rows[move.chunk] = held.to(where)
         return was
 
     def forget(self, extent: str) -> None:

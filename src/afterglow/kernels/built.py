@@ -69,5 +69,11 @@ def _declare(library: ctypes.CDLL) -> None:
         *(pointer, size, ctypes.c_int, pointer, pointer),
         *(size, size, ctypes.c_int, ctypes.c_int),
     )
-    for name in ("rotate", "rms_norm", "gated_silu", "round"):
+    library.afterglow_pick_3.argtypes = (pointer, pointer, pointer, pointer, size, size, pointer, ctypes.c_int)
+    library.afterglow_vote_3.argtypes = (
+        *(pointer, size, size, size, size, pointer),
+        *(pointer, pointer, pointer, ctypes.c_int),
+    )
+    library.afterglow_vote_3.restype = size
+    for name in ("rotate", "rms_norm", "gated_silu", "round", "pick"):
         getattr(library, f"afterglow_{name}_3").restype = None

@@ -31,14 +31,14 @@ class Stale(StoreError):
 
 
 class ChunkRead(NamedTuple):
-    """Chunks [first, stop) of a layer's keys (kv 0), values (1) or probe keys (2), as they are stored, into `into`: uint8
-    [stop - first, bytes of such a chunk], contiguous."""
+    """Chunks [first, stop) of a layer's keys (kv 0), values (1) or probe keys (2), as they are stored, into `into`: one after
+    the other, uint8 [bytes] each, of one or more whole chunks."""
 
     layer: int
     kv: int
     first: int
     stop: int
-    into: Bytes
+    into: Sequence[Bytes]
 
 
 class ChunkReader:
@@ -95,19 +95,27 @@ class ChunkReader:
         size = layout.probe_chunk_bytes if read.kv == PROBES else layout.chunk_bytes
         start = layout.offset(rows, read.layer, read.kv, read.first)
         wanted = (read.stop - read.first) * size
-        into = read.into.reshape(-1)
-        if start % ALIGNMENT == 0 and wanted % ALIGNMENT == 0 and into.ctypes.data % ALIGNMENT == 0:
-            total = read_full(fd, [into], start)
+        assert sum(into.nbytes for into in read.into) == wanted, (read.first, read.stop)
+        if wanted % ALIGNMENT == start % ALIGNMENT == 0 and all(map(_aligned, read.into)):
+            total = read_full(fd, read.into, start)
         else:
             begin = start // ALIGNMENT * ALIGNMENT
             bounce = self._scratch.take(align_up(start + wanted) - begin)
             total = read_full(fd, [bounce], begin)
-            into[:] = bounce[start - begin :][:wanted]
-        table = crcs_of(head, read.layer, read.kv)
-        for at, chunk in enumerate(range(read.first, read.stop)):
-            if crc32c(into[at * size : (at + 1) * size]) != table[chunk]:
-                raise DamageError(f"layer {read.layer}, {TENSORS[read.kv]}, chunk {chunk}")
+            from_here = bounce[start - begin :]
+            for into in read.into:
+                into[:], from_here = from_here[: into.nbytes], from_here[into.nbytes :]
+        table, chunk = crcs_of(head, read.layer, read.kv), read.first
+        for into in read.into:
+            for at in range(0, into.nbytes, size):
+                if crc32c(into[at : at + size]) != table[chunk]:
+                    raise DamageError(f"layer {read.layer}, {TENSORS[read.kv]}, chunk {chunk}")
+                chunk += 1
         return total
+
+
+def _aligned(buffer: Bytes) -> bool:
+    return buffer.ctypes.data % ALIGNMENT == buffer.nbytes % ALIGNMENT == 0
 
 
 def crcs_of(head: Head, layer: int, kv: int) -> list[int]:

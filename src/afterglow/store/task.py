@@ -15,6 +15,10 @@ class Abandoned(StoreError):
     """Raised inside a task that was given up, so that it ends without an effect."""
 
 
+def _over(_: Task) -> int:
+    raise Abandoned("it has ended")
+
+
 class Task:
     """One piece of work of the mover. `work(task)` returns the bytes moved and calls `advance` as it goes.
 
@@ -89,10 +93,12 @@ class Task:
             self.abandoned = True
 
     def end(self, ok: bool) -> None:
-        """Wake whoever waits for a layer; only the first call counts."""
+        """Wake whoever waits for a layer; only the first call counts. The work is let go of: it often knows who waits, who
+        knows the task, and such a circle keeps its buffers until the next garbage collection."""
         with self._changed:
             if self._ended is None:
                 self._ended = ok
+                self.work = _over
                 self._changed.notify_all()
 
     @property

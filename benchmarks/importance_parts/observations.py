@@ -208,7 +208,8 @@ def priors(sessions: Sequence[Session], *, chunk: int = 16, retention: float = 0
                     for room in (0.1, 0.25, 0.5):
                         tally = tallies.setdefault((name, prior, room), Tally())
                         speculation = Speculation(tally)
-                        for number in within(guessed, places, round(room * len(places)), lambda _: 1):
+                        most = round(room * len(places))
+                        for number in within(places.by_hits(guessed), lambda number: [number], most):
                             speculation.submit(number, 1)
                             speculation.landed(number)
                         speculation.settle((number, 1) for number in wanted[name])

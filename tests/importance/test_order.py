@@ -61,6 +61,7 @@ def test_chunks_with_the_most_rows_first_then_in_the_order_of_rows() -> None:
     places = Places([View(6, 0, 6), View(4, 1, 3)], chunk=2)
     assert places.by_hits(torch.tensor([7, 0, 6, 1, 5])) == [0, 4, 3, 2]  # extent 1's row 2 is in its chunk 1
     assert places.by_hits(torch.tensor([7, 0, 6, 4, 5])) == [2, 4, 0, 3]
+    assert places.by_hits(torch.tensor([7, 0, 6, 4, 5, 1]), 2) == [0, 2]
     assert places.by_hits(torch.empty(0, dtype=torch.int64)) == []
     assert places[4] == Chunk(1, 1)
     with pytest.raises(ValueError, match=r"rows \[2, 5\) are not in an extent of 4"):

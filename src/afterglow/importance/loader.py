@@ -31,8 +31,9 @@ from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
 from afterglow.store.reading import Reader, Reading
 
 CHUNK = 64
+LIKELY = 2  # guessed rows of a chunk that is read early: with one it is not likelier than others
 KNOWN = 512  # extents whose rows' importance is remembered
-PLACED = 4 << 20  # rows of layers whose places are: 64 MiB
+PLACED = 4 << 20  # rows of layers whose places are: 96 MiB
 
 
 class Lost(Exception):
@@ -373,7 +374,7 @@ class Prefix:
         rows = guess(loader.prior, before, self._known(layer) if before is None else None, self.rows, k)
         places = self._places_of(layer)
         guessed = self._guessed[layer] = Speculation(loader.stats.tally)
-        names = within(places.by_hits(rows), lambda number: self._missing(places, layer, number), most)
+        names = within(places.by_hits(rows, LIKELY), lambda number: self._missing(places, layer, number), most)
         for name in names:
             guessed.submit(name, self._layout.chunk_bytes)
         self._ask(names, PREFETCH)
@@ -462,11 +463,12 @@ class Prefix:
         places = self._places_of(layer)
         began = time.perf_counter()
         number = places.number[rows]
-        there = torch.bincount(number, minlength=len(places)).clamp_(max=1)
-        numbers = there.nonzero().squeeze(1)
-        hits = places.hits(wanted)[numbers].tolist()
-        which, place = (there.cumsum(0) - 1)[number], places.stored[rows] % CHUNK
-        found = _Lying([places[number] for number in numbers.tolist()], hits, which, place)
+        rows_in = torch.bincount(number, minlength=len(places))
+        numbers = rows_in.nonzero().squeeze(1)
+        hits = rows_in if wanted is rows else places.hits(wanted)
+        which = (rows_in.clamp(max=1).cumsum(0) - 1)[number]
+        chunks = [places[number] for number in numbers.tolist()]
+        found = _Lying(chunks, hits[numbers].tolist(), which, places.within[rows])
         self._loader.stats.mapping += time.perf_counter() - began
         return found
 

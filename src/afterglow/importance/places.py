@@ -30,7 +30,7 @@ class Places:
     """Where each row of a prefix lies, in one layer. On the CPU, as the rows that it is asked about.
 
     `number` int64 [rows]: its chunk's number, counting those of all extents in the prefix's order, also of chunks that
-    the prefix has no row in. `stored` int64 [rows]: its place in its extent.
+    the prefix has no row in. `stored` int64 [rows]: its place in its extent; `within`: in its chunk.
     """
 
     def __init__(self, views: Sequence[View], orders: Sequence[Order | None] | None = None, chunk: int = 64) -> None:
@@ -48,6 +48,7 @@ class Places:
             numbers.append(len(self._chunks) + lies // chunk)
             self._chunks += [Chunk(index, i) for i in range(-(-view.rows // chunk))]
         self.stored, self.number = torch.cat(stored), torch.cat(numbers)
+        self.within = self.stored % chunk
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -64,12 +65,12 @@ class Places:
         """How many of the rows, each given once, lie in each chunk: int64 [chunks]."""
         return torch.bincount(self.number[rows], minlength=len(self._chunks))
 
-    def by_hits(self, rows: Tensor) -> list[int]:
-        """Numbers of the chunks that rows (each given once) lie in, those with the most of them first; of equals in the rows'
-        order."""
+    def by_hits(self, rows: Tensor, least: int = 1) -> list[int]:
+        """Numbers of the chunks that rows (each given once) lie in, at least so many of them, those with the most first; of
+        equals in the rows' order."""
         number = self.number[rows]
         hits = torch.bincount(number, minlength=len(self._chunks))
         first = torch.full((len(self._chunks),), len(rows)).scatter_reduce_(0, number, torch.arange(len(rows)), "amin")
         order = (hits * (len(rows) + 1) - first).argsort(descending=True)
-        found: list[int] = order[: int((hits > 0).sum())].tolist()
+        found: list[int] = order[: int((hits >= least).sum())].tolist()
         return found

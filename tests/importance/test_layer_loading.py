@@ -13,7 +13,8 @@ from tests.store.store_kit import Kit, contents, extent_name
 
 from afterglow.importance import loader
 from afterglow.importance.identify import Selection
-from afterglow.importance.loader import Loader, Lost, Prefix
+from afterglow.importance.loader import Loader, Lost
+from afterglow.importance.prefix import Prefix
 from afterglow.importance.prior import Prior
 from afterglow.importance.shelf import Shelf
 from afterglow.plan.score import ScoreCache
@@ -122,7 +123,7 @@ def kit(tmp_path: Path) -> Iterator[Kit]:
 def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, shelf: int) -> None:
     scene = Scene(kit, prior, shelf, shelf)
     for _ in range(3):
-        prefix = scene.loader.open(scene.views)
+        prefix = Prefix(scene.loader, scene.views)
         for layer in range(3):
             scene.check(prefix, layer)
         prefix.close()
@@ -132,7 +133,7 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
     assert (tally.predicted > 0) == (prior != "none")
     if shelf == 10_000_000:  # all that was ever wanted is there
         before = scene.loader.stats.read_bytes
-        prefix = scene.loader.open(scene.views)
+        prefix = Prefix(scene.loader, scene.views)
         for layer in range(3):
             scene.check(prefix, layer)
         assert scene.loader.stats.read_bytes == before
@@ -141,7 +142,7 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
 def test_the_next_layer_is_asked_for_while_one_computes(kit: Kit) -> None:
     """Figure 10: probe keys first, then what is likely, then, when the layer knows, what is missing."""
     scene = Scene(kit, "prior")
-    prefix = scene.loader.open(scene.views)
+    prefix = Prefix(scene.loader, scene.views)
     for layer in range(3):
         scene.check(prefix, layer)
     events = scene.reader.events
@@ -160,7 +161,7 @@ def test_guesses_stay_within_what_can_be_read_meanwhile(kit: Kit) -> None:
     scene.loader.budget.seconds, scene.loader.bandwidth = 1.0, 5 * 2 * LAYOUT.chunk_bytes + 1
     scene.loader.budget.beta = 0.0
     scene.loader.took = lambda reading: None  # type: ignore[method-assign]
-    prefix = scene.loader.open(scene.views)
+    prefix = Prefix(scene.loader, scene.views)
     scene.check(prefix, 0)
     guessed = sum(
         n for what, layer, tensor, n in scene.reader.events if (what, layer) == ("ahead", 1) and tensor != PROBES
@@ -174,7 +175,7 @@ def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
     data = bytearray(path.read_bytes())
     data[LAYOUT.offset(SECOND, 2, PROBES, 1)] ^= 1
     path.write_bytes(data)
-    prefix = scene.loader.open(scene.views)
+    prefix = Prefix(scene.loader, scene.views)
     scene.check(prefix, 0)
     scene.check(prefix, 1)
     with pytest.raises(Lost) as lost:
@@ -184,7 +185,7 @@ def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
 
 def test_what_was_important_becomes_an_order(kit: Kit) -> None:
     scene = Scene(kit, "prior")
-    prefix = scene.loader.open(scene.views)
+    prefix = Prefix(scene.loader, scene.views)
     for layer in range(3):
         scene.check(prefix, layer)
     first = scene.loader.stats.read_bytes
@@ -192,7 +193,7 @@ def test_what_was_important_becomes_an_order(kit: Kit) -> None:
     assert scene.loader.reorder() == 2  # the third is in host alone; nothing is known to be on disk of it
     kit.settle()
     scene.loader.reader, scene.loader.prior = scene.reader, "none"  # type: ignore[assignment]
-    prefix = scene.loader.open(scene.views)
+    prefix = Prefix(scene.loader, scene.views)
     before = scene.loader.stats.read_bytes
     for layer in range(3):
         scene.check(prefix, layer)
@@ -216,7 +217,7 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, 
             kit.store.chunks.rewrite(extent_name(number), orders)  # type: ignore[union-attr]
         kit.settle()
         for _ in range(2):  # from the files, and from the shelf
-            prefix = scene.loader.open(scene.views)
+            prefix = Prefix(scene.loader, scene.views)
             for layer in range(3):
                 scene.check(prefix, layer)
             prefix.close()
@@ -227,7 +228,7 @@ def test_places_are_forgotten_in_time(kit: Kit, monkeypatch: pytest.MonkeyPatch)
     scene = Scene(kit, "none")
     monkeypatch.setattr(loader, "PLACED", 2 * ROWS)
     for views in (scene.views, scene.views[:1], scene.views[:2], scene.views, scene.views[1:]):
-        prefix = scene.loader.open(views)
+        prefix = Prefix(scene.loader, views)
         rows = prefix.rows
         selection = Selection("shared", rows, torch.arange(rows), torch.arange(rows))
         prefix.take(0, selection, None)

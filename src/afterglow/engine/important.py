@@ -29,7 +29,8 @@ from afterglow.importance.identify import (
     probe_sums,
     probes_of,
 )
-from afterglow.importance.loader import Loader, Lost, Prefix
+from afterglow.importance.loader import Loader, Lost
+from afterglow.importance.prefix import Prefix
 from afterglow.kernels.attention import attend, merge
 from afterglow.kernels.rope import Rotation, rotate
 from afterglow.model.decoder import Attention, Decoder
@@ -50,7 +51,7 @@ class Important:
         """A request's prefix, of which it takes a share of `retention` (None: the usual one), and all of its first `exact`
         rows. Errors: `Lost`."""
         rules = self.rules if retention is None else replace(self.rules, retention=retention)
-        return Taking(self, self.loader.open(selectable), rules, exact)
+        return Taking(self, Prefix(self.loader, selectable), rules, exact)
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ def importance_io(found: dict[str, Any]) -> None:
     """Figures 16 and 17 of SPEC: time to first token, and what of it is waiting for the disk, in each run."""
     runs = [about["run"] for about in found["runs"]]
     rows = {run: [row for row in found["rows"] if row["run"] == run] for run in runs}
-    names = [row["variant"] for row in rows[runs[0]] if row["variant"] != "recompute"]
+    names = [row["variant"] for row in rows[runs[0]] if row["variant"] not in ("recompute", "the same again")]
     names = [name for name in names if all(any(row["variant"] == name for row in rows[run]) for run in runs)]
     figure, panels = plt.subplots(1, len(runs), figsize=(2.6 + 2.6 * len(runs), 3.4), sharey=True, squeeze=False)
     for axes, run in zip(panels[0], runs, strict=True):

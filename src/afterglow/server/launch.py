@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -152,6 +153,11 @@ class Service:
         if not prepared:
             self.socket.close()
             return
+        if (
+            signals
+        ):  # the process is ours, and what is there now stays: a look through it all would take 0.1 s now and then
+            gc.collect()
+            gc.freeze()
         announce(self._state.engine.conversations.folder, self.address)
         names = ", ".join(dict.fromkeys((*self._state.names, *self._state.embeddings.names)))
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)

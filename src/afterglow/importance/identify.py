@@ -226,7 +226,9 @@ class Votes(NamedTuple):
 
 
 def vote(sums: Tensor, k: int) -> Votes:
-    """`sums` float32 [heads, rows]. Of equals the lower row goes first."""
+    """`sums` float32 [heads, rows], of each head its `k` (1 to rows). Of equals the lower row goes first."""
+    if not 1 <= k <= sums.shape[1]:
+        raise ValueError(f"the {k} largest of {sums.shape[1]}")
     mean = sums.mean(0)
     library = suited(sums)
     if library is None:

@@ -1,7 +1,6 @@
 """Rows out of many tensors, one after the other: of a prefix in chunks, those that are wanted (`native/pick.c`).
 
-1,750 rows of 2 KiB out of 110 chunks: 0.4 ms with two threads, 2.5 as an index into each chunk, their concatenation, and an index
-that puts them in order.
+1,750 rows of 2 KiB out of 110 chunks: 0.13 ms with two threads, 0.9 to 1.2 as an index into each chunk and their concatenation.
 """
 
 from __future__ import annotations

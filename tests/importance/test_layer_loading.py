@@ -16,7 +16,7 @@ from afterglow.importance.identify import Selection
 from afterglow.importance.loader import Loader, Lost
 from afterglow.importance.prefix import Prefix
 from afterglow.importance.prior import Prior
-from afterglow.importance.shelf import Shelf
+from afterglow.importance.shelf import Name, Shelf
 from afterglow.plan.score import ScoreCache
 from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
 from afterglow.store.chunks import ChunkRead
@@ -222,6 +222,18 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, 
                 scene.check(prefix, layer)
             prefix.close()
         scene.loader.shelf.cache.check()
+
+
+def test_keys_that_a_fallback_reads_are_all_wanted(kit: Kit) -> None:
+    """Otherwise caches by score would give them up first, to read them all again for the next request."""
+    scene = Scene(kit, "none", 10_000_000, 10_000_000)
+    prefix = Prefix(scene.loader, scene.views)
+    for layer in range(3):
+        scene.check(prefix, layer)
+    cache = scene.loader.shelf.cache
+    for chunk in range(FIRST // 64):
+        assert cache.score(Name(extent_name(0), 0, 1, KEYS, chunk)) == 1, "layer 1 falls back"
+    assert cache.score(Name(extent_name(0), 0, 0, KEYS, 0)) < 1
 
 
 def test_places_are_forgotten_in_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,9 +153,7 @@ class Service:
         if not prepared:
             self.socket.close()
             return
-        if (
-            signals
-        ):  # the process is ours, and what is there now stays: a look through it all would take 0.1 s now and then
+        if signals:  # the process is ours, and what is there now stays; now and then a look through it would take 0.1 s
             gc.collect()
             gc.freeze()
         announce(self._state.engine.conversations.folder, self.address)

@@ -85,7 +85,7 @@ static ranked *sorted(ranked *x, ranked *other, int64_t n) {
 }
 
 /* Of each of `count` (at most 4095) rows of x, `stride` floats apart, the k (1 to n) largest of n; of equals the first ones: as a
-   mask [count][n], and their places [count][k], ascending. `order` [n]: all that are among them, by how often, then by the larger
+   mask [count][n], and their places [count][k], ascending. `ranking` [n]: all that are among them, by how often, then by the larger
    `mean` [n], then the lower one first. Returns how many that are; -1: no memory. */
 int64_t afterglow_vote_3(const float *x, int64_t stride, int64_t count, int64_t n, int64_t k, const float *mean, uint8_t *mask,
                          int64_t *places, int64_t *ranking, int threads) {

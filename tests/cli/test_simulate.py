@@ -53,11 +53,33 @@ def test_the_table_has_what_was_promised() -> None:
     )
     names = [line[:20].strip() for line in ran.out.splitlines()[1:]]
     assert names == [
-        "turns", "hit rate", "by tier", "TTFT", "from admission on", "prefill throughput", "device time", "queue",
-        "bytes moved", "cost",
+        "turns", "window", "hit rate", "by tier", "TTFT", "from admission on", "prefill throughput", "device time",
+        "queue", "bytes moved", "cost",
     ]  # fmt: skip
     assert "storage" in ran.out.splitlines()[-1]
     assert "(16.4 %)" in ran.out  # as in the papers, two devices
+
+
+def test_a_trace_beyond_the_window_says_how_much_of_it_is_cut(tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"  # prompts without text, one turn each
+    rows = [(0, 100), (1, 3000), (2, 900), (3, 3000)]
+    lines = [f"2023-11-16 18:17:0{at}.0000000,{tokens},10" for at, tokens in rows]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    ran = afterglow("simulate", str(trace), "--window", "1000", "--json", str(tmp_path / "cut.json"))
+    (point,) = json.loads((tmp_path / "cut.json").read_text())["points"]
+    figures = point["figures"]
+    prompts = figures["history_tokens"] + sum(tokens for _, tokens in rows) - figures["cut_tokens"]
+    assert (figures["cut_turns"], figures["window"]) == (2, 1000)
+    assert figures["cut_tokens"] >= 2 * (3000 - 1000)
+    assert figures["cut_of_prompts"] == pytest.approx(figures["cut_tokens"] / (prompts + figures["cut_tokens"]))
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("window ")]
+    assert "2 of 4 turns did not fit and were cut" in line
+    assert f"{figures['cut_tokens']:,}" in line
+    swept = afterglow("simulate", str(trace), "--sweep", "window=1000,8192").out.splitlines()
+    assert "cut" in swept[0].split()
+    wide = afterglow("simulate", str(trace), "--window", "8192", "--json", "-")
+    assert json.loads(wide.out)["points"][0]["figures"]["cut_turns"] == 0
+    assert "window " not in afterglow("simulate", str(trace), "--window", "8192").out
 
 
 def test_json_to_standard_output_and_to_a_file(tmp_path: Path) -> None:

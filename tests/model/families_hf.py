@@ -94,6 +94,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-linear": ("llama", "Llama", _SMALL | _rope("linear", factor=3.0)),
     "llama-yarn": ("llama", "Llama", _SMALL | _YARN),
     "llama-yarn-mscale": ("llama", "Llama", _SMALL | _YARN_MSCALE),
+    # Only Phi's rotary embedding knows this factor: transformers turns whole heads of the others all the same.
+    "llama-partial": ("llama", "Llama", _SMALL | _rope("default", partial_rotary_factor=0.5)),
+    "qwen2-partial": ("qwen2", "Qwen2", _SMALL | _rope("default", partial_rotary_factor=0.5)),
     "llama-dynamic": ("llama", "Llama", _SMALL | _rope("dynamic", factor=2.0)),
     "llama-longrope": ("llama", "Llama", _SMALL | _LONGROPE),
     "mistral": ("mistral", "Mistral", _SMALL | {"sliding_window": None}),

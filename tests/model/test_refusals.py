@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ModelError
-from afterglow.model.families import FAMILIES, KNOWN_REFUSED, UNSUPPORTED, spec_from_config
+from afterglow.model.families import FAMILIES, spec_from_config
+from afterglow.model.refusals import KNOWN_REFUSED, REASONS, UNSUPPORTED
 from afterglow.model.spec import ModelSpec, RopeSpec
 
 LLAMA: dict[str, Any] = {
@@ -41,13 +42,15 @@ FALCON = plain("falcon")
         ({"model_type": "bloom"}, ["bloom", "ALiBi", "llama"]),
         ({"model_type": "mixtral"}, ["mixtral", "mixture of experts"]),
         ({"model_type": "deepseek_v3"}, ["MLA"]),
-        ({"model_type": "nonsense"}, ["nonsense", "supported are", "qwen3"]),
+        ({"model_type": "nonsense"}, ["nonsense", "held against", "use a model of one of the types", "qwen3"]),
+        ({"model_type": "phi3"}, ["phi3", "fused weights", "use a model"]),
+        ({"model_type": "mamba"}, ["mamba", "keep a state", "use a model"]),
         ({"model_type": ...}, ["model_type"]),
         ({"hidden_act": "quick_gelu"}, ["quick_gelu", "gelu_new"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq", "--quantization int8"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
         ({"vision_config": {}}, ["multimodal"]),
-        ({"num_local_experts": 8}, ["mixture of experts"]),
+        ({"num_local_experts": 8}, ["mixture-of-experts", "dense model"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}, ["own code", "XForCausalLM"]),
         ({"num_hidden_layers": ...}, ["num_hidden_layers"]),
@@ -59,7 +62,11 @@ FALCON = plain("falcon")
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}}, ["yarn", "surprise"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["llama3", "low_freq_factor"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["layer types"]),
-        ({"partial_rotary_factor": 0.05}, ["rotary", "even"]),
+        (plain("phi") | {"partial_rotary_factor": 0.05}, ["rotary", "even"]),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["partial_rotary_factor = 0.5", "linear", "llama"],
+        ),
         (plain("mistral") | {"attention_bias": True}, ["attention_bias"]),
         (plain("phi") | {"qk_layernorm": True}, ["qk_layernorm"]),
         (FALCON | {"alibi": True}, ["ALiBi", "alibi"]),
@@ -82,7 +89,8 @@ def test_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_every_dangerous_key_is_refused_and_harmless_at_its_neutral_values(key: str) -> None:
-    neutral, _ = UNSUPPORTED[key]
+    neutral, _, remedy = UNSUPPORTED[key]
+    assert remedy.startswith("use ")
     for value in neutral:
         read(**{key: value})
     flag = next((value for value in neutral if isinstance(value, bool)), None)
@@ -96,6 +104,14 @@ def test_every_dangerous_key_is_refused_and_harmless_at_its_neutral_values(key: 
 
 def test_known_refusals_are_not_supported_after_all() -> None:
     assert not set(KNOWN_REFUSED) & set(FAMILIES)
+    assert len(KNOWN_REFUSED) == sum(map(len, REASONS.values())), "a model type has one reason"
+
+
+def test_layer_norm_after_the_block_is_not_called_a_matter_of_conversion() -> None:
+    with pytest.raises(ModelError, match="layer norm after the block") as caught:
+        read(**OPT, do_layer_norm_before=False)
+    assert "converted" not in str(caught.value)
+    assert "use another size of OPT" in str(caught.value)
 
 
 def refused_beyond(spec: ModelSpec, limit: int, word: str) -> None:

@@ -72,6 +72,7 @@ COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("prefill tok/s", lambda f: number(f["prefill_throughput"])),
     ("device time", lambda f: seconds(f["device_seconds"])),
     ("queue", lambda f: number(f["mean_queue"])),
+    ("cut", lambda f: percent(f["cut_of_prompts"])),
     ("cost", lambda f: dollars(f["cost"]["dollars"]) if f["cost"] else "-"),
 )
 
@@ -92,12 +93,23 @@ def overview(figures: Figures) -> list[tuple[str, str]]:
         ("bytes moved", ", ".join(f"{format_size(size)} {link}" for link, size in f["bytes_moved"].items())),
         ("cost", _cost(f)),
     ]
+    if f["cut_turns"] or f["refused"]:
+        rows.insert(1, ("window", cut_by_window(f)))
     if "cluster" in f:
         rows.append(("engines", _cluster(f["cluster"])))
     if "bad_lines" in f:
         bad = f["bad_lines"]
         rows.append(("left out", f"{bad['skipped']} bad line{'s' * (bad['skipped'] > 1)}; the first: {bad['first']}"))
     return rows
+
+
+def cut_by_window(f: Figures) -> str:
+    """Say how much of the workload the window had no room for: hit rates are of what was left."""
+    return (
+        f"{number(f['window'])} tokens: {number(f['cut_turns'])} of {number(f['turns'])} turns did not fit and were cut, "
+        f"{number(f['cut_tokens'])} tokens ({percent(f['cut_of_prompts'])} of all prompt tokens), "
+        f"and {number(f['refused'])} were refused; all figures are of what was left (--window N changes it)"
+    )
 
 
 def _history(f: Figures) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.families import Config, Names, need, read_activation, refuse
+from afterglow.model.families import Config, Names, need, read_activation
+from afterglow.model.refusals import refuse_keys
 from afterglow.model.spec import EncoderSpec
 
 # What a checkpoint may have been saved as: the encoder alone, or below a head that is not needed. Heads that make
@@ -35,7 +36,7 @@ def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
     """
     kind = config["model_type"]
     family = ENCODERS[kind]
-    refuse(config, frozenset())
+    refuse_keys(config, frozenset())
     known = [family.architecture + head for head in HEADS]
     for name in config.get("architectures") or ():
         if name not in known:

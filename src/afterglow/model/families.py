@@ -1,7 +1,6 @@
 """The families: from a Hugging Face `config.json` to a ModelSpec, and where each weight is found.
 
-A row of `FAMILIES` says how a family differs from Llama; nothing else does. Whatever in a config changes the
-arithmetic and is not honoured is refused by name: a nearly right model gives nearly right answers, unnoticed.
+A row of `FAMILIES` says how a family differs from Llama; nothing else does. What is refused is in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from afterglow.errors import ModelError
+from afterglow.model.refusals import refuse_keys, refused_kind
 from afterglow.model.rotary import read_rope
 from afterglow.model.spec import Activation, ModelSpec
 
@@ -49,62 +49,8 @@ class Family:
     architecture: str
     read: Callable[[Config], dict[str, Any]]  # ModelSpec fields that differ from Llama's reading
     names: Callable[[ModelSpec], Names]
-    honoured: frozenset[str] = frozenset()  # keys of UNSUPPORTED that this family does honour
+    honoured: frozenset[str] = frozenset()  # keys of refusals.UNSUPPORTED that this family does honour
 
-
-# Config keys that change the arithmetic, with the values that leave it alone, and what to call them.
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization_config": ((None,), "quantised weights"),
-    "alibi": ((None, False), "ALiBi positions"),
-    "kv_lora_rank": ((None,), "multi-head latent attention (MLA)"),
-    "q_lora_rank": ((None,), "multi-head latent attention (MLA)"),
-    "num_experts": ((None, 0), "mixture of experts"),
-    "num_local_experts": ((None, 0), "mixture of experts"),
-    "n_routed_experts": ((None, 0), "mixture of experts"),
-    "vision_config": ((None,), "multimodal models"),
-    "audio_config": ((None,), "multimodal models"),
-    "text_config": ((None,), "nested (multimodal) configs"),
-    "is_encoder_decoder": ((None, False), "encoder-decoder models"),
-    "add_cross_attention": ((None, False), "cross attention"),
-    "attn_logit_softcapping": ((None,), "soft-capped attention scores"),
-    "final_logit_softcapping": ((None,), "soft-capped logits"),
-    "logit_scale": ((None, 1), "scaled logits"),
-    "logits_scaling": ((None, 1), "scaled logits"),
-    "residual_multiplier": ((None, 1), "scaled residuals"),
-    "embedding_multiplier": ((None, 1), "scaled embeddings"),
-    "scale_emb": ((None, 1), "scaled embeddings"),
-    "scale_depth": ((None, 1), "scaled residuals"),
-    "attention_multiplier": ((None,), "scaled attention"),
-    "query_pre_attn_scalar": ((None,), "scaled attention"),
-    "clip_qkv": ((None,), "clipped queries, keys and values"),
-    "qk_layernorm": ((None, False), "query/key layer norm"),
-    "use_qk_norm": ((None, False), "query/key norm"),
-    "attention_chunk_size": ((None,), "chunked attention"),
-    "no_rope_layers": ((None, []), "layers without positions"),
-    "no_rope_layer_interval": ((None, 0), "layers without positions"),
-    "rope_interleaved": ((None, False), "interleaved rotary embedding"),
-    "attention_bias": ((None, False), "attention biases"),
-    "mlp_bias": ((None, False), "MLP biases"),
-    "word_embed_proj_dim": ((None,), "projected embeddings (word_embed_proj_dim other than hidden_size)"),
-    "do_layer_norm_before": ((None, True), "layer norm after the block"),
-    "_remove_final_layer_norm": ((None, False), "models without a final norm"),
-    "layer_norm_elementwise_affine": ((None, True), "layer norms without weights"),
-}
-
-# Families that people will try, and why not.
-KNOWN_REFUSED = {
-    "bloom": "ALiBi positions",
-    "mpt": "ALiBi positions",
-    "mixtral": "mixture of experts",
-    "qwen2_moe": "mixture of experts",
-    "qwen3_moe": "mixture of experts",
-    "gpt_oss": "mixture of experts and attention sinks",
-    "deepseek_v2": "multi-head latent attention (MLA)",
-    "deepseek_v3": "multi-head latent attention (MLA)",
-    "gemma2": "soft-capped scores and alternating windows",
-    "gemma3_text": "alternating windows with two rotary bases",
-    "t5": "encoder-decoder models",
-}
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -127,44 +73,25 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
     if kind is None:
         raise ModelError("config.json names no model_type; is this a Hugging Face model directory?")
     if kind not in FAMILIES:
-        why = f" ({KNOWN_REFUSED[kind]})" if kind in KNOWN_REFUSED else ""
-        raise ModelError(f"model type {kind!r}{why} is not supported; supported are {', '.join(FAMILIES)}")
+        raise refused_kind(kind, ", ".join(FAMILIES))
     family = FAMILIES[kind]
-    refuse(config, family.honoured)
+    refuse_keys(config, family.honoured)
     _refuse_architecture(config, family)
     fields = _read_common(config) | family.read(config)
     spec = ModelSpec(family=kind, **fields)
     return spec, family.names(spec)
 
 
-def refuse(config: Config, honoured: frozenset[str]) -> None:
-    """Errors: ModelError, for a key of UNSUPPORTED that changes the arithmetic and is not among the `honoured`."""
-    for key, (neutral, what) in UNSUPPORTED.items():
-        value = config.get(key)
-        if key == "word_embed_proj_dim" and value == config.get("hidden_size"):
-            continue
-        if key not in honoured and value not in neutral:
-            raise ModelError(
-                f"{what} are not supported, and config.json says {key} = {_short(value)}; "
-                "use a model without, or one converted to plain weights"
-            )
-
-
 def _refuse_architecture(config: Config, family: Family) -> None:
     for name in config.get("architectures") or ():
         if name.lower() != family.architecture.lower():
             raise ModelError(
-                f"architecture {name!r} is not supported for model type {config['model_type']!r}; "
-                f"it must be {family.architecture}"
+                f"architecture {name!r} of model type {config['model_type']!r} writes no text, or is not known here; "
+                f"use a checkpoint that was saved as {family.architecture}"
             )
     own_code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if own_code and own_code.rsplit(".", 1)[-1] != family.architecture:
         raise ModelError(f"the model brings its own code ({own_code}), which is never run; use a plain checkpoint")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def need(config: Config, key: str) -> Any:

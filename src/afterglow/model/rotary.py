@@ -113,11 +113,11 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float = 1.0) -> dict[str, Any]:
+def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float | None = None) -> dict[str, Any]:
     """The rotary fields of a ModelSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    The first is how transformers 5 writes it, the others how 4 did. `partial` is the family's default share
-    of `head_dim` that turns.
+    The first is how transformers 5 writes it, the others how 4 did. `partial` is the family's default share of
+    `head_dim` that turns; None: all of it does, whatever `partial_rotary_factor` says, as in transformers.
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in given.values()):
@@ -126,7 +126,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float = 1.0)
     old = params.pop("type", None)
     kind = params.pop("rope_type", None) or old or "default"
     theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    share = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
+    share = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial or 1.0
+    if partial is None and share != 1.0:
+        if kind != "default":  # transformers shortens the table and cannot compute with it
+            raise ModelError(
+                f"partial_rotary_factor = {share} with rotary scaling {kind!r} means nothing to model type "
+                f"{config.get('model_type')!r}; take one of the two out of config.json"
+            )
+        share = 1.0
     if kind == "su":  # LongRoPE's first name
         kind = "longrope"
     if kind not in REQUIRED:

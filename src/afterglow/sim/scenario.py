@@ -98,6 +98,7 @@ class Running:
             )
         found = summary(outcome)
         found["history_tokens"] = sum(outcome.history)
+        found["window"] = self.setup.longest
         found["cost"] = self._cost(outcome)
         if self._cluster is not None:
             found["cluster"] = self._cluster.figures()

@@ -29,6 +29,7 @@ class _Live:
     first: float = 0.0  # when its first token was there
     began: float = -1.0  # when the step began that admitted it
     cached: tuple[int, int, int] = (0, 0, 0)
+    dropped: int = 0  # tokens of the prompt that its window had no room for
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Outcome:
 
     `history`: prompt tokens that an earlier turn of the conversation had; of these and of all others `device`, `host`
     and `disk` were cached there. `waited`: seconds from arrival to the pass that admitted it; `ttft`: to the first token.
+    `cut_turns` did not fit the model's window: `cut_tokens` of their prompts were left out, which no other figure counts.
     """
 
     turns: int = 0
@@ -53,6 +55,8 @@ class Outcome:
     new_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    cut_turns: int = 0
+    cut_tokens: int = 0
     bytes_moved: dict[str, int] = field(default_factory=dict)
     counters: Counters | None = None
     queue_seconds: float = 0.0  # waiting turns, times the seconds they were so many
@@ -197,6 +201,7 @@ class Simulation:
             if isinstance(event, Admitted):
                 live.cached = (event.device, event.host, event.disk)
                 live.prompt -= event.dropped
+                live.dropped += event.dropped
                 continue
             live.first = live.first or self.now
             if event.finish is not None:
@@ -222,6 +227,8 @@ class Simulation:
         outcome.new_tokens += min(turn.new_tokens, live.prompt)
         outcome.computed_tokens += live.prompt - device - host - disk
         outcome.output_tokens += turn.output_tokens
+        outcome.cut_turns += live.dropped > 0
+        outcome.cut_tokens += live.dropped
         outcome.ttft.append(live.first - live.arrival.time)
         outcome.waited.append(live.began - live.arrival.time)
         for column, value in (
@@ -265,6 +272,11 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     return {
         "turns": outcome.turns,
         "refused": outcome.refused,
+        "cut_turns": outcome.cut_turns,
+        "cut_tokens": outcome.cut_tokens,
+        "cut_of_prompts": outcome.cut_tokens / (outcome.prompt_tokens + outcome.cut_tokens)
+        if outcome.cut_tokens
+        else 0.0,
         "hit_rate": reused / history if history else 0.0,
         "turn_hit_rate": hits / len(later) if later else 0.0,
         "from_device": sum(outcome.device) / cached if cached else 0.0,

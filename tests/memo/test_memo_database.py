@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -249,9 +250,33 @@ def test_a_byte_budget_holds(tmp_path: Path) -> None:
     assert 30_000 - 4 * 81 * 8 - 200 < used <= 30_000
     assert 2 < len(database.store) < 60
     assert made.skipped == 60 - len(database.store)
-    adder = builder(plain, tmp_path, options)
-    assert adder.add(sentences(5, seed=3)) == 0
-    assert adder.skipped == 5
+    for adder in (builder(plain, tmp_path, options), builder(plain, tmp_path)):  # also one that is told of no budget
+        assert adder.add(sentences(5, seed=3)) == 0
+        assert adder.skipped == 5
+    assert adder.add(sentences(5, seed=3), max_bytes=100_000) == 5
+    assert adder.add(sentences(5, seed=4)) == 0, "another budget is for one time"
+
+
+def test_of_two_that_add_at_once_none_loses_what_the_other_has_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has looked at what is there, and another begins, before it has the lock."""
+    plain = embedder("encoder")
+    build(plain, tmp_path, sentences(20)).close()
+    first, second = builder(plain, tmp_path), builder(plain, tmp_path)
+    added = []
+    look = second.open
+
+    def another() -> MemoDatabase:
+        found = look()
+        with contextlib.suppress(ConfigError):  # it is told that somebody else writes
+            added.append(first.add(sentences(7, seed=2)))
+        return found
+
+    monkeypatch.setattr(second, "open", another)
+    added.append(second.add(sentences(5, seed=3)))
+    database = first.open()
+    assert len(database.store) == database.settings.records == 20 + sum(added)
 
 
 def test_added_sentences_are_found_and_flagged(tmp_path: Path) -> None:

@@ -58,11 +58,11 @@ def add(
     from afterglow.memo.settings import Settings
 
     given = _lines(texts)
-    options = dataclasses.replace(Settings.load(folder).options, max_bytes=max_bytes)
+    options = Settings.load(folder).options
     embedder, where = _embedder(model, template, config)
     with progress() as report:
         builder = _builder(embedder, where, folder, options, report)
-        new = builder.add([_tokens(embedder, text) for text in given])
+        new = builder.add([_tokens(embedder, text) for text in given], max_bytes)
     print(f"{new} texts added to {folder}, without training")
     if builder.skipped:
         print(f"{builder.skipped} left out: too long, or no room under --max-bytes")

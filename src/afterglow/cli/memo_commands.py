@@ -142,7 +142,14 @@ def add(
     texts: Texts,
     model: Model = None,
     template: Template = None,
-    max_bytes: MaxBytes = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Stop taking maps when they have this size on disk, such as 2G. The default is what the build was given.",
+            show_default=False,
+        ),
+    ] = None,
     quantization: Quantization = "none",
     threads: Threads = None,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,14 +90,18 @@ class Builder:
             self._folder, model_digest=about.model_digest, quantisation=about.quantisation, template=about.template
         )
 
-    def add(self, sentences: Sequence[Sequence[int]]) -> int:
+    def add(self, sentences: Sequence[Sequence[int]], max_bytes: int | None = None) -> int:
         """Put more sentences into a finished database, found by the projector as it is; returns how many were new.
-        Raises as `open`, and ConfigError while another process writes."""
-        database = self.open()
-        settings, projector = database.settings, database.projector
-        database.close()
+        `max_bytes`: the budget this time (None: the one that it was built with). Raises as `open`, and ConfigError while
+        another process writes."""
+        Settings.load(self._folder)  # that there is one
         store = MapStore.open(self._folder, writable=True)
-        try:
+        try:  # what is there counts from now on: another process may have added to it until it gave the lock back
+            database = self.open()
+            settings, projector = database.settings, database.projector
+            database.close()
+            budget = settings.options.max_bytes if max_bytes is None else max_bytes
+            self._options = replace(settings.options, max_bytes=budget)
             store.cut(settings.records)  # of an earlier attempt
             known = set(store.keys())
             fresh = [ids for ids in self._wanted(sentences) if token_key(ids) not in known]

@@ -45,8 +45,10 @@ def listen(config: ServerConfig) -> socket.socket:
     out."""
     where = f"port {config.port} of {config.host}"
     try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, protocol, *_ = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        # The protocol has to be named: asyncio sets TCP_NODELAY only on what says that it is TCP, and without it each
+        # small write of a kept-alive connection waits 40 ms for the client's acknowledgement.
+        sock = socket.socket(family, kind, protocol or socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {where}: {error}") from None
     try:

@@ -1,6 +1,7 @@
 """The engine: the only room that joins plan, store and model.
 
-One thread owns the plan. It sleeps on one inbox, which callers (submit, cancel) and the mover (completions) fill.
+One thread owns the plan: nothing else reads it. It sleeps on one inbox, which callers (submit, cancel) and the mover
+(completions) fill, and publishes its numbers once a step, before callers are told of the step.
 Knows token ids only: text, HTTP and chat templates are outside.
 """
 
@@ -22,7 +23,7 @@ from afterglow.engine.aside import Aside
 from afterglow.engine.requests import Completion, check, completion_of, discarding, job_spec, salt_id, token_bytes
 from afterglow.engine.runner import Runner, RunOutput
 from afterglow.engine.setup import Parts, build
-from afterglow.engine.stats import EngineStats, Totals, collect
+from afterglow.engine.stats import EngineStats, Snapshot, Totals, collect
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import Rows
 from afterglow.plan.scheduler import Scheduler
@@ -100,6 +101,8 @@ class Engine:
         self._waiting = 0  # submitted and not yet admitted, as callers see it
         self._lock = threading.Lock()
         self._totals = Totals()
+        self._outbox: list[tuple[_Live, Output]] = []  # what callers are to be told when the numbers are published
+        self._published = self._snapshot()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._stopping = False
@@ -196,17 +199,20 @@ class Engine:
         return [completion_of(gathered[r.id], first[r.id]) for r in requests]
 
     def stats(self) -> EngineStats:
-        """A snapshot of counters and levels; never waits for the engine's thread."""
+        """Counters and levels as of the last step; waits neither for the engine's thread nor for a file system."""
         parts = self._parts
         return collect(
+            self._published, self._store.stats(), parts.capacity, parts.device_row_bytes, parts.host_block_bytes
+        )
+
+    def _snapshot(self) -> Snapshot:
+        """What the engine's thread counts, as it is now. Only that thread calls it."""
+        important = self._parts.important
+        return Snapshot.of(
             self._totals,
             self._scheduler.stats(),
-            self._store.stats(),
-            parts.capacity,
-            parts.device_row_bytes,
-            parts.host_block_bytes,
-            parts.relayed,
-            parts.important.loader.stats if parts.important is not None else None,
+            self._parts.relayed,
+            important.loader.stats if important is not None else None,
         )
 
     def reset_cache(self, salt: str | None = None) -> None:
@@ -333,6 +339,7 @@ class Engine:
             try:
                 action()
             finally:
+                self._published = self._snapshot()
                 ended.set()
 
         self._send(wrapped)
@@ -378,7 +385,7 @@ class Engine:
     def _submit_own(self, request: Request) -> None:
         """A request of the engine's own, whose answer nobody waits for."""
         with contextlib.suppress(RequestError):
-            self._submit(request, lambda output: None, salt_id(request.salt))
+            self._submit(request, _nobody, salt_id(request.salt))
 
     def _plan(self, live: _Live) -> None:
         spec, scores = live.spec, self._scores
@@ -403,6 +410,7 @@ class Engine:
             self._failure = error
             for live in list(self._live.values()):
                 self._finish(live, Output(live.request.id, (), "error", error="internal error"))
+            self._deliver()
 
     def _take_inbox(self, block: bool, timeout: float | None = None) -> None:
         """Do what callers asked for; with `block`, wait for something first."""
@@ -412,9 +420,11 @@ class Engine:
             try:
                 action = self._inbox.get(block, timeout)
             except queue.Empty:
-                return
+                break
             action()
             block = False
+        if self._outbox:
+            self._publish()
 
     def _iterate(self) -> bool:
         """One step; False when there is nothing to do until something arrives."""
@@ -425,6 +435,8 @@ class Engine:
         self._remember_use()
         step = self._scheduler.schedule(self._now())
         self._wake_at = step.wake_at
+        if step.idle or any(run.admit is not None for run in step.runs):  # the pass may take long
+            self._publish()
         if step.idle:
             return self._aside.turn(self._now(), self._submit_own)
         self._execute(step, began)
@@ -463,6 +475,25 @@ class Engine:
         events = self._scheduler.commit(step, out.result, self._store.finished(), self._now())
         self._dispatch(events, out)
         self._totals.step(ran - began + time.perf_counter() - ended, ended - ran, prefilled)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Publish the numbers, then tell callers what there is: who has been told of something finds it counted."""
+        self._published = self._snapshot()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Tell callers. A sink that raises ends its own request."""
+        while self._outbox:
+            outbox, self._outbox = self._outbox, []
+            for live, output in outbox:
+                try:
+                    live.sink(output)
+                except Exception:
+                    log.exception("the sink of request %s has failed: the request is cancelled", live.request.id)
+                    live.sink = _nobody
+                    if live.job in self._live:
+                        self._cancel(live.job)
 
     def _prompt_rows(self, run: Run) -> int:
         """Rows of a run that belong to the prompt, not to the reply."""
@@ -508,7 +539,7 @@ class Engine:
             live.selected if first or event.finish is not None else None,
         )
         if event.finish is None:
-            live.sink(output)
+            self._outbox.append((live, output))
         else:
             self._finish(live, output)
 
@@ -523,7 +554,7 @@ class Engine:
         with self._lock:
             self._jobs.pop(live.request.id, None)
         self._totals.finished(output.finish_reason or "error")
-        live.sink(output)
+        self._outbox.append((live, output))
 
     def _cancel(self, job: int) -> None:
         self._dispatch(self._scheduler.cancel(job, self._now()), None)
@@ -550,3 +581,7 @@ class Engine:
                 return
             self._take_inbox(block=True, timeout=0.1)
         log.warning("the store was still busy after %.0f s", DRAIN_SECONDS)
+
+
+def _nobody(output: Output) -> None:
+    """The sink of a request whose outputs nobody waits for."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from afterglow.importance.loader import LoaderStats
 from afterglow.plan.extent import Capacity
@@ -103,17 +104,27 @@ class RelayCounts:
         self.rows_saved += rows * (jobs - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the engine's thread and the plan count, at one moment: copies, which nobody changes any more."""
+
+    totals: Totals
+    plan: Stats
+    relayed: RelayCounts
+    importance: LoaderStats | None
+
+    @classmethod
+    def of(cls, totals: Totals, plan: Stats, relayed: RelayCounts, importance: LoaderStats | None) -> Snapshot:
+        """Copies of what changes; `plan` is a copy already."""
+        copied = replace(totals, cached=dict(totals.cached), finishes=dict(totals.finishes))
+        return cls(copied, plan, replace(relayed), deepcopy(importance))
+
+
 def collect(
-    totals: Totals,
-    plan: Stats,
-    store: StoreStats,
-    capacity: Capacity,
-    device_row_bytes: int,
-    host_block_bytes: int,
-    relayed: RelayCounts,
-    importance: LoaderStats | None,
+    now: Snapshot, store: StoreStats, capacity: Capacity, device_row_bytes: int, host_block_bytes: int
 ) -> EngineStats:
-    """One snapshot from what the engine, the plan and the store each count."""
+    """What the engine, the plan and the store each count, in one."""
+    totals, plan, relayed = now.totals, now.plan, now.relayed
     counters = plan.counters
     finishes = totals.finishes
     return EngineStats(
@@ -155,7 +166,7 @@ def collect(
         store_failures=counters.store_failures,
         unsaved_rows=counters.rows_unsaved,
         preemptions=counters.preemptions,
-        importance=importance,
+        importance=now.importance,
         plan=plan,
         store=store,
     )

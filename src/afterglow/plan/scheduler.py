@@ -122,6 +122,7 @@ class Scheduler(Parts):
             self._placement.shrink()  # not before pins are known again
         self._registered.refresh(now)
         self._placement.sweep(now, self._ahead.awaited)
+        self._sessions.bury()
         if restored and self._warm_start:
             self._placement.warm_up()
         evicted = self._counters.evicted
@@ -192,7 +193,7 @@ class Scheduler(Parts):
     # ------------------------------------------------------------------------------------------- looking on
 
     def stats(self) -> Stats:
-        """Numbers for metrics."""
+        """Numbers for metrics. Changes nothing; the thread that owns the plan calls it, and may hand the result on."""
         loading = sum(job.state == "loading" for job in self._queue)
         return Stats(
             prefetch_window=self._ahead.prefetch_window,

@@ -55,12 +55,11 @@ class Sessions:
         self._notes: dict[str, str | None] = {}
 
     def __len__(self) -> int:
-        self._bury()
         return len(self._sessions)
 
     def used(self, tenant: str, name: str, extents: Iterable[Extent], now: float) -> None:
         """A turn of a conversation has ended; its context went through these extents."""
-        self._bury()
+        self.bury()
         key = (tenant, name)
         session = self._sessions.get(key)
         if session is None:
@@ -83,13 +82,13 @@ class Sessions:
 
     def listing(self, tenant: str) -> list[SessionState]:
         """One tenant's conversations, the last used first."""
-        self._bury()
+        self.bury()
         own = [session for session in self._sessions.values() if session.tenant == tenant]
         return [_state(session) for session in sorted(own, key=lambda item: -item.used)]
 
     def pin(self, tenant: str, name: str, pinned: bool) -> bool:
         """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
-        self._bury()
+        self.bury()
         session = self._sessions.get((tenant, name))
         if session is None:
             return False
@@ -132,7 +131,7 @@ class Sessions:
             extent.sessions = without_key(extent.sessions, session)
         self._notes[_key(session)] = None
 
-    def _bury(self) -> None:
+    def bury(self) -> None:
         """Take note of what has been forgotten meanwhile. A name goes with the last row, unless it is pinned."""
         lost, self._placement.lost = self._placement.lost, []
         for extent in lost:
@@ -154,7 +153,7 @@ class Sessions:
 
     def take_notes(self) -> list[tuple[str, str | None]]:
         """What has changed since the last call."""
-        self._bury()
+        self.bury()
         notes, self._notes = self._notes, {}
         return list(notes.items())
 

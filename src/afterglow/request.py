@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,8 @@ from afterglow.errors import RequestError
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_LOGPROBS = 20
+MAX_PENALTY = 2.0  # of presence and frequency, as OpenAI has it
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,12 @@ class SamplingParams:
 
     `stop_token_ids` end the reply and are not part of its text; stop *strings* are the caller's business (text
     is outside of the engine) and reach it as `Engine.stop(job_id, ...)`.
-    `logprobs`: number of alternatives per generated token, None for no log-probabilities at all.
+    `presence_penalty` is taken from the logit of each token that was generated before, `frequency_penalty` once for each
+    time. `repetition_penalty` divides the logits above 0, and multiplies the others, of all tokens in the prompt or
+    generated before; 1 is none. `logit_bias`: what to add to the logit of a token id. Before `min_tokens` were generated no
+    stop token is drawn, and callers look for no stop string.
+    `logprobs`: number of alternatives per generated token, None for no log-probabilities at all. They are the model's own:
+    before penalties, bias, temperature and filters.
     `prompt_logprobs`: the same for prompt tokens (needs every prompt row computed; switches reuse off).
     """
 
@@ -28,6 +36,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -44,6 +57,22 @@ class SamplingParams:
         check(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
         check(-1 <= self.top_k < 2**31, "top_k", "-1 or 0 (off) or a positive number below 2^31")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(abs(getattr(self, name)) <= MAX_PENALTY, name, f"between {-MAX_PENALTY:g} and {MAX_PENALTY:g}")
+        penalty = self.repetition_penalty
+        check(0 < penalty < math.inf, "repetition_penalty", "greater than 0 (1 is none), and finite")
+        for token, bias in self.logit_bias.items():
+            if not abs(bias) <= MAX_BIAS:
+                raise RequestError(
+                    f"logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, got {bias!r} for token {token}",
+                    param="logit_bias",
+                )
+        check(self.min_tokens >= 0, "min_tokens", "0 or more")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most the {self.max_tokens} tokens that the reply may have, got {self.min_tokens}",
+                param="min_tokens",
+            )
         check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -8,10 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from afterglow.engine.sampling import Sampler, _filtered, logprobs_of, sample
 from afterglow.errors import RequestError
 from afterglow.request import SamplingParams
+
+WORDS = 12
 
 
 def reference(logits: list[float], p: SamplingParams) -> dict[int, float]:
@@ -90,6 +93,99 @@ def test_greedy_and_drawn_rows_mix() -> None:
     assert sample(logits, [greedy, narrow]) == [1, 1]
 
 
+def shaped(logits: Tensor, params: SamplingParams, prompt: list[int], reply: list[int], stops: set[int]) -> Tensor:
+    """What a sampler draws from, after it has drawn `reply`."""
+    shaping = Sampler.of(params, torch.device("cpu"), prompt, stops).shaping
+    assert shaping is not None
+    for token in reply:
+        shaping.apply(torch.zeros_like(logits))  # as for any token: what it does to other logits is forgotten
+        shaping.drew(token)
+    row = logits.clone()
+    shaping.apply(row)
+    return row
+
+
+TOKENS = st.lists(st.integers(0, WORDS - 1), max_size=8)
+LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=WORDS, max_size=WORDS).map(torch.tensor)
+
+
+@settings(max_examples=100, deadline=None)
+@given(logits=LOGITS, prompt=TOKENS.filter(len), reply=TOKENS, penalty=st.floats(0.2, 3))
+def test_the_repetition_penalty_is_transformers(
+    logits: Tensor, prompt: list[int], reply: list[int], penalty: float
+) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    if penalty == 1:
+        return
+    ids = torch.tensor([prompt + reply])
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits[None].clone())[0]
+    assert torch.allclose(shaped(logits, SamplingParams(repetition_penalty=penalty), prompt, reply, set()), wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(logits=LOGITS, reply=TOKENS, least=st.integers(1, 9), stops=st.sets(st.integers(0, WORDS - 1), min_size=1))
+def test_min_tokens_is_transformers(logits: Tensor, reply: list[int], least: int, stops: set[int]) -> None:
+    from transformers import MinNewTokensLengthLogitsProcessor
+
+    prompt = [1, 2, 3]
+    processor = MinNewTokensLengthLogitsProcessor(len(prompt), least, sorted(stops))
+    wanted = processor(torch.tensor([prompt + reply]), logits[None].clone())[0]
+    assert torch.equal(shaped(logits, SamplingParams(min_tokens=least), prompt, reply, stops), wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    logits=LOGITS,
+    prompt=TOKENS,
+    reply=TOKENS,
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    bias=st.dictionaries(st.integers(0, WORDS - 1), st.floats(-100, 100)),
+)
+def test_the_other_penalties_are_openais(
+    logits: Tensor, prompt: list[int], reply: list[int], presence: float, frequency: float, bias: dict[int, float]
+) -> None:
+    params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
+    if params == SamplingParams():
+        return
+    wanted = [
+        value + bias.get(token, 0) - reply.count(token) * frequency - (token in reply) * presence
+        for token, value in enumerate(logits.tolist())
+    ]
+    assert shaped(logits, params, prompt, reply, set()).tolist() == pytest.approx(wanted, abs=1e-4)
+
+
+ASKING = SamplingParams(temperature=0, presence_penalty=2, repetition_penalty=1.5, logit_bias={3: 9}, min_tokens=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), asking=st.lists(st.booleans(), min_size=1, max_size=6), greedy=st.booleans())
+def test_penalties_touch_no_other_request(seed: int, asking: list[bool], greedy: bool) -> None:
+    """Each row of a batch is drawn as it is alone, and the logits that log-probabilities are read from stay."""
+    logits = torch.randn((len(asking), WORDS), generator=torch.Generator().manual_seed(seed)) * 3
+    plain = SamplingParams(temperature=0 if greedy else 1, seed=seed)
+
+    def samplers() -> list[Sampler]:
+        return [Sampler.of(ASKING if a else plain, torch.device("cpu"), [1, 2], {0}) for a in asking]
+
+    together, alone = samplers(), samplers()
+    for step in range(6):
+        rows = logits.roll(step, 1)
+        before = rows.clone()
+        drawn = sample(rows, together)
+        assert torch.equal(rows, before)
+        assert drawn == [sample(row[None], [sampler])[0] for row, sampler in zip(rows, alone, strict=True)]
+
+
+def test_who_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of the logits is made, and no table kept."""
+    samplers = [Sampler.of(SamplingParams(temperature=0), torch.device("cpu"), [1], {2}) for _ in range(3)]
+    assert [s.shaping for s in samplers] == [None] * 3
+    monkeypatch.setattr(torch.Tensor, "clone", None)
+    assert sample(torch.tensor([[0.0, 5.0]] * 3), samplers) == [1, 1, 1]
+
+
 def test_logprobs() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, 9.0]])
     first, second = logprobs_of(logits, [2, 0], [2, 0])
@@ -113,6 +209,12 @@ def test_logprobs() -> None:
         ("top_k", -2),
         ("min_p", 2.0),
         ("seed", 2**64),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("min_tokens", 17),
         ("logprobs", 21),
         ("prompt_logprobs", -1),
     ],

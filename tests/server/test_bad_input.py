@@ -68,8 +68,18 @@ BAD = [
     (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
     (CHAT, {**HI, "tool_choice": "required"}, "tool_choice", "not supported"),
     (CHAT, {**HI, "response_format": {"type": "json_object"}}, "response_format", "'json_object'"),
-    (CHAT, {**HI, "presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    (CHAT, {**HI, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    (CHAT, {**HI, "length_penalty": 0.5}, "length_penalty", "not supported"),
+    (CHAT, {**HI, "presence_penalty": 2.5}, "presence_penalty", "between -2 and 2, got 2.5"),
+    (CHAT, {**HI, "frequency_penalty": -3}, "frequency_penalty", "between -2 and 2, got -3"),
+    (CHAT, {**HI, "repetition_penalty": 0}, "repetition_penalty", "greater than 0 .*, got 0"),
+    (CHAT, {**HI, "logit_bias": {"x": 1}}, "logit_bias", "must be token ids, as decimal strings, got 'x'"),
+    (CHAT, {**HI, "logit_bias": {"05": 1}}, "logit_bias", "got '05'"),
+    (CHAT, {**HI, "logit_bias": {"9" * 5000: 1}}, "logit_bias", "must be token ids"),
+    (CHAT, {**HI, "logit_bias": {"5": 100.5}}, "logit_bias", "between -100 and 100, got 100.5 for token 5"),
+    (CHAT, {**HI, "logit_bias": {"5": None}}, "logit_bias", "got null"),
+    (CHAT, {**HI, "logit_bias": [5]}, "logit_bias", "valid object"),
+    (CHAT, {**HI, "min_tokens": -1}, "min_tokens", "0 or more, got -1"),
+    (CHAT, {**HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most the 8 tokens .*, got 9"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -332,4 +342,5 @@ def test_defaults_of_the_model(model_dir: Path, tmp_path: Path) -> None:
         assert http.post(CHAT, json=HI).json()["usage"]["completion_tokens"] == 3
         sampling = server.engine.requests[-1].sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 1.0)
+        assert sampling.repetition_penalty == 1.1
         assert http.post(CHAT, json={**HI, "max_tokens": 5, "temperature": 0}).json()["usage"]["completion_tokens"] == 5

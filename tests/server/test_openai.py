@@ -132,6 +132,32 @@ def test_sampling_parameters_reach_the_engine(server: Running) -> None:
     assert server.engine.requests[-1].sampling.temperature == 1.0
 
 
+def test_penalties_reach_the_engine(server: Running) -> None:
+    ask(
+        server,
+        n=2,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"5": 3, "7": -100},
+        extra_body={"repetition_penalty": 1.2, "min_tokens": 4},
+    )
+    for request in server.engine.requests[-2:]:
+        sampling = request.sampling
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1, 1.2)
+        assert (sampling.logit_bias, sampling.min_tokens) == ({5: 3, 7: -100}, 4)
+    with pytest.raises(openai.BadRequestError, match="length_penalty is not supported"):
+        ask(server, extra_body={"length_penalty": 2})
+
+
+def test_no_stop_string_before_the_least_length(server: Running) -> None:
+    tokens = [server.tokenizer.decode([token]) for token in server.engine.reply]
+    assert tokens[:3] == ["The", " kite", " is"]
+    for least, text in ((2, "The"), (3, REPLY)):  # " kite i" is complete with the third token
+        reply = ask(server, stop=" kite i", extra_body={"min_tokens": least})
+        assert reply.choices[0].message.content == text
+    assert ask(server, stop="is", extra_body={"min_tokens": 2}).choices[0].message.content == "The kite "
+
+
 def test_chat_logprobs(server: Running) -> None:
     reply = ask(server, logprobs=True, top_logprobs=2, max_tokens=2)
     assert reply.choices[0].logprobs is not None

@@ -142,6 +142,16 @@ def test_stop_strings_do_not_depend_on_the_cuts(text: str, stops: list[str], cut
     assert (stopper.matched is not None) == stopped
 
 
+@given(text=st.text("abc", max_size=30), stops=STOPS, first=st.integers(0, 30))
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_that_end_too_early_are_text(text: str, stops: list[str], first: int) -> None:
+    """Characters up to `first` are passed over; a stop string that ends later may begin among them."""
+    stopper = StopStrings(stops, include=True)
+    got = "".join(stopper.push(char, look=n > first) for n, char in enumerate(text, 1)) + stopper.flush()
+    ends = (n for n in range(first + 1, len(text) + 1) if any(text[:n].endswith(stop) for stop in stops if stop))
+    assert got == text[: next(ends, len(text))]
+
+
 def test_without_stop_strings_nothing_is_held_back() -> None:
     stopper = StopStrings([])
     assert stopper.push("abc") == "abc"

@@ -392,6 +392,8 @@ class Engine:
         if scores is not None and (wanted := self._scheduler.outgrown(spec)) is not None:
             spec = replace(spec, scores=tuple(scores.of(*wanted).tolist()))
         live.cut = self._scheduler.submit(spec, self._now())
+        if live.cut is not None:
+            self._runner.shorten(live.job, live.cut.prompt)
         if scores is not None:
             scores.begin(live.job, spec.salt, spec.prompt, live.cut)
 

@@ -70,6 +70,11 @@ def check(request: Request, scheduler: Scheduler, vocab_size: int, max_model_len
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size} tokens", param="prompt")
+    for token in request.sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"logit_bias: token id {token} is outside the vocabulary of {vocab_size} tokens", param="logit_bias"
+            )
     n = len(request.prompt)
     if request.truncation and request.sampling.prompt_logprobs is not None:
         raise RequestError("log-probabilities of a prompt need all of it: switch truncation off", param="truncation")
@@ -128,7 +133,7 @@ def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[in
         job=job,
         prompt=token_bytes(request.prompt),
         max_tokens=sampling.max_tokens,
-        stop_tokens=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos),
+        stop_tokens=stop_tokens(sampling, eos),
         salt=salt,
         read=request.reuse and config.cache.reuse and sampling.prompt_logprobs is None,
         write=request.reuse and config.cache.reuse,
@@ -142,6 +147,11 @@ def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[in
         selects=retention_of(request, config) < 1,
         renews=config.importance_renew > 0,
     )
+
+
+def stop_tokens(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a reply."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
 
 
 def retention_of(request: Request, config: EngineConfig) -> float:

@@ -18,6 +18,7 @@ from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import Gatherer, HostRows, Part
 from afterglow.engine.important import Important, ImportantAttend, Taking
 from afterglow.engine.relay import Group, RelayAttend, RelayCosts, depth_of, groups_of
+from afterglow.engine.requests import stop_tokens
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.stats import RelayCounts
@@ -51,6 +52,9 @@ class Runner(Protocol):
 
     def register(self, job: int, request: Request) -> None:
         """A job's request, before its first run."""
+
+    def shorten(self, job: int, prompt: bytes) -> None:
+        """A registered job's prompt was cut; these tokens remain."""
 
     def forget(self, job: int) -> None:
         """The job has ended; what it has on the device stays until the plan releases it."""
@@ -107,7 +111,14 @@ class TorchRunner:
         self.relayed = RelayCounts()
 
     def register(self, job: int, request: Request) -> None:
-        self._jobs[job] = _Job(request, Sampler.of(request.sampling, self.decoder.device))
+        sampling = request.sampling
+        ends = stop_tokens(sampling, frozenset(self.decoder.spec.eos_ids))
+        self._jobs[job] = _Job(request, Sampler.of(sampling, self.decoder.device, request.prompt, ends))
+
+    def shorten(self, job: int, prompt: bytes) -> None:
+        shaping = self._jobs[job].sampler.shaping
+        if shaping is not None:
+            shaping.shorten(memoryview(prompt).cast("I"))
 
     def forget(self, job: int) -> None:
         found = self._jobs.get(job)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,82 @@ from afterglow.request import SamplingParams, TokenLogprob
 NEG_INF = float("-inf")
 
 
+class Shaping:
+    """What one request wants changed in its logits, in vLLM's order: no stop token before `min_tokens`, the bias, the
+    repetition penalty, frequency and presence penalties.
+
+    It remembers what was generated, also while its request waits to be resumed.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], stop_tokens: Collection[int]) -> None:
+        self._params = params
+        self._prompt = prompt
+        self._stops = sorted(stop_tokens)
+        self._generated = 0
+        self._tables: _Tables | None = None  # made for the first token: a request that waits needs none
+
+    @staticmethod
+    def wanted(params: SamplingParams) -> bool:
+        penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        return bool(penalties or params.logit_bias or params.min_tokens)
+
+    def shorten(self, prompt: Sequence[int]) -> None:
+        """Tokens of the prompt have been left out; these remain."""
+        self._prompt = prompt
+
+    def apply(self, row: Tensor) -> None:
+        """Change a row of logits [vocab] in place."""
+        params = self._params
+        if self._tables is None:
+            self._tables = _Tables.of(params, self._prompt, self._stops, row)
+        tables = self._tables
+        if self._generated < params.min_tokens:
+            row[tables.stops] = NEG_INF
+        if tables.bias is not None:
+            row += tables.bias
+        if tables.seen is not None:
+            scaled = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+            torch.where(tables.seen, scaled, row, out=row)
+        if tables.counts is not None:
+            row -= params.frequency_penalty * tables.counts + params.presence_penalty * (tables.counts > 0)
+
+    def drew(self, token: int) -> None:
+        """A token was drawn from what `apply` left."""
+        self._generated += 1
+        if self._tables is not None:
+            if self._tables.counts is not None:
+                self._tables.counts[token] += 1
+            if self._tables.seen is not None:
+                self._tables.seen[token] = True
+
+
+@dataclass(slots=True)
+class _Tables:
+    """A request's shaping as tensors over the vocabulary; None: not wanted."""
+
+    stops: Tensor  # token ids
+    bias: Tensor | None
+    seen: Tensor | None  # is a token in the prompt, or was it generated?
+    counts: Tensor | None  # how often was it generated?
+
+    @classmethod
+    def of(cls, params: SamplingParams, prompt: Sequence[int], stops: Sequence[int], row: Tensor) -> _Tables:
+        tables = cls(_ids(stops, row), None, None, None)
+        if params.logit_bias:
+            tables.bias = torch.zeros_like(row)
+            tables.bias[_ids(list(params.logit_bias), row)] = row.new_tensor(list(params.logit_bias.values()))
+        if params.repetition_penalty != 1:
+            tables.seen = torch.zeros_like(row, dtype=torch.bool)
+            tables.seen[_ids(prompt, row)] = True
+        if params.frequency_penalty or params.presence_penalty:
+            tables.counts = torch.zeros_like(row)
+        return tables
+
+
+def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.int64, device=row.device)
+
+
 @dataclass(slots=True)
 class Sampler:
     """One request's way of drawing. A seeded request owns a generator, so that what it draws does not depend on
@@ -20,21 +96,43 @@ class Sampler:
 
     params: SamplingParams
     generator: torch.Generator | None = None
+    shaping: Shaping | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, device: torch.device) -> Sampler:
+    def of(
+        cls,
+        params: SamplingParams,
+        device: torch.device,
+        prompt: Sequence[int] = (),
+        stop_tokens: Collection[int] = (),
+    ) -> Sampler:
+        """`prompt` and `stop_tokens`: for what a request may want changed in its logits."""
+        shaping = Shaping(params, prompt, stop_tokens) if Shaping.wanted(params) else None
         if params.temperature == 0:
-            return cls(params)
+            return cls(params, None, shaping)
         generator = torch.Generator(device=device)
         if params.seed is None:
             generator.seed()
         else:
             generator.manual_seed(params.seed % 2**63)
-        return cls(params, generator)
+        return cls(params, generator, shaping)
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token per row of `logits` [rows, vocab] (float32)."""
+    """One token per row of `logits` [rows, vocab] (float32), which stay as they are."""
+    shapings = [(i, s.shaping) for i, s in enumerate(samplers) if s.shaping is not None]
+    if not shapings:
+        return _drawn(logits, samplers)
+    logits = logits.clone()
+    for i, shaping in shapings:
+        shaping.apply(logits[i])
+    tokens = _drawn(logits, samplers)
+    for i, shaping in shapings:
+        shaping.drew(tokens[i])
+    return tokens
+
+
+def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     if all(s.generator is None for s in samplers):
         return [int(t) for t in logits.argmax(dim=-1).tolist()]
     greedy = logits.argmax(dim=-1)
@@ -74,7 +172,7 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """Log-probability, rank and the `tops[i]` best alternatives of `tokens[i]` under row i of `logits`
-    [rows, vocab], before temperature and filters (as OpenAI's API reports them)."""
+    [rows, vocab], before penalties, bias, temperature and filters (vLLM's `raw_logprobs`, its default)."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     chosen = logp.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     ranks = ((logp > chosen).sum(dim=-1) + 1).tolist()

@@ -35,9 +35,12 @@ class Assembler:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """`min_tokens`: of the reply, in which no stop string ends it."""
         self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
+        self._min_tokens = min_tokens
         self.text = ""
         self.tokens: list[int] = []
         self.cached = CachedTokens()
@@ -69,12 +72,13 @@ class Assembler:
             # The token that ends a reply is generated, and counted, but no part of its text.
             if output.finish_reason == "stop" and count == len(output.tokens):
                 continue
-            text += self._stops.push(self._decoder.push((token,)))
+            look = len(self.tokens) + count > self._min_tokens
+            text += self._stops.push(self._decoder.push((token,)), look=look)
             if self._stops.matched is not None:
                 self.finish = "stop"
                 break
         if output.finish_reason is not None and self.finish is None:
-            text += self._stops.push(self._decoder.flush())
+            text += self._stops.push(self._decoder.flush(), look=len(self.tokens) + count > self._min_tokens)
             text += self._stops.flush()
             self.finish = "stop" if self._stops.matched is not None else output.finish_reason
         tokens = output.tokens[:count]

@@ -10,7 +10,7 @@ from pathlib import Path
 from afterglow.errors import ModelError, RequestError
 from afterglow.request import SamplingParams
 
-_NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "min_new_tokens": 0}  # settings that are not honoured
+_NEUTRAL = {"length_penalty": 1, "min_new_tokens": 0}  # settings that are not honoured
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Defaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_new_tokens: int | None = None
     ignored: tuple[str, ...] = ()  # settings of the model's author that are not honoured
 
@@ -36,7 +37,7 @@ class Defaults:
             raise ModelError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(config, Mapping):
             raise ModelError(f"{path} is not a JSON object")
-        names = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
         found = {name: config[name] for name in names if config.get(name) is not None}
         ignored = tuple(
             f"{name}={config[name]}"

@@ -29,12 +29,7 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what JSON calls a number m
 Unused = Mapping[str, tuple[object, ...]]  # fields that are not supported, with the values that mean "not used"
 
 _NOT_SUPPORTED: Unused = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "tools": ([],),
@@ -71,6 +66,11 @@ class Body(BaseModel):
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: Int | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
@@ -99,6 +99,18 @@ class Body(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
 
     @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id: JSON's keys are strings. Errors: RequestError."""
+        found = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 20 and str(int(key)) == key):
+                raise RequestError(
+                    f"logit_bias: the keys must be token ids, as decimal strings, got {shown(key)}", param="logit_bias"
+                )
+            found[int(key)] = bias
+        return found
+
+    @property
     def ttl_s(self) -> float | None:
         """Seconds from `prompt_cache_retention`. Errors: RequestError."""
         value = self.prompt_cache_retention
@@ -125,6 +137,11 @@ class Body(BaseModel):
             top_p=pick("top_p"),
             top_k=pick("top_k"),
             min_p=pick("min_p"),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=pick("repetition_penalty"),
+            logit_bias=self.biases,
+            min_tokens=self.min_tokens or 0,
             seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,

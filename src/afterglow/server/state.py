@@ -261,6 +261,7 @@ class State:
                     body.stops,
                     include_stop=body.include_stop_str_in_output,
                     skip_special_tokens=body.skip_special_tokens,
+                    min_tokens=sampling.min_tokens,
                 )
                 made.append(Choice(request, assembler))
         return made

@@ -114,15 +114,17 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, delta: str) -> str:
-        """The text that may be shown. Once `matched` is set, there is no more."""
+    def push(self, delta: str, *, look: bool = True) -> str:
+        """The text that may be shown. Once `matched` is set, there is no more. Without `look`, stop strings that end in
+        this delta are text like any other."""
         if self.matched is not None:
             return ""
         if not self._stops:
             return delta
-        text = self._held + delta
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        text, old = self._held + delta, len(self._held)
+        starts = ((stop, text.find(stop, max(0, old + 1 - len(stop)))) for stop in self._stops)
+        found = [(at + len(stop), at, stop) for stop, at in starts if at >= 0]
+        if found and look:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else start]

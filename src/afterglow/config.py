@@ -126,7 +126,7 @@ class EngineConfig:
         "none", "int8: weights, and what they are multiplied with, in 8 bits; on CPU, faster and not exact."
     )
     kv_dtype: DtypeName = option("auto", "Dtype of stored keys and values; auto is the compute dtype (exact).")
-    device: str = option("auto", "cpu, cuda, or auto.")
+    device: str = option("auto", "cpu, cuda, cuda:N, or auto: CUDA where it is there and passes a short self-test.")
     max_model_len: int | None = option(None, "Longest context in tokens; default: what the model was made for.")
     max_batch: int = option(24, "Requests that run at the same time (the papers' 24).")
     prefill_chunk: int = option(

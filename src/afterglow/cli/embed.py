@@ -108,7 +108,7 @@ def load(
         model = load_embedding_model(
             folder,
             dtype=config.dtype,
-            device=choose_device(config.device).type,
+            device=str(choose_device(config.device)),
             quantization=config.quantization,
             progress=lambda done, total: report("weights", done, total),
         )

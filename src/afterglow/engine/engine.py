@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from afterglow.config import EngineConfig, PreloadName, SourceName
-from afterglow.engine import prefixes
+from afterglow.engine import prefixes, selftest
 from afterglow.engine.aside import Aside
 from afterglow.engine.requests import Completion, check, completion_of, discarding, job_spec, salt_id, token_bytes
 from afterglow.engine.runner import Runner, RunOutput
-from afterglow.engine.setup import Parts, build
+from afterglow.engine.setup import Parts, build, choose_device, use_device
 from afterglow.engine.stats import EngineStats, Snapshot, Totals, collect
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import Rows
@@ -49,6 +49,10 @@ Sink = Callable[[Output], None]
 Progress = Callable[[str, int, int], None]
 
 TOUCH_SECONDS = 5.0
+NO_MEMORY = (
+    "the device has no memory left for this request; send a shorter prompt, or have the operator lower --device-cache or "
+    "--prefill-chunk"
+)
 DRAIN_SECONDS = 60.0  # how long closing waits for the disk
 
 
@@ -126,6 +130,10 @@ class Engine:
         Errors: ModelError, ConfigError.
         """
         config = config or EngineConfig()
+        if config.device == "auto":
+            found = str(choose_device("auto"))
+            fit = found == "cpu" or selftest.works(lambda trial: cls.load(selftest.MODEL, trial), found)
+            config = replace(config, device=found if fit else "cpu")
         return cls(build(model, config, progress, throttle, name), config)
 
     # ------------------------------------------------------------------------------- for callers, any thread
@@ -398,6 +406,7 @@ class Engine:
             scores.begin(live.job, spec.salt, spec.prompt, live.cut)
 
     def _main(self) -> None:
+        use_device(self.decoder.device)
         try:
             while not self._stopping:
                 busy = self._iterate()
@@ -533,12 +542,13 @@ class Engine:
         output = Output(
             live.request.id,
             tokens,
-            event.finish,
+            "error" if event.finish == "no_memory" else event.finish,
             live.cached,
             (logprob,) if logprob else (),
             tuple(live.prompt_logprobs) if first else (),
             live.truncation if first else None,
             live.selected if first or event.finish is not None else None,
+            error=NO_MEMORY if event.finish == "no_memory" else None,
         )
         if event.finish is None:
             self._outbox.append((live, output))

@@ -81,6 +81,11 @@ class HostRows:
             yield rows
 
 
+def _put(rows: Tensor, place: Tensor) -> None:
+    """Copy host rows to their place on the device. A dtype changes there: on the way it would cost the CPU, and wait."""
+    place.copy_(rows.to(place.device, non_blocking=True), non_blocking=True)
+
+
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ranges of places in `slots` whose slots follow each other."""
     cuts = [at for at, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
@@ -168,13 +173,13 @@ class Gatherer:
                 at += len(rows)
             at = start
             for rows in self._host.rows(gather, layer, 1):
-                values[at : at + len(rows)].copy_(rows, non_blocking=True)
+                _put(rows, values[at : at + len(rows)])
                 at += len(rows)
             start = at
 
     def _rotated(self, part: Part, rows: Tensor, where: slice, keys: Tensor) -> None:
         if part.gather_angles is None:
-            keys[where].copy_(rows, non_blocking=True)
+            _put(rows, keys[where])
             return
         cos, sin = part.gather_angles
         within = slice(where.start - part.gather_from, where.stop - part.gather_from)

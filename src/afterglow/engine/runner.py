@@ -5,8 +5,9 @@ Knows nothing of queues, policies or tiers' budgets; all of that is decided in t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -31,6 +32,8 @@ from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Admit, Run, Save, Step, StepResult
 from afterglow.request import Request, Selected, TokenLogprob
 from afterglow.store.kvstore import KVStore
+
+log = logging.getLogger("afterglow.engine")
 
 LOGIT_ROWS = 256  # prompt log-probabilities: rows of logits at a time, so that a long prompt needs little memory
 
@@ -148,33 +151,53 @@ class TorchRunner:
             return self._run(step)
 
     def _run(self, step: Step) -> RunOutput:
+        """As many of the step's runs as the device has memory for: without the last one, the newest job's, if need be."""
+        runs = step.runs
+        self._tee.begin(*_saves(runs))
+        while runs:
+            try:
+                out = self._forward(step, runs)
+            except torch.OutOfMemoryError as error:
+                log.warning("the device has no memory for %d rows of %d requests: %s", _rows(runs), len(runs), error)
+            else:
+                if left := [run.job for run in step.runs[len(runs) :]]:
+                    out.result = replace(out.result, exhausted=left)
+                return out
+            self._gatherer.end()
+            runs = runs[:-1]
+            self._tee.cut(_rows(runs))
+            if self.decoder.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return RunOutput(StepResult({}, {}, exhausted=[run.job for run in step.runs]))
+
+    def _forward(self, step: Step, runs: Sequence[Run]) -> RunOutput:
+        """The step's first `runs`; fewer than all where an attempt at more has failed."""
         device = self.decoder.device
         parts: list[Part] = []
         ids: list[int] = []
         positions: list[Tensor] = []
         at = 0
-        for run in step.runs:
+        for run in runs:
             n = len(run.tokens)
             parts.append(self._part(run, slice(at, at + n)))
             ids += run.tokens
             positions.append(torch.arange(run.start, run.start + n))
             at += n
-        self._tee.begin(*_saves(step.runs, parts))
         if self._ahead is not None:
             self._ahead.reach(
                 max((save.slots[-1] + 1 for run in step.runs for save in run.saves if save.slots), default=0)
             )
         places = torch.cat(positions).to(device)
         takings = {part.job: taking for part in parts if (taking := self._jobs[part.job].taking) is not None}
-        apart = self._relay == "off" or self._scores is not None or bool(takings)
+        apart = self._relay == "off" or self._scores is not None or bool(takings) or len(runs) < len(step.runs)
         groups = [] if apart else groups_of(step.shares, parts, self._costs)
         self._gatherer.begin(parts, self.decoder.rope)
         attend = self._attend(parts, places, groups, takings)
-        wanted = self._wanted(step.runs, parts, len(ids))
+        wanted = self._wanted(runs, parts, len(ids))
         index = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)
         hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend, index)
         if isinstance(attend, ScoringAttend):
-            attend.finish(step.runs)
+            attend.finish(runs)
         for group in groups:
             self.relayed.group(group.stop - group.start, len(group.parts))
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
@@ -182,7 +205,7 @@ class TorchRunner:
         failed = {part.job: part.failed for part in parts if part.failed is not None}
         for part in parts:
             part.context.rows = part.start if part.job in failed else part.stop
-        outputs = self._outputs(step.runs, parts, hidden, failed, wanted)
+        outputs = self._outputs(runs, parts, hidden, failed, wanted)
         for job, taking in takings.items():
             if job not in failed:
                 outputs.selected[job] = taking.summary()
@@ -195,7 +218,7 @@ class TorchRunner:
         angles = self.decoder.rotation(places)
         if takings:
             return ImportantAttend(parts, angles, self._gatherer, self._tee, takings)
-        if groups or (self._scores is None and native() is not None):
+        if groups or (self._scores is None and self.decoder.device.type == "cpu" and native() is not None):
             return RelayAttend(parts, angles, self._gatherer, self._tee, groups)
         if self._scores is None:
             return CachedAttend(parts, angles, self._gatherer, self._tee)
@@ -205,15 +228,16 @@ class TorchRunner:
         """The run's device segment, with what the plan wants in it before the forward."""
         job = self._jobs[run.job]
         admit = run.admit
-        if admit is not None:
+        if admit is not None and job.context is None:  # else it has come with an earlier attempt at this step
             if admit.context is not None and admit.take:
                 job.context = self._contexts.pop(admit.context)
                 job.context.rows = admit.device_rows
                 job.context.reserve(run.capacity)
             else:
-                job.context = DeviceContext(self.shape, run.capacity)
+                context = DeviceContext(self.shape, run.capacity)
                 if admit.context is not None:
-                    job.context.copy_rows(self._contexts[admit.context], admit.device_rows)
+                    context.copy_rows(self._contexts[admit.context], admit.device_rows)
+                job.context = context
         assert job.context is not None, f"job {run.job} runs without ever having been admitted"
         job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
@@ -281,14 +305,20 @@ class TorchRunner:
         return found
 
 
-def _saves(runs: Sequence[Run], parts: Sequence[Part]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
+def _rows(runs: Sequence[Run]) -> int:
+    return sum(len(run.tokens) for run in runs)
+
+
+def _saves(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
     """The step's saves as the tee wants them: single decoded rows apart from runs of prefilled rows."""
     prefills, decodes = [], []
-    for run, part in zip(runs, parts, strict=True):
+    at = 0
+    for run in runs:
         for save in run.saves:
-            first = part.where.start + save.job_row - run.start
+            first = at + save.job_row - run.start
             if len(run.tokens) == 1 and run.admit is None and run.sample:
                 decodes.append((run.job, first, save))
             else:
                 prefills.append((slice(first, first + save.rows), save))
+        at += len(run.tokens)
     return prefills, decodes

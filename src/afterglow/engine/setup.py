@@ -11,12 +11,14 @@ import math
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -109,12 +111,13 @@ def build(
     """
     name = name or Path(model).name or "model"
     device = choose_device(config.device)
+    use_device(device)
     use_threads(config.threads)
     keep_freed_memory()
     decoder = load_model(
         model,
         dtype=config.dtype,
-        device=device.type,
+        device=str(device),
         quantization=config.quantization,
         max_model_len=config.max_model_len,
         progress=functools.partial(progress, "weights") if progress else None,
@@ -283,14 +286,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def allocate(num_bytes: int, pin: bool) -> Tensor:
-    """A page-aligned uint8 buffer that costs memory only where it is touched (pinned at once for CUDA).
+    """A page-aligned uint8 buffer that costs memory only where it is touched (locked there at once for CUDA).
 
     Huge pages are asked for: a first touch of 4 KiB pages costs as much as the copy that causes it.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    if pin:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:
         memory = mmap.mmap(-1, math.ceil(num_bytes / HUGE_PAGE) * HUGE_PAGE, flags=flags)
@@ -298,18 +299,49 @@ def allocate(num_bytes: int, pin: bool) -> Tensor:
         raise ConfigError(f"--host-cache {format_size(num_bytes)} cannot be had on this machine: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=num_bytes))
+    array = np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
+    if pin:
+        _pin(array)
+    return torch.from_numpy(array)
+
+
+def _pin(array: npt.NDArray[np.uint8]) -> None:
+    """Lock memory for copies to and from CUDA devices, exactly as much as there is: torch's own pinned memory is rounded up
+    to a power of two."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = array.ctypes.data
+    error = int(runtime.cudaHostRegister(address, array.nbytes, 0))
+    if error:
+        raise ConfigError(
+            f"--host-cache {format_size(array.nbytes)} cannot be locked in memory for copies to the device (CUDA error "
+            f"{error}); give it less, or raise the limit of locked memory (ulimit -l)"
+        )
+    weakref.finalize(array, runtime.cudaHostUnregister, address)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `--device`. Errors: ConfigError."""
+    """Name the device of `--device`; `auto` is the first CUDA device, where there is one. CUDA devices have a number.
+
+    Raises: ConfigError, for a name that is none, and for a device that is not there.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"--device must be cpu, cuda or auto, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda was asked for, but this PyTorch sees no CUDA device")
-    return torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (number and not number.isdecimal()) or name.endswith(":")):
+        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"--device {name} was asked for, but this PyTorch sees no CUDA device; use --device cpu")
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", int(number or 0))
+
+
+def use_device(device: torch.device) -> None:
+    """Have this thread launch on `device`: which CUDA device that is holds for one thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def use_threads(threads: int | None) -> None:

@@ -70,6 +70,15 @@ def _bytes(rows: Tensor) -> Bytes:
 
 
 @dataclass(slots=True)
+class _Leaving:
+    """Prefilled rows that leave layer by layer. `rows`: of the flattened batch; `layers` of them have left."""
+
+    rows: slice
+    save: Save
+    layers: int = 0
+
+
+@dataclass(slots=True)
 class _Lane:
     """Rows of one draft that wait in the tail buffer: `count` rows from draft row `first` on."""
 
@@ -97,12 +106,12 @@ class Tee:
         )
         self._free = list(range(max_batch - 1, -1, -1))
         self._lanes: dict[int, _Lane] = {}
-        self._prefills: list[tuple[slice, Save]] = []
+        self._prefills: list[_Leaving] = []
         self._tail_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
         """`prefills`: (rows of the flattened batch, save). `decodes`: (job, row of the flattened batch, save)."""
-        self._prefills = prefills
+        self._prefills = [_Leaving(rows, save) for rows, save in prefills]
         rows, lanes, places = [], [], []
         for job, row, save in decodes:
             lane = self._lanes.get(job)
@@ -135,9 +144,28 @@ class Tee:
             rows, lanes, places = self._tail_index
             self._tail[layer, 0].index_put_((lanes, places), keys[rows].to(self._dtype))
             self._tail[layer, 1].index_put_((lanes, places), values[rows].to(self._dtype))
-        for where, save in self._prefills:
-            k, v = keys[where].to(self._dtype), values[where].to(self._dtype)
+        for each in self._prefills:
+            if layer < each.layers:  # it left in an earlier attempt at this step
+                continue
+            save = each.save
+            k, v = keys[each.rows].to(self._dtype), values[each.rows].to(self._dtype)
             self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
+            each.layers = layer + 1
+
+    def cut(self, rows: int) -> None:
+        """The step is attempted again with the first `rows` rows of its batch: those behind it are void, and are answered
+        for with zeros."""
+        void = [each for each in self._prefills if each.rows.start >= rows]
+        self._prefills = [each for each in self._prefills if each.rows.start < rows]
+        for each in void:
+            save, count = each.save, each.rows.stop - each.rows.start
+            zeros = _bytes(torch.zeros((count, *self._tail.shape[-2:]), dtype=self._dtype))
+            for layer in range(each.layers, self._tail.shape[0]):
+                self._store.save(save.draft, layer, save.slots, save.draft_row, zeros, zeros)
+        if self._tail_index is not None:
+            left = self._tail_index[0] < rows
+            sources, lanes, places = (index[left] for index in self._tail_index)
+            self._tail_index = (sources, lanes, places) if len(sources) else None
 
     def end(self) -> None:
         """After the forward: full lanes go out, and all that has left is the store's."""

@@ -63,12 +63,12 @@ class Places:
 
     def hits(self, rows: Tensor) -> Tensor:
         """How many of the rows, each given once, lie in each chunk: int64 [chunks]."""
-        return torch.bincount(self.number[rows], minlength=len(self._chunks))
+        return torch.bincount(self.number[rows.cpu()], minlength=len(self._chunks))
 
     def by_hits(self, rows: Tensor, least: int = 1) -> list[int]:
         """Numbers of the chunks that rows (each given once) lie in, at least so many of them, those with the most first; of
         equals in the rows' order."""
-        number = self.number[rows]
+        number = self.number[rows.cpu()]  # a selection may lie on the device; what is known of files never does
         hits = torch.bincount(number, minlength=len(self._chunks))
         first = torch.full((len(self._chunks),), len(rows)).scatter_reduce_(0, number, torch.arange(len(rows)), "amin")
         order = (hits * (len(rows) + 1) - first).argsort(descending=True)

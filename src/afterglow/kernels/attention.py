@@ -13,10 +13,13 @@ difference.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("afterglow.kernels")
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -86,10 +89,17 @@ def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tenso
 
 @functools.cache
 def _fused() -> Callable[..., None] | None:
-    """The merge as one kernel, where Triton is installed: torch's own takes five, each reading and writing everything."""
+    """The merge as one kernel, where Triton is installed and can build it: torch's own takes five, each reading and
+    writing everything."""
     try:
         from afterglow.kernels.triton_merge import merge_onto
     except ImportError:
+        return None
+    try:  # the first launch needs a C compiler and Python's headers, which not every container has
+        part, lse = torch.zeros((1, 1, 64), device="cuda"), torch.zeros((1, 1), device="cuda")
+        merge_onto(part, lse, part.clone(), lse.clone())
+    except Exception as error:
+        log.warning("Triton cannot build its kernels here, so attention is merged by torch: %s", error)
         return None
     return merge_onto
 

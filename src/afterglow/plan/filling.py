@@ -119,7 +119,7 @@ class Filling:
                 job.held_since = None
                 runs.append(self._run(job, budget, None, now))
                 budget -= len(runs[-1].tokens)
-        if len(self._batch.running) >= self._most:
+        if len(self._batch.running) >= self._most or self._roster.full:
             self.closed = True
             return runs
         waiting = self._their_turn()

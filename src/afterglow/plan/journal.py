@@ -113,6 +113,8 @@ class RecordingScheduler(Scheduler):
         done = list(done)
         tokens, failed = list(result.tokens.items()), list(result.failed.items())
         values: dict[str, Any] = {"tokens": tokens, "failed": failed, "done": [_packed(item) for item in done]}
+        if result.exhausted:
+            values["exhausted"] = list(result.exhausted)
         if result.drawn:
             drawn = [[job, text.hex()] for job, text in result.drawn.items()]
             values |= {"repeats": result.repeats, "drawn": drawn}
@@ -264,7 +266,8 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
 
 def _result(entry: dict[str, Any]) -> StepResult:
     drawn = {job: bytes.fromhex(text) for job, text in entry.get("drawn", ())}
-    return StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn)
+    exhausted = tuple(entry.get("exhausted", ()))
+    return StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn, exhausted)
 
 
 def _packed(item: Completion) -> dict[str, Any]:

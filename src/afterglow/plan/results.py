@@ -50,7 +50,9 @@ class Results:
             return
         self._measure(step, result, now - opened)
         for run in step.runs:
-            if run.job in result.failed:
+            if run.job in result.exhausted:
+                self._exhausted(self._roster.jobs[run.job], now)
+            elif run.job in result.failed:
                 self._failed(self._roster.jobs[run.job], result.failed[run.job], now)
             else:
                 self._committed(run, result.tokens, now)
@@ -59,7 +61,7 @@ class Results:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
         waited = any(gather.move is not None for run in step.runs for gather in run.gathers)
         waited = waited or any(run.admit is not None and run.admit.selectable for run in step.runs)
-        if waited or result.failed or all(len(run.tokens) == 1 for run in step.runs):
+        if waited or result.failed or result.exhausted or all(len(run.tokens) == 1 for run in step.runs):
             return
         work = Work()
         for run in step.runs:
@@ -119,6 +121,15 @@ class Results:
             self._roster.finish(job, token, "length", now)
         else:
             self._roster.drew(job, token)
+
+    def _exhausted(self, job: Job, now: float) -> None:
+        """The device had no memory for it: it waits until another job has left, or ends where there is none."""
+        if job.cancelled or self._batch.running == [job]:
+            self._roster.finish(job, None, "cancelled" if job.cancelled else "no_memory", now, retain=False)
+            return
+        self._counters.preemptions += 1
+        self._roster.send_back(job, now)
+        self._roster.full = True
 
     def _failed(self, job: Job, extent: ExtentId, now: float) -> None:
         """An extent did not arrive: the next attempt does not wait for it again."""

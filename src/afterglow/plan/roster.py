@@ -15,7 +15,7 @@ from afterglow.plan.stats import Counters
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
 from afterglow.plan.truncation import Cut, is_private
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "no_memory"]
 
 
 class Roster:
@@ -34,6 +34,7 @@ class Roster:
     ) -> None:
         self.jobs: dict[int, Job] = {}
         self.version = 0  # changes whenever an attempt to admit may end differently
+        self.full = False  # has the device run out of memory, and has no job left it since?
         self._queue = queue
         self._batch = batch
         self._ahead = ahead
@@ -100,6 +101,7 @@ class Roster:
 
     def _depart(self, job: Job, now: float, retain: bool) -> None:
         self.version += 1
+        self.full = False
         self._batch.depart(job, self._admission, now, retain)
 
     # ------------------------------------------------------------------------------------- what callers are told

@@ -13,7 +13,7 @@ a slot is a block's place in the host arena. Block b of an extent holds its rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from struct import iter_unpack
 from typing import Literal, NamedTuple
@@ -263,12 +263,14 @@ class Step:
 class StepResult:
     """`tokens[job]` for each run with `sample`; `failed[job]`: the extent whose layers did not arrive (the job's
     rows of this step are void). A step of one row each that was carried out `repeats` times may instead say in `drawn` what
-    each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on."""
+    each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on. `exhausted`: jobs
+    whose runs the device had no memory for, the newest ones; their rows of this step are void too."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
     repeats: int = 1
     drawn: Mapping[int, bytes] = field(default_factory=dict)
+    exhausted: Sequence[int] = ()
 
 
 def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, int]]]:
@@ -335,7 +337,7 @@ class Emitted:
 
     job: int
     token: int | None
-    finish: Literal["stop", "length", "cancelled"] | None
+    finish: Literal["stop", "length", "cancelled", "no_memory"] | None
 
 
 Event = Admitted | Emitted

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from afterglow.config import BLOCK_ROWS
 from afterglow.plan.extent import Capacity
 from afterglow.plan.index import extent_id
-from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.journal import RecordingScheduler
 from afterglow.plan.step import (
     Admit,
     Admitted,
@@ -389,15 +389,17 @@ class World:
         except BaseException:
             namespace.close()
             raise
-        self.scheduler = Scheduler(
+        self.journal: list[str] = []  # the plan's inputs
+        self.scheduler = RecordingScheduler(
             self.capacity,
+            write=self.journal.append,
             policy=policy,
-            write_policy=write_policy,  # type: ignore[arg-type]
+            write_policy=write_policy,
             max_batch=max_batch,
             prefill_chunk=128,
             max_model_len=1200,
             digest=digest,
-            source=source,  # type: ignore[arg-type]
+            source=source,
         )
         self.runner = Runner(self.capacity, self.store, timeout)
         self.flying: dict[int, tuple[Phase, Move]] = {}  # moves under way, and what they are part of
@@ -442,9 +444,14 @@ class World:
         """Until nobody waits."""
         self.until(lambda: not self.scheduler.unfinished)
 
-    def settle(self) -> None:
-        """Until every job, save and move has ended."""
-        self.until(lambda: not self.scheduler.unfinished and self.store.at_rest(), idle=True)
+    def settle(self, hung: bool = True) -> None:
+        """Until every job, save and move has ended; but for calls that were given up, where some may be `hung`."""
+
+        def settled() -> bool:
+            rest = not self.scheduler.unfinished and self.store.at_rest()
+            return rest and (hung or not self.store.stats().hung)
+
+        self.until(settled, idle=True)
 
     def to_disk(self) -> None:
         """Everything to disk and nowhere else."""

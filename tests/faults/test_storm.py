@@ -78,7 +78,7 @@ def live(folder: Path, seed: int, restarts: int) -> None:
             world.settle()
             hits += rule.hits
             calls.clear()
-            world.until(lambda world=world: not world.store.stats().hung, idle=True)  # type: ignore[misc]
+            world.settle(hung=False)
             world.later(31)
             scene.check()
             if rng.random() < 0.5:

@@ -118,7 +118,8 @@ class Faults:
     load: float = 0.0
     store: float = 0.0
     save: float = 0.0
-    busy: float = 0.5  # of failed loads: the read hangs on and writes garbage later
+    drop: float = 0.0
+    busy: float = 0.5  # of failed loads and stores: the call hangs on, and a load writes garbage later
     why: str = "damage"  # of failed loads, in the store's words
     delay: int = 3
     lazy_saves: float = 0.5
@@ -159,6 +160,7 @@ class FakeExecutor:
         self.files: dict[str, list[Row]] = {}
         self.catalog: dict[str, ExtentRecord] = {}
         self.damaged: set[str] = set()  # files that cannot be read, whatever the chances
+        self.most = 0  # bytes on disk: the budget, or what a restart found
         self.pending: dict[int, Pending] = {}
         self.hung: dict[int, Pending] = {}
         self.tees: list[Tee] = []
@@ -306,9 +308,15 @@ class FakeExecutor:
             assert not {slot for slots, _, _ in move.pieces for slot in slots} & set(move.slots)
             pending.content = rows
         self.pending[move.move] = pending
-        written = sum(p.move.record.file_bytes for p in self.pending.values() if isinstance(p.move, Store))
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        """Files of calls that hang count as well. What a restart found above the budget only goes."""
+        calls = [*self.pending.values(), *self.hung.values()]
+        written = sum(p.move.record.file_bytes for p in calls if isinstance(p.move, Store))
         stored = sum(record.file_bytes for record in self.catalog.values())
-        assert stored + written <= self.capacity.disk_bytes, "the disk budget"
+        assert stored + written <= max(self.capacity.disk_bytes, self.most), "the disk budget"
+        self.most = stored + written
 
     def _end(self, number: int) -> None:
         pending = self.pending.pop(number)
@@ -326,7 +334,10 @@ class FakeExecutor:
         elif isinstance(move, Store):
             assert self._read(move.slots)[: move.record.rows] == pending.content, "slots changed while being stored"
             if self.rng.random() < self.faults.store:
-                self.done.append(MoveDone(number, ok=False, error="no space"))
+                busy = self.rng.random() < self.faults.busy
+                if busy:
+                    self.hung[number] = Pending(move, self.rng.randint(1, 5))
+                self.done.append(MoveDone(number, ok=False, slots_busy=busy, error="no space"))
                 return
             self.files[move.record.id] = pending.content
             self.catalog[move.record.id] = move.record
@@ -339,6 +350,9 @@ class FakeExecutor:
             self._put(move.slots, 0, pending.content)
         else:
             assert isinstance(move, Drop)
+            if self.rng.random() < self.faults.drop:
+                self.done.append(MoveDone(number, ok=False, error="cannot be removed"))
+                return
             self.damaged.discard(move.extent)
             del self.files[move.extent]
             del self.catalog[move.extent]
@@ -354,8 +368,8 @@ class FakeExecutor:
                 self._end(number)
         for number, pending in list(self.hung.items()):
             pending.ticks -= 1
-            assert isinstance(pending.move, Load)
-            self._put(pending.move.slots, 0, [GARBAGE] * pending.move.rows)
+            if isinstance(pending.move, Load):
+                self._put(pending.move.slots, 0, [GARBAGE] * pending.move.rows)
             if pending.ticks < 0:
                 del self.hung[number]
                 self.done.append(MoveDone(number, ok=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
@@ -50,6 +51,7 @@ class World:
             load=chance,
             store=chance,
             save=chance / 4,
+            drop=chance / 2,
             delay=rng.choice([0, 3, 8]),
             lazy_saves=rng.random(),
             seconds=rng.choice([0.01, 1.0, 30.0]),
@@ -246,8 +248,11 @@ class World:
         while self.executor.busy:
             self.executor.tick()
         old = self.executor
+        if self.capacity.disk_bytes:
+            self.capacity = replace(self.capacity, disk_bytes=self.rng.choice([600, 1000, 5000, 10**6]))
         self.executor = FakeExecutor(self.capacity, self.rng, self.faults)
         self.executor.files, self.executor.catalog = old.files, old.catalog
+        self.executor.most = sum(record.file_bytes for record in old.catalog.values())
         for kind, key, value in self.scheduler.take_notes():
             if value is None:
                 self.notes.get(kind, {}).pop(key, None)

@@ -2,6 +2,10 @@
 
 It knows extents and who goes first; not what else is to be written, nor host. States of an extent: absent -> writing ->
 ready. Bytes count as used from the moment a Store is planned until the completion of the Drop.
+
+No Store takes the files over the budget. They are over it only where a restart finds more than a smaller budget allows:
+until the removals that the first step plans have ended. A file that cannot be removed still counts, and is tried again
+every 30 s; other files go in its place. While they are over, nothing is written; `over` says by how much.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from typing import Literal
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.moves import Moves
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import BACKGROUND, SAVE, Drop, ExtentId, Store
+from afterglow.plan.step import BACKGROUND, SAVE, Drop, ExtentId, MoveDone, Store
 from afterglow.plan.victims import Forget, Victims
 
 MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
+MAX_DROP_FAILURES = 3  # in a row, before no more files go in place of those that cannot be removed
 STORE_BACKOFF_S = 30.0
 
 Room = Literal["now", "soon", "never"]
@@ -37,8 +42,10 @@ class Disk:
         self._owners: dict[ExtentId, Extent] = {}  # of the files, by name; also of one being removed
         self._claimed = 0  # bytes for those that wait to be written
         self._failures = 0  # of stores, in a row
-        self._undropped: list[Extent] = []  # whose files could not be removed
+        self._late: dict[int, Extent] = {}  # by Store: given up, but its call may still write
+        self._undropped: dict[ExtentId, Extent] = {}  # whose files could not be removed
         self._drop_again_at = 0.0
+        self._drop_failures = 0  # in a row
         self._touched: dict[Extent, None] = {}
 
     def restore(self, extents: Sequence[Extent]) -> None:
@@ -72,8 +79,8 @@ class Disk:
         """Plan to write an extent to disk, if there is room now."""
         if now < self.rests_until:
             return "never"
-        if extent.id in self._owners:  # the file of an older extent of the same name is still being removed
-            return "soon"
+        if extent.id in self._owners:  # there still is the file of an older extent of the same name
+            return "soon" if self._is_going(extent.id) else "never"
         room = self._make_room(extent.file_bytes)
         if room == "now":
             move = Store(self._moves.number(), extent.record(), extent.slots, SAVE, why)
@@ -84,20 +91,37 @@ class Disk:
             self._counters.stores += 1
         return room
 
-    def stored(self, extent: Extent, ok: bool, now: float) -> None:
-        """A Store has ended."""
+    def _is_going(self, name: ExtentId) -> bool:
+        """Is the file of that name being removed?"""
+        return name not in self._undropped and self._owners[name] not in self._late.values()
+
+    def stored(self, extent: Extent, done: MoveDone, now: float) -> None:
+        """A Store has ended, or was given up: then its bytes count, and its name is taken, until its call returns."""
         extent.store = None
-        if ok:
+        if done.ok:
             self._failures = 0
             extent.disk = "ready"
             return
         extent.disk = "absent"
-        del self._owners[extent.id]
-        self.used -= extent.file_bytes
+        if done.slots_busy:
+            self._late[done.move] = extent
+        else:
+            self._release(extent)
         self._counters.store_failures += 1
         self._failures += 1
         if self._failures >= MAX_STORE_FAILURES:
             self.rests_until = now + STORE_BACKOFF_S
+
+    def returned(self, move: int) -> None:
+        """The call of a move that was given up has returned (of no effect for others than Stores)."""
+        extent = self._late.pop(move, None)
+        if extent is not None:
+            self._release(extent)
+
+    def _release(self, extent: Extent) -> None:
+        """There is no file of it."""
+        self.used -= extent.file_bytes
+        del self._owners[extent.id]
 
     # ----------------------------------------------------------------------------------------- removing
 
@@ -113,22 +137,27 @@ class Disk:
         """A Drop has ended."""
         self.dropping -= extent.file_bytes
         if ok:
-            self.used -= extent.file_bytes
-            del self._owners[extent.id]
+            self._drop_failures = 0
+            self._release(extent)
         else:  # the file is still there: its bytes count, and its name is taken, until it can be removed
-            self._undropped.append(extent)
+            self._counters.drop_failures += 1
+            self._drop_failures += 1
+            self._undropped[extent.id] = extent
             self._drop_again_at = now + STORE_BACKOFF_S
 
-    def drop_again(self, now: float) -> None:
-        """Now and then try again to remove files that could not be removed."""
+    def keep_budget(self, now: float) -> None:
+        """Now and then try again to remove files that could not be removed. Others go in their place meanwhile, as far as
+        nobody needs them; unless nothing can be removed: then the whole cache would be forgotten for nothing."""
         if self._undropped and now >= self._drop_again_at:
-            undropped, self._undropped = self._undropped, []
-            for extent in undropped:
+            undropped, self._undropped, self._drop_failures = self._undropped, {}, 0
+            for extent in undropped.values():
                 self.drop(extent, "again")
+        if self.short(0) > 0 and self._drop_failures < MAX_DROP_FAILURES:
+            self._make_room(0)
 
     @property
     def chores_at(self) -> float:
-        """When to do so; infinity: there are none."""
+        """When to try so again; infinity: there is nothing to be tried."""
         return self._drop_again_at if self._undropped else inf
 
     # --------------------------------------------------------------------------------------------- room
@@ -140,6 +169,11 @@ class Disk:
     def end_claims(self) -> None:
         """Whoever waited is going to ask again."""
         self._claimed = 0
+
+    @property
+    def over(self) -> int:
+        """Bytes of files above the budget."""
+        return max(0, self.used - self._budget)
 
     def short(self, incoming: int) -> int:
         """Bytes that `incoming` bytes lack once the removals under way are done."""
@@ -197,7 +231,7 @@ class Disk:
     def check(self, extents: Sequence[Extent], restored: bool) -> None:
         """Bytes add up, and files have the right owners; `restored`: the budget may have been larger."""
         assert self.used == sum(extent.file_bytes for extent in self._owners.values())
-        assert restored or self.short(0) <= 0
+        assert restored or self._undropped or self.short(0) <= 0
         assert self.dropping == sum(extent.file_bytes for extent in self._moves.dropping())
         for extent in extents:
             assert (extent.disk == "writing") == (extent.store is not None)

@@ -68,6 +68,7 @@ class Placement:
         self.keep_free, self.evict, self.quarantine = host.keep_free, host.evict, host.quarantine
         self.take_slots, self.urge_slots, self.room_for_rows = host.take_slots, host.urge_slots, host.room_for_rows
         self.store, self.has_file, self.take_touched = disk.store, disk.has_file, disk.take_touched
+        self.keep_budget = disk.keep_budget
         self.flush, self.write = self._writing.flush, self._writing.write
         self.load, self.prefetch, self.avoid, self.avoids = (
             loading.load, loading.prefetch, loading.avoid, loading.avoids
@@ -100,6 +101,11 @@ class Placement:
     def disk_used(self) -> int:
         """Bytes of files, also of those being written or removed."""
         return self._disk.used
+
+    @property
+    def disk_over(self) -> int:
+        """Bytes of them above the budget."""
+        return self._disk.over
 
     @property
     def in_flight(self) -> int:
@@ -205,7 +211,6 @@ class Placement:
 
     def background(self, now: float, expected: int, waiter: Key | None = None) -> None:
         """What is to be done now and then, and to keep some slots free, for `expected` rows' blocks as well."""
-        self._disk.drop_again(now)
         self._writing.write_again(now)
         self._host.refill(expected, now, waiter)
 
@@ -275,6 +280,7 @@ class Placement:
         if flight is None:
             if not done.slots_busy:
                 self._host.end_quarantine(done.move)
+                self._disk.returned(done.move)
         elif isinstance(flight.move, Load):
             self._loaded(flight.extent, done, now)
         elif isinstance(flight.move, Store):
@@ -299,7 +305,7 @@ class Placement:
 
     def _stored(self, extent: Extent, move: Store, done: MoveDone, now: float) -> None:
         evicting = self._host.stay(extent)
-        self._disk.stored(extent, done.ok, now)
+        self._disk.stored(extent, done, now)
         self._writing.stored(extent, done.ok, move.why, now)
         if done.ok and evicting and not extent.dead:
             self._host.leave(extent, now)

@@ -120,6 +120,7 @@ class Scheduler(Parts):
         restored, self._restored = self._restored, False
         if restored:
             self._placement.shrink()  # not before pins are known again
+        self._placement.keep_budget(now)
         self._registered.refresh(now)
         self._placement.sweep(now, self._ahead.awaited)
         self._sessions.bury()
@@ -214,6 +215,7 @@ class Scheduler(Parts):
             host_slots_total=self._placement.pool.total,
             disk_bytes=self._placement.disk_used,
             disk_bytes_total=self.capacity.disk_bytes,
+            disk_over_bytes=self._placement.disk_over,
             moves_in_flight=self._placement.in_flight + len(self._compaction),
             saves_in_flight=len(self._drafts),
             counters=replace(self._counters),

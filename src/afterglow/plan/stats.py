@@ -31,6 +31,7 @@ class Counters:
     dropped: int = 0  # extents forgotten in all tiers
     damaged: int = 0
     store_failures: int = 0
+    drop_failures: int = 0  # files that could not be removed
     rows_unsaved: int = 0
     duplicates: int = 0  # sealed drafts whose rows were there already
     orphans: int = 0  # sealed drafts whose prefix was gone
@@ -87,6 +88,7 @@ class Stats:
     host_slots_total: int
     disk_bytes: int  # used
     disk_bytes_total: int
+    disk_over_bytes: int  # above it: after a restart with less, until files have been removed
     moves_in_flight: int
     saves_in_flight: int  # drafts not yet resolved
     counters: Counters  # a copy

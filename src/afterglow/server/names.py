@@ -59,6 +59,18 @@ PLAN_ROWS = (
         )
         for why in ("cold", "evicted", "expired", "damaged", "deleted", "salt")
     ),
+    Row(
+        "plan_disk_over_bytes",
+        "afterglow:disk_over_budget_bytes",
+        "gauge",
+        "Bytes of files above the disk's budget: after a restart with less, until they have been removed.",
+    ),
+    Row(
+        "plan_drop_failures",
+        "afterglow:drop_failures",
+        "counter",
+        "Files of KV that could not be removed: others go in their place, and they are tried again.",
+    ),
     Row("plan_thrashed", "afterglow:thrashed_loads", "counter", "Loads of what had been evicted a moment before."),
     Row("plan_holds", "afterglow:prefill_holds", "counter", "Prefills that waited for host memory to be freed."),
     Row("plan_cut_loads", "afterglow:cut_loads", "counter", "Matches cut short for want of host memory."),

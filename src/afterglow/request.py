@@ -124,6 +124,15 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """Prompt tokens that were not in the cache, and why their end of the prompt was not: `cold` (nobody has asked so before,
+    or only another tenant), `evicted`, `expired`, `damaged`, `deleted`."""
+
+    reason: str = "cold"
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Truncation:
     """What was left out of a prompt: `dropped` of its tokens, so that `kept` remained. `reused`: the rest's KV was
     kept and embedded at new positions (CachedAttention §3.4); False: it had to be recomputed. `policy` chose the tokens;
@@ -185,7 +194,8 @@ class Output:
     """What one engine step brought for one request.
 
     `tokens` are the new tokens of this step (stop tokens included), `finish_reason` is set on the last output.
-    `cached` is known from the first output on; `top2_gap` is the logit gap between the best two candidates of
+    `cached` and `missed` are known from the first output on, as are the seconds it `waited` between its arrival and its
+    first step; `top2_gap` is the logit gap between the best two candidates of
     the last token (for honest comparisons of greedy runs), only when log-probabilities were asked for.
     """
 
@@ -198,3 +208,5 @@ class Output:
     truncation: Truncation | None = None
     selected: Selected | None = None
     error: str | None = None
+    missed: Missed = Missed()
+    waited: float = 0.0

@@ -14,6 +14,7 @@ import torch
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
+from afterglow.request import Request, SamplingParams
 from afterglow.server.launch import Service
 from afterglow.server.settings import ServerConfig
 from afterglow.text import Tokenizer
@@ -158,3 +159,52 @@ def test_resetting_forgets(real: Real) -> None:
     real.client.post("../reset_prefix_cache", cast_to=object)
     real.engine.settle()
     assert sum(cached(real.chat([FACT], max_tokens=1)).values()) == 0
+
+
+def test_why_tokens_were_computed(real: Real) -> None:
+    """Cached and missed tokens are all there are, and what is missed has a reason; but never that others have it."""
+    text = "Please keep in mind that the blue lantern stands on the shelf behind the wooden door. " * 6
+
+    def ask(content: str, salt: str, **more: Any) -> Any:
+        reply = real.chat([{"role": "user", "content": content}], max_tokens=2, extra_body={"cache_salt": salt, **more})
+        usage = reply.usage.model_dump()
+        missed = usage["missed_tokens_details"]
+        assert sum(missed.values()) + sum(usage["cached_tokens_details"].values()) == usage["prompt_tokens"]
+        real.engine.settle()
+        return missed
+
+    (first,) = ask(text, "why").items()
+    assert first[0] == "cold"
+    assert ask(text, "why") == {"cold": 1}  # the last token of a prompt is always computed
+    assert ask(text, "another tenant") == {"cold": first[1]}
+    real.engine.reset_cache("/why")
+    real.engine.reset_cache("why")
+    assert set(ask(text, "why")) == {"deleted"}
+
+
+def test_the_reason_is_in_responses_too(real: Real) -> None:
+    reply = real.client.responses.create(model="afterglow", input="a word that nobody said", max_output_tokens=2)
+    usage = reply.usage.model_dump()  # type: ignore[union-attr]
+    assert (
+        sum(usage["missed_tokens_details"].values()) + usage["input_tokens_details"]["cached_tokens"]
+        == usage["input_tokens"]
+    )
+
+
+def test_how_long_a_request_waited(real: Real) -> None:
+    """Its parts, as the metrics have them, are the whole: the queue, the prefill, the decode."""
+    outputs: list[Any] = []
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    blocker = Request("long", list(range(5, 900)), SamplingParams(max_tokens=1, temperature=0), reuse=False)
+    real.engine.submit(blocker, lambda output: None)
+    done = threading.Event()
+
+    def sink(output: Any) -> None:
+        outputs.append(output)
+        if output.finish_reason is not None:
+            done.set()
+
+    real.engine.submit(Request("short", [5, 6, 7], params, reuse=False), sink)
+    assert done.wait(20)
+    assert outputs[0].waited > 0
+    assert {output.waited for output in outputs} == {outputs[0].waited}

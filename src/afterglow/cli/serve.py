@@ -31,6 +31,8 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
         server = replace(server, api_key=(key,))
     if server.admin_key is None and (key := os.environ.get("AFTERGLOW_ADMIN_KEY")):
         server = replace(server, admin_key=key)
+    if server.metrics_key is None and (key := os.environ.get("AFTERGLOW_METRICS_KEY")):
+        server = replace(server, metrics_key=key)
     folder = find_model(model)
     name = model_name(model, folder.resolve())
     if not server.served_model_name:

@@ -31,6 +31,7 @@ from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Run, Step
 from afterglow.plan.truncation import Cut
 from afterglow.request import (
     CachedTokens,
+    Missed,
     Output,
     PrefixInfo,
     Request,
@@ -69,6 +70,9 @@ class _Live:
     selected: Selected | None = None
     admitted: bool = False
     cached: CachedTokens = CachedTokens()
+    missed: Missed = Missed()
+    arrived: float = field(default_factory=time.perf_counter)
+    waited: float | None = None  # until its first step
     generated: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
@@ -480,6 +484,9 @@ class Engine:
             for move in step.urged:
                 self._store.release(move)
         ran = time.perf_counter()
+        for run in step.runs:
+            if run.admit is not None and (live := self._live[run.job]).waited is None:
+                live.waited = ran - live.arrived
         out = self._runner.run(step)
         ended = time.perf_counter()
         prefilled = sum(self._prompt_rows(run) for run in step.runs)
@@ -525,6 +532,8 @@ class Engine:
                 continue
             if isinstance(event, Admitted):
                 live.cached = CachedTokens(event.device, event.host, event.disk)
+                # What others have is counted, and told to nobody.
+                live.missed = Missed("cold" if event.why == "salt" else event.why, event.missed)
                 if live.cut is not None:
                     kept = len(live.request.prompt) - event.dropped
                     live.truncation = Truncation(event.dropped, kept, event.embedded, live.cut.reason)
@@ -549,6 +558,8 @@ class Engine:
             live.truncation if first else None,
             live.selected if first or event.finish is not None else None,
             error=NO_MEMORY if event.finish == "no_memory" else None,
+            missed=live.missed,
+            waited=live.waited or 0.0,
         )
         if event.finish is None:
             self._outbox.append((live, output))

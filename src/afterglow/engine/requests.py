@@ -21,6 +21,7 @@ from afterglow.plan.truncation import refuse_discarding, refuse_uncuttable
 from afterglow.request import (
     CachedTokens,
     FinishReason,
+    Missed,
     Output,
     Request,
     SamplingParams,
@@ -42,6 +43,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...]
     truncation: Truncation | None = None
     selected: Selected | None = None
+    missed: Missed = Missed()
 
 
 def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
@@ -59,6 +61,7 @@ def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
         prompt_logprobs=outputs[0].prompt_logprobs,
         truncation=outputs[0].truncation,
         selected=last.selected if last.selected is not None else outputs[0].selected,
+        missed=last.missed,
     )
 
 

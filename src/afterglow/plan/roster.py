@@ -115,7 +115,7 @@ class Roster:
         # Not before its loads have come, because one that fails would make a liar of whoever tells earlier; and once.
         job.admitted = True
         embedded = is_private(job.spec.salt) and any(job.hits)
-        self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded))
+        self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded, *job.missed))
         self._counters.count_hits(job.target, *job.hits)
         self._counters.count_miss(*job.missed)
 

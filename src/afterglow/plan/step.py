@@ -321,7 +321,8 @@ class JobSpec:
 class Admitted:
     """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job,
     and only after the loads have come, so that it is true. `dropped` tokens of the prompt were left out; `embedded`:
-    and those that remained are such as had seen them, at new positions."""
+    and those that remained are such as had seen them, at new positions. `missed` tokens were not in the cache, for the
+    reason `why`; what is neither cached nor missed was cached and is computed all the same."""
 
     job: int
     device: int
@@ -329,6 +330,8 @@ class Admitted:
     disk: int
     dropped: int = 0
     embedded: bool = False
+    why: str = "cold"
+    missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Numbers of all tenants together."""
     record: Record = request.scope["afterglow.record"]
-    record.caller.check_admin()
+    record.caller.check_metrics()
     return Response(_state(request).metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from afterglow.errors import RequestError
-from afterglow.request import CachedTokens, Output, Selected, TokenLogprob, Truncation
+from afterglow.request import CachedTokens, Missed, Output, Selected, TokenLogprob, Truncation
 from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
 
 Finish = Literal["stop", "length"]
@@ -44,6 +44,8 @@ class Assembler:
         self.text = ""
         self.tokens: list[int] = []
         self.cached = CachedTokens()
+        self.missed = Missed()
+        self.waited = 0.0
         self.truncation: Truncation | None = None
         self.selected: Selected | None = None
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -59,7 +61,7 @@ class Assembler:
         if output.finish_reason == "cancelled":  # by nobody here: the engine is closing
             raise RequestError("the server is shutting down", status=503, code="unavailable")
         if not self.tokens:
-            self.cached = output.cached
+            self.cached, self.missed, self.waited = output.cached, output.missed, output.waited
             self.truncation = output.truncation
         if output.selected is not None:
             self.selected = output.selected

@@ -21,6 +21,7 @@ log = logging.getLogger("afterglow.server")
 access = logging.getLogger("afterglow.access")
 
 OPEN_PATHS = ("/health",)
+METRICS_PATH = "/metrics"
 QUIET_PATHS = ("/health", "/metrics", "/dashboard/data", "/v1/cache/sessions")  # asked for all day long by machines
 MAX_REQUEST_ID = 128
 
@@ -74,6 +75,8 @@ class Guard:
                 status=401,
                 code="invalid_api_key",
             )
+        if caller.metrics and path != METRICS_PATH:
+            raise RequestError(f"this key opens {METRICS_PATH} alone", status=403, code="metrics_key_only")
         record.caller = caller
 
     def _account(self, scope: Scope, record: Record, status: int) -> None:

@@ -41,6 +41,10 @@ _TTFT = (
 )
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_TIME = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+VLLM = "vllm:"  # families of this name carry vLLM's label `engine` as well, of which there is one
+ENGINE = "0"
 
 
 class HasStats(Protocol):
@@ -57,26 +61,63 @@ class HasReplies(Protocol):
 class Metrics:
     """The registry of one server, and the few numbers that only HTTP knows."""
 
-    def __init__(self, engine: HasStats, text: HasReplies, model_name: str) -> None:
+    def __init__(self, engine: HasStats, text: HasReplies, model_name: str, max_model_len: int = 2**20) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
         self.registry.register(_EngineCollector(engine, text, model_name))
         self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT)
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _LATENCY)
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _GAP)
+        lengths = _ones_twos_fives(max_model_len)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time until a request's first step.", _TIME)
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Time from a request's first step to its first token.", _TIME
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "Time from a request's first token to its last.", _TIME
+        )
+        self._per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _PER_TOKEN
+        )
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self._generated = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", lengths)
+        self.most_generated = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Generated tokens of the longest of a request's replies.", lengths
+        )
         self._responses = Counter(
             "afterglow:http_responses", "HTTP responses by status.", ("status",), registry=self.registry
         )
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, help, ("model_name",), buckets=buckets, registry=self.registry)
-        return family.labels(self._model)
+        labels = _labels(name, self._model)
+        family = Histogram(name, help, tuple(labels), buckets=buckets, registry=self.registry)
+        return family.labels(**labels)
+
+    def finished(self, *, prompt: int, generated: int, queue: float, prefill: float, decode: float) -> None:
+        """A reply has come to its end: its tokens, and the seconds of its parts."""
+        self._prompt.observe(prompt)
+        self._generated.observe(generated)
+        self._queue.observe(queue)
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        if generated > 1:
+            self._per_token.observe(decode / (generated - 1))
 
     def response(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _labels(name: str, model: str) -> dict[str, str]:
+    return {"model_name": model, **({"engine": ENGINE} if name.startswith(VLLM) else {})}
+
+
+def _ones_twos_fives(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`: vLLM's buckets of lengths."""
+    steps = (m * 10**e for e in range(len(str(most))) for m in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= most)
 
 
 def flatten(stats: Any) -> dict[str, float]:
@@ -139,7 +180,7 @@ class _EngineCollector(Collector):
         labels: tuple[tuple[str, str], ...],
         value: float,
     ) -> None:
-        keys = ["model_name", *(key for key, _ in labels)]
+        own = _labels(name, self._model)
         make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-        family = families.setdefault(name, make(name, help, labels=keys))
-        family.add_metric([self._model, *(v for _, v in labels)], float(value))  # type: ignore[attr-defined]
+        family = families.setdefault(name, make(name, help, labels=[*own, *(key for key, _ in labels)]))
+        family.add_metric([*own.values(), *(v for _, v in labels)], float(value))  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from afterglow.server.wire import to_json
 from afterglow.text import ChatPrompt
 
 log = logging.getLogger("afterglow.server")
+_OWN_USAGE = ("cached_tokens_details", "missed_tokens_details", "truncation", "kv_selection")  # not OpenAI's
 
 
 async def create_response(http: HttpRequest) -> Response:
@@ -175,7 +176,7 @@ class _Turn:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
-            **{name: usage[name] for name in ("cached_tokens_details", "truncation", "kv_selection") if name in usage},
+            **{name: usage[name] for name in _OWN_USAGE if name in usage},
         }
 
     def _describe(

@@ -25,6 +25,8 @@ class Run:
         self._metrics = state.metrics
         self._record = record
         record.prompt_tokens = self.prompt_tokens
+        self._began = time.perf_counter()
+        self._first: dict[int, float] = {}  # when a choice had its first token
         self._group: Group = state.jobs.start(choices)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -40,11 +42,30 @@ class Run:
                         self._metrics.inter_token.observe((now - record.last_token) / len(piece.tokens))
                     record.last_token = now
                     record.generated += len(piece.tokens)
+                    self._first.setdefault(index, now)
+                if piece.finish is not None:
+                    self._account(index, now)
                 record.cached = self.cached
                 record.prompt_tokens = self.prompt_tokens
                 yield index, piece
         finally:
             self.close()
+
+    def _account(self, index: int, now: float) -> None:
+        """A choice has ended as it should."""
+        reply = self.choices[index].assembler
+        first = self._first.get(index, now)
+        self._metrics.finished(
+            prompt=self._prompt_of(index),
+            generated=len(reply.tokens),
+            queue=reply.waited,
+            prefill=max(0.0, first - self._began - reply.waited),
+            decode=now - first,
+        )
+        start = index - index % self._per_prompt
+        siblings = self.choices[start : start + self._per_prompt]
+        if all(choice.assembler.finish is not None for choice in siblings):
+            self._metrics.most_generated.observe(max(len(choice.assembler.tokens) for choice in siblings))
 
     def close(self) -> None:
         """Cancel what still runs. Idempotent."""
@@ -59,9 +80,25 @@ class Run:
     @property
     def prompt_tokens(self) -> int:
         """Of the prompts as they were answered: without what was left out of them."""
-        dropped = [c.assembler.truncation.dropped if c.assembler.truncation else 0 for c in self.choices]
-        prompts = [len(c.request.prompt) - n for c, n in zip(self.choices, dropped, strict=True)]
-        return sum(prompts[:: self._per_prompt])
+        return sum(self._prompt_of(index) for index in range(0, len(self.choices), self._per_prompt))
+
+    def _prompt_of(self, index: int) -> int:
+        choice = self.choices[index]
+        cut = choice.assembler.truncation
+        return len(choice.request.prompt) - (cut.dropped if cut is not None else 0)
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Of the prompt tokens that were computed, how many for which reason: they were not in the cache, or they were and
+        computing them was predicted to be faster (`recomputed`). With those that were cached they are all there are."""
+        found: dict[str, int] = {}
+        for index in range(0, len(self.choices), self._per_prompt):
+            reply = self.choices[index].assembler
+            rest = self._prompt_of(index) - reply.cached.total - reply.missed.tokens
+            for reason, tokens in ((reply.missed.reason, reply.missed.tokens), ("recomputed", rest)):
+                if tokens > 0:
+                    found[reason] = found.get(reason, 0) + tokens
+        return found
 
     def truncation(self) -> dict[str, Any] | None:
         """What was left out of the prompt, if something was."""
@@ -100,6 +137,7 @@ class Run:
             "total_tokens": prompt + self._record.generated,
             "prompt_tokens_details": {"cached_tokens": cached.total},
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
+            "missed_tokens_details": self.missed,
             **({"truncation": truncation} if truncation is not None else {}),
             **({"kv_selection": selected} if selected is not None else {}),
         }

@@ -35,6 +35,11 @@ class ServerConfig:
         "AFTERGLOW_ADMIN_KEY; without it the only --api-key may, or everybody where there is none, and nobody where "
         "there are several.",
     )
+    metrics_key: str | None = option(
+        None,
+        "Let this key see /metrics, and nothing else: for Prometheus. The default is the variable AFTERGLOW_METRICS_KEY, or "
+        "none. Who may see metrics without it still may.",
+    )
     chat_truncation: Truncation = option(
         "disabled",
         "What to do with chat requests that are longer than the context and do not say themselves: disabled refuses "
@@ -95,8 +100,11 @@ class ServerConfig:
         for name in ("served_model_name", "api_key"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be empty")
-        if self.admin_key == "":
-            raise ConfigError("--admin-key cannot be empty")
+        for name, key in (("--admin-key", self.admin_key), ("--metrics-key", self.metrics_key)):
+            if key == "":
+                raise ConfigError(f"{name} cannot be empty")
+        if self.metrics_key is not None and self.metrics_key in (*self.api_key, self.admin_key):
+            raise ConfigError("--metrics-key opens /metrics alone: it must not be the --admin-key nor an --api-key")
         if self.system_prompt_mode not in get_args(SystemPromptMode):
             raise ConfigError(f"--system-prompt-mode must be default or always, got {self.system_prompt_mode!r}")
         if self.chat_truncation not in get_args(Truncation):

@@ -73,10 +73,10 @@ class State:
         self.config = config
         self.names = config.served_model_name or (engine.model_name,)
         self.defaults = defaults
-        self.tenants = Tenants(config.api_key, config.admin_key)
+        self.tenants = Tenants(config.api_key, config.admin_key, config.metrics_key)
         self.created = int(time.time())
         self._said_uncut = False
-        self.metrics = Metrics(engine, tokenizer, self.names[0])
+        self.metrics = Metrics(engine, tokenizer, self.names[0], engine.max_model_len)
         self.prompts = SystemPrompts(engine, tokenizer, config.system_prompt_mode)
 
     def check_model(self, name: str | None, *, generate: bool = True) -> str:

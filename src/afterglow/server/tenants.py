@@ -23,6 +23,12 @@ class Caller:
 
     tenant: str = ""
     admin: bool = False
+    metrics: bool = False  # may see metrics, and nothing else
+
+    def check_metrics(self) -> None:
+        """Errors: RequestError, if the caller may not see metrics."""
+        if not self.metrics:
+            self.check_admin()
 
     def check_admin(self) -> None:
         """Errors: RequestError, if this is not for the caller."""
@@ -56,10 +62,11 @@ class Tenants:
     """Who may do what. Of everybody's affairs in charge is the admin key; without one the only API key; without
     either everybody. With several API keys and no admin key nobody is."""
 
-    def __init__(self, keys: Sequence[str], admin_key: str | None = None) -> None:
+    def __init__(self, keys: Sequence[str], admin_key: str | None = None, metrics_key: str | None = None) -> None:
         # A slow hash, once per key: the identifier ends up in cache ids and must not give the key away.
         self._keys = [(_digest(key), _slow_id(key)) for key in dict.fromkeys(keys)]
         self._admin = (_digest(admin_key), _slow_id(admin_key)) if admin_key else None
+        self._metrics = _digest(metrics_key) if metrics_key else None
         self._known: dict[str, _Known] = {}
 
     def identify(self, authorization: str) -> Caller | None:
@@ -70,6 +77,8 @@ class Tenants:
         for digest, tenant in self._keys:
             if hmac.compare_digest(digest, offered):
                 found = Caller(tenant, admin=self._admin is None and len(self._keys) == 1)
+        if self._metrics is not None and hmac.compare_digest(self._metrics, offered):
+            return Caller(metrics=True)
         if self._admin is not None and hmac.compare_digest(self._admin[0], offered):
             return Caller(self._admin[1] if self._keys else "", admin=True)
         if self._keys:

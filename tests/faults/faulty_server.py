@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.syscalls import Rule, Syscalls, error, kill_half_way, slow
+from tests.faults.syscalls import ALL, Rule, Syscalls, error, kill_half_way, slow
 
 TIMEOUT = 1.0  # the server's own is half a minute
 STUCK = 4.0  # seconds for which a hanging read hangs
+DEAD = 30.0  # and each call of whatever kind, of a disk that is dead
+SWITCH = ".dead"  # what is added to the folder's name; a disk is dead while there is such a file
 
-RULES: dict[str, Callable[[], Rule]] = {
-    "none": lambda: Rule([], error(0)),
-    "full": lambda: Rule(["pwritev"], error(errno.ENOSPC), lambda call: call.extent),
-    "hang": lambda: Rule(["preadv"], slow(STUCK), lambda call: call.extent, limit=1),
-    "kill": lambda: Rule(["pwritev"], kill_half_way, lambda call: call.extent, skip=4),
+RULES: dict[str, Callable[[str], Rule]] = {
+    "none": lambda folder: Rule([], error(0)),
+    "full": lambda folder: Rule(["pwritev"], error(errno.ENOSPC), lambda call: call.extent),
+    "hang": lambda folder: Rule(["preadv"], slow(STUCK), lambda call: call.extent, limit=1),
+    "kill": lambda folder: Rule(["pwritev"], kill_half_way, lambda call: call.extent, skip=4),
+    # `access` is not among the calls that are looked at
+    "dead": lambda folder: Rule(ALL, slow(DEAD), lambda call: os.access(folder + SWITCH, os.F_OK)),
 }
 
 
@@ -30,7 +35,7 @@ def main(fault: str, folder: str, *arguments: str) -> None:
 
         setup.READ_TIMEOUT = TIMEOUT
     with Syscalls(Path(folder)) as calls:
-        calls.add(RULES[fault]())
+        calls.add(RULES[fault](folder))
         sys.argv = ["afterglow", *arguments]
         cli.main()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
+import io
 import mmap
 import os
 import signal
@@ -82,13 +83,14 @@ class Syscalls:
         self._rules = []
 
     def __enter__(self) -> Syscalls:
-        for name in ("rename", "replace", "unlink", "scandir", "mkdir"):
+        for name in ("rename", "replace", "unlink", "scandir", "mkdir", "stat", "lstat", "listdir"):
             self._wrap(os, name, self._by_path)
         for name in ("preadv", "pwritev", "pwrite"):
             self._wrap(os, name, self._by_descriptor)
         self._wrap(os, "open", self._opening)
         self._wrap(os, "close", self._closing)
         self._wrap(builtins, "open", self._by_path)
+        self._wrap(io, "open", self._by_path)  # what pathlib calls
         self._wrap(sqlite3, "connect", self._connecting)
         return self
 
@@ -166,6 +168,12 @@ class Syscalls:
                 rule.phases.append(self.under_way())
             return rule.act(call)
         return call()
+
+
+ALL = (
+    *("rename", "replace", "unlink", "scandir", "mkdir", "stat", "lstat", "listdir", "open", "fopen"),
+    *("preadv", "pwritev", "pwrite", "sql"),
+)
 
 
 # ------------------------------------------------------------------------------------------------ what happens

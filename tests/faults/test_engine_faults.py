@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from afterglow.errors import ConfigError
+from afterglow.errors import ConfigError, RequestError
 from afterglow.store import admin
 from tests.engine.conftest import VOCAB, Handle, model_of, start  # noqa: F401  (fixtures)
 from tests.engine.test_exact_reuse import same
@@ -179,6 +179,32 @@ def test_save_without_space(
     handle.engine.close()
     (namespace,) = [p for p in tmp_path.iterdir() if p.is_dir()]
     assert check(namespace).ok
+
+
+def test_a_registration_without_space_leaves_no_trace(
+    start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused as soon as the disk says so; what was registered under its name stays; later it is possible."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = start(model_of("llama"), tmp_path).engine
+    old = engine.register_prefix("mine", PROMPT[:150], about="old")
+    assert old.disk == 150
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        for name in ("mine", "new"):
+            with pytest.raises(RequestError, match="could not be written to disk") as refused:
+                engine.register_prefix(name, [3, *PROMPT[:200]], about="new")
+            assert refused.value.status == 507
+        (left,) = engine.prefixes()
+        assert (left.name, left.tokens, left.about) == ("mine", 150, "old")
+    done = engine.register_prefix("new", [4, *PROMPT[:200]], about="new")
+    assert (done.tokens, done.disk) == (201, 201)
+    engine.close()
+    again = start(model_of("llama"), tmp_path).engine
+    assert [(each.name, each.about) for each in again.prefixes()] == [("mine", "old"), ("new", "new")]
 
 
 def test_read_error(start: Start, stored: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ NO_MEMORY = (
     "--prefill-chunk"
 )
 DRAIN_SECONDS = 60.0  # how long closing waits for the disk
+CLOSE_SECONDS = 10.0  # and then for its calls to return
+ANSWER_SECONDS = 10.0  # and how long for one that does not answer
 
 
 @dataclass(slots=True)
@@ -115,7 +117,9 @@ class Engine:
         self._closing = False
         self._stopping = False
         self._flush_at_end = True
+        self._answers = True  # does the disk, as far as closing has found out?
         self._wake_at: float | None = None
+        self._moved = 0  # completions taken in while nothing was computed
         self._failure: BaseException | None = None
 
     @classmethod
@@ -321,7 +325,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until nothing runs and every save and move has ended (benchmarks, tests)."""
-        self._on_thread(self._settle)
+        self._ask(self._settle)
 
     def baseline(
         self, *, preload: PreloadName = "layerwise", read_buffer: int | None = None, source: SourceName = "load"
@@ -368,7 +372,7 @@ class Engine:
         if self._thread is not None and self._thread.is_alive():
             self._send(lambda: self._stop(flush))
             self._thread.join(DRAIN_SECONDS + 10)
-        self._store.close()
+        self._store.close(CLOSE_SECONDS if self._answers else 1.0)
         self.conversations.close()
         if self._parts.journal is not None:
             self._parts.journal.close()
@@ -415,10 +419,10 @@ class Engine:
             while not self._stopping:
                 busy = self._iterate()
                 self._take_inbox(block=not busy)
-            self._settle()
-            if self._flush_at_end:
+            self._answers = self._settle()
+            if self._answers and self._flush_at_end:
                 self._scheduler.flush(self._now())
-                self._settle()
+                self._answers = self._settle()
             self._remember()
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
@@ -446,6 +450,7 @@ class Engine:
         began = time.perf_counter()
         done = self._store.finished()
         if done:
+            self._moved += len(done)
             self._dispatch(self._scheduler.complete(done, self._now()), None)
         self._remember_use()
         step = self._scheduler.schedule(self._now())
@@ -594,16 +599,19 @@ class Engine:
         self._flush_at_end = flush
         self._stopping = True
 
-    def _settle(self) -> None:
-        """Iterate until the plan and the store are both at rest."""
+    def _settle(self) -> bool:
+        """Iterate until the plan and the store are both at rest. False: the disk has not answered for long."""
         deadline = self._now() + DRAIN_SECONDS
-        while self._now() < deadline:
-            if self._iterate():
+        patience, moved = self._now() + ANSWER_SECONDS, self._moved
+        while (now := self._now()) < min(deadline, patience):
+            if self._iterate() or self._moved != moved:
+                patience, moved = self._now() + ANSWER_SECONDS, self._moved
                 continue
             if not self._live and self._store.at_rest():
-                return
+                return True
             self._take_inbox(block=True, timeout=0.1)
-        log.warning("the store was still busy after %.0f s", DRAIN_SECONDS)
+        log.warning("the store was still busy after %.0f s", now - deadline + DRAIN_SECONDS)
+        return False
 
 
 def _nobody(output: Output) -> None:

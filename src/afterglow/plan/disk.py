@@ -123,6 +123,11 @@ class Disk:
         self.used -= extent.file_bytes
         del self._owners[extent.id]
 
+    @property
+    def failing(self) -> bool:
+        """Is it left alone, because stores have failed and none has succeeded since?"""
+        return self._failures >= MAX_STORE_FAILURES
+
     # ----------------------------------------------------------------------------------------- removing
 
     def drop(self, extent: Extent, why: str) -> int:

@@ -70,6 +70,7 @@ class Placement:
         self.store, self.has_file, self.take_touched = disk.store, disk.has_file, disk.take_touched
         self.keep_budget = disk.keep_budget
         self.flush, self.write = self._writing.flush, self._writing.write
+        self.is_written = self._writing.is_written
         self.load, self.prefetch, self.avoid, self.avoids = (
             loading.load, loading.prefetch, loading.avoid, loading.avoids
         )  # fmt: skip

@@ -39,7 +39,8 @@ class _Registration:
 @dataclass(frozen=True, slots=True)
 class PrefixState:
     """A registered prefix as callers see it, in tokens. `rows`: of the prefix; the tiers say how many of them are there,
-    each for itself. `about`: what the caller wanted to be remembered with it. `kept`: all of its rows are pinned."""
+    each for itself. `about`: what the caller wanted to be remembered with it. `kept`: all of its rows are pinned.
+    `writing`: what is not on disk is being written, or soon will be."""
 
     name: str
     rows: int
@@ -49,6 +50,8 @@ class PrefixState:
     about: str
     shared: bool
     kept: bool
+    writing: bool = False
+    tokens: bytes = b""  # empty: not known, after a restart that has lost its rows
 
 
 class Registered:
@@ -90,6 +93,8 @@ class Registered:
         if before is not None and before.prefix == prefix:
             before.about = about
             self._note(before)
+            for extent in before.extents:
+                self._write(extent, now)  # unless that has been done: it may have failed
             return
         self.forget(salt, name)
         found = self._all[salt, name] = _Registration(salt, name, about, prefix)
@@ -144,14 +149,17 @@ class Registered:
         for extent in found:
             if extent not in before:
                 self._placement.pin(extent)
-                if self._capacity.disk_bytes and extent.disk == "absent":
-                    self._placement.write(extent, now, "write_through")
+                self._write(extent, now)
         for extent in before:
             if extent not in found:
                 self._placement.unpin(extent)
         if each.whole != (match.rows == each.prefix.rows) or found.keys() != before.keys():
             each.whole = match.rows == each.prefix.rows
             self._note(each)
+
+    def _write(self, extent: Extent, now: float) -> None:
+        if self._capacity.disk_bytes and extent.disk == "absent":
+            self._placement.write(extent, now, "write_through")
 
     def _refuse_too_large(self, prefix: Prefix, instead_of: _Registration | None) -> None:
         others = [each.prefix for each in self._all.values() if each is not instead_of and each.prefix is not None]
@@ -202,6 +210,8 @@ class Registered:
             each.about,
             each.salt == OPERATOR,
             each.whole,
+            all(view.extent.disk == "ready" or self._placement.is_written(view.extent) for view in match.views),
+            each.prefix.tokens,
         )
 
     # ------------------------------------------------------------------------------------------- over restarts

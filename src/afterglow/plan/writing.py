@@ -65,6 +65,10 @@ class Writing:
         elif why in EARLY:
             self._put_off(extent, failed=True, now=now)
 
+    def is_written(self, extent: Extent) -> bool:
+        """Is it being written, or about to be, when there is room?"""
+        return extent.disk == "writing" or (self._unwritten.get(extent) == 0 and not self._disk.failing)
+
     def forget(self, extent: Extent) -> None:
         """It is not to be written any more."""
         self._unwritten.pop(extent, None)

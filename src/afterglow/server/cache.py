@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,11 +11,14 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import PrefixInfo, SessionInfo
+from afterglow.server.apart import ENGINE, PROMPTS
 from afterglow.server.errors import engine_dead
 from afterglow.server.schema import PromptBody, check_session, read_body
 from afterglow.server.state import Record, State
 from afterglow.server.stored import stored
 from afterglow.server.wire import json_response
+
+COUNT_SECONDS = 1.0  # for stored responses to be counted
 
 
 def _context(http: HttpRequest) -> tuple[State, Record, str]:
@@ -36,8 +38,8 @@ async def delete_session(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    if not await asyncio.to_thread(state.engine.forget_session, salt, name):
-        for prompt in await asyncio.to_thread(state.prompts.listing, salt):
+    if not await ENGINE(state.engine.forget_session, salt, name):
+        for prompt in await ENGINE(state.prompts.listing, salt):
             if prompt.name == name:
                 raise _is_prompt(prompt)
         raise _unknown(name)
@@ -57,7 +59,7 @@ async def _pin(http: HttpRequest, pinned: bool) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    if not await asyncio.to_thread(state.engine.pin_session, salt, name, pinned):
+    if not await ENGINE(state.engine.pin_session, salt, name, pinned):
         raise _unknown(name)
     return json_response({"object": "cache.session", "name": name, "pinned": pinned})
 
@@ -66,7 +68,7 @@ async def list_prompts(http: HttpRequest) -> Response:
     """The system prompts that are registered for the caller's requests."""
     state, _, salt = _context(http)
     _check_alive(state)
-    found = await asyncio.to_thread(state.prompts.listing, salt)
+    found = await ENGINE(state.prompts.listing, salt)
     return json_response({"object": "list", "data": [_prompt_card(prompt) for prompt in found]})
 
 
@@ -78,7 +80,7 @@ async def put_prompt(http: HttpRequest) -> Response:
     check_session(name)
     _check_alive(state)
     state.tokenizer.check_length(body.text, state.engine.max_model_len, "text")
-    found = await asyncio.to_thread(state.prompts.register, salt, name, body.text)
+    found = await PROMPTS(state.prompts.register, salt, name, body.text)
     return json_response({**_prompt_card(found), "prefilled_tokens": found.tokens - found.cached})
 
 
@@ -86,8 +88,8 @@ async def delete_prompt(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    if not await asyncio.to_thread(state.prompts.forget, salt, name):
-        for prompt in await asyncio.to_thread(state.prompts.listing, salt):
+    if not await PROMPTS(state.prompts.forget, salt, name):
+        for prompt in await ENGINE(state.prompts.listing, salt):
             if prompt.name == name:
                 raise _is_prompt(prompt)
         raise RequestError(f"there is no system prompt {name[:80]!r}", status=404, code="not_found")
@@ -99,8 +101,8 @@ async def cache_stats(http: HttpRequest) -> Response:
     state, record, salt = _context(http)
     found = await _sessions(state, salt)
     usage = state.tenants.usage(record.caller)
-    prompts = await asyncio.to_thread(state.prompts.listing, salt)
-    number, size = await stored(state.engine.conversations.count, record.caller.tenant)
+    prompts = await ENGINE(state.prompts.listing, salt)
+    number, size = await _responses(state, record)
     said: dict[str, Any] = {
         "object": "cache.stats",
         "sessions": {
@@ -140,9 +142,18 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
     return json_response({"status": "ok", "cleared": "own"})
 
 
+async def _responses(state: State, record: Record) -> tuple[int | None, int | None]:
+    """How many responses of the caller are stored, and their bytes; None where the file system does not say so soon."""
+    try:
+        number, size = await stored(state.engine.conversations.count, record.caller.tenant, within=COUNT_SECONDS)
+    except RequestError:
+        return None, None
+    return number, size
+
+
 async def _sessions(state: State, salt: str) -> list[SessionInfo]:
     _check_alive(state)
-    return await asyncio.to_thread(state.engine.sessions, salt)
+    return await ENGINE(state.engine.sessions, salt)
 
 
 def _check_alive(state: State) -> None:

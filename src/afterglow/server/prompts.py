@@ -15,6 +15,7 @@ from typing import Any
 from afterglow.engine.prefixes import owner_of
 from afterglow.errors import ConfigError, RequestError
 from afterglow.request import PrefixInfo
+from afterglow.server.apart import PROMPTS
 from afterglow.server.jobs import EngineLike
 from afterglow.server.settings import SystemPromptMode
 from afterglow.text import Reply, Tokenizer, flatten_messages
@@ -152,6 +153,6 @@ class SystemPrompts:
 
     async def _again(self, prompt: _Prompt) -> None:
         try:
-            await asyncio.to_thread(self._register, prompt)
+            await PROMPTS(self._register, prompt)
         except RequestError as error:
             log.warning("a system prompt is not kept: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -14,6 +13,7 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError, StoreError
 from afterglow.request import SamplingParams
+from afterglow.server.apart import FILES, FILES_SECONDS
 from afterglow.server.items import (
     Item,
     as_messages,
@@ -145,7 +145,7 @@ class _Turn:
         if self._store:
             items = [*self._items, kept(item, generated)]
             try:
-                await asyncio.to_thread(
+                await FILES(
                     self._state.engine.conversations.add,
                     self._id,
                     self._tenant,
@@ -153,8 +153,12 @@ class _Turn:
                     self._model,
                     done,
                     items,
+                    within=FILES_SECONDS,
                 )
-            except StoreError as error:  # the reply is there all the same, and says that it was not stored
+            except (
+                StoreError,
+                RequestError,
+            ) as error:  # the reply is there all the same, and says that it was not stored
                 log.warning("a response was not stored: %s", error)
                 done["store"] = False
         return done

@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from afterglow.errors import RequestError, StoreError
 from afterglow.request import CachedTokens, Request, SamplingParams
+from afterglow.server.apart import FILES
 from afterglow.server.assemble import Assembler
 from afterglow.server.defaults import Defaults
 from afterglow.server.jobs import Choice, EngineLike, Jobs
@@ -204,7 +205,10 @@ class State:
                 log.warning("the ids of a reply are not kept: %s", error)
 
         if kept.folder is not None and request.reuse:
-            asyncio.get_running_loop().run_in_executor(None, work)
+            try:
+                FILES.start(work)
+            except RequestError as error:
+                log.warning("the ids of a reply are not kept: %s", error)
 
     def load_replies(self) -> None:
         """Take over the replies that were kept before a restart."""

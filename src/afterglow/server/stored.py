@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -10,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError, StoreError
+from afterglow.server.apart import FILES, FILES_SECONDS
 from afterglow.server.items import public
 from afterglow.server.state import Record, State
 from afterglow.server.wire import to_json
@@ -20,10 +20,10 @@ log = logging.getLogger("afterglow.server")
 MAX_PAGE = 100
 
 
-async def stored(work: Any, *args: Any) -> Any:
-    """Ask the conversations, outside of the event loop. Errors: RequestError."""
+async def stored(work: Any, *args: Any, within: float = FILES_SECONDS) -> Any:
+    """Ask the conversations, outside of the event loop. Errors: RequestError, also after so many seconds."""
     try:
-        return await asyncio.to_thread(work, *args)
+        return await FILES(work, *args, within=within)
     except StoreError as error:
         log.warning("%s", error)
         raise RequestError("stored responses cannot be read just now", status=503, code="unavailable") from None

@@ -35,6 +35,8 @@ log = logging.getLogger("afterglow.store")
 SCHEMA_VERSION: Final = 1
 TOUCH_SECONDS: Final = 5.0  # how long last-used times and notes may wait for a transaction of their own
 
+ANSWER_SECONDS: Final = 30.0  # how long its own device may take
+
 _KINDS: Final = frozenset(get_args(Kind))
 _COLUMNS: Final = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c"
 _SCHEMA: Final = """
@@ -227,6 +229,7 @@ class Catalog:
     def __init__(self, path: Path, shares: Shares | None = None) -> None:
         """Raises DamageError when the file is no catalog of this version, StoreError when that cannot be found out."""
         self.path = path
+        self.bytes = 0  # of its files, as of the last transaction: nobody else asks the file system
         self._shares = shares or Shares()
         try:
             self._db = connect(path, wal_bytes=self._shares.wal_bytes)
@@ -257,6 +260,7 @@ class Catalog:
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             self._db.close()
             raise failure(self.path, error) from error
+        self.bytes = size_of(self.path)
         self._thread = threading.Thread(target=self._work, name="afterglow-catalog", daemon=True)
         self._thread.start()
         return rows
@@ -316,9 +320,9 @@ class Catalog:
         if first:
             self._jobs.put("soon")
 
-    def write_notes(self) -> None:
-        """Write the notes that wait; returns when that is committed. Raises StoreError."""
-        self._run(lambda db: None)
+    def write_notes(self, within: float = ANSWER_SECONDS) -> None:
+        """Write the notes that wait; returns when that is committed. Raises StoreError, also after so many seconds."""
+        self._run(lambda db: None, within)
 
     def notes(self, kind: str) -> dict[str, str]:
         """The sound notes of a kind as they were at the start, last written last. They are handed over: a second
@@ -326,28 +330,28 @@ class Catalog:
         """
         return self._notes.pop(kind, {})
 
-    def close(self) -> None:
-        """Write what is pending and end the thread; may be called twice."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what is pending and end the thread, for at most `timeout` seconds; may be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put("end")
-            thread.join(timeout=10.0)
+            thread.join(timeout)
 
     @property
     def _waiting(self) -> bool:
         return bool(self._touched or self._noted)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, within: float = ANSWER_SECONDS) -> None:
         if self._thread is None:
             raise StoreError("catalog: closed")
         done: Future[None] = Future()
         self._jobs.put((job, done))
         try:
-            done.result(timeout=30.0)  # the catalog's device may hang as well
+            done.result(timeout=within)  # the catalog's device may hang as well
         except sqlite3.Error as error:
             raise StoreError(f"catalog: {error}") from error
         except TimeoutError as error:
-            raise StoreError("catalog: no answer for 30 s") from error
+            raise StoreError(f"catalog: no answer for {within:g} s") from error
 
     def _work(self) -> None:
         ended = False
@@ -381,6 +385,7 @@ class Catalog:
                 log.warning("%d uses of extents and %d notes are lost: %s", len(uses), len(notes), wrong)
                 self.failures += 1
                 uses, notes = [], []
+            self.bytes = size_of(self.path)
             for _, done in batch:
                 if wrong is None:
                     done.set_result(None)

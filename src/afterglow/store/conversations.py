@@ -32,6 +32,7 @@ TTL_S: Final = 30 * 24 * 3600.0  # what OpenAI promises
 MAX_BYTES: Final = 256 * 1024**2
 MAX_DEPTH: Final = 10_000  # responses of one conversation
 SWEEP_SECONDS: Final = 600.0
+CLOSE_SECONDS: Final = 5.0
 
 _SCHEMA_VERSION: Final = 1
 _WAL_BYTES: Final = 4 * 1024**2
@@ -252,11 +253,16 @@ class Conversations:
         return gone
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
-        with self._lock:
+        """Close the file; may be called twice. One that somebody waits for in vain is left as it is."""
+        if not self._lock.acquire(timeout=CLOSE_SECONDS):
+            log.warning("%s is not closed: the disk does not answer", self._path)
+            return
+        try:
             db, self._db = self._db, None
             if db is not None:
                 db.close()
+        finally:
+            self._lock.release()
 
     # ---------------------------------------------------------------------------------------------- inside
 

@@ -23,7 +23,7 @@ from afterglow.plan.step import (
     SaveDone,
     Store,
 )
-from afterglow.store.catalog import Catalog, Shares, size_of
+from afterglow.store.catalog import Catalog, Shares
 from afterglow.store.copying import copy_rows
 from afterglow.store.disk import DiskTier
 from afterglow.store.extent import Bytes, Head
@@ -214,10 +214,10 @@ class KVStore:
         if self._catalog is not None:
             self._catalog.note(kind, items)
 
-    def write_notes(self) -> None:
-        """Write the notes that wait now, and not within seconds; waits for it. Raises StoreError."""
+    def write_notes(self, within: float = 30.0) -> None:
+        """Write the notes that wait now, and not within seconds; waits for it, at most so many seconds. Raises StoreError."""
         if self._catalog is not None:
-            self._catalog.write_notes()
+            self._catalog.write_notes(within)
 
     def notes(self, kind: str) -> dict[str, str]:
         """The notes of a kind as they were at the start, last written last; damaged ones are left out.
@@ -273,7 +273,7 @@ class KVStore:
         self._saver.close()
         self._mover.close(timeout)
         if self._catalog is not None:
-            self._catalog.close()
+            self._catalog.close(timeout)
         if self._namespace is not None:
             self._namespace.close()
 
@@ -285,7 +285,7 @@ class KVStore:
         stats.hung = self._mover.hung
         stats.save_waits, stats.save_wait_seconds = self._saver.waits, self._saver.wait_seconds
         if self._catalog is not None:
-            stats.catalog_bytes = size_of(self._catalog.path)
+            stats.catalog_bytes = self._catalog.bytes
             stats.notes_damaged = self._catalog.notes_damaged
             if self._catalog.failures:
                 stats.errors["catalog"] = self._catalog.failures

@@ -1,0 +1,86 @@
+"""The engine on a pretend CUDA device: the same answers as on the CPU, and nothing that a device would refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from afterglow.engine.setup import choose_device
+from afterglow.errors import ConfigError
+from afterglow.kernels import attention
+
+
+def play(scene: str, device: str, folder: Path) -> tuple[Any, str]:
+    """A scene's answer, and its log."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.device.play", scene, device, str(folder)],
+        capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout), ran.stderr
+
+
+@pytest.mark.parametrize("scene", ["reuse", "importance"])
+def test_answers_are_those_of_the_cpu(scene: str, tmp_path: Path) -> None:
+    theirs, _ = play(scene, "cpu", tmp_path / "cpu")
+    ours, log = play(scene, "cuda", tmp_path / "cuda")
+    assert [each[:2] for each in ours] == [each[:2] for each in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a[2] == pytest.approx(b[2], abs=1e-4)
+    assert "Traceback" not in log
+    assert max(each[1] for each in ours) >= 200, "nothing was reused"
+
+
+def test_auto_takes_a_device_that_answers_as_the_cpu_does(tmp_path: Path) -> None:
+    found, log = play("choice", "cuda", tmp_path)
+    assert found == ["cuda", "cpu"]
+    assert "has passed a self-test and is used; its speed has not been measured" in log
+    assert "gave other answers than the CPU, so the CPU is used" in log
+
+
+def test_host_memory_is_locked_exactly_and_let_go(tmp_path: Path) -> None:
+    locked, after, refusal = play("memory", "cuda", tmp_path)[0]
+    assert locked == [3 * 2**20 + 4096]
+    assert after == []
+    assert "--host-cache 2.0 MiB cannot be locked" in refusal
+    assert "ulimit -l" in refusal
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:0"])
+def test_names_that_are_no_device(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device must be cpu, cuda, cuda:N or auto, got '{name}'"):
+        choose_device(name)
+
+
+def test_a_device_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert choose_device("cuda") == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="--device cuda:2 was asked for, but there are 2 CUDA devices"):
+        choose_device("cuda:2")
+
+
+def test_a_triton_that_cannot_build_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Module:
+        @staticmethod
+        def merge_onto(*args: object) -> None:
+            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setitem(sys.modules, "afterglow.kernels.triton_merge", Module)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: zeros(*args, **kwargs))
+    attention._fused.cache_clear()
+    try:
+        assert attention._fused() is None
+    finally:
+        attention._fused.cache_clear()
+    assert "Failed to find C compiler" in caplog.text

@@ -45,5 +45,9 @@ class StoreError(AfterglowError):
     """A tier could not do what was asked (I/O error, no space, time-out)."""
 
 
+class SlowError(StoreError):
+    """A read that was to show how fast a tier is has shown that it is slow."""
+
+
 class DamageError(StoreError):
     """Stored bytes are not what was written."""

@@ -165,6 +165,7 @@ class FakeExecutor:
         self.hung: dict[int, Pending] = {}
         self.tees: list[Tee] = []
         self.failed: set[int] = set()  # loads
+        self.urged: set[int] = set()
         self.done: list[Completion] = []
         self.gathered = {"device": 0, "host": 0, "computed": 0}
 
@@ -190,6 +191,7 @@ class FakeExecutor:
             del self.contexts[number]
         for move in step.moves:
             self._start(move)
+        self.urged.update(step.urged)
         result = StepResult({}, {})
         assert len({run.job for run in step.runs}) == len(step.runs)
         for run in step.runs:
@@ -322,6 +324,13 @@ class FakeExecutor:
         pending = self.pending.pop(number)
         move = pending.move
         if isinstance(move, Load):
+            seconds = self.capacity.blocks(move.rows) * self.faults.seconds
+            if move.most_s is not None and seconds > move.most_s and number not in self.urged:
+                part = int(self.capacity.file_size(move.rows) * move.most_s / seconds)
+                self.failed.add(number)
+                self._put(move.slots, 0, [GARBAGE] * move.rows)
+                self.done.append(MoveDone(number, ok=False, bytes=part, seconds=move.most_s, why="slow"))
+                return
             if self.rng.random() < self.faults.load or move.extent in self.damaged:
                 busy = self.rng.random() < self.faults.busy
                 if busy:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fake_executor import pack
 from server_kit import Server, words
 
+from afterglow.plan.cost import PROBE_PART, PROBE_SHARE, Cost, Work
 from afterglow.plan.step import Run
 
 HISTORY = 64  # rows: four extents of sixteen
@@ -101,3 +103,136 @@ def test_both_pure_ways_can_be_asked_for(source: str, hits: int) -> None:
     server = taught(load_seconds=1.6, source=source)
     job = server.ask([*words(HISTORY, 9000), 7])
     assert sum(server.hits(job)) == hits
+
+
+# ---------------------------------------------------------------------------------- tiers that change their speed
+
+CONVERSATIONS = 30
+
+
+def converse(server: Server, number: int) -> int:
+    """A conversation that goes to disk after its first turn. Its rows that the second turn found."""
+    prompt = words(HISTORY, 20_000 + 100 * number)
+    server.ask(prompt)
+    to_disk(server)
+    return sum(server.hits(server.ask([*prompt, 7])))
+
+
+def probes(server: Server) -> list[float]:
+    """How long each could take, at most."""
+    return [load.most_s for load in server.loads() if load.most_s is not None]
+
+
+def becomes(server: Server, load_seconds: float) -> None:
+    server.faults.seconds = load_seconds / 4
+
+
+def test_a_tier_that_becomes_fast_is_used_again_within_ten_conversations() -> None:
+    server = taught(load_seconds=100.0)
+    assert converse(server, 0) == 0
+    becomes(server, 0.0004)
+    hits = [converse(server, number) for number in range(1, CONVERSATIONS)]
+    assert hits[9:] == [HISTORY] * (CONVERSATIONS - 10)
+    assert len(probes(server)) <= 10
+
+
+def test_a_tier_that_was_slow_for_long_is_used_again_within_ten_conversations() -> None:
+    server = taught(load_seconds=100.0)
+    assert not any(converse(server, number) for number in range(CONVERSATIONS))
+    assert len(probes(server)) > 3
+    becomes(server, 0.0004)
+    hits = [converse(server, number) for number in range(CONVERSATIONS, 2 * CONVERSATIONS)]
+    assert hits[9:] == [HISTORY] * (CONVERSATIONS - 9)
+
+
+@pytest.mark.parametrize("load_seconds", [8.0, 100.0, 10_000.0])
+def test_probes_of_a_tier_that_stays_slow_take_no_more_than_their_share(load_seconds: float) -> None:
+    server = taught(load_seconds)
+    begin, before = server.now, len(server.loads())
+    assert not any(converse(server, number) for number in range(CONVERSATIONS))
+    made = probes(server)
+    assert len(made) > 3
+    assert len(made) == len(server.loads()) - before
+    assert sum(made) <= PROBE_SHARE * (server.now - begin)
+    assert server.scheduler.stats().counters.probes == len(made)
+    assert server.scheduler.stats().counters.failed_loads == 0
+
+
+def test_a_probe_that_takes_longer_than_it_may_is_paid_for() -> None:
+    """A layer may take as long as it likes: the tier cannot be asked again before that is its share of the time."""
+    cost = Cost(layers=4)
+    for rows in (100, 200, 400):
+        cost.passed(Work(rows), rows / 100)
+    for move in range(3):
+        cost.started(move, 1000, now=0)
+        cost.ended(move, 1000, 90.0, now=0)
+    most = PROBE_PART * cost.compute(100, 0)
+    assert cost.probe(100, 0, now=most / PROBE_SHARE - 0.1) is None
+    assert cost.probe(100, 0, now=most / PROBE_SHARE + 0.1) == pytest.approx(most)
+    cost.probed(7.0, now=1000)
+    assert cost.probe(100, 0, now=1000 + 7 / PROBE_SHARE - 0.1) is None
+    assert cost.probe(100, 0, now=1000 + 7 / PROBE_SHARE + 0.1) == pytest.approx(most)
+
+
+def test_nobody_waits_for_a_probe() -> None:
+    server = taught(load_seconds=100.0)
+    becomes(server, 0.0004)
+    server.now += 1000
+    server.faults.delay = 10**6
+    job = server.submit([*words(HISTORY, 9000), 7])
+    for _ in range(4):
+        server.step()
+    assert server.ends[job] == "length"
+    assert stages(server, job) == [(0, 0, HISTORY + 1)]
+    assert len(probes(server)) == 1
+    assert server.scheduler.stats().moves_in_flight == 1
+    server.finish()
+
+
+def test_a_job_that_comes_to_need_what_a_probe_loads_gets_all_of_it() -> None:
+    server = taught(load_seconds=1.6)
+    tail = server.scheduler._index.match("", pack(words(HISTORY, 9000))).views[-1].extent
+    server.scheduler._placement.probe(tail, 0.1, server.now)  # it takes 1.6 s
+    job = server.ask([*words(HISTORY, 9000), 7])
+    assert server.ends[job] == "length"
+    assert server.hits(job)[2] > 0
+    assert server.scheduler.stats().counters.failed_loads == 0
+
+
+def test_nothing_is_evicted_for_a_probe() -> None:
+    server = taught(load_seconds=100.0)
+    placement = server.scheduler._placement
+    tail = server.scheduler._index.match("", pack(words(HISTORY, 9000))).views[-1].extent
+    taken = placement.pool.take(placement.pool.free - 3)
+    assert taken is not None
+    placement.probe(tail, 0.1, server.now)
+    assert not placement.has_moves
+    placement.pool.give(taken[:1])
+    placement.probe(tail, 0.1, server.now)
+    assert placement.has_moves
+    placement.pool.give(taken[1:])
+    server.finish()
+
+
+def test_a_tier_that_changes_back_and_forth_is_followed() -> None:
+    server = taught(load_seconds=0.01)
+    numbers = iter(range(1000))
+    for _ in range(3):
+        becomes(server, 0.01)
+        assert [converse(server, next(numbers)) for _ in range(10)][9] == HISTORY
+        becomes(server, 100.0)
+        assert [converse(server, next(numbers)) for _ in range(3)][1:] == [0, 0]  # the first one cannot know
+
+
+def test_old_measurements_count_less_than_new_ones() -> None:
+    def learned(pause: float) -> float:
+        cost = Cost(layers=4)
+        for move in range(40):
+            cost.started(move, 1000, now=move)
+            cost.ended(move, 1000, 1.0, now=move)
+        cost.started(99, 1000, now=40 + pause)
+        cost.ended(99, 1000, 1.5, now=40 + pause)
+        return cost.read(1000)
+
+    assert learned(0) < 1.2
+    assert learned(3600) > 1.4

@@ -13,7 +13,7 @@ import test_tiers
 from store_kit import ALIGNED, DIGEST, ODD, Kit, arena_of, contents, extent_name, record
 
 from afterglow.errors import ConfigError, StoreError
-from afterglow.plan.step import Load, Store
+from afterglow.plan.step import BACKGROUND, Load, Store
 from afterglow.store import disk as disk_module
 from afterglow.store import throttle as throttle_module
 from afterglow.store.disk import DiskTier
@@ -195,3 +195,20 @@ def test_a_throttled_store_says_so(tmp_path, caplog):
     with Kit(tmp_path, throttle=Throttle(1e6)):
         pass
     assert "slow on purpose" in caplog.text
+
+
+@pytest.mark.parametrize("urged", [False, True])
+def test_a_load_that_shows_that_the_tier_is_slow_is_given_up_unless_somebody_waits(tmp_path, urged):
+    size = ALIGNED.file_bytes(128)
+    with Kit(tmp_path, slots=8, throttle=Throttle(read_bytes_per_s=2 * size)) as kit:  # half a second
+        kit.put(1, 128, (0, 1))
+        kit.store.start([Load(7, extent_name(1), 128, (2, 3), BACKGROUND, "probe", most_s=0.01)])
+        if urged:
+            kit.store.urge([7])
+        (done,) = kit.settle()
+        assert (done.ok, done.why) == ((True, None) if urged else (False, "slow"))
+        assert 0 < done.bytes <= size
+        assert (done.bytes > size // 2) == urged
+        assert done.seconds >= done.bytes / (2 * size) * 0.9
+        assert kit.store.stats().errors == {}
+        assert kit.get(1, 128, (4, 5)).ok

@@ -142,7 +142,11 @@ class Admission:
         surviving = self._compaction.surviving(origin.salt, origin.tokens, origin.kept)
         views = list(takewhile(lambda view: not self._placement.avoids(view.extent, now), surviving))
         rows = sum(view.stop - view.start for view in views)
-        if not job.spec.read or rows <= self._match(job, bytes(job.tokens)).rows or not self._pays(views, rows, now):
+        pays = job.spec.read and rows > self._match(job, bytes(job.tokens)).rows
+        if pays and not self._pays(views, rows, now):
+            self._probe(views, now)
+            pays = False
+        if not pays:
             self._revived(job)
             return None
         self._repin(job, views)
@@ -377,7 +381,21 @@ class Admission:
         job.state = "prefilling"
         job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
         self._placement.urge(job.pins)
+        if len(obtained) < len(views):
+            self._probe(views, now)
         return Admit(context.id if context is not None else None, take, device_rows)
+
+    def _probe(self, views: list[View], now: float) -> None:
+        """Some of these are computed although they are on disk. Now and then the shortest of them is read all the same,
+        beside whatever is computed and for a part of the time that this takes: else a tier that was slow once would be
+        slow for ever."""
+        cold = [view.extent for view in views if view.extent.host == "absent" and view.extent.disk == "ready"]
+        if self.source != "auto" or not self._cost.known or not cold:
+            return
+        extent = min(cold, key=lambda each: (each.file_bytes, -each.first_row))
+        most = self._cost.probe(extent.rows, extent.first_row, now)
+        if most is not None:
+            self._placement.probe(extent, most, now)
 
 
 def _stages(views: list[View], kept: list[View], row: int) -> list[Stage]:

@@ -2,6 +2,10 @@
 
 Two small models are fitted while running: seconds of a read to its bytes, and seconds of a forward pass to its rows,
 its attention and the rows it gathers. Until both have seen enough nothing is predicted, and what is cached is loaded.
+
+Tiers change their speed: others use the disk too. What was measured long ago counts less than what is measured now, and
+a tier that is too slow to be asked for anything is asked for a little now and then, or it could never be known when it
+is fast again.
 """
 
 from __future__ import annotations
@@ -12,6 +16,11 @@ from dataclasses import dataclass
 
 READS, PASSES = 0.85, 0.95  # weight of a sample after each later one
 LEAST_SAMPLES = 3
+HALF_LIFE_S = 300.0  # after which what was known of reads counts half of what is measured then
+LEAST_AGED = 0.01  # what it counts in any case
+SURPRISE = 2.0  # times as slow as predicted is a tier that has changed, and not chance
+PROBE_PART = 0.25  # of what computing its rows takes a probe may take: by then it is seen which is faster
+PROBE_SHARE = 0.02  # of the time may be spent on probes: nobody waits for them, but they take the disk from writes
 MILLION = 1e6  # attention products are counted in millions, so that the numbers of a fit are of one size
 
 
@@ -26,15 +35,16 @@ class Fit:
         self._b = [0.0] * features
         self._weights: list[float] | None = None
 
-    def add(self, features: Sequence[float], seconds: float) -> None:
-        """A sample. Samples of no duration say nothing."""
+    def add(self, features: Sequence[float], seconds: float, past: float = 1.0) -> None:
+        """A sample; what was known before counts `past` times what it would. Samples of no duration say nothing."""
         if seconds <= 0:
             return
+        forget = self._forget * past
         scaled = [x / seconds for x in features]  # relative errors count: a short step is as good as a long one
         for i, x in enumerate(scaled):
-            self._b[i] = self._forget * self._b[i] + x
+            self._b[i] = forget * self._b[i] + x
             for j, y in enumerate(scaled):
-                self._a[i][j] = self._forget * self._a[i][j] + x * y
+                self._a[i][j] = forget * self._a[i][j] + x * y
         self.samples += 1
         self._weights = None
 
@@ -100,7 +110,8 @@ class Cost:
 
     def __init__(self, layers: int, readers: int = 1) -> None:
         self.layers = layers
-        self.read_at: float | None = None  # when a read was last measured
+        self._read_at = 0.0  # when a read was last measured
+        self._probe_at = 0.0  # no probe before: the last ones have had their share
         self._read = Fit(2, READS)
         self._pass = Fit(4, PASSES)
         self._free = [0.0] * readers  # when each of those that read is going to have read what was asked for
@@ -127,8 +138,30 @@ class Cost:
         if not self._times:
             self._free = [now] * len(self._free)
         if size:
-            self._read.add((1.0, size), seconds)
-            self.read_at = now
+            self._read.add((1.0, size), seconds, self._past(size, seconds, now))
+            self._read_at = now
+
+    def _past(self, size: int, seconds: float, now: float) -> float:
+        """What earlier reads count beside this one, by their age. Errors are relative, so that a slow read counts next
+        to nothing beside fast ones; where it shows that the tier has changed, it is to count as much as each of them."""
+        aged = max(LEAST_AGED, math.exp2(min(0.0, self._read_at - now) / HALF_LIFE_S))
+        expected = self.read(size)
+        return aged * (expected / seconds) ** 2 if 0 < SURPRISE * expected < seconds else aged
+
+    # ----------------------------------------------------------------------------------------------- probing
+
+    def probe(self, rows: int, start: int, now: float) -> float | None:
+        """How long a read may take, at most, that is made to see whether the tier has become faster, of these rows, which
+        are computed again. None: not now. Since the last read so much time has passed that this is its share of it, and
+        probes that took longer have been waited for."""
+        most = PROBE_PART * self.compute(rows, start)
+        if not most or self._times or now < max(self._probe_at, self._read_at + most / PROBE_SHARE):
+            return None
+        return most
+
+    def probed(self, seconds: float, now: float) -> None:
+        """A probe has ended after so many seconds."""
+        self._probe_at = now + seconds / PROBE_SHARE
 
     def passed(self, work: Work, seconds: float) -> None:
         """A forward pass that waited for nothing took this long."""

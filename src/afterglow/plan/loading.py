@@ -39,6 +39,7 @@ class Loading:
         self._urged: list[int] = []  # loads that somebody waits for now, not yet handed out
         self._gated: dict[int, Extent] = {}  # loads that stop at the read buffer until they are urged
         self._lazy: dict[int, None] = {}  # loads that let others go before them until they are urged
+        self._probes: dict[int, float] = {}  # loads that nobody has asked for, and since when
         self._unsure: dict[Extent, tuple[int, float]] = {}  # whose loads failed: how often, and until when not again
 
     # --------------------------------------------------------------------------------------- to begin
@@ -67,12 +68,21 @@ class Loading:
         """The same although nobody waits for it."""
         return self._load(extent, now, None, BACKGROUND, "warm start")
 
-    def _load(self, extent: Extent, now: float, waiter: Key | None, priority: int, why: str) -> bool:
+    def probe(self, extent: Extent, most: float, now: float) -> None:
+        """The same to see how fast the tier is, for at most so many seconds; nothing is evicted for it."""
+        if self._host.pool.free >= self._capacity.blocks(extent.rows) and not self.avoids(extent, now):
+            self._load(extent, now, None, BACKGROUND, "probe", most)
+            self._probes[extent.load or 0] = now
+            self._counters.probes += 1
+
+    def _load(
+        self, extent: Extent, now: float, waiter: Key | None, priority: int, why: str, most: float | None = None
+    ) -> bool:
         slots = self._host.take_slots(self._capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
         ahead = self.read_buffer if priority != BACKGROUND else None
-        move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead)
+        move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead, most)
         if ahead is not None:
             self._gated[move.move] = extent
         if priority != DEMAND:
@@ -132,7 +142,10 @@ class Loading:
         """A Load has ended. False: its extent counts as lost."""
         self._gated.pop(done.move, None)
         self._lazy.pop(done.move, None)
-        self._cost.ended(done.move, done.bytes if done.ok else 0, done.seconds, now)
+        slow = done.why == "slow"
+        self._cost.ended(done.move, done.bytes if done.ok or slow else 0, done.seconds, now)
+        if (began := self._probes.pop(done.move, None)) is not None:
+            self._cost.probed(done.seconds or now - began, now)
         extent.load = None
         if done.ok:
             extent.host = "ready"
@@ -140,6 +153,9 @@ class Loading:
             self._victims.place(extent)
             return True
         self._host.not_loaded(extent, done.move, done.slots_busy)
+        if slow:
+            self._victims.place(extent)
+            return True
         return self._may_come_later(extent, done.why, now)
 
     def _may_come_later(self, extent: Extent, why: str | None, now: float) -> bool:

@@ -71,9 +71,8 @@ class Placement:
         self.keep_budget = disk.keep_budget
         self.flush, self.write = self._writing.flush, self._writing.write
         self.is_written = self._writing.is_written
-        self.load, self.prefetch, self.avoid, self.avoids = (
-            loading.load, loading.prefetch, loading.avoid, loading.avoids
-        )  # fmt: skip
+        self.load, self.prefetch, self.probe = loading.load, loading.prefetch, loading.probe
+        self.avoid, self.avoids = loading.avoid, loading.avoids
         self.wanted, self.urge, self.take_urged = loading.wanted, loading.urge, loading.take_urged
         self.open_gates, self.open_gates_of = loading.open_gates, loading.open_gates_of
         self.expire, self.keep, self.release, self.sweep = expiry.expire, expiry.keep, expiry.release, expiry.sweep

@@ -23,6 +23,7 @@ class Counters:
     prefetches_useful: int = 0  # in host when the job's turn came
     prefetches_late: int = 0  # still on their way
     prefetches_wasted: int = 0  # evicted before they were of use
+    probes: int = 0  # loads to see how fast the disk is
     thrashed: int = 0  # loads of extents that had been evicted a moment before
     stores: int = 0
     evicted_host: int = 0  # extents that left the host tier

@@ -55,7 +55,8 @@ class Load(NamedTuple):
     """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one.
 
     `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
-    layers (CachedAttention §3.2.1). None: all of them; 0: none.
+    layers (CachedAttention §3.2.1). None: all of them; 0: none. `most_s`: seconds after which it is given up, unless
+    somebody waits for it by then: it is asked for to see how fast the tier is.
     """
 
     move: int
@@ -65,6 +66,7 @@ class Load(NamedTuple):
     priority: int = DEMAND
     why: str = "demand"
     ahead: int | None = None
+    most_s: float | None = None
 
 
 class Store(NamedTuple):
@@ -109,7 +111,8 @@ Move = Load | Store | Drop | Copy
 class MoveDone(NamedTuple):
     """A move has ended. `slots_busy`: a timed-out read may still write into the slots; a second `MoveDone` with
     `slots_busy=False` follows when it no longer can. `bytes` and `seconds` feed the measured rates. `why` it failed, in
-    a word: damage, missing, no_space, io, timeout or refused (not even tried)."""
+    a word: damage, missing, no_space, io, timeout, refused (not even tried) or slow (given up after its `most_s`; the
+    bytes are those that had come)."""
 
     move: int
     ok: bool

@@ -73,6 +73,7 @@ class Executor:
         self._numbers = 0
         self._saved: dict[int, list[int]] = {}  # of decoding jobs, not told yet: draft, first row, rows in host
         self._sizes: dict[str, int] = {}  # of the files on disk
+        self._given_up: dict[int, bool] = {}  # probes: are they going to be?
         self._began = 0.0  # when the last step began
 
     # ----------------------------------------------------------------------------------------------- jobs
@@ -96,7 +97,9 @@ class Executor:
         """All that has ended by now, in order."""
         for link in (self.disk_in, self.disk_out):
             for ended in link.take(now):
-                self._tell(ended.at, MoveDone(ended.key, True, ended.size, ended.seconds))
+                slow = self._given_up.pop(ended.key, False)
+                why = "slow" if slow else None
+                self._tell(ended.at, MoveDone(ended.key, not slow, ended.size, ended.seconds, why=why))
         found: list[Completion] = []
         while self._due and self._due[0][0] <= now:
             found.append(heappop(self._due)[2])
@@ -114,7 +117,7 @@ class Executor:
             self._flush(release.job, None, now)
         for move in step.moves:
             if isinstance(move, Load):
-                self.disk_in.ask(move.move, self._sizes[move.extent], move.priority, now)
+                self.disk_in.ask(move.move, self._probed(move, self._sizes[move.extent]), move.priority, now)
             elif isinstance(move, Store):
                 self._sizes[move.record.id] = move.record.file_bytes
                 self.disk_out.ask(move.move, move.record.file_bytes, move.priority, now)
@@ -125,6 +128,16 @@ class Executor:
                 self._tell(self.copies.carry(move.rows * self.machine.row_bytes, now), MoveDone(move.move, True))
         for number in step.urged:
             self.disk_in.urge(number, DEMAND)
+
+    def _probed(self, load: Load, size: int) -> int:
+        """What comes of a load: all of it, or of a probe that takes too long the layers that come until it is seen."""
+        seconds = self.disk_in.seconds(size)
+        if load.most_s is None or seconds <= load.most_s:
+            return size
+        layers = self.machine.layers
+        least = min(int(layers * load.most_s / seconds) + 1, layers)
+        self._given_up[load.move] = least < layers
+        return size * least // layers
 
     def run(self, step: Step, now: float, until: float) -> tuple[float, StepResult]:
         """Compute a step, as often as is allowed before `until`. When it has ended, and what it has drawn."""

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from afterglow.errors import DamageError, StoreError
+from afterglow.errors import DamageError, SlowError, StoreError
 from afterglow.store.extent import Bytes
 from afterglow.store.layout import ALIGNMENT, align_up
 
@@ -164,9 +164,11 @@ class Helper:
 
 
 def kind_of(error: BaseException) -> str:
-    """A word for counters, and for `MoveDone.why`: damage, missing, no_space, timeout or io."""
+    """A word for counters, and for `MoveDone.why`: damage, slow, missing, no_space, timeout or io."""
     if isinstance(error, DamageError):
         return "damage"
+    if isinstance(error, SlowError):
+        return "slow"
     cause = error.__cause__ if isinstance(error, StoreError) else error
     if isinstance(cause, sqlite3.OperationalError) and _says_full(cause):
         return "no_space"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
-from afterglow.errors import DamageError, StoreError
+from afterglow.errors import DamageError, SlowError, StoreError
 from afterglow.plan.step import (
     BACKGROUND,
+    DEMAND,
     Completion,
     Copy,
     Drop,
@@ -297,9 +301,18 @@ class KVStore:
         """In parts: after each the thread may go to another load that has come less far."""
         layers, there = self.layout.layers, 0  # how many have been read
         heads: dict[str, Head] = {}
+        most = move.most_s if move.most_s is not None else math.inf
+
+        def progress(task: Task, began: float, done: int) -> None:
+            task.advance(done)
+            seconds = task.seconds + time.perf_counter() - began
+            if seconds > most and done < layers and task.priority != DEMAND:
+                task.bytes = self.layout.file_bytes(move.rows) * done // layers
+                raise SlowError(f"{done} of {layers} layers in {seconds:.3f} s")
 
         def work(task: Task) -> int:
             nonlocal there
+            advance = partial(progress, task, time.perf_counter())
             rows = self._rows.get(move.extent)
             if self._tier is None or rows is None:
                 raise StoreError(f"extent {move.extent[:16]} is not on disk") from FileNotFoundError(2, "missing")
@@ -308,17 +321,15 @@ class KVStore:
                 while there < (limit := task.limit(layers)):
                     count = layers_at_once(self.layout, len(move.slots), self._mover.crowded(task))
                     stop = min(limit, there + count)
-                    moved += self._tier.read(
-                        move.extent, rows, self.arena, move.slots, task.advance, there, stop, heads
-                    )
+                    moved += self._tier.read(move.extent, rows, self.arena, move.slots, advance, there, stop, heads)
                     there = stop
-                    task.advance(there)
+                    advance(there)
                     if there < limit and self._mover.overtaken(task):
                         break
                 if there < layers:
                     task.pause()
                 return moved
-            except Abandoned:
+            except (Abandoned, SlowError):
                 raise
             except StoreError as error:
                 self._drop_lost(move.extent, error)
@@ -411,7 +422,7 @@ class KVStore:
     def _moved(self, task: Task, done: MoveDone, kind: str | None) -> None:
         with self._lock:
             stats = self._stats
-            if kind is not None:
+            if kind is not None and kind != "slow":
                 stats.errors[kind] = stats.errors.get(kind, 0) + 1
             if not done.ok:
                 pass

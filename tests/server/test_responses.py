@@ -464,7 +464,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "temperature": 7000}, "temperature", "between 0 and 100"),
     ({"input": "x", "metadata": {"a": 5}}, "metadata", "string"),
     ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata", "at most 16 pairs"),
-    ({"input": "x", "metadata": {str(n): "v" for n in range(17)}}, "metadata", "at most 16 pairs"),
+    ({"input": "x", "metadata": {str(n): "v" for n in range(17)}}, "metadata", "at most 16 entries"),
     ({"input": "x", "previous_response_id": "resp_nothing"}, "previous_response_id", "not found"),
     ({"input": "x", "previous_response_id": 5}, "previous_response_id", "string"),
     ({"input": "x", "background": True}, "background", "not supported"),

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from afterglow import __version__
 from afterglow.errors import RequestError
+from afterglow.server.bodies import read_body
 from afterglow.server.cache import (
     cache_stats,
     delete_prompt,
@@ -30,35 +31,32 @@ from afterglow.server.chat import chat_completions
 from afterglow.server.completions import completions
 from afterglow.server.dashboard import add_dashboard
 from afterglow.server.defaults import Defaults
-from afterglow.server.embeddings import EmbeddingBody, Embeddings, embeddings
+from afterglow.server.embeddings import Embeddings, embeddings
 from afterglow.server.encoder_only import EncoderOnly
 from afterglow.server.errors import engine_dead, error_response
 from afterglow.server.guard import Guard
 from afterglow.server.jobs import EngineLike, Jobs
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.record import TraceRecorder
-from afterglow.server.rerank import RerankBody, rerank
+from afterglow.server.rerank import rerank
 from afterglow.server.responses import create_response
 from afterglow.server.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
     ResponseBody,
     TokenizeBody,
-    read_body,
 )
 from afterglow.server.settings import ServerConfig
 from afterglow.server.state import Record, State
 from afterglow.server.stored import delete_response, get_response, input_items
 from afterglow.server.wire import json_response
 from afterglow.text import Tokenizer
-from afterglow.text.chat import texts_in
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
-
-MAX_TOKENIZE_CHARS = 4 * 1024**2  # some seconds' work
-MAX_DETOKENIZE = 1024**2
 
 
 def create_app(
@@ -85,6 +83,7 @@ def create_app(
         yield
         if worker is not None:
             await asyncio.to_thread(worker.close)
+        state.close()
         await state.jobs.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)
@@ -165,8 +164,6 @@ async def tokenize(request: Request) -> Response:
     state = _state(request)
     body = await read_body(request, TokenizeBody)
     state.check_model(body.model, generate=False)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages", param="prompt")
 
     def work() -> list[int]:
         if body.prompt is not None:
@@ -175,14 +172,7 @@ async def tokenize(request: Request) -> Response:
             body.messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
         ).ids
 
-    texts = [body.prompt] if body.prompt is not None else list(texts_in(body.messages))
-    size = sum(map(len, texts))
-    if size > MAX_TOKENIZE_CHARS:
-        raise RequestError(
-            f"at most {MAX_TOKENIZE_CHARS} characters can be tokenised at once, got {size}; send them in parts",
-            param="prompt" if body.prompt is not None else "messages",
-        )
-    ids = await state.tokenise(size, work)
+    ids = await state.tokenise(body.size, work)
     return json_response({"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids})
 
 
@@ -190,11 +180,6 @@ async def detokenize(request: Request) -> Response:
     state = _state(request)
     body = await read_body(request, DetokenizeBody)
     state.check_model(body.model, generate=False)
-    if len(body.tokens) > MAX_DETOKENIZE:
-        raise RequestError(
-            f"at most {MAX_DETOKENIZE} tokens can be detokenised at once, got {len(body.tokens)}; send them in parts",
-            param="tokens",
-        )
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < state.engine.vocab_size:
         raise RequestError(f"tokens must be between 0 and {state.engine.vocab_size - 1}", param="tokens")
     text = await state.tokenise(len(body.tokens), lambda: state.tokenizer.decode(body.tokens, False))

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.request import PrefixInfo, SessionInfo
 from afterglow.server.apart import ENGINE, PROMPTS
+from afterglow.server.bodies import read_body
 from afterglow.server.errors import engine_dead
-from afterglow.server.schema import PromptBody, check_session, read_body
+from afterglow.server.schema import PromptBody, check_session
 from afterglow.server.state import Record, State
 from afterglow.server.stored import stored
 from afterglow.server.wire import json_response

@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import TokenLogprob
+from afterglow.server.bodies import read_body
 from afterglow.server.logprobs import chat_logprobs
 from afterglow.server.run import Run
-from afterglow.server.schema import ChatBody, read_body
+from afterglow.server.schema import ChatBody
 from afterglow.server.state import Record, State, Wish
 from afterglow.server.stream import DONE, EventStream, event, while_connected
 from afterglow.server.wire import to_json
@@ -34,7 +35,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     cut = (body.truncation or state.config.chat_truncation) == "auto"
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     wish = Wish(wanted, "messages")
-    prompt = await state.encode_chat(body.messages, salt, body.chat_template_kwargs, wish, cut=cut)
+    prompt = await state.encode_chat(body.messages, salt, body.chat_template_kwargs, wish, size=body.size, cut=cut)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(state.defaults, state.room_for(prompt.ids, wish, cut), logprobs)
     n = body.n or 1

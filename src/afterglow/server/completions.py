@@ -14,16 +14,16 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.server.assemble import Piece
+from afterglow.server.bodies import read_body
 from afterglow.server.logprobs import CompletionLogprobs, join
 from afterglow.server.run import Run
-from afterglow.server.schema import CompletionBody, read_body
+from afterglow.server.schema import CompletionBody
 from afterglow.server.state import Record, State, Wish
 from afterglow.server.stream import DONE, EventStream, event, while_connected
 from afterglow.server.wire import to_json
 from afterglow.text.chat import shown
 
 DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,8 @@ async def completions(http: HttpRequest) -> Response:
 
 
 async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
-    given = body.prompt
+    items: list[Any] = body.prompt
     tokenizer = state.tokenizer
-    if _is_ids(given):
-        items: list[Any] = [given]
-    elif isinstance(given, str):
-        items = [given]
-    elif isinstance(given, list) and given and (all(isinstance(i, str) for i in given) or all(map(_is_ids, given))):
-        items = given
-    else:
-        raise RequestError(
-            "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; "
-            "none of them empty",
-            param="prompt",
-        )
-    if len(items) * (body.n or 1) > MAX_PROMPTS:
-        raise RequestError(f"at most {MAX_PROMPTS} replies per request, got {len(items)} prompts", param="prompt")
     state.check_replies(len(items) * (body.n or 1), "prompt" if len(items) > 1 else "n")
 
     for item in items:
@@ -88,7 +74,7 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
             for item in items
         ]
 
-    found = await state.tokenise(sum(len(item) for item in items if isinstance(item, str)), encode)
+    found = await state.tokenise(sum(map(len, items)), encode)
     for prompt in found:
         if prompt.text is None and not 0 <= min(prompt.ids) <= max(prompt.ids) < state.engine.vocab_size:
             bad = next(i for i in prompt.ids if not 0 <= i < state.engine.vocab_size)
@@ -97,10 +83,6 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
                 param="prompt",
             )
     return found
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
 class _Reply:

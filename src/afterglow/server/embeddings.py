@@ -8,17 +8,17 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens
+from afterglow.server.bodies import read_body
 from afterglow.server.errors import shutting_down
-from afterglow.server.schema import Int, read_body
+from afterglow.server.schema import EmbeddingBody
 from afterglow.server.state import Record, State
 from afterglow.server.stream import while_connected
 from afterglow.server.wire import to_json
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from afterglow.memo.texts import MemoUse, TextEmbedder
     from afterglow.server.embedding_worker import EmbeddingWorker
 
-MAX_INPUTS = 2048  # of one request, as OpenAI has it
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -70,7 +69,7 @@ class Embeddings:
             return self.default
         if name not in self.names:
             raise RequestError(
-                f"the model {name!r} does not exist; this server embeds with {', '.join(self.names)}",
+                f"the model {shown(name)} does not exist; this server embeds with {', '.join(self.names)}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -144,18 +143,6 @@ class EmbeddingMetrics:
         self._latency.labels(name).observe(seconds)
 
 
-class EmbeddingBody(BaseModel):
-    """`/v1/embeddings`. `user` is ignored, as is whatever else clients send."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    input: Any = None
-    model: str | None = None
-    encoding_format: Any = None
-    dimensions: Int | None = None
-    truncate_prompt_tokens: Int | None = None
-
-
 async def embeddings(http: HttpRequest) -> Response:
     state: State = http.app.state.afterglow
     body = await read_body(http, EmbeddingBody)
@@ -165,7 +152,7 @@ async def embeddings(http: HttpRequest) -> Response:
         raise RequestError(f"encoding_format must be 'float' or 'base64', got {shown(form)}", param="encoding_format")
     size = check_dimensions(body.dimensions, model)
     cut = truncation(body.truncate_prompt_tokens, model)
-    sequences = await read_sequences(state, model, _inputs(body.input), "input", cut)
+    sequences = await read_sequences(state, model, body.input, "input", cut)
     result = await embed(http, state, model, sequences)
 
     def write() -> bytes:
@@ -261,45 +248,6 @@ def shortened(vectors: Tensor, dimensions: int) -> Tensor:
 
 def usage(result: EmbedResult) -> dict[str, int]:
     return {"prompt_tokens": result.tokens, "total_tokens": result.tokens, "memo_hits": result.memo_hits}
-
-
-def _inputs(given: Any) -> list[str | list[int]]:
-    if given is None:
-        raise RequestError("input is required", param="input")
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list):
-        if not given:
-            raise RequestError("input is an empty list; give at least one text", param="input")
-        if all(type(item) is int for item in given):
-            return [given]
-        if len(given) > MAX_INPUTS:
-            raise RequestError(
-                f"at most {MAX_INPUTS} inputs can be embedded at once, got {len(given)}; send them in parts",
-                param="input",
-            )
-        if all(isinstance(item, str) for item in given) or all(_is_ids(item) for item in given):
-            return given
-    raise RequestError(
-        f"input must be a string, a list of strings, a list of token ids, or a list of such lists, {_what(given)}",
-        param="input",
-    )
-
-
-def _what(given: Any) -> str:
-    """What is wrong with an input that is none."""
-    if not isinstance(given, list):
-        return f"got {shown(given)}"
-    first = given[0]
-    for index, item in enumerate(given):
-        if _is_ids(item) if isinstance(first, list) else type(item) in (str, int) and type(item) is type(first):
-            continue
-        return f"and input[{index}] is {shown(item)}"
-    return f"got {shown(given)}"
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _floats(vectors: Tensor) -> list[list[float]]:

@@ -64,6 +64,8 @@ class Guard:
                 await error_response(RequestError("internal error", status=500))(scope, receive, watched_send)
         finally:
             self._account(scope, record, status or CLIENT_GONE)
+            if record.large:
+                self._state.bodies.trim_soon()
 
     def _check_key(self, path: str, headers: Headers, record: Record) -> None:
         if path in OPEN_PATHS:

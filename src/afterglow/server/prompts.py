@@ -126,17 +126,24 @@ class SystemPrompts:
     ) -> tuple[Any, Mapping[int, Reply] | None, _Prompt | None]:
         """Messages with the prompt that they begin with, if they shall; replies have the numbers of their messages.
         Errors: RequestError, for messages that are none."""
-        prompt = self._own.get(owner_of(salt)) if self._own else None
-        if prompt is not None:
-            prompt.salt = salt
-        prompt = prompt or self._operators
+        prompt = self._find(salt)
         if prompt is None:
             return messages, replies, None
+        if prompt is not self._operators:
+            prompt.salt = salt
         flat = flatten_messages(messages)
         if not self._always and any(message["role"] in SYSTEM_ROLES for message in flat):
             return messages, replies, None
         shifted = {number + 1: reply for number, reply in (replies or {}).items()}
         return [{"role": "system", "content": prompt.text}, *flat], shifted, prompt
+
+    def texts(self, salt: str) -> list[str]:
+        """What a tenant's requests may begin with."""
+        prompt = self._find(salt)
+        return [] if prompt is None else [prompt.text]
+
+    def _find(self, salt: str) -> _Prompt | None:
+        return (self._own.get(owner_of(salt)) if self._own else None) or self._operators
 
     def used(self, prompt: _Prompt, ids: Sequence[int]) -> None:
         """A request begins with these ids. If they are not those that were registered, see to it: a template may have the

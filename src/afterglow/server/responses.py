@@ -14,6 +14,7 @@ from starlette.responses import Response
 from afterglow.errors import RequestError, StoreError
 from afterglow.request import SamplingParams
 from afterglow.server.apart import FILES, FILES_SECONDS
+from afterglow.server.bodies import read_body
 from afterglow.server.items import (
     Item,
     as_messages,
@@ -21,15 +22,15 @@ from afterglow.server.items import (
     new_id,
     output_message,
     output_text,
-    read_input,
 )
+from afterglow.server.limits import MESSAGE_CHARS, check_messages
 from afterglow.server.run import Run
-from afterglow.server.schema import ResponseBody, read_body
+from afterglow.server.schema import ResponseBody
 from afterglow.server.state import Record, State, Wish
 from afterglow.server.stored import stored
 from afterglow.server.stream import EventStream, event, while_connected
 from afterglow.server.wire import to_json
-from afterglow.text import ChatPrompt
+from afterglow.text import ChatPrompt, Reply
 
 log = logging.getLogger("afterglow.server")
 _OWN_USAGE = ("cached_tokens_details", "missed_tokens_details", "truncation", "kv_selection")  # not OpenAI's
@@ -40,13 +41,20 @@ async def create_response(http: HttpRequest) -> Response:
     record: Record = http.scope["afterglow.record"]
     body = await read_body(http, ResponseBody)
     model = state.check_model(body.model)
-    items = read_input(body.input)
+    items: list[Item] = body.input
     before = await _before(state, record, body.previous_response_id)
-    messages, replies = as_messages(body.instructions, [*before, *items])
+
+    def join() -> tuple[list[dict[str, str]], dict[int, Reply], int]:
+        messages, replies = as_messages(body.instructions, [*before, *items])
+        return messages, replies, check_messages(messages, "input")
+
+    messages, replies, size = await state.tokenise(MESSAGE_CHARS * (len(before) + len(items)), join)
     salt = state.tenants.salt(record.caller, body.cache_salt)
     cut = body.truncation == "auto"
     wish = Wish(body.max_output_tokens, "input", "max_output_tokens")
-    prompt = await state.encode_chat(messages, salt, body.chat_template_kwargs, wish, cut=cut, replies=replies)
+    prompt = await state.encode_chat(
+        messages, salt, body.chat_template_kwargs, wish, size=size, cut=cut, replies=replies
+    )
     sampling = body.sampling(state.defaults, state.room_for(prompt.ids, wish, cut), None)
     choices = state.choices(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
     run = Run(state, record, choices, uncut=prompt.uncut)

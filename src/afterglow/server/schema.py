@@ -6,17 +6,27 @@ clients send plenty of them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PrivateAttr
+from pydantic_core import PydanticCustomError
 
 from afterglow.errors import RequestError
 from afterglow.request import MAX_LOGPROBS, SamplingParams
 from afterglow.server.defaults import Defaults
-from afterglow.server.stream import ClientGone
+from afterglow.server.items import read_input
+from afterglow.server.limits import (
+    MAX_CHAT_VALUES,
+    MAX_NAME,
+    MAX_VALUES,
+    check_chars,
+    check_ids,
+    check_messages,
+    read_documents,
+    read_inputs,
+    read_prompts,
+)
 from afterglow.text.chat import shown
 
 MAX_CHOICES = 128
@@ -26,6 +36,21 @@ LONGEST_TTL_S = 10 * 365 * 24 * 3600.0
 RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps what is in memory for an hour at most
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what JSON calls a number may have thousands of digits
+
+
+def most(count: int) -> BeforeValidator:
+    """So many characters, elements or members: checked before anything else is, and in place of a message for each."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str | list | dict) and len(value) > count:
+            what = "characters" if isinstance(value, str) else "entries"
+            raise PydanticCustomError("too_large", f"at most {count} {what} are accepted, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Name = Annotated[str, most(MAX_NAME)]
 Unused = Mapping[str, tuple[object, ...]]  # fields that are not supported, with the values that mean "not used"
 
 _NOT_SUPPORTED: Unused = {
@@ -54,13 +79,27 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Body(BaseModel):
-    """What all requests for replies share."""
+class JsonBody(BaseModel):
+    """What all requests share. Only what is small, or has been counted, may be in one: it goes from process to process."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+    most_values: ClassVar[int] = MAX_CHAT_VALUES
+
+    @classmethod
+    def refused(cls) -> Unused:
+        """Fields that are refused by name, unless they have a value that means "not used"."""
+        return _NOT_SUPPORTED
+
+    def check(self) -> None:
+        """What types do not say. May put inputs of several forms into one. Errors: RequestError."""
+
+
+class Body(JsonBody):
+    """What all requests for replies share."""
+
     unsupported: ClassVar[Unused] = {}
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
@@ -72,18 +111,22 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
     min_tokens: Int | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop: Annotated[Name | list[Name] | None, most(MAX_NAME)] = None
+    stop_token_ids: Annotated[list[Int] | None, most(MAX_NAME)] = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     session_id: str | None = None
     priority: Int | None = 0
     kv_retention: float | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Name | None = None
     prompt_cache_retention: Any = None
-    user: str | None = None
+    user: Name | None = None
+
+    @classmethod
+    def refused(cls) -> Unused:
+        return {**_NOT_SUPPORTED, **cls.unsupported}
 
     def check(self) -> None:
         for name in ("cache_salt", "prompt_cache_key"):
@@ -180,8 +223,9 @@ class ChoicesBody(Body):
 
 class CompletionBody(ChoicesBody):
     unsupported = {"truncation": ("disabled",)}  # there are no turns in it
+    most_values = MAX_VALUES
 
-    prompt: Any = None
+    prompt: Any = None  # once it is checked, a list of texts or of lists of token ids
     best_of: Int | None = None
     echo: bool | None = False
     logprobs: Int | None = None
@@ -191,6 +235,7 @@ class CompletionBody(ChoicesBody):
         super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(f"best_of must equal n ({self.n or 1}), got {self.best_of}", param="best_of")
+        self.prompt = read_prompts(self.prompt)
 
 
 class ChatBody(ChoicesBody):
@@ -200,9 +245,16 @@ class ChatBody(ChoicesBody):
     logprobs: bool | None = False
     top_logprobs: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """How much work the messages are, in characters."""
+        return self._size
 
     def check(self) -> None:
         super().check()
+        self._size = check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
@@ -224,14 +276,14 @@ class ResponseBody(Body):
         "top_logprobs": (0,),
     }
 
-    input: Any = None
+    input: Any = None  # once it is checked, a list of items
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     store: bool | None = True
     truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: Int | None = None
-    metadata: dict[str, str] | None = None
-    include: list[str] | None = None
+    metadata: Annotated[dict[str, str] | None, most(16)] = None
+    include: Annotated[list[Name] | None, most(64)] = None
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -254,6 +306,9 @@ class ResponseBody(Body):
         kind = form.get("type") if isinstance(form, dict) else form
         if kind != "text":
             raise RequestError(f"text.format of type {shown(kind)} is not supported, only 'text'", param="text.format")
+        check_chars(len(self.instructions or ""), "instructions")
+        check_messages(self.input, "input")
+        self.input = read_input(self.input)
 
 
 def check_session(name: str | None) -> None:
@@ -271,79 +326,79 @@ def check_variables(variables: Mapping[str, object] | None) -> None:
         raise RequestError(f"chat_template_kwargs cannot set {sorted(taken)[0]}", param="chat_template_kwargs")
 
 
-class TokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class TokenizeBody(JsonBody):
+    """`/tokenize`."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: Any = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        check_chars(len(self.prompt or ""), "prompt")
+        check_variables(self.chat_template_kwargs)
+        self._size = len(self.prompt) if self.prompt is not None else check_messages(self.messages)
 
 
-class PromptBody(BaseModel):
+class PromptBody(JsonBody):
     """`PUT /v1/cache/prompts/NAME`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     text: str
 
-
-class DetokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model: str | None = None
-    tokens: list[Int]
+    def check(self) -> None:
+        check_chars(len(self.text), "text")
 
 
-B = TypeVar("B", bound=BaseModel)
+class DetokenizeBody(JsonBody):
+    """`/detokenize`."""
+
+    most_values = MAX_VALUES
+
+    model: Name | None = None
+    tokens: Annotated[list[Int], FailFast()]
+
+    def check(self) -> None:
+        check_ids(len(self.tokens), "tokens")
 
 
-async def read_body(request: Request, kind: type[B]) -> B:
-    """The request's JSON as a `kind`, whatever its content type says (curl -d sends another). Errors:
-    RequestError."""
-    try:
-        data = await request.body()
-    except ClientDisconnect:
-        raise ClientGone from None
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        reason = "not UTF-8, nested too deeply, or with a number of thousands of digits"
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error}"
-        raise RequestError(f"the request body is not valid JSON: {reason}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the request body must be a JSON object, got {shown(value)}")
-    unsupported = {**_NOT_SUPPORTED, **(kind.unsupported if issubclass(kind, Body) else {})}
-    for name, unused in unsupported.items():
-        wanted = value.get(name)
-        if wanted is not None and wanted not in unused:
-            raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-    try:
-        body = kind.model_validate(value)
-    except ValidationError as error:
-        raise _as_request_error(error) from None
-    if isinstance(body, Body):
-        body.check()
-    return body
+class EmbeddingBody(JsonBody):
+    """`/v1/embeddings`. `user` is ignored, as is whatever else clients send."""
+
+    most_values = MAX_VALUES
+
+    input: Any = None  # once it is checked, a list of texts or of lists of token ids
+    model: Name | None = None
+    encoding_format: Any = None
+    dimensions: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+
+    def check(self) -> None:
+        self.input = read_inputs(self.input)
 
 
-_MESSAGES = {  # where pydantic's own speak of Python
-    "list_type": "input should be a valid array",
-    "dict_type": "input should be a valid object",
-    "model_type": "input should be a valid object",
-    "greater_than_equal": "input should be a 64-bit integer",
-    "less_than": "input should be a 64-bit integer",
-}
+class RerankBody(JsonBody):
+    """`/v1/rerank`."""
 
+    model: Name | None = None
+    query: Any = None
+    documents: Any = None  # once it is checked, a list of texts
+    top_n: Int | None = None
+    return_documents: bool | None = None
+    truncate_prompt_tokens: Int | None = None
 
-def _as_request_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False)[0]
-    # In a union the location goes on with the names of the alternatives: only the field is of use.
-    param = str(first["loc"][0]) if first["loc"] else None
-    if first["type"] == "missing":
-        return RequestError(f"{param} is required", param=param)
-    message = _MESSAGES.get(first["type"]) or first["msg"][:1].lower() + first["msg"][1:]
-    return RequestError(f"{param}: {message}, got {shown(first.get('input'))}", param=param)
+    def check(self) -> None:
+        if not isinstance(self.query, str) or not self.query:
+            raise RequestError(f"query must be a non-empty string, got {shown(self.query)}", param="query")
+        check_chars(len(self.query), "query")
+        self.documents = read_documents(self.documents)
+        if self.top_n is not None and self.top_n < 1:
+            raise RequestError(f"top_n must be 1 or more, got {self.top_n}", param="top_n")

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from afterglow.errors import RequestError, StoreError
 from afterglow.request import CachedTokens, Request, SamplingParams
 from afterglow.server.apart import FILES
 from afterglow.server.assemble import Assembler
+from afterglow.server.bodies import Bodies
 from afterglow.server.defaults import Defaults
 from afterglow.server.jobs import Choice, EngineLike, Jobs
 from afterglow.server.metrics import Metrics
@@ -24,7 +26,7 @@ from afterglow.server.schema import Body, check_session
 from afterglow.server.settings import ServerConfig
 from afterglow.server.tenants import Caller, Tenants
 from afterglow.text import ChatPrompt, Reply, Tokenizer
-from afterglow.text.chat import texts_in
+from afterglow.text.chat import shown, texts_in
 from afterglow.text.lengths import LONG
 from afterglow.text.turns import TEMPLATE
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("afterglow.server")
 T = TypeVar("T")
+TEXT_THREADS = 2  # that render and tokenise long inputs; others wait for their turn
 RESERVE = 8  # the part of the context that is kept free for a reply, see spec A12
 
 
@@ -59,6 +62,7 @@ class Record:
     ttft: float | None = None
     last_token: float = 0.0
     note: str = ""  # for the log
+    large: bool = False  # its body was
 
 
 class State:
@@ -76,6 +80,8 @@ class State:
         self.defaults = defaults
         self.tenants = Tenants(config.api_key, config.admin_key, config.metrics_key)
         self.created = int(time.time())
+        self.bodies = Bodies(config.max_body)
+        self._texts = ThreadPoolExecutor(TEXT_THREADS, "afterglow-text")
         self._said_uncut = False
         self.metrics = Metrics(engine, tokenizer, self.names[0], engine.max_model_len)
         self.prompts = SystemPrompts(engine, tokenizer, config.system_prompt_mode)
@@ -86,14 +92,14 @@ class State:
             name = self.names[0]
         if generate and name in self.embeddings.names and not (self.generates and name in self.names):
             raise RequestError(
-                f"{name!r} embeds texts and generates none; use it with /v1/embeddings or /v1/rerank",
+                f"{shown(name)} embeds texts and generates none; use it with /v1/embeddings or /v1/rerank",
                 status=404,
                 param="model",
                 code="not_a_chat_model",
             )
         if name not in self.names:
             raise RequestError(
-                f"the model {name!r} does not exist; this server has {', '.join(self.names)}",
+                f"the model {shown(name)} does not exist; this server has {', '.join(self.names)}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -152,31 +158,32 @@ class State:
         variables: dict[str, Any] | None,
         wish: Wish,
         *,
+        size: int,
         cut: bool,
         replies: Mapping[int, Reply] | None = None,
     ) -> ChatPrompt:
         """A conversation as a prompt, after the system prompt that is registered for it; with `cut`, and where it is too
-        long, with its turns. Errors: RequestError."""
-        try:
-            messages, replies, registered = self.prompts.begin(messages, salt, replies)
-        except RequestError as error:
-            error.param = wish.prompt_field if error.param == "messages" else error.param
-            raise
-        texts = list(texts_in(messages))
-        # A marker in a message may have to wait for another tokenizer, which is a matter of seconds once.
-        waits = any(map(self.tokenizer.markers.mentioned_in, texts))
-        try:
-            prompt = await self.tokenise(
-                LONG + 1 if waits else sum(map(len, texts)),
-                lambda: self.tokenizer.encode_chat(
-                    messages,
-                    salt=salt,
-                    variables=variables,
-                    replies=replies,
-                    cut_over=self.longest_uncut(wish) if cut else None,
-                    limit=None if cut else self.engine.max_model_len,
-                ),
+        long, with its turns. `size`: how much work it is, in characters. Errors: RequestError."""
+
+        def work() -> tuple[ChatPrompt, Any]:
+            begun, known, registered = self.prompts.begin(messages, salt, replies)
+            found = self.tokenizer.encode_chat(
+                begun,
+                salt=salt,
+                variables=variables,
+                replies=known,
+                cut_over=self.longest_uncut(wish) if cut else None,
+                limit=None if cut else self.engine.max_model_len,
             )
+            return found, registered
+
+        if size <= LONG:
+            texts = (*texts_in(messages), *self.prompts.texts(salt))
+            # A marker in a message may have to wait for another tokenizer, which is a matter of seconds once.
+            waits = any(map(self.tokenizer.markers.mentioned_in, texts))
+            size = LONG + 1 if waits else sum(map(len, texts))
+        try:
+            prompt, registered = await self.tokenise(size, work)
         except RequestError as error:
             if error.param == "messages":
                 error.param = wish.prompt_field
@@ -190,8 +197,13 @@ class State:
 
     async def tokenise(self, size: int, work: Callable[[], T]) -> T:
         """Tokenise `size` characters, or detokenise as many ids: here if that is quick, else in a thread, so that
-        streams go on."""
-        return work() if size <= LONG else await asyncio.to_thread(work)
+        streams go on. Not in one of the loop's own threads, for which what is short would have to wait then."""
+        return work() if size <= LONG else await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    def close(self) -> None:
+        """End what runs beside the event loop."""
+        self.bodies.close()
+        self._texts.shutdown(wait=False, cancel_futures=True)
 
     def keep_reply(self, prompt: ChatPrompt, reply: Reply, request: Request) -> None:
         """Keep the ids of a reply over restarts, where there is a disk tier; in a thread, for which nobody waits."""
@@ -242,12 +254,13 @@ class State:
             cache_key = f"{salt}/{cache_key}"  # what one tenant asks for must not wait for, or go before, another's
         made: list[Choice] = []
         for ids, sampling in prompts:
+            prompt = list(ids)
             for number in range(n):
                 if sampling.seed is not None and number:
                     sampling = replace(sampling, seed=(sampling.seed + 1) % 2**63)
                 request = Request(
                     id=uuid.uuid4().hex,
-                    prompt=list(ids),
+                    prompt=prompt,
                     sampling=sampling,
                     salt=salt,
                     # A conversation has one turn at a time. Of several replies nobody knows which one goes on.

@@ -1,0 +1,340 @@
+"""Requests that are meant to hurt: whatever comes, the answer is no 5xx, others do not wait, and memory comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.memo.tiny import tiny_encoder
+from tests.server.hostile import Answer, Hostile, serving
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBED, RERANK, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"
+PROMPT = "/v1/cache/prompts/p"
+STALL_SECONDS = 0.25
+ATTEMPTS = 3  # a busy machine stalls as well, though hardly three times
+
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
+    with serving(model_dir, tiny_encoder(tmp_path_factory.mktemp("encoder"))) as value:
+        yield value
+
+
+def many(value: bytes, size: float) -> bytes:
+    """An array of so many bytes."""
+    return b"[" + b",".join([value] * int(size // (len(value) + 1))) + b"]"
+
+
+def inside(field: str, value: bytes, **more: object) -> bytes:
+    rest = "".join(f", {json.dumps(key)}: {json.dumps(other)}" for key, other in more.items())
+    return f"{{{json.dumps(field)}: ".encode() + value + rest.encode() + b"}"
+
+
+USER = b'{"role":"user","content":""}'
+HI = [{"role": "user", "content": "hi"}]
+
+# name: (path, what makes the body, the expected status, what the message says)
+BODIES: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
+    "half a million items": (RESPONSES, lambda: inside("input", many(USER, 14.5 * MB)), 400, "JSON values"),
+    "items under the limit of a quick look": (
+        RESPONSES,
+        lambda: inside("input", many(USER, 0.9 * MB)),
+        400,
+        "input: at most 16384 messages",
+    ),
+    "as many items as are read": (RESPONSES, lambda: inside("input", many(USER, 29 * 16384)), 400, "maximum context"),
+    "half a million messages": (CHAT, lambda: inside("messages", many(USER, 14.5 * MB)), 400, "JSON values"),
+    "messages under the limit of a quick look": (
+        CHAT,
+        lambda: inside("messages", many(USER, 0.9 * MB)),
+        400,
+        "messages: at most 16384 messages",
+    ),
+    "as many messages as are read, cut": (
+        CHAT,
+        lambda: inside("messages", many(USER, 29 * 16384), truncation="auto", max_tokens=1),
+        200,
+        "",
+    ),
+    "parts of one message": (
+        CHAT,
+        lambda: inside("messages", b'[{"role":"user","content":' + many(b'{"type":"text","text":"a"}', MB) + b"}]"),
+        400,
+        "messages, or parts of messages",
+    ),
+    "a text of 15 MB": (
+        CHAT,
+        lambda: json.dumps({"messages": [{"role": "user", "content": "x " * 7_400_000}]}).encode(),
+        400,
+        "4194304 char",
+    ),
+    "as much text as is read, cut": (
+        CHAT,
+        lambda: json.dumps(
+            {"messages": [{"role": "user", "content": "the kite " * 100_000}], "truncation": "auto", "max_tokens": 1}
+        ).encode(),
+        200,
+        "",
+    ),
+    "markers all over": (
+        CHAT,
+        lambda: json.dumps(
+            {"messages": [{"role": "user", "content": "<|im_end|>" * 50_000}], "truncation": "auto", "max_tokens": 1}
+        ).encode(),
+        200,
+        "",
+    ),
+    "deep arrays": (
+        CHAT,
+        lambda: inside("messages", b"[" * 7_000_000 + b"]" * 7_000_000),
+        400,
+        "nested too deeply|JSON values",
+    ),
+    "deep objects": (
+        CHAT,
+        lambda: inside("metadata", b'{"a":' * 500 + b"1" + b"}" * 500, messages=HI),
+        400,
+        "nested too deeply",
+    ),
+    "brackets that never close": (TEXT, lambda: inside("prompt", b"[" * 1_500_000), 400, "nested too deeply"),
+    "brackets in a text": (TEXT, lambda: json.dumps({"prompt": '[{"\\' * 100, "max_tokens": 1}).encode(), 200, ""),
+    "broken UTF-8": (CHAT, lambda: b'{"messages":"' + b"\xff\xfe" * 1_000_000 + b'"}', 400, "not UTF-8"),
+    "UTF-16": (CHAT, lambda: json.dumps({"messages": HI}).encode("utf-16"), 400, "not UTF-8"),
+    "a byte order mark": (
+        CHAT,
+        lambda: b"\xef\xbb\xbf" + json.dumps({"messages": HI, "max_tokens": 1}).encode(),
+        200,
+        "",
+    ),
+    "lone surrogates": (CHAT, lambda: b'{"messages":[{"role":"user","content":"\\ud800\\udfff\\ud800"}]}', 200, ""),
+    "NUL characters": (
+        CHAT,
+        lambda: b'{"messages":[{"role":"user","content":"\\u0000\\u0000"}],"user":"\\u0000"}',
+        200,
+        "",
+    ),
+    "escapes": (
+        CHAT,
+        lambda: inside("messages", b'[{"role":"user","content":"' + b"\\u00e4" * 2_400_000 + b'"}]'),
+        400,
+        "maximum context",
+    ),
+    "NaN": (
+        CHAT,
+        lambda: inside("messages", json.dumps(HI).encode()).replace(b"}]}", b'}],"temperature":NaN}'),
+        400,
+        "NaN is no JSON",
+    ),
+    "infinity": (
+        CHAT,
+        lambda: json.dumps({"messages": HI}).encode().replace(b"}]}", b'}],"top_p":-1e999}'),
+        400,
+        "top_p",
+    ),
+    "numbers of a million digits": (
+        TEXT,
+        lambda: inside("prompt", b"[" + b"9" * MB + b"]"),
+        400,
+        "thousands of digits",
+    ),
+    "many long numbers": (TEXT, lambda: inside("prompt", many(b"9" * 4000, 14 * MB)), 400, "outside the vocabulary"),
+    "equal keys": (CHAT, lambda: b"{" + b'"messages":[],' * 1_000_000 + b'"messages":null}', 400, "JSON values"),
+    "a million keys": (
+        CHAT,
+        lambda: b"{" + b",".join(b'"k%d":1' % n for n in range(1_000_000)) + b"}",
+        400,
+        "JSON values",
+    ),
+    "ids by the million": (TEXT, lambda: inside("prompt", many(b"7", 15 * MB)), 400, "JSON values"),
+    "a million ids": (TEXT, lambda: inside("prompt", many(b"7", 2 * MB)), 400, "maximum context length is 512"),
+    "wrong ids": (DETOKENIZE, lambda: inside("tokens", many(b'"a"', 4 * MB)), 400, "tokens: .*got 'a'"),
+    "a million tokens": (DETOKENIZE, lambda: inside("tokens", many(b"7", 2 * MB)), 200, ""),
+    "stop strings": (CHAT, lambda: inside("stop", many(b'""', 2.5 * MB // 4), messages=HI), 400, "stop: at most 4096"),
+    "stop tokens": (
+        CHAT,
+        lambda: inside("stop_token_ids", many(b"1", 400_000), messages=HI),
+        400,
+        "stop_token_ids: at most 4096",
+    ),
+    "a model of 15 MB": (
+        CHAT,
+        lambda: json.dumps({"model": "ü" * 5_000_000, "messages": HI}, ensure_ascii=False).encode(),
+        400,
+        "model: at most 4096",
+    ),
+    "metadata": (
+        RESPONSES,
+        lambda: json.dumps({"input": "hi", "metadata": {str(n): n for n in range(20_000)}}).encode(),
+        400,
+        "metadata: at most 16",
+    ),
+    "biases": (
+        CHAT,
+        lambda: json.dumps({"messages": HI, "logit_bias": {str(n): "x" for n in range(20_000)}}).encode(),
+        400,
+        "logit_bias",
+    ),
+    "no object": (CHAT, lambda: many(b"null", 3 * MB), 400, "JSON values"),
+    "white space": (CHAT, lambda: b" " * 15 * MB, 400, "not valid JSON"),
+    "nothing": (CHAT, lambda: b"", 400, "not valid JSON"),
+    "more than --max-body": (CHAT, lambda: b"[" + b" " * 17 * MB + b"]", 413, "--max-body"),
+    "texts to embed": (EMBED, lambda: inside("input", many(b'"a"', 2 * MB)), 400, "at most 2048 inputs"),
+    "all texts at once": (EMBED, lambda: json.dumps({"input": ["a"] * 2048}).encode(), 200, ""),
+    "a long text to embed": (
+        EMBED,
+        lambda: json.dumps({"input": "the cat " * 50_000, "truncate_prompt_tokens": -1}).encode(),
+        200,
+        "",
+    ),
+    "documents": (
+        RERANK,
+        lambda: inside("documents", many(b'{"text":"a"}', 1.4 * MB), query="a"),
+        400,
+        "at most 2047 documents",
+    ),
+    "large documents": (
+        RERANK,
+        lambda: json.dumps(
+            {
+                "query": "a",
+                "documents": ["the cat " * 900] * 2000,
+                "truncate_prompt_tokens": 3,
+                "return_documents": True,
+            }
+        ).encode(),
+        200,
+        "",
+    ),
+    "a long query": (
+        RERANK,
+        lambda: json.dumps({"query": "a " * 7_000_000, "documents": ["a"]}).encode(),
+        400,
+        "query: at most 4194304",
+    ),
+    "a text to tokenise": (TOKENIZE, lambda: json.dumps({"prompt": "the kite " * 50_000}).encode(), 200, ""),
+    "too long a text to tokenise": (
+        TOKENIZE,
+        lambda: json.dumps({"prompt": "x" * 15_000_000}).encode(),
+        400,
+        "at most 4194304",
+    ),
+    "template variables": (
+        CHAT,
+        lambda: inside("chat_template_kwargs", b'{"a":' + many(b"{}", 0.35 * MB) + b"}", messages=HI, max_tokens=1),
+        200,
+        "",
+    ),
+    "a system prompt": (PROMPT, lambda: json.dumps({"text": "x" * 15_000_000}).encode(), 400, "text: at most 4194304"),
+}
+
+
+def settled(server: Hostile, most: float, seconds: float = 20.0) -> int:
+    """Memory, once it is under `most` or does not get there."""
+    deadline = time.monotonic() + seconds
+    while (now := server.memory()) > most and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return now
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_hostile_bodies(server: Hostile, name: str) -> None:
+    path, make, status, says = BODIES[name]
+    body = make()
+    stalls = []
+    while True:
+        answer = server.watched(path, body, "PUT" if path == PROMPT else "POST")
+        assert answer.status == status, answer.data[:400]
+        if status != 200:
+            assert re.search(says, answer.error["message"] or ""), answer.error
+            assert len(answer.data) < 1000
+        stalls.append(answer.slowest)
+        print(f"others waited for {answer.slowest * 1e3:.0f} ms")
+        if answer.slowest <= STALL_SECONDS:
+            return
+        assert len(stalls) < ATTEMPTS, f"others waited for {stalls} s"
+
+
+def test_health_answers_while_six_bodies_of_15_mb_are_read(server: Hostile) -> None:
+    body = inside("input", many(USER, 15 * MB))
+    answers: list[Answer] = []
+
+    def post() -> None:
+        answers.append(server.ask("POST", RESPONSES, body))
+        server.hang_up()
+
+    threads = [threading.Thread(target=post) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    watched = server.watched(RESPONSES, body)
+    for thread in threads:
+        thread.join()
+    assert [answer.status for answer in (watched, *answers)] == [400] * 6
+    assert watched.slowest <= STALL_SECONDS
+
+
+def test_memory_comes_back(server: Hostile) -> None:
+    """The process that reads large bodies counts too, at its own size, which is in the first measurement already."""
+    bodies = [BODIES[name] for name in ("half a million items", "escapes", "a million ids", "a text of 15 MB")]
+    made = [(path, make()) for path, make, _, _ in bodies]
+    for path, body in made:
+        server.ask("POST", path, body[: 2 * MB])
+    time.sleep(2)
+    before = server.memory()
+
+    def post(path: str, body: bytes) -> None:
+        server.ask("POST", path, body)
+        server.hang_up()
+
+    threads = [threading.Thread(target=post, args=each) for each in made * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    most = before * 1.2
+    assert settled(server, most) <= most
+
+
+def test_a_process_that_dies_is_started_again(server: Hostile) -> None:
+    body = json.dumps({"prompt": "x" * 4 * MB, "max_tokens": 1}).encode()
+    assert server.ask("POST", TEXT, body).status == 400
+    (child,) = server.children()
+    os.kill(child, signal.SIGKILL)
+    answer = server.ask("POST", TEXT, body)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    (other,) = server.children()
+    assert other != child
+
+
+def test_bodies_that_wait_are_bounded(server: Hostile) -> None:
+    """Declared by nobody, so counted while they come: 8 of the largest may be on their way at once."""
+    held = []
+    refused = 0
+    try:
+        for _ in range(10):
+            sock = server.raw()
+            held.append(sock)
+            with contextlib.suppress(OSError):
+                sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+                sock.sendall(b"Content-Length: 16000000\r\n\r\n" + b" " * 15_900_000)
+            sock.setblocking(False)
+        time.sleep(0.3)
+        for sock in held:
+            with contextlib.suppress(BlockingIOError):
+                refused += b" 503 " in sock.recv(100)
+        assert refused == 2
+        assert server.ask("POST", TEXT, b'{"prompt": "hi", "max_tokens": 1}').status == 200
+    finally:
+        for sock in held:
+            sock.close()

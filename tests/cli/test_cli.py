@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from afterglow.cli import main, options
-from afterglow.cli.chat import Messages, converse
+from afterglow.cli.chat import ABOUT_BUNDLED, BUNDLED_LONGEST, Messages, RemoteSpeaker, converse
 from afterglow.cli.commands import app
 from afterglow.cli.environment import find_model, physical_cores
 from afterglow.config import CacheConfig, EngineConfig
@@ -31,7 +31,7 @@ from afterglow.server.presence import address_of, announce
 from afterglow.server.settings import ServerConfig
 from afterglow.store.layout import KVLayout
 from afterglow.store.namespace import Namespace
-from tests.server.conftest import REPLY, Running, running
+from tests.server.conftest import REPLY, Running, running, wait_for
 from tests.text import toys
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -166,6 +166,11 @@ def test_flags_become_settings() -> None:
         (["serve", "--host-cache", "3X"], 2, "'3X' is not a size"),
         (["serve", "--dtype", "int3"], 2, ": 'int3' is not one of 'auto', 'float32'"),
         (["serve", "--max-batch", "0"], 2, "--max-batch must lie between 1 and 4096, got 0"),
+        (
+            ["generate", "The cat"],
+            2,
+            "there is no model 'The cat'.*; to go on with this text: afterglow generate --prompt 'The cat'",
+        ),
         (["generate", "--prompt", "a", "--file", "b"], 2, "give --prompt or --file, not both"),
         (["generate", "--file", "/no/such/file"], 2, "cannot read /no/such/file"),
         (["chat", "--url", "http://127.0.0.1:9"], 2, "no server answers at http://127.0.0.1:9"),
@@ -311,6 +316,48 @@ def test_commands_and_interruptions(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert out.count("par …") == 2
     assert "/reset" in out
     assert "there is no command /nonsense" in out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bundled_model_says_what_it_can_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
+    assert converse(Canned([]), None, ABOUT_BUNDLED) == 0
+    assert capsys.readouterr().out.startswith("This is the small model that ships with Afterglow.")
+    assert converse(Canned([]), None) == 0
+    assert capsys.readouterr().out.startswith("Type a message")
+
+
+@pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+def test_the_first_conversation_works_and_ends() -> None:
+    """The prompts that are proposed are answered; a question that the model cannot answer ends all the same, and says so."""
+    told, asked = (line.strip() for line in ABOUT_BUNDLED.splitlines()[1:3])
+    talk = f"{told}\n{asked}\n/reset\nMy name is Ada.\nWhat is my name?\n"
+    result = afterglow("chat", *SMALL, input=talk)
+    replies = result.stdout.splitlines()
+    assert result.returncode == 0
+    assert "teal" in replies[1]
+    assert len(replies[3]) < 1000
+    assert result.stderr.splitlines()[3].endswith(f"cut off after {BUNDLED_LONGEST} tokens (--max-tokens)]")
+    assert "cut off" not in result.stderr.splitlines()[1]
+
+
+def test_a_server_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without asking for fewer tokens, which a server with a short context would refuse."""
+    monkeypatch.setattr("afterglow.cli.chat.LONGEST", 5)
+    with running(toys.byte_level(tmp_path)) as server:
+        speaker = RemoteSpeaker(server.url, None, None, None, {"temperature": 0.0})
+        assert 0 < len("".join(speaker.reply([{"role": "user", "content": "hi"}]))) < len(REPLY)
+        speaker._client.close()
+        assert speaker.note.endswith("cut off after 5 tokens (--max-tokens)")
+        wait_for(lambda: server.engine.in_flight == 0)
+        assert server.engine.requests[0].sampling.max_tokens > 5
 
 
 def test_an_error_of_the_server_ends_a_pipe(url: str) -> None:

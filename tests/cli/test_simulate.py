@@ -186,7 +186,7 @@ def test_neither_command_needs_torch() -> None:
 def test_plots_without_matplotlib_are_refused_at_once(tmp_path: Path) -> None:
     ran = bare("simulate", *SMALL, "--plot", str(tmp_path))
     assert ran.returncode == 2
-    assert ran.stderr == "afterglow: error: --plot needs matplotlib; pip install 'afterglow[plots]' brings it\n"
+    assert ran.stderr == "afterglow: error: --plot needs matplotlib; pip install matplotlib brings it\n"
 
 
 def interrupted_after(calls: int) -> object:

@@ -174,7 +174,7 @@ def test_neutral_values_of_unsupported_fields_are_fine(server: Running) -> None:
 
 def test_unknown_routes_methods_and_models(server: Running) -> None:
     with server.http() as http:
-        for path in ("/", "/v1", "/v1/nothing", "/v1/models/other/x"):
+        for path in ("/v1", "/v1/nothing", "/v1/models/other/x"):
             answer = http.get(path)
             assert answer.status_code == 404
             assert answer.json()["error"]["message"]

@@ -56,6 +56,16 @@ def test_the_page_is_served_to_everybody_and_says_nothing(model_dir: Path) -> No
         assert http.get("/dashboard/").status_code == 401
 
 
+def test_the_root_leads_to_it(model_dir: Path) -> None:
+    with running(model_dir, ServerConfig(port=0, grace=0.5, api_key=("secret",))) as server, server.http() as http:
+        for answer in (http.get("/"), http.head("/")):
+            assert (answer.status_code, answer.headers["location"]) == (307, "dashboard")
+        page = http.get("/", follow_redirects=True)
+        assert page.url.path == "/dashboard"
+        assert "--admin-key" in page.text  # whose numbers these are, and which key shows them
+        assert http.post("/").status_code == 401
+
+
 def test_the_page_needs_nothing_but_itself() -> None:
     text = bytes(page().body).decode()
     assert "SCRIPT-OF-UPLOT" not in text

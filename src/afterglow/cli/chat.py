@@ -17,6 +17,14 @@ from afterglow.request import CachedTokens
 
 Messages = list[dict[str, str]]
 
+LONGEST = 1024  # tokens of a reply, if nothing else was asked for
+BUNDLED_LONGEST = 48  # of the bundled model, which says what it has to say in fewer, or never ends
+ABOUT_BUNDLED = """\
+This is the small model that ships with Afterglow. It can do one thing: remember what it was told. Try
+  My favorite color is teal. I live in Lisbon.
+  What is my favorite color?
+For a conversation about anything else give a model directory, or --url of a server."""
+
 HELP = """\
 /reset          forget the conversation
 /system TEXT    set the system message (and forget the conversation)
@@ -45,8 +53,12 @@ class LocalSpeaker:
         try:
             yield from turn
         finally:
-            self.note = summary(turn.prompt_tokens, turn.cached, turn.ttft_s)
+            self.note = summary(turn.prompt_tokens, turn.cached, turn.ttft_s) + cut_off(turn.cut_off, len(turn.tokens))
             self._local.tokenizer.remember(prompt, turn.text, turn.tokens)
+
+
+def cut_off(was: bool, tokens: int) -> str:
+    return f", cut off after {tokens} tokens (--max-tokens)" if was else ""
 
 
 class RemoteSpeaker:
@@ -76,6 +88,7 @@ class RemoteSpeaker:
         # Only what was asked for: servers that do not know a field may refuse it.
         unset = {"top_p": 1.0, "top_k": 0}
         wanted = {**sampling, "max_tokens": max_tokens}
+        self._longest = LONGEST if max_tokens is None else None  # not asked for: the server may not have so much room
         self._options = {k: v for k, v in wanted.items() if v is not None and v != unset.get(k)}
         self.note = ""
 
@@ -98,6 +111,7 @@ class RemoteSpeaker:
         began = time.perf_counter()
         ttft = None
         usage: dict[str, Any] = {}
+        pieces, cut = 0, False
         try:
             with self._client.stream("POST", "/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -113,10 +127,18 @@ class RemoteSpeaker:
                     if text:
                         ttft = ttft or time.perf_counter() - began
                         yield text
+                        pieces += 1
+                    cut = (
+                        pieces == self._longest
+                        or any(c.get("finish_reason") == "length" for c in chunk["choices"])
+                        or cut
+                    )
+                    if pieces == self._longest:
+                        break
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise RequestError(f"the connection to the server broke: {error}") from None
         finally:
-            self.note = _usage_note(usage, ttft)
+            self.note = _usage_note(usage, ttft) + cut_off(cut, usage.get("completion_tokens", pieces))
 
 
 def _message_of(text: str) -> str:
@@ -148,18 +170,21 @@ def chat(
 ) -> int:
     if url is not None:
         return converse(RemoteSpeaker(url, api_key, model, max_tokens, sampling), system)
+    if max_tokens is None:
+        max_tokens = BUNDLED_LONGEST if model is None else LONGEST
     with open_local(model, config) as local:
-        return converse(LocalSpeaker(local, max_tokens, sampling), system)
+        about = ABOUT_BUNDLED if model is None else ""
+        return converse(LocalSpeaker(local, max_tokens, sampling), system, about)
 
 
-def converse(speaker: Speaker, system: str | None) -> int:
-    """Read, reply, until the input ends. On a terminal a failed turn is said and forgotten; a pipe ends with
-    it."""
+def converse(speaker: Speaker, system: str | None, about: str = "") -> int:
+    """Read, reply, until the input ends. On a terminal `about` is said first, and a failed turn is said and forgotten; a
+    pipe ends with it."""
     watched = utf8_stdin().isatty()
     if watched:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() history and editing)
-        print("Type a message; /help shows the commands.")
+        print("\n".join(filter(None, (about, "Type a message; /help shows the commands."))))
     opening: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     for line in _lines(watched):

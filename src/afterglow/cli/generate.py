@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afterglow.cli.environment import not_utf8, utf8_stdin
+from afterglow.cli.environment import find_model, not_utf8, utf8_stdin
 from afterglow.cli.local import open_local, summary
 from afterglow.config import EngineConfig
-from afterglow.errors import ConfigError
+from afterglow.errors import ConfigError, ModelError
 
 
 def generate(
@@ -23,6 +24,8 @@ def generate(
     stops: Sequence[str],
     chat: bool,
 ) -> int:
+    if model is not None and prompt is None and file is None:
+        _check_model(model)
     text = _read(prompt, file)
     with open_local(model, config) as local:
         if chat:
@@ -36,6 +39,16 @@ def generate(
         if sys.stderr.isatty():
             print(f"[{summary(turn.prompt_tokens, turn.cached, turn.ttft_s)}]", file=sys.stderr)
     return 0
+
+
+def _check_model(model: str) -> None:
+    """Before a text is waited for: the argument may be the text. Errors: ModelError."""
+    try:
+        find_model(model)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}; to go on with this text: afterglow generate --prompt {shlex.quote(model)}"
+        ) from None
 
 
 def _read(prompt: str | None, file: Path | None) -> str:

@@ -37,6 +37,11 @@ class Turn:
         return self._assembler.text
 
     @property
+    def cut_off(self) -> bool:
+        """Did it end because it was long enough?"""
+        return self._assembler.finish == "length"
+
+    @property
     def tokens(self) -> list[int]:
         return self._assembler.tokens
 

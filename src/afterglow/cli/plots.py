@@ -38,7 +38,7 @@ def check_plots(folder: Path) -> None:
     try:
         import_module("matplotlib.figure")
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install 'afterglow[plots]' brings it") from None
+        raise ConfigError("--plot needs matplotlib; pip install matplotlib brings it") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

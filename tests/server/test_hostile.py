@@ -6,16 +6,23 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.memo.tiny import tiny_encoder
+from tests.server import process
+from tests.server.conftest import wait_for
 from tests.server.hostile import Answer, Hostile, serving
+from tests.server.process import Process, half_open
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBED, RERANK, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"
@@ -24,6 +31,10 @@ STALL_SECONDS = 0.25
 ATTEMPTS = 3  # a busy machine stalls as well, though hardly three times
 
 MB = 1_000_000
+
+FILES = 256  # descriptors of a server,
+HALF_OPEN = 400  # and connections to it
+SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -338,3 +349,77 @@ def test_bodies_that_wait_are_bounded(server: Hostile) -> None:
     finally:
         for sock in held:
             sock.close()
+
+
+# -------------------------------------------------------------------------------------------- half-open connections
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server that may have FILES descriptors."""
+    with process.serving(
+        tmp_path_factory.mktemp("hostile"), "--header-timeout", "4", "--body-timeout", "4", files=FILES
+    ) as server:
+        yield server
+
+
+def ended(sock: socket.socket) -> bool:
+    """Has the server closed this connection?"""
+    sock.setblocking(False)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+    ],
+    ids=["silent", "half the headers", "half the body"],
+)
+def test_half_open_connections_leave_health_answering(small: Process, said: bytes) -> None:
+    """More of them than there are descriptors: others are answered, the log stays short, and they end by themselves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft > HALF_OPEN + 100, f"this test itself needs {HALF_OPEN + 100} files (hard limit {hard})"
+    before = small.log.stat().st_size
+    with ExitStack() as sockets:
+        made = half_open(small.port, sockets, HALF_OPEN, said)
+        for _ in range(10):
+            began = time.monotonic()
+            assert httpx.get(f"{small.url}/health", timeout=10).json() == {"status": "ok"}
+            assert time.monotonic() - began < 5
+        assert small.files < FILES - 32  # what the cache may need is left
+        full = httpx.post(f"{small.url}{CHAT}", json=SHORT, timeout=10)
+        assert full.status_code == 503
+        assert full.json()["error"]["code"] == "too_many_connections"
+        assert full.headers["connection"] == "close"
+        wait_for(lambda: all(map(ended, made)), seconds=40)
+        assert httpx.post(f"{small.url}{CHAT}", json=SHORT, timeout=30).status_code == 200
+    assert small.log.stat().st_size - before < 20_000
+    assert "Traceback" not in small.log.read_text()
+
+
+def test_foreign_pages_get_nothing(server: Hostile) -> None:
+    """By a name that a page lent to the server, or from a page that nobody allowed: no endpoint does anything."""
+    own = server.url.removeprefix("http://")
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    assert {CHAT, TEXT, RESPONSES, EMBED, PROMPT.rpartition("/")[0], "/metrics", "/reset_prefix_cache"} <= set(paths)
+    for path, methods in paths.items():
+        for method in methods:
+            for host, origin in (
+                ("evil.example", None),
+                ("evil.example", "http://evil.example"),
+                (own, "http://evil.example"),
+            ):
+                headers = {"Host": host, "Content-Type": "application/json"} | ({"Origin": origin} if origin else {})
+                answer = httpx.request(method, f"{server.url}{path}", headers=headers, content=b"{}")
+                assert answer.status_code == 403, (method, path, host, origin)
+                assert answer.json()["error"]["code"] == ("origin_not_allowed" if host == own else "host_not_allowed")

@@ -168,7 +168,7 @@ def test_a_client_that_leaves_while_it_sends(model_dir: Path, caplog: pytest.Log
     with running(model_dir) as server, server.http() as http:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as client:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\n"
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
             client.sendall(head.encode() + b'{"messages": [')
             time.sleep(0.1)
         wait_for(lambda: 'responses_total{status="499"} 1.0' in http.get("/metrics").text)

@@ -238,11 +238,8 @@ def test_request_ids_come_back(server: Running) -> None:
         assert len(http.get("/nothing").headers["x-request-id"]) == 32
 
 
-def test_curl_without_a_content_type(server: Running) -> None:
-    with server.http() as http:
-        answer = http.post(
-            "/v1/completions",
-            content=b'{"prompt": "Ada", "max_tokens": 1}',
-            headers={"Content-Type": "application/x-www-form-urlencoded"},
-        )
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"])
+def test_content_types_that_are_json(server: Running, kind: str) -> None:
+    with server.http({"Content-Type": kind}) as http:
+        answer = http.post("/v1/completions", content=b'{"prompt": "Ada", "max_tokens": 1}')
     assert answer.json()["choices"][0]["text"] == "The"

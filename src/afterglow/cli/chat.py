@@ -14,6 +14,7 @@ from afterglow.cli.local import Local, open_local, summary
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError, UserError
 from afterglow.request import CachedTokens
+from afterglow.server.tls import untrusted
 
 Messages = list[dict[str, str]]
 
@@ -84,7 +85,7 @@ class RemoteSpeaker:
             )
             self._model = model or self._first_model()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"no server answers at {url}: {error}") from None
+            raise ConfigError(f"no server answers at {url}: {untrusted(error) or error}") from None
         # Only what was asked for: servers that do not know a field may refuse it.
         unset = {"top_p": 1.0, "top_k": 0}
         wanted = {**sampling, "max_tokens": max_tokens}

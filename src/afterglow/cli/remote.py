@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from afterglow.errors import ConfigError
-from afterglow.server.presence import address_of
+from afterglow.server.presence import address_of, certificate_of_holder
+from afterglow.server.tls import client_context, untrusted
 from afterglow.store.admin import NamespaceInfo
 
 TIMEOUT_S = 10.0
@@ -29,10 +30,11 @@ class Access:
 class Server:
     """The cache endpoints of one server. All methods raise ConfigError when it does not do as asked."""
 
-    def __init__(self, url: str, access: Access) -> None:
+    def __init__(self, url: str, access: Access, certificate: str | None = None) -> None:
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self.url = base
         self._access = access
+        self._certificate = certificate
 
     def sessions(self) -> list[dict[str, Any]]:
         return list(self._ask("GET", "/v1/cache/sessions")["data"])
@@ -59,6 +61,7 @@ class Server:
         import httpx
 
         key, salt = self._access.api_key, self._access.cache_salt
+        verify = True if self._certificate is None else client_context(self._certificate)
         try:
             answer = httpx.request(
                 method,
@@ -67,9 +70,10 @@ class Server:
                 params={"cache_salt": salt} if salt else {},
                 json=body,
                 timeout=timeout,
+                verify=verify,
             )
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise ConfigError(f"no server answers at {self.url}: {error}") from None
+            raise ConfigError(f"no server answers at {self.url}: {untrusted(error) or error}") from None
         if answer.status_code == 401:
             raise ConfigError(f"the server at {self.url} wants another key; give it with --api-key")
         with contextlib.suppress(ValueError):
@@ -90,7 +94,7 @@ def server_of(info: NamespaceInfo, access: Access) -> Server:
         raise ConfigError(
             f"{info.path.name} is held by {info.holder}, which does not say where it listens; try --server"
         )
-    return Server(url, access)
+    return Server(url, access, certificate_of_holder(info.path))
 
 
 def find_server(found: Sequence[NamespaceInfo], access: Access) -> Server:

@@ -38,13 +38,18 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     if not server.served_model_name:
         server = replace(server, served_model_name=(name,))
     set_up_threads(config.threads)
+    from afterglow.server.connections import connection_limit
     from afterglow.server.launch import listen, set_up_logging
     from afterglow.server.promptfile import read_prompt
     from afterglow.server.record import open_for_appending
+    from afterglow.server.tls import server_context
 
     set_up_logging(server.log_level)
+    # Mistakes in these should not take minutes to find out.
+    connection_limit(server.max_connections)
+    server_context(server)
     if server.system_prompt_file is not None:
-        read_prompt(server.system_prompt_file)  # a mistake in it should not take minutes to find out
+        read_prompt(server.system_prompt_file)
     with closing(listen(server)) as sock:  # before the model is loaded: that may take minutes
         if server.record_trace is not None:
             os.close(open_for_appending(server.record_trace))

@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the size of the body, a request id, one line in the log.
+"""What stands before every route: web pages, the key, type and size of the body, a request id, one line in the log.
 
 Plain ASGI, because wrapping responses the comfortable way would buffer streams and swallow disconnects.
 """
@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.errors import RequestError
+from afterglow.server.browsers import Browsers
 from afterglow.server.errors import error_response
 from afterglow.server.state import Record, State
 from afterglow.server.stream import CLIENT_GONE, ClientGone
@@ -30,6 +31,7 @@ class Guard:
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app = app
         self._state = state
+        self._browsers = Browsers(state.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,12 +47,19 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = record.request_id
+                answered = MutableHeaders(scope=message)
+                answered["X-Request-ID"] = record.request_id
+                self._browsers.mark(headers.get("origin"), answered)
             await send(message)
 
         try:
             try:
+                self._browsers.check(scope["method"], headers)
+                if (answer := self._browsers.preflight(scope["method"], headers)) is not None:
+                    await answer(scope, receive, watched_send)
+                    return
                 self._check_key(scope["path"], headers, record)
+                _check_json(scope["method"], headers)
                 limited = _limit(receive, headers, self._state.config.max_body)
                 await self._app(scope, limited, watched_send)
             except RequestError as error:
@@ -116,6 +125,20 @@ class Guard:
             details,
             seconds * 1e3,
         )
+
+
+def _check_json(method: str, headers: Headers) -> None:
+    """All bodies are JSON and have to say so: what a web page sends without asking first never does."""
+    kind = headers.get("content-type", "")
+    plain = kind.partition(";")[0].strip().lower()
+    bare = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    if method in ("GET", "HEAD", "OPTIONS") or bare or plain == "application/json" or plain.endswith("+json"):
+        return
+    raise RequestError(
+        f"the body must be JSON with the header 'Content-Type: application/json', got {kind[:80]!r}",
+        status=415,
+        code="unsupported_media_type",
+    )
 
 
 def _limit(receive: Receive, headers: Headers, max_body: int) -> Receive:

@@ -22,11 +22,13 @@ import uvicorn
 from afterglow import __version__
 from afterglow.errors import ConfigError
 from afterglow.server.app import create_app
+from afterglow.server.connections import Connection, Door
 from afterglow.server.errors import shutting_down
 from afterglow.server.presence import announce
 from afterglow.server.promptfile import read_prompt
 from afterglow.server.settings import ServerConfig
 from afterglow.server.state import State
+from afterglow.server.tls import certificate_of, server_context
 from afterglow.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,9 +69,9 @@ def _in_use(config: ServerConfig) -> ConfigError:
     return ConfigError(f"port {config.port} of {config.host} is in use; stop the other server or choose another --port")
 
 
-def address(sock: socket.socket) -> str:
+def address(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def set_up_logging(level: str) -> None:
@@ -82,12 +84,36 @@ def set_up_logging(level: str) -> None:
     root.propagate = False
     noise = logging.getLogger("uvicorn")
     noise.handlers = [handler]
-    noise.setLevel(logging.WARNING)
+    noise.setLevel(logging.ERROR)  # it warns of each client that does not speak HTTP
     noise.propagate = False
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with our signal handling: its own would raise the signal again at the end (exit code 143)."""
+    """uvicorn with our own door, and our signal handling: its own would raise the signal again at the end (exit code
+    143)."""
+
+    def __init__(self, config: uvicorn.Config, door: Door) -> None:
+        super().__init__(config)
+        self._door = door
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise RuntimeError("the server did not start")
+
+        def make(surplus: bool) -> Connection:
+            return Connection(self._door, surplus, self.config, self.server_state, self.lifespan.state)
+
+        self._door.open(make, self.config.backlog)
+        self.servers = []
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._door.close()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._door.end()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -108,7 +134,8 @@ class Service:
     ) -> None:
         self._config = config
         self.socket = sock or listen(config)
-        self.address = address(self.socket)
+        tls = server_context(config)
+        self.address = address(self.socket, "http" if tls is None else "https")
         path = config.system_prompt_file
         self._system_prompt = read_prompt(path) if path is not None else None
         app = create_app(engine, tokenizer, config, model_dir, embedders)
@@ -123,7 +150,9 @@ class Service:
                 lifespan="on",
                 timeout_graceful_shutdown=int(config.grace + LAST_WORDS_SECONDS) + 1,
                 server_header=False,
-            )
+                ws="none",
+            ),
+            Door(self.socket, config, tls, self._state.metrics),
         )
         self._stopping: float | None = None  # since when
 
@@ -158,7 +187,7 @@ class Service:
         if signals:  # the process is ours, and what is there now stays; now and then a look through it would take 0.1 s
             gc.collect()
             gc.freeze()
-        announce(self._state.engine.conversations.folder, self.address)
+        announce(self._state.engine.conversations.folder, self.address, certificate_of(self._config))
         names = ", ".join(dict.fromkeys((*self._state.names, *self._state.embeddings.names)))
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)
         try:

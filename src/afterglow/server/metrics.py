@@ -87,6 +87,14 @@ class Metrics:
         self._responses = Counter(
             "afterglow:http_responses", "HTTP responses by status.", ("status",), registry=self.registry
         )
+        self.refused_connections = Counter(
+            "afterglow:connections_refused", "Connections beyond --max-connections.", registry=self.registry
+        )
+        self.late_connections = Counter(
+            "afterglow:connections_timed_out",
+            "Connections that took too long to send a request.",
+            registry=self.registry,
+        )
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         labels = _labels(name, self._model)

@@ -16,8 +16,8 @@ log = logging.getLogger("afterglow.server")
 _ANYWHERE = ("0.0.0.0", "::")
 
 
-def announce(folder: Path | None, url: str) -> None:
-    """Say in the namespace `folder`, which this process holds, where it listens."""
+def announce(folder: Path | None, url: str, certificate: str | None = None) -> None:
+    """Say in the namespace `folder`, which this process holds, where it listens, and with which certificate (PEM)."""
     if folder is None:
         return
     try:
@@ -25,7 +25,7 @@ def announce(folder: Path | None, url: str) -> None:
             said = json.loads(file.read())
             if said.get("pid") == os.getpid():
                 file.seek(0)
-                file.write(json.dumps({**said, "url": url}).encode())
+                file.write(json.dumps({**said, "url": url, "certificate": certificate}).encode())
                 file.truncate()
     except (OSError, ValueError, AttributeError) as error:
         log.warning("%s does not say where the server listens: %s", folder / LOCK, error)
@@ -40,6 +40,15 @@ def address_of(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         return None
     return reachable(url, held.host) if held is not None and isinstance(url, str) else None
+
+
+def certificate_of_holder(folder: Path) -> str | None:
+    """The certificate (PEM) that the server which holds a namespace has; None without one."""
+    try:
+        found = json.loads((folder / LOCK).read_bytes()).get("certificate")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def reachable(url: str, machine: str) -> str | None:

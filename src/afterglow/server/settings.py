@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,6 +14,8 @@ from afterglow.memo.modes import MemoMode, check_memo_mode
 LogLevel = Literal["debug", "info", "warning", "error"]
 Truncation = Literal["disabled", "auto"]
 SystemPromptMode = Literal["default", "always"]
+
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]+")  # as browsers send it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,34 @@ class ServerConfig:
         "Which requests begin with a registered system prompt: default puts it before those that bring no system message of "
         "their own, always puts it before all, and the request's own follows it.",
     )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Without --api-key: answer requests for this host name too (* for any); may be given several times. The default is "
+        "localhost, every IP address and the name of --host: a web page could lend its own name to this server.",
+    )
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "Let web pages of this origin use the server, such as https://app.example.com (* for any); may be given several "
+        "times. The default is none but the server's own; without --api-key all others are refused.",
+    )
+    ssl_certfile: Path | None = option(
+        None, "Speak HTTPS with the certificate (and its chain) in this PEM file. The default is plain HTTP."
+    )
+    ssl_keyfile: Path | None = option(
+        None, "The certificate's key is in this PEM file. The default is the file of --ssl-certfile."
+    )
+    max_connections: int | None = option(
+        None,
+        "Keep so many connections open; more are answered with status 503 and closed. The default is 1000, or fewer where "
+        "the limit on open files (ulimit -n) leaves fewer beside the cache's own.",
+    )
+    header_timeout: float = option(
+        10.0, "Close connections whose request has not begun to arrive whole after so many seconds."
+    )
+    body_timeout: float = option(
+        30.0,
+        "Refuse a request whose body has not arrived after so many seconds, and one more for each 16 KiB of it that has.",
+    )
     max_body: int = option(16 * 1024**2, "Bytes of the largest request body; larger ones are refused with status 413.")
     grace: float = option(5.0, "Let running requests go on for so many seconds after SIGTERM or Ctrl-C.")
     log_level: LogLevel = option("info", "Log from this level on.")
@@ -90,6 +121,17 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        for name, value in (("header-timeout", self.header_timeout), ("body-timeout", self.body_timeout)):
+            if not 0 < value <= 3600:
+                raise ConfigError(f"--{name} must be above 0 and at most 3600 seconds, got {value}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ConfigError(f"--max-connections must be at least 1, got {self.max_connections}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError(f"--ssl-keyfile {self.ssl_keyfile} needs its certificate: give it with --ssl-certfile")
+        if wrong := next((name for name in self.allowed_host if re.search(r"[/:\s]", name)), None):
+            raise ConfigError(f"--allowed-host must be a name alone, without scheme and port, got {wrong!r}")
+        if wrong := next((origin for origin in self.cors_origin if not _ORIGIN.fullmatch(origin)), None):
+            raise ConfigError(f"--cors-origin must look like https://app.example.com, without a path, got {wrong!r}")
         if self.max_body < 1:
             raise ConfigError(f"--max-body must be at least 1, got {self.max_body}")
         if not 0 <= self.grace <= 3600:
@@ -97,7 +139,7 @@ class ServerConfig:
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"--threshold must be above 0 and at most 1, got {self.threshold}")
         check_memo_mode(self.memo_mode)
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "allowed_host", "cors_origin"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be empty")
         for name, key in (("--admin-key", self.admin_key), ("--metrics-key", self.metrics_key)):

@@ -1,0 +1,83 @@
+"""`afterglow serve` on the bundled model in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+
+@dataclass
+class Process:
+    """A server on the bundled model in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+@contextmanager
+def serving(folder: Path, *options: str, files: int | None = None) -> Iterator[Process]:
+    """Start `afterglow serve` with `options`, and at most so many open files."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = folder / "log"
+    limited = f"ulimit -n {files}; " if files is not None else ""
+    command = [
+        sys.executable,
+        "-m",
+        "afterglow.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--cache-dir",
+        str(folder / "cache"),
+    ]
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            ["bash", "-c", f'{limited}exec "$@"', "-", *command, "--threads", "1", *options],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    server = Process(process, port, log)
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                    break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "it does not start"
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def half_open(port: int, sockets: ExitStack, number: int, said: bytes) -> list[socket.socket]:
+    """Connections that say this much and no more."""
+    made = []
+    for _ in range(number):
+        sock = sockets.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        with contextlib.suppress(OSError):  # it may have been closed already
+            sock.sendall(said)
+        made.append(sock)
+    return made

@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test check bench clean
+.PHONY: demo serve test check bench readme clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -37,6 +37,9 @@ bench: $(READY)
 	$(BIN)/afterglow bench disk --json benchmarks/results/disk.json
 	$(BIN)/afterglow bench engine --json benchmarks/results/engine.json
 	$(BIN)/afterglow bench overhead --json benchmarks/results/overhead.json
+
+readme: $(READY)  ## what the README prints, made anew from its sources
+	$(BIN)/python scripts/readme.py --write
 
 clean:
 	rm -rf $(VENV) build

@@ -27,6 +27,13 @@ class Lasting(Server):
             else:
                 self.notes.setdefault(kind, {})[key] = value
 
+    def note_uses(self) -> None:
+        """As the engine does now and then: the catalog is told how extents were used."""
+        for use in self.scheduler.take_touched():
+            self.executor.catalog[use.extent] = replace(
+                self.executor.catalog[use.extent], last_used=use.last_used, hits=use.hits, expires=use.expires
+            )
+
     def flush(self) -> None:
         """Everything to disk, as far as there is room."""
         self.finish()
@@ -40,6 +47,7 @@ class Lasting(Server):
     def restart(self, *, after: float = 0.0, disk_bytes: int | None = None, **changed: object) -> None:
         """Everything to disk, and a new process `after` seconds, perhaps with other settings."""
         self.flush()
+        self.note_uses()
         self.remember()
         old = self.executor
         self.executor = FakeExecutor(self.capacity, Steady(), self.faults)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from lasting_kit import Lasting
 from server_kit import jobs_of, words
@@ -9,7 +11,7 @@ from tiers_kit import Tiers
 
 from afterglow.plan.expiry import EXPIRY_RETRY_S, Expiry
 from afterglow.plan.extent import Extent
-from afterglow.plan.step import Drop
+from afterglow.plan.step import Drop, Store
 
 TTL = 1000.0
 TURNS = tuple(range(8, 61, 12))
@@ -435,14 +437,44 @@ def test_what_expired_while_nothing_ran_is_erased_in_the_first_step() -> None:
     assert server.is_empty()
 
 
-def test_without_a_time_to_live_a_conversation_lives_on_after_a_restart() -> None:
+@pytest.mark.parametrize("session", ["s", None])
+def test_without_a_time_to_live_rows_live_on_after_a_restart(session: str | None) -> None:
     server = serving()
-    server.ask(words(40), session="s")
-    server.restart(after=1e9, ttl=TTL)
-    server.step()
-    server.finish()
+    server.ask(words(40), session=session)
+    server.restart(after=1e9)
+    later(server, 1e9)
     assert server.known(words(40)) == 40
-    assert server.session("s").expires is None
+    server.ask(words(41), max_tokens=0, ttl=1.0, write=False)
+    later(server, 2)
+    assert server.known(words(40)) == 40, "who asks for no end wins, over a restart too"
+
+
+@pytest.mark.parametrize("session", ["s", None])
+def test_where_nobody_has_named_an_end_the_settings_do(session: str | None) -> None:
+    server = serving()
+    server.ask(words(40), max_tokens=0, session=session)
+    used = server.now
+    server.restart(after=TTL / 2, ttl=TTL)
+    server.sleep(until=used + TTL - 1)
+    assert server.known(words(40)) == 40
+    server.sleep(until=used + TTL + 1)
+    assert server.is_empty()
+
+
+def test_notes_of_before_extents_kept_their_ends_are_believed() -> None:
+    server = serving()
+    server.ask(words(40), max_tokens=0, session="s")
+    server.flush()
+    server.remember()
+    (key, note) = server.notes["session"].popitem()
+    tenant, name, used, pinned, extents = json.loads(note)
+    server.notes["session"][key] = json.dumps([tenant, name, used, pinned, dict.fromkeys(extents, used + TTL)])
+    server.restart()
+    expires = server.session("s").expires
+    assert expires is not None
+    assert abs(expires - used - TTL) < 1
+    server.sleep(until=expires + 1)
+    assert server.is_empty()
 
 
 def test_the_longest_time_to_live_wins_over_a_restart() -> None:
@@ -465,13 +497,55 @@ def test_a_pinned_conversation_does_not_expire_after_a_restart() -> None:
     assert server.known(words(40)) == 40
 
 
-def test_rows_without_a_name_live_as_long_as_the_settings_say_after_a_restart() -> None:
+@pytest.mark.parametrize("settings", [{}, {"ttl": TTL / 100}, {"ttl": 100 * TTL}])
+def test_rows_without_a_name_live_as_long_as_was_asked_for_after_a_restart(settings: dict[str, float]) -> None:
     server = serving()
     server.ask(words(40), max_tokens=0, ttl=TTL)
-    server.restart(after=TTL / 2, ttl=TTL)
-    server.step()
+    used = server.now
+    server.restart(after=TTL / 2, **settings)
+    server.sleep(until=used + TTL - 1)
     assert server.known(words(40)) == 40
-    server.sleep(until=server.now + TTL / 2)
+    server.sleep(until=used + TTL + 1)
+    assert server.is_empty()
+
+
+def test_what_has_been_put_off_once_it_was_on_disk_is_known_after_a_restart() -> None:
+    server = serving(write_policy="write_through")
+    server.ask(words(40), max_tokens=0, ttl=TTL)
+    server.note_uses()
+    server.now += TTL / 2
+    server.ask(words(41), max_tokens=0, ttl=TTL, write=False)
+    used = server.now
+    server.note_uses()
+    server.restart(after=TTL / 2 + 1)
+    later(server, 1)
+    assert server.known(words(40)) == 40
+    server.sleep(until=used + TTL + 1)
+    assert server.is_empty()
+
+
+def test_what_is_put_off_while_it_is_being_written_is_noted_when_it_is_there() -> None:
+    server = serving(write_policy="write_through")
+    server.faults.delay = 5
+    server.submit(words(16), max_tokens=0, ttl=TTL)
+    for _ in range(50):
+        if any(isinstance(move, Store) for move in server.step().moves):
+            break
+    (extent,) = server.scheduler._index.extents.values()
+    server.scheduler._placement.touch(extent, server.now, 9 * TTL)
+    assert server.scheduler.take_touched() == [], "there is no row yet"
+    server.finish()
+    (use,) = server.scheduler.take_touched()
+    assert use.expires == extent.expires > 8 * TTL
+
+
+def test_rows_that_two_have_computed_at_once_live_as_long_as_either_wants() -> None:
+    server = serving()
+    server.ask(words(16), max_tokens=0, ttl=1.0)
+    server.ask(words(16), max_tokens=0, ttl=TTL, read=False)
+    later(server, TTL - 1)
+    assert server.known(words(16)) == 16
+    later(server, 2)
     assert server.is_empty()
 
 
@@ -494,3 +568,68 @@ def test_a_job_that_comes_first_after_a_restart_still_finds_what_it_needs() -> N
     assert jobs_of(server.step()) == [job]
     server.finish()
     assert server.hits(job) == (0, 0, 40)
+
+
+# -------------------------------------------------------------------------------------------------- in memory only
+
+
+def volatile(**more: object) -> Lasting:
+    server = serving(**more)
+    server.ask(words(40), max_tokens=5, ttl=TTL, volatile=True)
+    return server
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through", "write_through_selective"])
+def test_what_is_wanted_in_memory_only_is_never_written(write_policy: str) -> None:
+    server = volatile(write_policy=write_policy)
+    for _ in range(3):
+        server.ask(words(41), max_tokens=0, ttl=TTL, volatile=True)
+    assert sum(server.hits(server.ask(words(41), max_tokens=0, ttl=TTL, volatile=True))) == 40
+    server.restart()
+    server.step()
+    assert server.is_empty()
+    assert not any(isinstance(move, Store) for step in server.steps for move in step.moves)
+
+
+def test_it_leaves_host_for_good_where_room_is_short() -> None:
+    server = volatile(host_slots=24)
+    for i in range(1, 6):
+        server.ask(words(40, 1000 * i), max_tokens=0)
+    server.scheduler.drop_contexts()
+    server.finish()
+    assert server.known(words(40)) == 0
+    assert server.known(words(40, 1000)) == 40, "which went to disk"
+
+
+def test_it_does_not_push_anything_off_a_full_disk() -> None:
+    server = serving(disk_bytes=1000, write_policy="write_through")
+    server.ask(words(32), max_tokens=0)
+    server.ask(words(40, 1000), max_tokens=0, ttl=TTL, volatile=True)
+    server.restart()
+    server.step()
+    assert (server.known(words(32)), server.known(words(40, 1000))) == (32, 0)
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("how", ["used", "gone on from", "computed", "pinned"])
+def test_whoever_needs_it_over_a_restart_gets_it_written(how: str, write_policy: str) -> None:
+    server = serving(write_policy=write_policy)
+    server.ask(words(40), max_tokens=0, ttl=TTL, volatile=True, session="s")
+    if how == "pinned":
+        server.scheduler.pin_session("", "s", True)
+    elif how == "computed":
+        server.ask(words(40), max_tokens=0, read=False)
+    else:
+        server.ask(words(41 if how == "used" else 60), max_tokens=0, write=how != "used")
+    server.restart()
+    assert server.known(words(40)) == 40
+
+
+def test_what_survives_a_truncation_is_not_written_either() -> None:
+    server = serving(max_model_len=64)
+    server.ask(words(56), ttl=TTL, truncation=True, turns=TURNS[:4], volatile=True)
+    job = server.ask(words(68), ttl=TTL, truncation=True, turns=TURNS, volatile=True)
+    assert sum(server.hits(job)) > 0
+    server.restart()
+    server.step()
+    assert server.is_empty()

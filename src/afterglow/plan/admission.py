@@ -159,7 +159,7 @@ class Admission:
             job.again_at = inf
             return Wait.LOADS
         job.carried = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
-        job.copies = self._compaction.begin(job.spec.salt, bytes(job.tokens), obtained, job.spec.ttl, now)
+        job.copies = self._compaction.begin(job.spec, bytes(job.tokens), obtained, now)
         if job.copies:
             job.again_at = inf
             return Wait.LOADS
@@ -358,7 +358,7 @@ class Admission:
         gathered = sum(view.stop - view.start for view in obtained)
         held = [*_before(match, device_rows), *views]
         for extent in dict.fromkeys(view.extent for view in held):
-            self._placement.touch(extent, now, job.spec.ttl)
+            self._placement.touch(extent, now, job.spec.ttl, job.spec.volatile)
             if extent not in job.held:
                 job.held[extent] = None
                 extent.users += 1

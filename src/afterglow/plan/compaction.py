@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
 
 from afterglow.plan.extent import Capacity, Extent, View
 from afterglow.plan.index import Index, common_rows, extent_id
 from afterglow.plan.jobs import Job
 from afterglow.plan.placement import Placement
 from afterglow.plan.ranges import Rows
-from afterglow.plan.step import MoveDone
+from afterglow.plan.step import JobSpec, MoveDone
 
 
 @dataclass(eq=False, slots=True)
@@ -81,10 +80,11 @@ class Compaction:
             row = stop
         return views
 
-    def begin(self, salt: str, prompt: bytes, views: list[View], ttl: float | None, now: float) -> list[int]:
+    def begin(self, spec: JobSpec, prompt: bytes, views: list[View], now: float) -> list[int]:
         """Copy these rows (all in host) into extents for the head of a prompt, without those of a registered prefix that
         it begins with: they stay where they are. The moves; fewer where room is short."""
         moves: list[int] = []
+        salt = spec.salt
         rows = sum(view.stop - view.start for view in views)
         registered = self._index.prefixes.before(salt, prompt)
         begin = registered.rows if registered is not None else 0
@@ -107,12 +107,13 @@ class Compaction:
                 born=now,
                 serial=self._next_serial(),
                 last_used=now,
+                volatile=spec.volatile,
             )
             sources = [view.extent for view in pieces]
             for source in sources:
                 self._placement.pin(source)
             move = self._placement.copy([(v.extent.slots, v.start, v.stop) for v in pieces], slots, count)
-            self._copies[move] = _Copying(extent, prefix, slots, sources, ttl)
+            self._copies[move] = _Copying(extent, prefix, slots, sources, spec.ttl)
             moves.append(move)
         return moves
 
@@ -129,8 +130,8 @@ class Compaction:
         if done.slots_busy:
             self._placement.quarantine(done.move, copying.slots)
         elif inserted:
+            self._placement.need(copying.extent, now, copying.ttl, copying.extent.volatile)
             self._placement.add(copying.extent, copying.slots, write_through, now)
-            self._placement.expire(copying.extent, now + copying.ttl if copying.ttl is not None else inf)
         else:
             self._placement.pool.give(copying.slots)
         return True

@@ -17,7 +17,7 @@ from typing import Literal
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.moves import Moves
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import BACKGROUND, SAVE, Drop, ExtentId, MoveDone, Store
+from afterglow.plan.step import BACKGROUND, SAVE, Drop, ExtentId, MoveDone, Store, Use
 from afterglow.plan.victims import Forget, Victims
 
 MAX_STORE_FAILURES = 3  # in a row, before the disk is left alone for a while
@@ -65,19 +65,20 @@ class Disk:
 
     def touch(self, extent: Extent) -> None:
         """An extent was of use, and the catalog is to know."""
-        if extent.disk == "ready":
+        if extent.disk != "absent":
             self._touched[extent] = None
 
-    def take_touched(self) -> list[tuple[ExtentId, float, int]]:
-        """(id, last used, hits) of the extents on disk that were touched since the last call, for the catalog."""
-        touched, self._touched = self._touched, {}
-        return [(e.id, e.last_used, e.hits) for e in touched if e.disk == "ready" and not e.dead]
+    def take_touched(self) -> list[Use]:
+        """Those of the extents on disk that were touched since the last call; of those being written, when they are."""
+        touched = [e for e in self._touched if e.disk != "absent" and not e.dead]
+        self._touched = {e: None for e in touched if e.disk == "writing"}
+        return [Use(e.id, e.last_used, e.hits, e.expires) for e in touched if e.disk == "ready"]
 
     # ------------------------------------------------------------------------------------------ writing
 
     def store(self, extent: Extent, now: float, why: str) -> Room:
         """Plan to write an extent to disk, if there is room now."""
-        if now < self.rests_until:
+        if now < self.rests_until or extent.volatile:
             return "never"
         if extent.id in self._owners:  # there still is the file of an older extent of the same name
             return "soon" if self._is_going(extent.id) else "never"
@@ -240,4 +241,5 @@ class Disk:
         assert self.dropping == sum(extent.file_bytes for extent in self._moves.dropping())
         for extent in extents:
             assert (extent.disk == "writing") == (extent.store is not None)
+            assert extent.disk == "absent" or not extent.volatile
             assert extent.disk == "absent" or self._owners[extent.id] is extent

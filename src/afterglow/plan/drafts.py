@@ -10,8 +10,6 @@ their step has been committed and their bytes are saved, never before.
 
 from __future__ import annotations
 
-from math import inf
-
 from afterglow.plan.device import Device
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index, extent_id
@@ -195,6 +193,7 @@ class Drafts:
             born=now,
             serial=self._serial,
             last_used=now,
+            volatile=job.spec.volatile,
         )
         if not self._placement.within_quota(salt, size):
             self._counters.rows_unsaved += draft.rows
@@ -214,11 +213,12 @@ class Drafts:
         context = self._device.contexts.get(job.context) if job.context is not None else None
         if context is not None and not context.doomed:
             self._device.contain(context, holders)
+        for holder in holders:
+            self._placement.need(holder, now, job.spec.ttl, job.spec.volatile)
         if outcome == "duplicate":
             self._counters.duplicates += 1
             return False
         self._placement.add(extent, slots, self._write_through, now)
-        self._placement.expire(extent, now + job.spec.ttl if job.spec.ttl is not None else inf)
         return True
 
     def next_serial(self) -> int:

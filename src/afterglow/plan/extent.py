@@ -100,6 +100,7 @@ class Extent:
     left_host: float | None = None  # when it was last evicted from host
 
     expires: float = -inf  # when nobody needs it any more; whoever uses it puts that off
+    volatile: bool = False  # all who have used it want it in memory only: it is not written to disk
     timed: bool = False  # will it be looked at when it may have expired?
     sessions: Mapping[Session, None] = field(
         default_factory=lambda: NONE
@@ -135,7 +136,7 @@ class Extent:
         """What the catalog keeps of it."""
         return ExtentRecord(
             self.id, self.parent, self.parent_rows, self.salt, self.kind, self.tokens, self.file_bytes,
-            self.last_used, self.hits,
+            self.last_used, self.hits, self.expires if self.expires > -inf else inf,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from afterglow.plan.results import Results
 from afterglow.plan.roster import Roster
 from afterglow.plan.sessions import Sessions, SessionState
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import ExtentId, ExtentRecord
+from afterglow.plan.step import ExtentRecord, Use
 from afterglow.plan.truncation import Epochs, Rules, TruncationPolicy, tenant_of
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
@@ -58,8 +58,7 @@ class Parts:
         relay: bool = False,
     ) -> None:
         """`retain`: do contexts of jobs that have ended stay on the device while there is room? `relay`: say what the jobs
-        of a step have in common. `ttl`: of what a restart finds on disk, unless a conversation with a name says more
-        (jobs bring theirs)."""
+        of a step have in common. `ttl`: of what a restart finds on disk and nobody has named an end of (jobs bring theirs)."""
         self.capacity = capacity
         self.max_model_len = max_model_len
         self._counters = counters = Counters()
@@ -195,6 +194,6 @@ class Parts:
         """What is registered, by salt."""
         return self._registered.listing()
 
-    def take_touched(self) -> list[tuple[ExtentId, float, int]]:
-        """(id, last used, hits) of extents on disk that were used since the last call, for the catalog."""
+    def take_touched(self) -> list[Use]:
+        """The extents on disk that were used since the last call, for the catalog."""
         return self._placement.take_touched()

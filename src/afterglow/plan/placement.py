@@ -8,7 +8,7 @@ start (`warm`). Here is what concerns several: extents that arrive, are used, ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from afterglow.plan.cost import Cost
@@ -75,7 +75,7 @@ class Placement:
         self.avoid, self.avoids = loading.avoid, loading.avoids
         self.wanted, self.urge, self.take_urged = loading.wanted, loading.urge, loading.take_urged
         self.open_gates, self.open_gates_of = loading.open_gates, loading.open_gates_of
-        self.expire, self.keep, self.release, self.sweep = expiry.expire, expiry.keep, expiry.release, expiry.sweep
+        self.release, self.sweep = expiry.release, expiry.sweep
         self.within_quota = self._quota.make_room
         self.warm_up, self.warm = self._warm.choose, self._warm.go_on
         self.take_moves, self.is_under_way = moves.take, moves.is_under_way
@@ -159,7 +159,7 @@ class Placement:
         if extent.above is not None:
             self._victims.place(extent.above)
         self._quota.add(extent)
-        if write_through:
+        if write_through and not extent.volatile:
             self._writing.write(extent, now, "write_through")
 
     def insert(self, extent: Extent, prefix_tokens: bytes) -> Inserted:
@@ -170,10 +170,11 @@ class Placement:
             found = self._index.insert(extent, prefix_tokens)
         return found
 
-    def restore(self, extents: Sequence[Extent]) -> None:
-        """Extents found on disk at start."""
-        for extent in extents:
+    def restore(self, extents: Sequence[Extent], ends: Iterable[float]) -> None:
+        """Extents found on disk at start, and when nobody needs them any more."""
+        for extent, end in zip(extents, ends, strict=True):
             self._quota.add(extent)
+            self._expiry.expire(extent, end)
         self._disk.restore(extents)
 
     def copy(self, pieces: list[tuple[tuple[int, ...], int, int]], slots: tuple[int, ...], rows: int) -> int:
@@ -194,15 +195,31 @@ class Placement:
         if extent.dead:
             self._reap(extent)
 
-    def touch(self, extent: Extent, now: float, ttl: float | None = None) -> None:
-        """An extent was of use, and is to be kept for `ttl` seconds more (None: for ever)."""
-        self.expire(extent, now + ttl if ttl is not None else inf)
+    def touch(self, extent: Extent, now: float, ttl: float | None = None, volatile: bool = False) -> None:
+        """An extent was of use; see `need` for how long it is to be kept now."""
+        self.need(extent, now, ttl, volatile)
         extent.last_used = now
         extent.hits += 1
         self.ranked(extent)
-        if self._selective and extent.host == "ready" and extent.disk == "absent":
+        if self._selective and extent.host == "ready" and extent.disk == "absent" and not extent.volatile:
             self._writing.write(extent, now, "second use")
         self._disk.touch(extent)
+
+    def need(self, extent: Extent, now: float, ttl: float | None = None, volatile: bool = False) -> None:
+        """Somebody needs an extent for `ttl` seconds more (None: for ever); `volatile`: as long as it is in memory."""
+        self.expire(extent, now + ttl if ttl is not None else inf)
+        extent.volatile = extent.volatile and volatile
+
+    def expire(self, extent: Extent, when: float) -> None:
+        """Nobody needs it after that, unless somebody has said, or says, later. The catalog is to know."""
+        if when > extent.expires:
+            self._expiry.expire(extent, when)
+            self._disk.touch(extent)
+
+    def keep(self, extent: Extent) -> None:
+        """It must not leave the last tier, nor end with the process, until it is released as often."""
+        self._expiry.keep(extent)
+        extent.volatile = False
 
     def ranked(self, extent: Extent) -> None:
         """Something has changed that a policy's order may depend on."""

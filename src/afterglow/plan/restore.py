@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, repeat
 from math import inf
 from operator import attrgetter
 from typing import TypeAlias
@@ -28,18 +28,17 @@ def restore(
     now: float,
     ttl: float | None = None,
 ) -> list[ExtentRecord]:
-    """Put records, given in any order, below their parents; they are kept `ttl` seconds from their last use on, or
-    longer if somebody says so. Returns those that have no parent, or add nothing.
+    """Put records, given in any order, below their parents; they are kept until they expire, or where nobody has named
+    an end, for `ttl` seconds from their last use on (None: for ever). Returns those that have no parent, or add nothing.
 
     Those that end first go first, as they once came: were the longer of two there before, the shorter would add
     nothing, and all that hangs below it would have no parent. What a branch hangs below goes with the branch, which may
     end before it.
     """
     taken, useless = _taken(records, index, drafts, now)
-    placement.restore(taken)
-    if ttl is not None:
-        for extent in taken:
-            placement.expire(extent, extent.last_used + ttl)
+    ends = {record.id: record.expires for record in records if record.expires < inf}
+    more = ttl if ttl is not None else inf
+    placement.restore(taken, (ends.get(extent.id, extent.last_used + more) for extent in taken))
     return useless
 
 
@@ -79,9 +78,7 @@ def adopt(
         if own.nodes:
             taken.append(own)
     if taken:
-        placement.restore(taken)
-        for own in taken:
-            placement.expire(own, now + ttl if ttl is not None else inf)
+        placement.restore(taken, repeat(now + ttl if ttl is not None else inf, len(taken)))
     return taken
 
 

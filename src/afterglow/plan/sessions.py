@@ -147,8 +147,7 @@ class Sessions:
     # ------------------------------------------------------------------------------------------- over restarts
 
     def _note(self, session: Session) -> None:
-        expires = {extent.id: extent.expires if extent.expires < inf else None for extent in session.extents}
-        facts = [session.tenant, session.name, session.used, session.pinned, expires]
+        facts = [session.tenant, session.name, session.used, session.pinned, [each.id for each in session.extents]]
         self._notes[_key(session)] = json.dumps(facts)
 
     def take_notes(self) -> list[tuple[str, str | None]]:
@@ -160,23 +159,29 @@ class Sessions:
     def recall(self, notes: Mapping[str, str]) -> None:
         """After a restart, when the extents are there again. What cannot be read is ignored."""
         found: list[Session] = []
+        ends: dict[Extent, float] = {}
         for key, text in notes.items():
             try:
-                tenant, name, used, pinned, expires = json.loads(text)
+                tenant, name, used, pinned, names = json.loads(text)
                 session = Session(tenant, name, float(used), bool(pinned))
-                times = {item: float(when) if when is not None else inf for item, when in expires.items()}
+                there = [self._index.extents[item] for item in names if item in self._index.extents]
+                if isinstance(names, dict):  # as notes were when extents did not know their ends themselves
+                    for extent in there:
+                        when = names[extent.id]
+                        ends[extent] = max(float(when) if when is not None else inf, ends.get(extent, -inf))
             except (ValueError, TypeError, AttributeError):
                 continue
             if key != _key(session):
                 continue
-            there = {self._index.extents[item]: when for item, when in times.items() if item in self._index.extents}
             if not (there or session.pinned):
                 self._notes[key] = None
                 continue
             self._add(session, there)
-            for extent, when in there.items():
-                self._placement.expire(extent, when)
             found.append(session)
+        for extent, when in ends.items():
+            if extent.expires == inf:
+                extent.expires = -inf
+                self._placement.expire(extent, when)
         for session in sorted(found, key=lambda item: (item.used, item.tenant, item.name)):
             self._sessions[(session.tenant, session.name)] = session
 

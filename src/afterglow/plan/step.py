@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from struct import iter_unpack
 from typing import Literal, NamedTuple
 
@@ -30,7 +31,8 @@ class ExtentRecord:
     """What has to be known of a stored extent, all of it durable in the catalog.
 
     The extent's rows follow the first `parent_rows` rows of `parent` (None: the start of a conversation).
-    `tokens` is its own rows' token ids, 4 bytes each, little-endian. `file_bytes` is its size on disk.
+    `tokens` is its own rows' token ids, 4 bytes each, little-endian. `file_bytes` is its size on disk. `expires`: when
+    nobody needs it any more; infinity: nobody has named an end.
     """
 
     id: ExtentId
@@ -42,10 +44,20 @@ class ExtentRecord:
     file_bytes: int
     last_used: float
     hits: int = 0
+    expires: float = inf
 
     @property
     def rows(self) -> int:
         return len(self.tokens) // 4
+
+
+class Use(NamedTuple):
+    """What the catalog is to know of a stored extent that was used."""
+
+    extent: ExtentId
+    last_used: float
+    hits: int
+    expires: float
 
 
 # ---------------------------------------------------------------------------------------------- moves
@@ -311,6 +323,7 @@ class JobSpec:
     priority: int = 0
     session: str | None = None  # the conversation's name: its turns run one after the other
     ttl: float | None = None  # seconds for which its rows are kept after the last use; None: for ever
+    volatile: bool = False  # its rows are not written to disk, unless somebody else needs them there
     truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.truncation`)
     turns: tuple[int, ...] = ()  # prompt rows at which turns end, the first one the system prompt
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)

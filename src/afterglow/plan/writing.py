@@ -108,7 +108,7 @@ class Writing:
         Only the disk survives, so what is on it and worth less makes room, whatever the policy; not what is worth more.
         """
         waiting = False
-        dirty = [extent for extent in self._victims.host.members() if extent.disk == "absent"]
+        dirty = [e for e in self._victims.host.members() if e.disk == "absent" and not e.volatile]
         if not dirty:
             return not len(self._moves)
         worth = self._worths()

@@ -1,6 +1,6 @@
 """The catalog: one SQLite row per extent, written by one thread. Knows rows, not files.
 
-All it says of extents can be read back from them, except when and how often they were used; a catalog that
+All it says of extents can be read back from them, except when and how often they were used, and how long they are kept since; a catalog that
 cannot be read is therefore set aside, never mended, and its notes are lost with it. SQLite has no page checksums, and a token that changes in
 the catalog would let a prompt match keys that belong to another: so each row carries a checksum of what never
 changes in it.
@@ -21,11 +21,12 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any, Final, get_args
 
 from afterglow.errors import DamageError, StoreError
-from afterglow.plan.step import ExtentRecord, Kind
+from afterglow.plan.step import ExtentRecord, Kind, Use
 from afterglow.store import notes as note_table
 from afterglow.store.extent import crc32c
 from afterglow.store.notes import NOTES_MOST, Writes
@@ -38,13 +39,13 @@ TOUCH_SECONDS: Final = 5.0  # how long last-used times and notes may wait for a 
 ANSWER_SECONDS: Final = 30.0  # how long its own device may take
 
 _KINDS: Final = frozenset(get_args(Kind))
-_COLUMNS: Final = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c"
+_COLUMNS: Final = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c, expires"
 _SCHEMA: Final = """
 CREATE TABLE extents (
     id TEXT PRIMARY KEY NOT NULL, parent TEXT, parent_rows INTEGER NOT NULL, salt TEXT NOT NULL,
     kind TEXT NOT NULL, tokens BLOB NOT NULL, rows INTEGER NOT NULL,
     file TEXT NOT NULL, bytes INTEGER NOT NULL,
-    last_used REAL NOT NULL, hits INTEGER NOT NULL, crc32c INTEGER NOT NULL
+    last_used REAL NOT NULL, hits INTEGER NOT NULL, crc32c INTEGER NOT NULL, expires REAL
 )"""
 
 _ROW_BYTES: Final = 1024  # of the file, at most, per block of 64 rows: tokens, the other columns, half-empty pages
@@ -98,6 +99,8 @@ def connect(path: Path, journal: str = "WAL", wal_bytes: int = _WAL_BYTES) -> sq
         elif version != SCHEMA_VERSION:
             raise DamageError(f"the catalog has schema {version}, this version uses {SCHEMA_VERSION}")
         note_table.ensure(db)  # a catalog of before there were notes has the same schema otherwise
+        if not _has_ends(db):  # nor had they always the last column, which programs that know nothing of it leave empty
+            db.execute("ALTER TABLE extents ADD COLUMN expires REAL")
         return db
     except BaseException:
         db.close()
@@ -149,9 +152,14 @@ def read_rows(
     """
     same: dict[Any, Any] = {}
     times: dict[float, float] = {}  # apart: 64.0 is 64, and would come back as that
-    for row in db.execute(f"SELECT {_COLUMNS} FROM extents{' ORDER BY last_used, id' if ordered else ''}"):
+    columns = _COLUMNS if _has_ends(db) else _COLUMNS.replace("expires", "NULL")
+    for row in db.execute(f"SELECT {columns} FROM extents{' ORDER BY last_used, id' if ordered else ''}"):
         record = _record(row, names, same, times)
         yield (record.id if record is not None else str(row[0])), record
+
+
+def _has_ends(db: sqlite3.Connection) -> bool:
+    return any(column[1] == "expires" for column in db.execute("PRAGMA table_info(extents)"))
 
 
 def read_only(path: Path) -> sqlite3.Connection:
@@ -240,7 +248,7 @@ class Catalog:
         self._longest = min(note_table.VALUE_MOST, self._shares.note_bytes // 8)
         self.notes_damaged = 0
         self.failures = 0  # transactions that failed with uses or notes in them, which nobody else is told of
-        self._touched: dict[str, tuple[float, int]] = {}
+        self._touched: dict[str, Use] = {}
         self._noted: dict[str, Writes] = {}  # by kind
         self._tally = note_table.Tally()
         self._notes: dict[str, dict[str, str]] = {}  # as they were at the start, until they are asked for
@@ -290,12 +298,11 @@ class Catalog:
             if not (some := list(islice(names, self._slice))):
                 return
 
-    def touch(self, uses: Iterable[tuple[str, float, int]]) -> None:
-        """Note (extent, last used, hits so far); written within seconds, together with whatever else is written."""
+    def touch(self, uses: Iterable[Use]) -> None:
+        """Note how extents were used; written within seconds, together with whatever else is written."""
         with self._lock:
             first = not self._waiting
-            for extent, last_used, hits in uses:
-                self._touched[extent] = (last_used, hits)
+            self._touched.update((use.extent, use) for use in uses)
         if first:
             self._jobs.put("soon")
 
@@ -376,7 +383,7 @@ class Catalog:
         with self._lock:
             touched, self._touched = self._touched, {}
             noted, self._noted = self._noted, {}
-        uses = [(*use, extent) for extent, use in touched.items()]
+        uses = list(touched.values())
         notes = [(kind, *item) for kind, writes in noted.items() for item in writes.items()]
         while True:
             some = self._few(notes)
@@ -404,9 +411,7 @@ class Catalog:
                 return notes[:count]
         return notes[: self._slice]
 
-    def _commit(
-        self, jobs: Sequence[Job], uses: Sequence[tuple[float, int, str]], notes: Sequence[_Noted]
-    ) -> Exception | None:
+    def _commit(self, jobs: Sequence[Job], uses: Sequence[Use], notes: Sequence[_Noted]) -> Exception | None:
         """One transaction; what went wrong, if anything."""
         try:
             noted: dict[str, Writes] = {}
@@ -415,7 +420,8 @@ class Catalog:
             self._db.execute("BEGIN")
             for job in jobs:
                 job(self._db)
-            self._db.executemany("UPDATE extents SET last_used = ?, hits = ? WHERE id = ?", uses)
+            changes = [(use.last_used, use.hits, _end(use.expires), use.extent) for use in uses]
+            self._db.executemany("UPDATE extents SET last_used = ?, hits = ?, expires = ? WHERE id = ?", changes)
             tally = note_table.write(self._db, noted, self._tally, self._shares.note_bytes)
             self._db.execute("COMMIT")
             self._tally = tally
@@ -441,8 +447,13 @@ def _insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:
         record.last_used,
         record.hits,
         _row_crc(names, record.tokens),
+        _end(record.expires),
     )
-    db.execute(f"INSERT OR REPLACE INTO extents ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", values)
+    db.execute(f"INSERT OR REPLACE INTO extents ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", values)
+
+
+def _end(expires: float) -> float | None:
+    return expires if expires < inf else None
 
 
 def _delete(db: sqlite3.Connection, extents: Sequence[str]) -> None:
@@ -458,12 +469,12 @@ def _record(
     row: tuple[Any, ...], names: Mapping[str, str], same: dict[Any, Any], times: dict[float, float]
 ) -> ExtentRecord | None:
     """The record of a row of `_COLUMNS`; None: it is damaged. What is in one of the three mappings is not there twice."""
-    extent, parent, parent_rows, salt, kind, tokens, rows, file, size, last_used, hits, crc = row
+    extent, parent, parent_rows, salt, kind, tokens, rows, file, size, last_used, hits, crc, expires = row
     try:
         sound = _row_crc((extent, parent, parent_rows, salt, kind, file, size), tokens) == crc
         if not (sound and len(tokens) // 4 == rows and kind in _KINDS):
             return None
-        used = float(last_used)
+        used, end = float(last_used), float(expires) if expires is not None else inf
         return ExtentRecord(
             names.get(extent, extent),
             names.get(parent, parent),
@@ -474,6 +485,7 @@ def _record(
             same.setdefault(size, size),
             times.setdefault(used, used),
             int(hits),
+            times.setdefault(end, end),
         )
     except (TypeError, ValueError):
         return None

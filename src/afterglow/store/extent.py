@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, cast, get_args
 
 import google_crc32c
@@ -90,6 +91,8 @@ def encode_head(
         "kind": record.kind,
         "model": digest,
     }
+    if record.expires < inf:  # as it was to be kept when it was written: the catalog knows what has come since
+        meta["expires"] = repr(record.expires)
     tables = crcs.astype("<u4").tobytes()
     if sidecar is not None:
         meta["version"] = f"{sidecar.version:08d}"
@@ -160,6 +163,7 @@ def decode_head(
         tokens=head[8 + size : 8 + size + 4 * found_rows],
         file_bytes=layout.file_bytes(found_rows),
         last_used=0.0,
+        expires=float(meta.get("expires", inf)),
     )
     layers, chunks, at = layout.layers, layout.file_chunks(found_rows), 8 + size + 4 * layout.padded_rows(found_rows)
     crcs = np.frombuffer(head, "<u4", 2 * layers * chunks, at).reshape(layers, 2, -1)

@@ -26,6 +26,7 @@ from afterglow.plan.step import (
     MoveDone,
     SaveDone,
     Store,
+    Use,
 )
 from afterglow.store.catalog import Catalog, Shares
 from afterglow.store.copying import copy_rows
@@ -206,10 +207,10 @@ class KVStore:
             return move not in self._failed
         return task.wait_layer(layer, timeout)
 
-    def touch(self, uses: Sequence[tuple[str, float, int]]) -> None:
-        """Note in the catalog (extent, last used, hits so far); written within seconds, in one transaction."""
+    def touch(self, uses: Sequence[Use]) -> None:
+        """Note in the catalog how extents were used; written within seconds, in one transaction."""
         if self._catalog is not None:
-            self._catalog.touch([use for use in uses if use[0] in self._rows])
+            self._catalog.touch([use for use in uses if use.extent in self._rows])
 
     def note(self, kind: str, items: Sequence[tuple[str, str | None]]) -> None:
         """Keep (key, value) pairs of a kind over restarts, None deleting one; written within seconds, in one

@@ -96,7 +96,11 @@ class CacheConfig:
     read_buffer: int | None = option(
         None, "Layers that may be loaded before a request's turn comes (a baseline); default: all of them."
     )
-    ttl: float | None = option(None, "Seconds after its last use at which KV is erased from all tiers; default: never.")
+    ttl: float | None = option(
+        None,
+        "Seconds after its last use at which KV, and the text of replies, are erased from all tiers, unless a request says "
+        "otherwise (prompt_cache_retention). What is on disk and was given no end gets this one; default: never.",
+    )
     tenant_quota: int | None = option(
         None, "Bytes of KV that one tenant may have in host and on disk; default: no limit."
     )

@@ -91,6 +91,7 @@ class Request:
     priority: int = 0  # lower is served first
     cache_key: str | None = None  # of jobs that arrive together, those with equal keys are served side by side
     ttl_s: float | None = None  # seconds that its KV is kept after the last use; None: the engine's default
+    volatile: bool = False  # its KV stays in memory, and is not written to disk unless another request needs it there
     truncation: bool = False  # drop the oldest turns where the prompt does not fit, and keep the KV of the rest
     turns: tuple[int, ...] = ()  # prompt rows at which turns end; the first one is the end of the system prompt
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out from now on; needs `truncation`

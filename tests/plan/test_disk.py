@@ -5,6 +5,8 @@ Files are of 100 bytes a block; every extent here has one block unless it says o
 
 from __future__ import annotations
 
+from math import inf
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers_kit import Tiers, drops, stores
@@ -295,5 +297,5 @@ def test_uses_are_told_once_and_only_of_what_is_on_disk() -> None:
     for extent in (clean, dirty, lost):
         tiers.placement.touch(extent, now=7)
     tiers.placement.forget(lost, "deleted")
-    assert tiers.placement.take_touched() == [(clean.id, 7, 1)]
+    assert tiers.placement.take_touched() == [(clean.id, 7, 1, inf)]
     assert tiers.placement.take_touched() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from fake_executor import pack, unpack
 
@@ -82,7 +83,7 @@ class Tiers:
     def on_disk(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:
         """An extent found on disk."""
         extent = self.insert(number, blocks, below, now)
-        self.placement.restore([extent])
+        self.placement.restore([extent], [inf])
         return extent
 
     def clean(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from afterglow.config import EngineConfig
+from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.prefixes import owner_of
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
@@ -58,6 +58,7 @@ class FakeEngine:
         step_seconds: float = 0.0,
         hold: bool = False,
         conversations: Conversations | None = None,
+        cache: CacheConfig | None = None,
     ) -> None:
         self.model_dir = Path()
         self.reply = reply
@@ -66,7 +67,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
         self.max_queue = max_queue
-        self.config = EngineConfig(max_queue=max_queue)
+        self.config = EngineConfig(max_queue=max_queue, cache=cache or CacheConfig())
         self.gate = threading.Event()  # requests wait until it is set
         if not hold:
             self.gate.set()

@@ -146,7 +146,7 @@ def test_clearing_forgets_only_ones_own_replies() -> None:
     memory = ReplyMemory()
     for salt in ("a", "b"):
         memory.put(ChatPrompt([1], salt, salt, salt.encode()), "x", [1, 2], None)
-    memory.clear({"a"})
+    memory.clear(lambda salt: salt == "a")
     assert (memory.get(b"a"), len(memory), memory.tokens) == (None, 1, 2 + 64)
 
 

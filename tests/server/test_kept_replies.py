@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from afterglow.config import CacheConfig
 from afterglow.errors import StoreError
+from afterglow.server import state
 from afterglow.store import conversations
 from afterglow.store.conversations import FILE, Conversations
 from tests.server.conftest import REPLY, Running, running, wait_for
@@ -43,7 +47,7 @@ def kept(tmp_path: Path, clock: Clock) -> Iterator[Conversations]:
 
 
 def chains(store: Conversations) -> list[str]:
-    return [chain for chain, _, _ in store.replies()]
+    return [chain for chain, *_ in store.replies()]
 
 
 def test_replies_come_back_with_whose_they_are(tmp_path: Path, kept: Conversations) -> None:
@@ -52,12 +56,12 @@ def test_replies_come_back_with_whose_they_are(tmp_path: Path, kept: Conversatio
     kept.keep_reply("01", "a", None, body("again"))
     kept.close()
     with closing(Conversations(tmp_path, clock=Clock())) as store:
-        assert sorted(store.replies()) == [("01", "a", body("again")), ("02", "b", body("two"))]
+        assert sorted(each[:3] for each in store.replies()) == [("01", "a", body("again")), ("02", "b", body("two"))]
 
 
 def test_they_expire_when_they_should(kept: Conversations, clock: Clock) -> None:
-    for chain, ttl in (("01", None), ("02", 10.0), ("03", 1000.0)):
-        kept.keep_reply(chain, "a", None, body(), ttl)
+    for chain, ttl in (("01", inf), ("02", 10.0), ("03", 1000.0)):
+        kept.keep_reply(chain, "a", None, body(), clock.now + ttl)
     clock.now += 11
     assert chains(kept) == ["01", "03"]
     clock.now += 100
@@ -65,6 +69,16 @@ def test_they_expire_when_they_should(kept: Conversations, clock: Clock) -> None
     kept.sweep()
     clock.now -= 111
     assert chains(kept) == [], "they are gone, not hidden"
+
+
+def test_those_before_one_in_its_conversation_live_as_long(kept: Conversations, clock: Clock) -> None:
+    kept.keep_reply("01", "a", None, body(), clock.now + 10)
+    kept.keep_reply("02", "a", None, body(), clock.now + 60)
+    kept.keep_reply("03", "a", None, body(), clock.now + 30, ["01", "02", "unknown"])
+    clock.now += 29
+    assert sorted(chains(kept)) == ["01", "02", "03"]
+    clock.now += 2
+    assert chains(kept) == ["02"]
 
 
 def test_they_are_forgotten_by_tenant_and_by_conversation(kept: Conversations) -> None:
@@ -208,3 +222,47 @@ def test_a_store_that_fails_costs_no_reply(
         assert chat(server, "one").choices[0].message.content == REPLY
         wait_for(lambda: "not kept: full" in caplog.text)
     assert "lost: full" in caplog.text
+
+
+def test_they_live_as_long_as_the_servers_setting_says(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(state, "SWEEP_SECONDS", 0.02)
+    cache = CacheConfig(ttl=50.0)
+    with running(model_dir, conversations=Conversations(tmp_path), cache=cache) as server:
+        chat(server, "one")
+        chat(server, "two", extra_body={"prompt_cache_retention": 5000})
+        kept = server.engine.conversations
+        wait_for(lambda: len(kept.replies()) == 2)
+        ends = [end for *_, end in kept.replies()]
+        assert abs(ends[0] - now - 50) < 30
+        assert abs(ends[1] - now - 5000) < 30
+        assert len(server.tokenizer.replies) == 2
+        monkeypatch.setattr(kept, "_clock", lambda: now + 100)
+        monkeypatch.setattr(time, "time", lambda: now + 100)
+        wait_for(lambda: len(server.tokenizer.replies) == 1)
+        assert kept._db is not None
+        wait_for(lambda: kept._run(lambda db: db.execute("SELECT COUNT(*) FROM replies").fetchone()) == (1,))
+
+
+def test_a_conversation_that_goes_on_keeps_its_earlier_replies(model_dir: Path, tmp_path: Path) -> None:
+    with running(model_dir, conversations=Conversations(tmp_path)) as server:
+        kept = server.engine.conversations
+        chat(server, "one", extra_body={"prompt_cache_retention": 50})
+        wait_for(kept.replies)
+        chat(server, "one", REPLY, "two", extra_body={"prompt_cache_retention": 5000})
+        wait_for(lambda: len(kept.replies()) == 2)
+        assert all(end > time.time() + 4000 for *_, end in kept.replies())
+
+
+def test_replies_in_memory_are_not_written(model_dir: Path, tmp_path: Path) -> None:
+    with running(model_dir, conversations=Conversations(tmp_path)) as server:
+        server.engine.reply = odd_ids(server)
+        chat(server, "one", extra_body={"prompt_cache_retention": "in_memory"})
+        assert server.engine.requests[-1].volatile
+        assert len(server.tokenizer.replies) == 1
+        chat(server, "two")
+        wait_for(server.engine.conversations.replies)
+        assert len(server.engine.conversations.replies()) == 1, "the other one's"
+    assert not is_known(model_dir, tmp_path)

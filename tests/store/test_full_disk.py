@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from math import inf
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from test_store_faults import tmpfs
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine import setup
 from afterglow.errors import ConfigError, DamageError, StoreError
-from afterglow.plan.step import Drop, Store
+from afterglow.plan.step import Drop, Store, Use
 from afterglow.store import admin, catalog, recovery
 from afterglow.store.catalog import Catalog, Shares
 from afterglow.store.conversations import Conversations
@@ -227,7 +228,7 @@ def test_a_small_budget_holds_for_the_whole_folder(tmp_path):
                 if n >= most:
                     assert kit.move(Drop(10**6 + n, extent_name(n - most))).ok
                 assert kit.put(n, 64, (n % 64,)).ok
-                kit.store.touch([(extent_name(m), float(n), n) for m in range(max(0, n - most + 1), n + 1)])
+                kit.store.touch([Use(extent_name(m), float(n), n, inf) for m in range(max(0, n - most + 1), n + 1)])
                 kit.store.note("session", [(f"{n}-{k}", "x" * 5000) for k in range(10)])
                 kit.store.note("epoch", [(f"{n}", "x" * 40_000)])
                 if n % 4 == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from math import inf
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from store_kit import ALIGNED, ODD, Kit, arena_of, contents, extent_name, record
 
 from afterglow.errors import ConfigError
-from afterglow.plan.step import Drop, Load, SaveDone, Store
+from afterglow.plan.step import Drop, Load, SaveDone, Store, Use
 from afterglow.store.tier import HostArena, arena_bytes, runs
 
 
@@ -157,7 +158,7 @@ def test_without_a_disk_every_disk_move_fails_and_saves_work():
         assert not kit.get(1, 64, (0,)).ok
         assert kit.move(Drop(9, extent_name(1))).ok
         assert kit.store.records() == []
-        kit.store.touch([(extent_name(1), 1.0, 1)])
+        kit.store.touch([Use(extent_name(1), 1.0, 1, inf)])
         assert kit.store.stats().disk_bytes == 0
 
 
@@ -179,8 +180,8 @@ def test_a_restart_finds_everything(tmp_path):
         wanted = contents(kit.store.arena, (3, 4), 100)
         kit.put(1, 100, (3, 4), parent="ab" * 32, parent_rows=64, salt="t", kind="session", last_used=5.0)
         kit.put(2, 64, (6,), last_used=3.0)
-        kit.store.touch([(extent_name(1), 77.0, 1), ("unknown", 77.0, 1)])
-        kit.store.touch([(extent_name(1), 78.0, 2)])
+        kit.store.touch([Use(extent_name(1), 77.0, 1, inf), Use("unknown", 77.0, 1, inf)])
+        kit.store.touch([Use(extent_name(1), 78.0, 2, inf)])
     with Kit(tmp_path) as kit:
         second, first = kit.store.records()
         assert kit.store.records() == []

@@ -143,6 +143,7 @@ def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[in
         priority=request.priority,
         session=request.session_id,
         ttl=request.ttl_s if request.ttl_s is not None else config.cache.ttl,
+        volatile=request.volatile,
         truncation=request.truncation,
         turns=request.turns,
         discard=request.discard,

@@ -80,7 +80,9 @@ def create_app(
         worker = state.embeddings.worker
         if worker is not None:
             worker.start()
+        sweeping = asyncio.create_task(state.sweep())
         yield
+        sweeping.cancel()
         if worker is not None:
             await asyncio.to_thread(worker.close)
         state.close()

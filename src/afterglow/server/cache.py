@@ -138,7 +138,7 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
     salts = dict.fromkeys([*state.tenants.salts(record.caller), salt])
     for own in salts:
         state.engine.reset_cache(own)
-    state.tokenizer.replies.clear(salts.keys())
+    state.tokenizer.replies.clear(salts.__contains__)
     await stored(state.engine.conversations.forget_replies, list(salts))
     return json_response({"status": "ok", "cleared": "own"})
 

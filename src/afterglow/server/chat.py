@@ -116,9 +116,10 @@ class _Reply:
         """For when the reply comes back as text. Of several replies the first: which one goes on, nobody
         knows."""
         first = self._run.choices[0]
-        reply = self._state.tokenizer.remember(self._prompt, first.assembler.text, first.assembler.tokens)
+        ends = self._state.reply_ends(first.request)
+        reply = self._state.tokenizer.remember(self._prompt, first.assembler.text, first.assembler.tokens, ends)
         if reply is not None:
-            self._state.keep_reply(self._prompt, reply, first.request)
+            self._state.keep_reply(self._prompt, reply, first.request, ends)
 
 
 _CHUNK: dict[str, Any] = {"object": "chat.completion.chunk"}

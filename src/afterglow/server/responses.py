@@ -148,7 +148,8 @@ class _Turn:
         reply = self._run.choices[0].assembler
         status = "incomplete" if reply.finish == "length" else "completed"
         item = output_message(self._message, status, [reply.text])
-        generated = self._state.tokenizer.remember(self._prompt, reply.text, reply.tokens)
+        ends = self._state.reply_ends(self._run.choices[0].request)
+        generated = self._state.tokenizer.remember(self._prompt, reply.text, reply.tokens, ends)
         done = self._describe(status, [item], self._usage())
         if self._store:
             items = [*self._items, kept(item, generated)]

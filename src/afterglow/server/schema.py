@@ -169,6 +169,11 @@ class Body(JsonBody):
             param="prompt_cache_retention",
         )
 
+    @property
+    def volatile(self) -> bool:
+        """Is nothing of it to be written to disk? OpenAI holds what is "in_memory" in volatile memory only."""
+        return bool(self.prompt_cache_retention == "in_memory")
+
     def sampling(self, defaults: Defaults, max_tokens: int, logprobs: Int | None) -> SamplingParams:
         def pick(name: str) -> Any:
             value = getattr(self, name)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("afterglow.server")
 T = TypeVar("T")
 TEXT_THREADS = 2  # that render and tokenise long inputs; others wait for their turn
+SWEEP_SECONDS = 60.0
 RESERVE = 8  # the part of the context that is kept free for a reply, see spec A12
 
 
@@ -205,18 +207,24 @@ class State:
         self.bodies.close()
         self._texts.shutdown(wait=False, cancel_futures=True)
 
-    def keep_reply(self, prompt: ChatPrompt, reply: Reply, request: Request) -> None:
+    def reply_ends(self, request: Request) -> float:
+        """When the text of a reply is forgotten: when its KV is, if nobody goes on from it."""
+        ttl = request.ttl_s if request.ttl_s is not None else self.engine.config.cache.ttl
+        return time.time() + ttl if ttl is not None else inf
+
+    def keep_reply(self, prompt: ChatPrompt, reply: Reply, request: Request, ends: float) -> None:
         """Keep the ids of a reply over restarts, where there is a disk tier; in a thread, for which nobody waits."""
         kept = self.engine.conversations
+        before = [chain.hex() for chain in prompt.known]
 
         def work() -> None:
             body = {"text": reply.text, **reply.as_json()}
             try:
-                kept.keep_reply(prompt.chain.hex(), prompt.salt, request.session_id, body, request.ttl_s)
+                kept.keep_reply(prompt.chain.hex(), prompt.salt, request.session_id, body, ends, before)
             except StoreError as error:
                 log.warning("the ids of a reply are not kept: %s", error)
 
-        if kept.folder is not None and request.reuse:
+        if kept.folder is not None and request.reuse and not request.volatile:
             try:
                 FILES.start(work)
             except RequestError as error:
@@ -225,10 +233,20 @@ class State:
     def load_replies(self) -> None:
         """Take over the replies that were kept before a restart."""
         try:
-            for chain, salt, body in self.engine.conversations.replies():
-                self.tokenizer.replies.restore(bytes.fromhex(chain), salt, Reply.from_json(body["text"], body))
+            for chain, salt, body, ends in self.engine.conversations.replies():
+                self.tokenizer.replies.restore(bytes.fromhex(chain), salt, Reply.from_json(body["text"], body), ends)
         except StoreError as error:
             log.warning("the ids of earlier replies are lost: %s", error)
+
+    async def sweep(self) -> None:
+        """Forget the replies and the responses whose time has come, as long as the server runs."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.tokenizer.replies.sweep(time.time())
+            try:
+                await FILES(self.engine.conversations.sweep)
+            except (StoreError, RequestError) as error:
+                log.warning("what has expired of conversations is still there: %s", error)
 
     def session_of(self, http: HttpRequest, body: Body) -> str | None:
         """Errors: RequestError."""
@@ -268,6 +286,7 @@ class State:
                     priority=body.priority or 0,
                     cache_key=cache_key,
                     ttl_s=body.ttl_s,
+                    volatile=body.volatile,
                     truncation=cut,
                     turns=turns,
                     kv_retention=body.kv_retention,

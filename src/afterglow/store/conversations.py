@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -181,12 +182,19 @@ class Conversations:
     # -------------------------------------------------------------------------------------------------- replies
 
     def keep_reply(
-        self, chain: str, salt: str, session: str | None, body: Mapping[str, Any], ttl_s: float | None = None
+        self,
+        chain: str,
+        salt: str,
+        session: str | None,
+        body: Mapping[str, Any],
+        ends: float = inf,
+        before: Sequence[str] = (),
     ) -> None:
-        """Keep a reply for `ttl_s` seconds, or as long as responses. Only the first half of the file is for replies, and
-        for no more than REPLIES_MOST: those that expire first make room. Raises StoreError."""
+        """Keep a reply, and those `before` it in its conversation, until `ends`, and no longer than responses. Only the
+        first half of the file is for replies, and for no more than REPLIES_MOST: those that expire first make room. Raises
+        StoreError."""
         text = _text(body)
-        expires = self._clock() + min(self._ttl_s, self._ttl_s if ttl_s is None else ttl_s)
+        expires = min(self._clock() + self._ttl_s, ends)
 
         def work(db: sqlite3.Connection) -> None:
             (number,) = db.execute("SELECT COUNT(*) FROM replies").fetchone()
@@ -199,19 +207,21 @@ class Conversations:
             if _used_bytes(db) + len(text) <= self._max_bytes // 2:
                 row = (chain, salt, session, expires, text, _crc(chain, salt, session, text))
                 db.execute("INSERT OR REPLACE INTO replies VALUES (?,?,?,?,?,?)", row)
+            later = [(expires, each, expires) for each in before]
+            db.executemany("UPDATE replies SET expires = ? WHERE chain = ? AND expires < ?", later)
 
         self._run(work)
 
-    def replies(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """(chain, salt, body) of all replies, those that expire first at the beginning; damaged ones are left out. Raises
+    def replies(self) -> list[tuple[str, str, dict[str, Any], float]]:
+        """(chain, salt, body, when it expires) of all replies, those that expire first at the beginning; damaged ones are left out. Raises
         StoreError."""
 
-        def work(db: sqlite3.Connection) -> list[tuple[str, str, dict[str, Any]]]:
+        def work(db: sqlite3.Connection) -> list[tuple[str, str, dict[str, Any], float]]:
             found = []
-            query = "SELECT chain, salt, session, body, crc32c FROM replies WHERE expires > ? ORDER BY expires"
-            for chain, salt, session, body, crc in db.execute(query, (self._clock(),)):
+            query = "SELECT chain, salt, session, body, crc32c, expires FROM replies WHERE expires > ? ORDER BY expires"
+            for chain, salt, session, body, crc, expires in db.execute(query, (self._clock(),)):
                 if _crc(chain, salt, session, body) == crc:
-                    found.append((chain, salt, json.loads(body)))
+                    found.append((chain, salt, json.loads(body), float(expires)))
             return found
 
         return self._run(work)

@@ -13,8 +13,9 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 _ENTRY = 64  # ids that take as much memory as a reply does besides its own: objects, keys, digests
@@ -30,6 +31,7 @@ class ChatPrompt:
     chain: bytes  # names (salt, messages); see `chains`
     spliced: int = 0  # replies whose generated ids were used
     retokenised: int = 0  # replies that were tokenised anew
+    known: tuple[bytes, ...] = ()  # what names the replies that came back and were remembered here
     turns: tuple[int, ...] = ()  # rows at which turns begin, where they were asked for; see `turns.py`
     uncut: str | None = None  # why it cannot be cut between turns, where that was asked for
 
@@ -60,6 +62,13 @@ class Reply:
     def from_json(cls, text: str, value: Mapping[str, Any]) -> Reply:
         digest = bytes.fromhex(value["prompt_digest"])
         return cls(text, array("I", value["ids"]), value["end"], value["prompt_chars"], digest)
+
+
+@dataclass(slots=True)
+class _Kept:
+    salt: str
+    reply: Reply
+    expires: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +105,12 @@ class ReplyMemory:
     """Replies by conversation, the least recently used forgotten first. Safe to use from several threads.
 
     It holds at most `max_tokens` ids, where each reply counts as some more for what it costs besides, and about as many
-    bytes of text as their text has.
+    bytes of text as their text has. A reply has an end, which those who use it put off; `sweep` forgets it then.
     """
 
     def __init__(self, max_tokens: int = 2_000_000) -> None:
         self._max_tokens = max_tokens
-        self._replies: OrderedDict[bytes, tuple[str, Reply]] = OrderedDict()  # with the salt
+        self._replies: OrderedDict[bytes, _Kept] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
@@ -112,16 +121,20 @@ class ReplyMemory:
     def tokens(self) -> int:
         return self._tokens
 
-    def put(self, prompt: ChatPrompt, text: str, ids: Sequence[int], end: int | None) -> Reply:
+    def put(self, prompt: ChatPrompt, text: str, ids: Sequence[int], end: int | None, expires: float = inf) -> Reply:
         reply = Reply(text, array("I", ids), end, len(prompt.text), text_digest(prompt.text))
-        self.restore(prompt.chain, prompt.salt, reply)
+        self.restore(prompt.chain, prompt.salt, reply, expires)
+        with self._lock:
+            for chain in prompt.known:
+                if (kept := self._replies.get(chain)) is not None:
+                    kept.expires = max(kept.expires, expires)
         return reply
 
-    def restore(self, chain: bytes, salt: str, reply: Reply) -> None:
+    def restore(self, chain: bytes, salt: str, reply: Reply, expires: float = inf) -> None:
         """Take over a reply that was kept elsewhere."""
         with self._lock:
             self._drop(chain)
-            self._replies[chain] = (salt, reply)
+            self._replies[chain] = _Kept(salt, reply, expires)
             self._tokens += _cost(reply)
             while self._tokens > self._max_tokens:
                 self._drop(next(iter(self._replies)))
@@ -132,17 +145,23 @@ class ReplyMemory:
             if found is None:
                 return None
             self._replies.move_to_end(chain)
-            return found[1]
+            return found.reply
 
-    def clear(self, salts: Collection[str] | None = None) -> None:
-        """Forget the replies under these salts, or all."""
+    def clear(self, whose: Callable[[str], bool] = lambda salt: True) -> None:
+        """Forget the replies under the salts of which `whose` is true."""
         with self._lock:
-            for chain in [c for c, (salt, _) in self._replies.items() if salts is None or salt in salts]:
+            for chain in [chain for chain, kept in self._replies.items() if whose(kept.salt)]:
+                self._drop(chain)
+
+    def sweep(self, now: float) -> None:
+        """Forget those that nobody has wanted for longer."""
+        with self._lock:
+            for chain in [chain for chain, kept in self._replies.items() if kept.expires <= now]:
                 self._drop(chain)
 
     def _drop(self, chain: bytes) -> None:
         if found := self._replies.pop(chain, None):
-            self._tokens -= _cost(found[1])
+            self._tokens -= _cost(found.reply)
 
 
 def _cost(reply: Reply) -> int:

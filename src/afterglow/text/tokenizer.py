@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ class Tokenizer:
         self.check_length(rendered.text, limit, "messages")
         *before, chain = chains(salt, flat)
         known: list[Reply] = []
+        names: list[bytes] = []
         num_replies = 0
         for number, (message, key) in enumerate(zip(flat, before, strict=True)):
             if message["role"] == "assistant":
@@ -146,6 +148,7 @@ class Tokenizer:
                 for reply in (self.replies.get(key), (replies or {}).get(number)):
                     if reply is not None and reply.text == message["content"]:
                         known.append(reply)
+                        names.append(key)
                         break
         segments, used = splice(
             rendered.text,
@@ -157,21 +160,21 @@ class Tokenizer:
         self.spliced += used
         self.retokenised += num_replies - used
         ids = [token for segment in segments for token in segment.ids]
-        prompt = ChatPrompt(ids, rendered.text, salt, chain, spliced=used, retokenised=num_replies - used)
+        prompt = ChatPrompt(ids, rendered.text, salt, chain, used, num_replies - used, tuple(names))
         if cut_over is None or len(ids) <= cut_over:
             return prompt
         turns = find_turns(write, flat, rendered.text, self.special_tokens.get("bos_token", ""))
         return self._with_turns(prompt, turns, segments, rendered)
 
-    def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int]) -> Reply | None:
-        """Keep the ids of a reply whose text the client got; None if no prefix of them decodes to that text
+    def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int], expires: float = inf) -> Reply | None:
+        """Keep the ids of a reply whose text the client got, and of those before it, at least so long; None if no prefix of them decodes to that text
         (a stop string that ends within a token, hidden special tokens)."""
         count = self._matching(prompt.ids, text, generated)
         if count is None:
             return None
         rest = generated[count:]
         end = rest[0] if rest and self._added.get(rest[0]) in self._special else None
-        return self.replies.put(prompt, text, generated[:count], end)
+        return self.replies.put(prompt, text, generated[:count], end, expires)
 
     # ---------------------------------------------------------------------------------------------- inside
 

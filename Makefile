@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test check bench readme clean
+.PHONY: demo serve test test-long check bench readme clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -25,6 +25,9 @@ serve: $(READY)  ## the server on the bundled model, http://127.0.0.1:8000/v1
 
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not long'
+
+test-long: $(READY)  ## 20,000 turns, random plans, storms of faults: about a quarter of an hour
+	$(BIN)/python -m pytest -m long
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import mmap
+import os
 import shutil
 import sqlite3
 import struct
@@ -410,9 +411,14 @@ class World:
         self._skew = 0.0
         self._began = time.time() - time.monotonic()
         self._closed = False
+        self._most = 1 << 60  # bytes of extents at the last look
         records = self.store.records()
         self.restored = len(records)
         self.useless = self.scheduler.restore(records, self.now)
+        known = {f"{record.id}.safetensors" for record in records} - {
+            f"{record.id}.safetensors" for record in self.useless
+        }
+        self._strangers = {file.name for file in (self.path / "extents").rglob("*.*")} - known
         self.scheduler.recall({kind: self.store.notes(kind) for kind in ("epoch", "session")})
         self.store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(self.useless)])
 
@@ -483,6 +489,7 @@ class World:
         if done:
             self._take(self.scheduler.complete(done, self.now))
             self.scheduler.check()
+        self._check_files()
         step = self.scheduler.schedule(self.now)
         self.scheduler.check()
         if step.idle:
@@ -543,6 +550,23 @@ class World:
                 return list(self.flying.values())
             except RuntimeError:  # it changed meanwhile
                 continue
+
+    def _check_files(self) -> None:
+        """At any time: files, whole or half written, are within the budget, but for those that the plan never knew and
+        that go at the start. What is above it after a start only goes."""
+        sizes: dict[int, int] = {}
+        for folder in os.scandir(self.path / "extents"):
+            for file in os.scandir(folder) if folder.is_dir() else ():
+                with contextlib.suppress(FileNotFoundError):
+                    found = file.stat()
+                    if file.name not in self._strangers:
+                        sizes[found.st_ino] = found.st_size  # it may be renamed meanwhile, and be seen twice
+        total = sum(sizes.values())
+        assert total <= max(self.capacity.disk_bytes, self._most), (
+            f"{total} bytes of files, {self.capacity.disk_bytes} allowed, there were {self._most};"
+            f" the plan believes {self.scheduler.stats().disk_bytes}"
+        )
+        self._most = total
 
     def check_budgets(self) -> None:
         """At rest: what lies on disk is what both halves believe, and not more than allowed."""

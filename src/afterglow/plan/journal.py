@@ -105,9 +105,13 @@ class RecordingScheduler(Scheduler):
         super().flush(now)
 
     def schedule(self, now: float, repeat_limit: int = 1) -> Step:
-        step = super().schedule(now, repeat_limit)
-        self._note("schedule", now=now, limit=repeat_limit, step=step_digest(step))
-        return step
+        digest = ""  # where it fails, a replay is to fail there too
+        try:
+            step = super().schedule(now, repeat_limit)
+            digest = step_digest(step)
+            return step
+        finally:
+            self._note("schedule", now=now, limit=repeat_limit, step=digest)
 
     def commit(self, step: Step, result: StepResult, done: Iterable[Completion], now: float) -> list[Event]:
         done = list(done)
@@ -127,8 +131,11 @@ class RecordingScheduler(Scheduler):
         return super().complete(done, now)
 
 
-def replay(lines: Iterable[str]) -> Iterator[tuple[Step, str]]:
-    """The steps that a journal's inputs lead to, each with the digest of the step that was recorded."""
+def replay(
+    lines: Iterable[str], look: Callable[[Scheduler], object] = lambda scheduler: None
+) -> Iterator[tuple[Step, str]]:
+    """The steps that a journal's inputs lead to, each with the digest of the step that was recorded (empty: it failed).
+    After each input, `look` may look at the plan."""
     scheduler: Scheduler | None = None
     step: Step | None = None
     for number, line in enumerate(lines, 1):
@@ -141,9 +148,11 @@ def replay(lines: Iterable[str]) -> Iterator[tuple[Step, str]]:
             raise ValueError("a journal begins with a `plan` line")
         if op == "schedule":
             step = scheduler.schedule(entry["now"], entry.get("limit", 1))
+            look(scheduler)
             yield step, entry["step"]
         else:
             _feed(scheduler, step, op, entry)
+            look(scheduler)
 
 
 def replay_repeated(lines: Iterable[str], limit: int) -> Iterator[tuple[Step, str]]:

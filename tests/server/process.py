@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -23,10 +24,11 @@ class Process:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    secure: bool
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.secure else ''}://127.0.0.1:{self.port}"
 
     @property
     def files(self) -> int:
@@ -34,8 +36,10 @@ class Process:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, files: int | None = None) -> Iterator[Process]:
-    """Start `afterglow serve` with `options`, and at most so many open files."""
+def serving(
+    folder: Path, *options: str, files: int | None = None, certificate: Path | None = None
+) -> Iterator[Process]:
+    """Start `afterglow serve` with `options`, and at most so many open files; `certificate` is the one to trust."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     log = folder / "log"
@@ -56,12 +60,13 @@ def serving(folder: Path, *options: str, files: int | None = None) -> Iterator[P
             stdout=out,
             stderr=subprocess.STDOUT,
         )
-    server = Process(process, port, log)
+    server = Process(process, port, log, certificate is not None)
+    verify = True if certificate is None else ssl.create_default_context(cafile=certificate)
     try:
         deadline = time.monotonic() + 90
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                if httpx.get(f"{server.url}/health", timeout=5, verify=verify).status_code == 200:
                     break
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, "it does not start"

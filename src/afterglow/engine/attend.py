@@ -6,6 +6,8 @@ cached rows (waiting for that layer only: CachedAttention §3.2.1, layer-wise pr
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,26 @@ from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import Attention
 
 
-class CachedAttend:
-    """`Attend` for one step: exact attention of each part over its whole context."""
+class Beside(Protocol):
+    """What attends for parts that `CachedAttend` leaves out."""
 
-    def __init__(self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee) -> None:
+    def attend(self, layer: int, scale: float, q: Tensor, out: Tensor) -> None:
+        """Fill in these parts' rows of `out` [rows, heads, head_dim]; `q`, the same of the whole step, is rotated, and the parts'
+        new rows are in their contexts."""
+
+
+class CachedAttend:
+    """`Attend` for one step: exact attention of each part over its whole context.
+
+    `beside`: set, it attends for the `parts` that are not among the `whole` ones.
+    """
+
+    def __init__(
+        self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, whole: list[Part] | None = None
+    ) -> None:
         self.parts = parts
+        self.whole = parts if whole is None else whole
+        self.beside: Beside | None = None
         self._angles = angles
         self._gatherer = gatherer
         self._tee = tee
@@ -32,6 +49,8 @@ class CachedAttend:
         self._gatherer.layer(layer)
         self._append(layer, k, v)
         out = self._attention(layer, attention, q)
+        if self.beside is not None:
+            self.beside.attend(layer, attention.scale, q, out)
         self._gatherer.computed(layer)
         return out.flatten(1)
 
@@ -45,7 +64,7 @@ class CachedAttend:
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         """All rows of the step over their contexts, which are on the device: [rows, heads, head_dim]."""
         out = torch.empty_like(q)
-        for part in self.parts:
+        for part in self.whole:
             if part.failed is not None:
                 out[part.where] = 0  # void, but it must not become NaN: the forward goes on for the others
                 continue

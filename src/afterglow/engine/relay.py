@@ -140,9 +140,15 @@ class RelayAttend(CachedAttend):
     """`Attend` for one step: what parts share is read once for all of them, and what each reads by itself, in one go."""
 
     def __init__(
-        self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, groups: list[Group]
+        self,
+        parts: list[Part],
+        angles: Rotation | None,
+        gatherer: Gatherer,
+        tee: Tee,
+        groups: list[Group],
+        whole: list[Part] | None = None,
     ) -> None:
-        super().__init__(parts, angles, gatherer, tee)
+        super().__init__(parts, angles, gatherer, tee, whole)
         self._groups = groups
         self._failed: list[int] | None = None  # parts that `_reads` was made without
         self._reads: Reads | None = None
@@ -158,7 +164,7 @@ class RelayAttend(CachedAttend):
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         # Parts fail while layers are gathered, hardly ever.
-        failed = [part.job for part in self.parts if part.failed is not None]
+        failed = [part.job for part in self.whole if part.failed is not None]
         if failed != self._failed:
             self._failed, self._reads = failed, self._prepared()
         if self._found is None:
@@ -179,7 +185,7 @@ class RelayAttend(CachedAttend):
                 reads.append(Read(whole.context.data, group.start, group.stop, group.queries))
         reads += [
             Read(part.context.data, part.own_from, part.stop, _rows(part), part.stop - part.start > 1)
-            for part in self.parts
+            for part in self.whole
             if part.failed is None
         ]
         return Reads(reads) if reads else None

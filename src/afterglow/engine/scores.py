@@ -162,13 +162,20 @@ class ScoringAttend(CachedAttend):
     """`CachedAttend` that also records what attention each row gets, part by part."""
 
     def __init__(
-        self, parts: list[Part], angles: Rotation | None, gatherer: Gatherer, tee: Tee, scores: Scores
+        self,
+        parts: list[Part],
+        angles: Rotation | None,
+        gatherer: Gatherer,
+        tee: Tee,
+        scores: Scores,
+        whole: list[Part] | None = None,
     ) -> None:
-        super().__init__(parts, angles, gatherer, tee)
+        super().__init__(parts, angles, gatherer, tee, whole)
         self._scores = scores
-        self._new = {part.job: max(0, scores.counted(part.job) - part.start) for part in parts}
+        self._new = {part.job: max(0, scores.counted(part.job) - part.start) for part in self.whole}
         self._sums = {
-            part.job: torch.zeros(part.stop, dtype=torch.float32, device=part.context.shape.device) for part in parts
+            part.job: torch.zeros(part.stop, dtype=torch.float32, device=part.context.shape.device)
+            for part in self.whole
         }
 
     def _attended(self, part: Part, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -180,6 +187,7 @@ class ScoringAttend(CachedAttend):
 
     def finish(self, runs: Sequence[Run]) -> None:
         """All layers are through: take over what was recorded, but of parts whose loads failed."""
-        for run, part in zip(runs, self.parts, strict=True):
-            if part.failed is None:
-                self._scores.add(run, self._sums[part.job])
+        failed = {part.job for part in self.whole if part.failed is not None}
+        for run in runs:
+            if run.job in self._sums and run.job not in failed:
+                self._scores.add(run, self._sums[run.job])

@@ -4,10 +4,10 @@ have been important, and how they lie.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from afterglow.importance.prior import Budget, Prior, Tally
 from afterglow.importance.shelf import Shelf
 from afterglow.plan.step import Selectable
 from afterglow.store.layout import KVLayout
-from afterglow.store.reading import Reader, Reading
+from afterglow.store.reading import Reader, Reading, Rewrite
 
 CHUNK = 64
 KNOWN = 512  # extents whose rows' importance is remembered
@@ -31,7 +31,7 @@ class Lost(Exception):
     """Rows of an extent did not come: `extent`."""
 
     def __init__(self, extent: str, stale: bool = False) -> None:
-        """`stale`: they are there, in a newer version of the file."""
+        """`stale`: they are there, in a file that is another one now."""
         super().__init__(extent)
         self.extent, self.stale = extent, stale
 
@@ -60,13 +60,6 @@ class LoaderStats:
     tally: Tally = field(default_factory=Tally)
 
 
-class _Known(NamedTuple):
-    """How an extent's rows lie: as its head says, and as it is asked for, by layer."""
-
-    stored: np.ndarray
-    orders: list[Order]
-
-
 class Loader:
     """What all requests of an engine share: the shelf, measured rates, what is known of rows' importance."""
 
@@ -80,20 +73,24 @@ class Loader:
         dtype: torch.dtype,
         timeout: float,
         prior: Prior = "cut",
+        room: int | None = None,
     ) -> None:
         """`arena`: host slots, [layers, 2, slots, 64, kv_heads, head_dim]. `dtype`: that rows are computed in. `reader`:
-        None without a disk tier. `timeout`: seconds after which rows count as lost."""
+        None without a disk tier. `timeout`: seconds after which rows count as lost. `room`: bytes on disk that a file may
+        take beside its old version (None: any)."""
         self.arena, self.layout, self.reader, self.shelf = arena, layout, reader, shelf
-        self.dtype, self.timeout, self.prior = dtype, timeout, prior
+        self.dtype, self.timeout, self.prior, self.room = dtype, timeout, prior, room
         self.buffers = Buffers(layout.chunk_bytes)
         self.stats = LoaderStats()
         self.budget = Budget()
         self.bandwidth = 0.0  # bytes/s of reads, a moving average
         self.importance: OrderedDict[str, Importance] = OrderedDict()
-        self._orders: OrderedDict[tuple[str, int], _Known] = OrderedDict()  # by extent and version
+        self._orders: OrderedDict[tuple[str, str], list[Order]] = OrderedDict()  # by extent and edition
         self._places: OrderedDict[tuple[object, ...], Places] = OrderedDict()  # of the last layers of prefixes
         self._placed = 0  # their rows
         self._changed: dict[str, None] = {}  # extents whose importance has changed since they were last looked at
+        self._due: deque[str] = deque()  # those of them that may have to be rewritten
+        self._rewrite: tuple[str, Rewrite] | None = None  # the one that is at it
 
     def took(self, reading: Reading) -> None:
         """A read has come."""
@@ -113,26 +110,22 @@ class Loader:
         known.add(layer, view.start, mean.cpu())
         self._changed[view.extent] = None
 
-    def orders(self, extent: str, version: int, stored: np.ndarray) -> list[Order]:
-        """How an extent's rows lie, by layer: `stored` uint16 [layers, rows], as its head has it. A file that was given up
-        and written anew counts its versions from the start: what was known of the old one's is let go of."""
-        known = self._orders.get((extent, version))
-        if known is not None and not np.array_equal(known.stored, stored):
-            self.shelf.forget(extent)
-            self._places.clear()
-            self._placed, known = 0, None
+    def orders(self, extent: str, edition: str, stored: np.ndarray) -> list[Order]:
+        """How an extent's rows lie, by layer: `stored` uint16 [layers, rows], as its head has it."""
+        known = self._orders.get((extent, edition))
         if known is None:
             rows = torch.from_numpy(stored.astype(np.int64))
-            known = self._orders[extent, version] = _Known(stored, [Order(order, order.argsort()) for order in rows])
+            known = self._orders[extent, edition] = [Order(order, order.argsort()) for order in rows]
             if len(self._orders) > KNOWN:
                 self._orders.popitem(last=False)
-        return known.orders
+        self._orders.move_to_end((extent, edition))
+        return known
 
     def places(
-        self, views: Sequence[Selectable], versions: Sequence[int], layer: int, orders: Sequence[Order | None]
+        self, views: Sequence[Selectable], editions: Sequence[str], layer: int, orders: Sequence[Order | None]
     ) -> Places:
-        """Where the rows of a layer of a prefix lie, by its views, their files' versions, and the layer's orders in those."""
-        key = (*((view.extent, view.rows, view.start, view.stop) for view in views), *versions, layer)
+        """Where the rows of a layer of a prefix lie, by its views, their files' editions, and the layer's orders in those."""
+        key = (*((view.extent, view.rows, view.start, view.stop) for view in views), *editions, layer)
         found = self._places.get(key)
         if found is None:
             found = self._places[key] = Places([View(v.rows, v.start, v.stop) for v in views], orders, CHUNK)
@@ -142,28 +135,49 @@ class Loader:
         self._places.move_to_end(key)
         return found
 
-    def reorder(self) -> int:
-        """Have extents rewritten, in the background, whose important rows lie scattered (spec S12); returns how many. What
-        is known of chunks' use ages by half."""
-        begun = 0
+    def look(self) -> None:
+        """Extents whose rows' importance has changed may have to be rewritten (spec S12). What is known of chunks' use ages by
+        half."""
         changed, self._changed = self._changed, {}
-        for extent in changed:
+        self._due = deque(dict.fromkeys([*self._due, *changed]))
+        self.shelf.cache.age()
+
+    def rewrite(self, begin: bool = True) -> float | None:
+        """Have one of those extents rewritten whose important rows lie scattered, beside whatever else is done: one at a
+        time, and none anew unless `begin`. Returns the seconds of work of one that has ended since the last call, if any has.
+        """
+        seconds = None
+        if self._rewrite is not None:
+            extent, rewrite = self._rewrite
+            if not rewrite.ended:
+                return None
+            self._rewrite, seconds = None, rewrite.seconds
+            if rewrite.written:
+                self.stats.reordered += 1
+                self.shelf.forget(extent)
+        while begin and self._due and self._rewrite is None:
+            extent = self._due.popleft()
             known = self.importance.get(extent)
             if known is None or self.reader is None or not self.reader.has(extent):
                 continue
-            orders = [Order.by(mean) for mean in known.mean]
-            text = Order.of_text(known.mean.shape[1])
-            if all(order.same_chunks(text, CHUNK) for order in orders):
-                continue
-            self.reader.rewrite(extent, np.stack([order.order.numpy().astype(np.uint16) for order in orders]))
-            self.shelf.forget(extent)
-            begun += 1
-        self.shelf.cache.age()
-        self.stats.reordered += begun
-        return begun
+            if self.room is None or self.layout.file_bytes(known.mean.shape[1]) <= self.room:
+                self._rewrite = extent, self.reader.rewrite(extent, partial(_ranks, known))
+        return seconds
+
+    @property
+    def rewriting(self) -> bool:
+        """Is one being rewritten, or waiting for that?"""
+        return self._rewrite is not None or bool(self._due)
 
     def forget(self, extent: str) -> None:
-        """An extent is lost."""
+        """An extent is no more."""
         self.importance.pop(extent, None)
         self._changed.pop(extent, None)
         self.shelf.forget(extent)
+        for key in [key for key in self._orders if key[0] == extent]:
+            del self._orders[key]
+
+
+def _ranks(known: Importance) -> np.ndarray:
+    """The most important row of each layer first: uint16 [layers, rows]."""
+    return np.stack([Order.by(mean).order.numpy().astype(np.uint16) for mean in known.mean.clone()])

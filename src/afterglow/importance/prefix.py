@@ -3,14 +3,17 @@
 A prefix is a list of views of extents. Those that are in host as a whole are read where they are; of the others, chunks come
 from the shelf or from disk. What the next layer needs for certain, its probe keys, is asked for first; then what it is
 likely to select, as much as can be read while this layer computes.
+
+Nothing here waits: what has to is a generator that yields the reading it waits for, and goes on when that has ended, or is
+given up (`waited` is one that waits by itself). So a step of others goes on meanwhile (`engine.important`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +32,10 @@ from afterglow.store.files import aligned_memory
 from afterglow.store.layout import KEYS, PROBES, VALUES
 from afterglow.store.reading import Reading
 
+T = TypeVar("T")
+Waits = Generator[Reading, None, T]
+
+AGAIN = 4  # times that a file may turn out to be another one while a layer reads it
 LIKELY = 2  # guessed rows of a chunk that is read early: with one it is not likelier than others
 
 
@@ -51,14 +58,24 @@ class _Lying(NamedTuple):
     place: Tensor
 
 
+def waited(work: Waits[T], timeout: float) -> T:
+    """What it comes to, waiting for whatever it waits for."""
+    try:
+        while True:
+            next(work).wait(timeout)
+    except StopIteration as ended:
+        found: T = ended.value
+        return found
+
+
 class Prefix:
-    """One request's prefix while its prompt is computed. Layers in order: `probe_keys`, perhaps `all_keys`, `take`, `ahead`.
+    """One request's prefix while its prompt is computed. First `open`, then layers in order: `probe_keys`, perhaps
+    `all_keys`, `take`, `ahead`. `away`: seconds that it has waited.
 
     All tensors are rows of the prefix in the order of the text, un-rotated, on the CPU or wherever the shelf has them.
     """
 
     def __init__(self, loader: Loader, views: Sequence[Selectable]) -> None:
-        """Errors: `Lost`."""
         loader.stats.requests += 1
         self._loader = loader
         self._layout = loader.layout
@@ -67,13 +84,18 @@ class Prefix:
         starts = torch.tensor([view.stop - view.start for view in views]).cumsum(0).tolist()
         self._starts = [0, *starts]
         self._view_of = torch.arange(len(views)).repeat_interleave(torch.tensor([v.stop - v.start for v in views]))
-        self._versions: list[int] = [0] * len(views)
+        self._editions: list[str] = [""] * len(views)
         self._orders: list[list[Order] | None] = [None] * len(views)
         self._coming: dict[Name, _Coming] = {}
         self._places: dict[int, Places] = {}
         self._guessed: dict[int, Speculation[Name]] = {}
-        self._look_up()
-        self._began, self._waited = time.perf_counter(), loader.stats.waited
+        self.away = 0.0
+        self._began, self._away = time.perf_counter(), 0.0
+
+    def open(self) -> Waits[None]:
+        """Look at the files. Errors: `Lost`."""
+        yield from self._look_up()
+        self._began, self._away = time.perf_counter(), self.away
         self.certain(0)
         self._speculate(0, None)
 
@@ -84,28 +106,31 @@ class Prefix:
         if layer < self._layout.layers:
             self._ask([name for at in self._on_disk() if (name := self._sidecar(at, layer))], PREFETCH)
 
-    def probe_keys(self, layer: int) -> Tensor:
+    def probe_keys(self, layer: int) -> Waits[Tensor]:
         """[rows, probe_heads, head_dim]. Errors: `Lost`."""
+        return self._fresh(lambda: self._probe_keys(layer))
+
+    def _probe_keys(self, layer: int) -> Waits[Tensor]:
         sidecars = [self._sidecar(at, layer) for at in range(len(self.views))]
-        self._ask([name for name in sidecars if name is not None], DEMAND)
+        here = yield from self._fetch([name for name in sidecars if name is not None])
         parts, used = [], []
         for view, name in zip(self.views, sidecars, strict=True):
             if name is None:
                 parts.append(self._probe_keys_in_host(view, layer))
             else:
-                parts.append(self._rows(name))
+                parts.append(here[name])
                 used.append((name, parts[-1], view.rows))
         found = self._joined(parts, self._view_of, self._places_of(layer).stored)
         for name, rows, count in used:  # now, as it may cost others their places on the shelf
             self._loader.shelf.used(name, rows, count, count)
         return found
 
-    def all_keys(self, layer: int) -> Tensor:
+    def all_keys(self, layer: int) -> Waits[Tensor]:
         """[rows, kv_heads, head_dim], for a layer that falls back. Errors: `Lost`."""
         every = torch.arange(self.rows)
-        return self._tensor(layer, KEYS, self._lying(layer, every, every))
+        return self._fresh(lambda: self._tensor(layer, KEYS, self._lying(layer, every, every)))
 
-    def take(self, layer: int, selection: Selection, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def take(self, layer: int, selection: Selection, keys: Tensor | None) -> Waits[tuple[Tensor, Tensor]]:
         """Keys and values of what a layer has selected, [kept, kv_heads, head_dim]; each KV head's may be other rows (spec
         X16). `keys`: what `all_keys` returned, if it was asked. Errors: `Lost`."""
         stats = self._loader.stats
@@ -114,44 +139,51 @@ class Prefix:
         stats.rows_of += self.rows
         stats.rows_kept += selection.kept
         wanted = selection.wanted().cpu()
-        lying = self._lying(layer, wanted, wanted)
-        self._settle(layer, lying, keys is None)
-        if keys is None:
-            keys = self._tensor(layer, KEYS, lying)
-        elif selection.kind == "per_head":
-            keys = _by_head(keys, selection.rows.T)
-        else:
-            keys = keys[wanted.to(keys.device)]
-        values = self._tensor(layer, VALUES, lying)
+        if keys is not None:
+            keys = _by_head(keys, selection.rows.T) if selection.kind == "per_head" else keys[wanted.to(keys.device)]
+        taken, values = yield from self._fresh(lambda: self._taken(layer, wanted, keys))
         if selection.mean is not None:
             mean = normalised(selection.mean)
             for at, view in enumerate(self.views):
                 self._loader.learn(view, layer, mean[self._starts[at] : self._starts[at + 1]])
         if selection.kind != "per_head":
-            return keys, values
-        return keys, _by_head(values, torch.searchsorted(wanted, selection.rows.cpu()).T)
+            return taken, values
+        return taken, _by_head(values, torch.searchsorted(wanted, selection.rows.cpu()).T)
+
+    def _taken(self, layer: int, wanted: Tensor, keys: Tensor | None) -> Waits[tuple[Tensor, Tensor]]:
+        lying = self._lying(layer, wanted, wanted)
+        self._settle(layer, lying, keys is None)
+        if keys is None:
+            keys = yield from self._tensor(layer, KEYS, lying)
+        return keys, (yield from self._tensor(layer, VALUES, lying))
 
     def ahead(self, layer: int, selection: Selection) -> None:
         """A layer knows what it wants, and is about to compute: ask for what the next one needs (SPEC §IV-C)."""
-        now, waited = time.perf_counter(), self._loader.stats.waited
-        self._loader.budget.measured(now - self._began - (waited - self._waited))
-        self._began, self._waited = now, waited
+        now = time.perf_counter()
+        self._loader.budget.measured(now - self._began - (self.away - self._away))
+        self._began, self._away = now, self.away
         if layer + 1 < self._layout.layers:
             self.certain(layer + 1)
             self._speculate(layer + 1, selection)
 
-    def more(self, layer: int, tensor: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def more(self, layer: int, tensor: int, wanted: Tensor) -> Waits[tuple[Tensor, Tensor]]:
         """Rows (int64, ascending) that have not been loaded yet and are wanted while decoding, with those that come in the same
         chunks: which, and their keys or values [rows, kv_heads, head_dim]. Errors: `Lost`."""
-        try:
-            return self._more(layer, tensor, wanted.cpu())
-        except Lost as lost:
-            if not lost.stale:
-                raise
-        self._places.clear()  # the file has been rewritten since
-        self._coming.clear()
-        self._look_up()
-        return self._more(layer, tensor, wanted.cpu())
+        return self._fresh(lambda: self._more(layer, tensor, wanted.cpu()))
+
+    def _fresh(self, work: Callable[[], Waits[T]]) -> Waits[T]:
+        """What it comes to, begun again where a file turns out to be another one. Errors: `Lost`."""
+        for _ in range(AGAIN):
+            try:
+                return (yield from work())
+            except Lost as lost:
+                if not lost.stale:
+                    raise
+            self._places.clear()
+            self._coming.clear()
+            self.close()
+            yield from self._look_up()
+        return (yield from work())
 
     def close(self) -> None:
         """The last layer has what it wants. Waits for nothing; buffers that are still being filled live on by themselves."""
@@ -160,12 +192,12 @@ class Prefix:
         self._guessed.clear()
         self._coming.clear()
 
-    def _more(self, layer: int, tensor: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def _more(self, layer: int, tensor: int, wanted: Tensor) -> Waits[tuple[Tensor, Tensor]]:
         places = self._places_of(layer)
         chunks = torch.zeros(len(places), dtype=torch.bool)
         chunks[places.number[wanted]] = True
         rows = chunks[places.number].nonzero().squeeze(1)
-        found = self._tensor(layer, tensor, self._lying(layer, rows, wanted))
+        found = yield from self._tensor(layer, tensor, self._lying(layer, rows, wanted))
         self._coming.clear()  # nobody asks for these chunks again
         self._loader.stats.renewed_rows += len(rows)
         return rows, found
@@ -175,27 +207,29 @@ class Prefix:
     def _on_disk(self) -> Iterator[int]:
         return (at for at, view in enumerate(self.views) if not view.slots)
 
-    def _look_up(self) -> None:
-        """Which version of each file there is, and how its rows lie."""
+    def _look_up(self) -> Waits[None]:
+        """Which edition of each file there is, and how its rows lie. Errors: `Lost`."""
         reader = self._loader.reader
         readings = {}
         for at in self._on_disk():
             if reader is None:
                 raise Lost(self.views[at].extent)
-            readings[at] = reader.read(self.views[at].extent, [], 0, DEMAND)
+            readings[at] = reader.read(self.views[at].extent, [], "", DEMAND)
         for at, reading in readings.items():
-            self._wait(reading, self.views[at].extent)
-            assert reading.head is not None
-            sidecar = reading.head.sidecar
-            if sidecar is not None and sidecar.reordered:
-                stored = sidecar.order[:, : self.views[at].rows]
-                self._versions[at] = sidecar.version
-                self._orders[at] = self._loader.orders(self.views[at].extent, sidecar.version, stored)
+            view = self.views[at]
+            yield from self._come(reading, view.extent)
+            head = reading.head
+            assert head is not None
+            self._editions[at], self._orders[at] = head.edition, None
+            self._loader.shelf.now(view.extent, head.edition)
+            if head.sidecar is not None and head.sidecar.reordered:
+                stored = head.sidecar.order[:, : view.rows]
+                self._orders[at] = self._loader.orders(view.extent, head.edition, stored)
 
     def _sidecar(self, at: int, layer: int) -> Name | None:
         """A view's probe keys in a layer; None where they are in host."""
         view = self.views[at]
-        return None if view.slots else Name(view.extent, self._versions[at], layer, PROBES, 0)
+        return None if view.slots else Name(view.extent, self._editions[at], layer, PROBES, 0)
 
     def _places_of(self, layer: int) -> Places:
         if all(order is None for order in self._orders):
@@ -204,7 +238,7 @@ class Prefix:
         if found is None:
             began = time.perf_counter()
             orders = [None if order is None else order[layer] for order in self._orders]
-            found = self._places[layer] = self._loader.places(self.views, self._versions, layer, orders)
+            found = self._places[layer] = self._loader.places(self.views, self._editions, layer, orders)
             self._loader.stats.mapping += time.perf_counter() - began
         return found
 
@@ -212,7 +246,7 @@ class Prefix:
         """A chunk by its number; None where its extent is in host."""
         at, chunk = places[number]
         view = self.views[at]
-        return None if view.slots else Name(view.extent, self._versions[at], layer, tensor, chunk)
+        return None if view.slots else Name(view.extent, self._editions[at], layer, tensor, chunk)
 
     def _speculate(self, layer: int, before: Selection | None) -> None:
         loader = self._loader
@@ -250,7 +284,7 @@ class Prefix:
         """The layer knows what it wants: count what was guessed, and ask for the rest."""
         tensors = (KEYS, VALUES) if keys else (VALUES,)
         names = [
-            Name(self.views[at].extent, self._versions[at], layer, tensor, chunk)
+            Name(self.views[at].extent, self._editions[at], layer, tensor, chunk)
             for at, chunk in lying.chunks
             if not self.views[at].slots
             for tensor in tensors
@@ -296,7 +330,7 @@ class Prefix:
                     into = [loader.buffers.take() for _ in run]
                 reads.append(ChunkRead(first.layer, first.tensor, first.chunk, stop, into))
                 pieces += zip(run, into, strict=True)
-            reading = loader.reader.read(extent, reads, wanted[0].version, priority)
+            reading = loader.reader.read(extent, reads, wanted[0].edition, priority)
             counted = [False]
             for name, memory in pieces:
                 self._coming[name] = _Coming(reading, self._as_rows(memory, name.tensor), counted)
@@ -321,20 +355,20 @@ class Prefix:
         self._loader.stats.mapping += time.perf_counter() - began
         return found
 
-    def _tensor(self, layer: int, tensor: int, lying: _Lying) -> Tensor:
+    def _tensor(self, layer: int, tensor: int, lying: _Lying) -> Waits[Tensor]:
         """A layer's keys or values of rows, [rows, kv_heads, head_dim]. Errors: `Lost`."""
-        views, versions = self.views, self._versions
+        views, editions = self.views, self._editions
         names = [
-            None if views[at].slots else Name(views[at].extent, versions[at], layer, tensor, chunk)
+            None if views[at].slots else Name(views[at].extent, editions[at], layer, tensor, chunk)
             for at, chunk in lying.chunks
         ]
-        self._ask([name for name in names if name is not None], DEMAND)
+        here = yield from self._fetch([name for name in names if name is not None])
         parts, used = [], []
         for (at, chunk), name, hit in zip(lying.chunks, names, lying.hits, strict=True):
             if name is None:
                 part = self._block(views[at], layer, tensor, chunk)
             else:
-                part = self._rows(name)
+                part = here[name]
                 tokens = min(CHUNK, views[at].rows - CHUNK * chunk)
                 used.append((name, part, tokens, min(hit, tokens)))
             parts.append(part)
@@ -358,25 +392,34 @@ class Prefix:
             out[at.to(here)] = picked(some, (mine.cumsum(0) - 1)[which[at]], place[at]).to(here, dtype)
         return out
 
-    def _rows(self, name: Name) -> Tensor:
-        """A chunk that was asked for, waiting for it."""
-        found = self._loader.shelf.look(name)
-        if found is not None:
-            return found
-        coming = self._coming[name]
-        self._wait(coming.reading, name.extent)
-        if not coming.counted[0]:
-            coming.counted[0] = True
-            self._loader.took(coming.reading)
-        return coming.rows
+    def _fetch(self, names: Sequence[Name]) -> Waits[dict[Name, Tensor]]:
+        """Chunks from the shelf, and from the disk. Errors: `Lost`."""
+        shelf, found = self._loader.shelf, {}
+        for name in names:  # now: while others come, these may lose their places on the shelf
+            if (rows := shelf.look(name)) is not None:
+                found[name] = rows
+        self._ask([name for name in names if name not in found], DEMAND)
+        for name in names:
+            if name in found:
+                continue
+            coming = self._coming[name]
+            yield from self._come(coming.reading, name.extent)
+            if not coming.counted[0]:
+                coming.counted[0] = True
+                self._loader.took(coming.reading)
+            found[name] = coming.rows
+        return found
 
-    def _wait(self, reading: Reading, extent: str) -> None:
-        began = time.perf_counter()
-        if not reading.wait(self._loader.timeout):
+    def _come(self, reading: Reading, extent: str) -> Waits[None]:
+        """Wait for a reading. Errors: `Lost`."""
+        if not reading.ended:
+            began = time.perf_counter()
+            yield reading
+            self.away += time.perf_counter() - began
+        if not reading.wait(0):
             if not reading.stale:
                 self._loader.forget(extent)
             raise Lost(extent, reading.stale)
-        self._loader.stats.waited += time.perf_counter() - began
 
     def _block(self, view: Selectable, layer: int, tensor: int, chunk: int) -> Tensor:
         return self._loader.arena[layer, tensor, view.slots[chunk]]

@@ -119,6 +119,19 @@ class Layer:
     mlp_out: Linear
 
 
+@dataclass(slots=True, eq=False)
+class Hidden:
+    """Rows on their way through the decoder: `x` [rows, hidden] before layer `layer`, `normed` what that layer gets."""
+
+    x: Tensor
+    normed: Tensor
+    layer: int = 0
+
+    def part(self, rows: slice) -> Hidden:
+        """A copy of some."""
+        return Hidden(self.x[rows].clone(), self.normed[rows].clone(), self.layer)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -177,11 +190,26 @@ class Decoder:
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         """`ids` and `positions` int64 [tokens] -> final-normed hidden rows [tokens, hidden]; or only those of `wanted` (int64), so
         that the last layer's MLP has nothing to do for the others."""
+        hidden = self.begin(ids, positions)
+        self.go_on(hidden, attend, wanted)
+        return hidden.normed
+
+    @torch.inference_mode()
+    def begin(self, ids: Tensor, positions: Tensor) -> Hidden:
+        """The same as a pass that can be left in between: before its first layer."""
         x = F.embedding(ids, self._embed).to(self.dtype)
         if self._positions is not None:
             x = x + F.embedding(positions + self.spec.position_offset, self._positions)
-        normed = self._norms[0](x)
-        for index, (layer, block) in enumerate(zip(self._layers, self._blocks, strict=True)):
+        return Hidden(x, self._norms[0](x))
+
+    @torch.inference_mode()
+    def go_on(self, hidden: Hidden, attend: Attend, wanted: Tensor | None = None, stop: int | None = None) -> None:
+        """Take the pass through its next layers, up to layer `stop` (None: all of them). What `attend` raises leaves it before
+        the layer that was asked, to go on from there."""
+        while hidden.layer < (len(self._layers) if stop is None else stop):
+            index = hidden.layer
+            layer, block = self._layers[index], self._blocks[index]
+            x, normed = hidden.x, hidden.normed
             attended = attend(index, layer.attention, normed)
             if wanted is not None and index == len(self._layers) - 1:
                 x, normed, attended = x[wanted], normed[wanted], attended[wanted]
@@ -190,7 +218,7 @@ class Decoder:
             else:
                 x = self._after_attention(layer, x, normed, attended)
                 normed = self._norms[index + 1](x)
-        return normed
+            hidden.x, hidden.normed, hidden.layer = x, normed, index + 1
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

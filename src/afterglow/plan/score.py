@@ -4,6 +4,8 @@ Everything is on disk for good; the two caches above it hold no chunk twice, and
 rows were wanted: frequency times the share of its rows that was. A chunk moves up when its score beats the lowest ones
 of the cache above, by more than a tie. Their budgets are their own, apart from those of conversations (spec X13).
 
+What is known of chunks that are in neither cache is bounded: those that were asked for longest ago are forgotten.
+
 Answers in moves, and does no I/O. Moves of one access are in an order in which they can be carried out; the chunk that was
 asked for is in the hands of whoever asked, so its old place is free from the beginning.
 """
@@ -16,6 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from afterglow.errors import ConfigError
+
+REMEMBERED = 16_384  # chunks in neither cache
+LARGEST = 2.0**500  # weight of a request; then all are scaled down
 
 C = TypeVar("C", bound=Hashable)
 Place = Literal["device", "host", "disk"]
@@ -33,13 +38,14 @@ class Move(NamedTuple, Generic[C]):
 @dataclass(slots=True, eq=False)
 class Chunk(Generic[C]):
     """What is known of a chunk that has been asked for. `wanted`: sum over requests of the share of its `tokens` rows that
-    they wanted, times `tokens`; `ratio`: that share, as a moving average."""
+    they wanted, times `tokens`; `ratio`: that share, as a moving average. Requests weigh more as time goes on, instead of
+    older ones less."""
 
     name: C
     size: int  # bytes
     tokens: int
     place: Place = "disk"
-    asked: float = 0.0  # times, halved as it ages
+    asked: float = 0.0  # sum of the requests' weights
     wanted: float = 0.0
     ratio: float = 0.0
     last: int = 0  # number of the last request
@@ -51,6 +57,7 @@ class Rule(NamedTuple):
 
     name: str
     score: Callable[[Chunk[Any]], float]
+    ages: bool = True
 
 
 def _score(chunk: Chunk[Any]) -> float:
@@ -71,7 +78,7 @@ def _lfu(chunk: Chunk[Any]) -> float:
 
 
 RULES: dict[str, Rule] = {
-    row.name: row for row in (Rule("score", _score), Rule("ema", _ema), Rule("lru", _lru), Rule("lfu", _lfu))
+    row.name: row for row in (Rule("score", _score), Rule("ema", _ema), Rule("lru", _lru, False), Rule("lfu", _lfu))
 }
 
 
@@ -156,6 +163,9 @@ class ScoreCache(Generic[C]):
         self.device: _Cache[C] = _Cache("device", device)
         self.host: _Cache[C] = _Cache("host", host)
         self._chunks: dict[C, Chunk[C]] = {}
+        self._apart: dict[C, None] = {}  # those in neither cache, the last asked for at the end
+        self._weight = 1.0  # of a request
+        self.forgot: Callable[[C], object] = lambda chunk: None  # is told of chunks that were asked for too long ago
         self._requests = 0
         self.rows: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}  # wanted ones, by where they were (spec S20)
 
@@ -169,9 +179,11 @@ class ScoreCache(Generic[C]):
         return "disk" if known is None else known.place
 
     def score(self, chunk: C) -> float:
-        """What it is compared by; 0 for one that was never asked for."""
+        """What it is compared by, as if a request now weighed 1; 0 for one that was never asked for."""
         known = self._chunks.get(chunk)
-        return 0.0 if known is None else known.score
+        if known is None:
+            return 0.0
+        return known.score / self._weight if RULES[self.policy].ages else known.score
 
     def access(self, chunk: C, size: int, tokens: int, wanted: int) -> tuple[Place, list[Move[C]]]:
         """A request reads `wanted` of a chunk's `tokens` rows; `size` is the chunk's bytes.
@@ -195,15 +207,27 @@ class ScoreCache(Generic[C]):
         moves: list[Move[C]] = []
         if not self._enter_device(known, was, moves) and not self._enter_host(known, was, moves):
             assert was == "disk"  # what was in host has its room there
+        for name in (chunk, *(move.chunk for move in moves)):
+            self._apart.pop(name, None)
+            if self._chunks[name].place == "disk":
+                self._apart[name] = None
+        while len(self._apart) > REMEMBERED:
+            oldest = next(iter(self._apart))
+            del self._apart[oldest], self._chunks[oldest]
+            self.forgot(oldest)
         return was, moves
 
     def age(self) -> None:
         """Halve what is known of the past, of all chunks alike (at each reordering). Orders stay; what is asked for from
         now on counts more. `lru` knows no ages."""
+        self._weight *= 2
+        if self._weight < LARGEST:
+            return
         for chunk in self._chunks.values():
-            chunk.asked /= 2
-            chunk.wanted /= 2
+            chunk.asked /= self._weight
+            chunk.wanted /= self._weight
             chunk.score = self._rule(chunk)
+        self._weight = 1.0
         self.device.sort()
         self.host.sort()
 
@@ -211,6 +235,7 @@ class ScoreCache(Generic[C]):
         """A chunk is no more: its extent has been deleted, or rewritten in another order. Where it was cached: the move
         that gives it up."""
         known = self._chunks.pop(chunk, None)
+        self._apart.pop(chunk, None)
         if known is None or known.place == "disk":
             return None
         cache = self.device if known.place == "device" else self.host
@@ -232,13 +257,16 @@ class ScoreCache(Generic[C]):
             assert (lowest is None) == (not scores)
             assert lowest is None or (lowest.score, lowest.last) == min(scores)
         assert not self.device.chunks.keys() & self.host.chunks.keys()
+        cached = {*self.device.chunks, *self.host.chunks}
+        assert self._chunks.keys() - cached == self._apart.keys()
+        assert len(self._apart) <= REMEMBERED
 
     def _count(self, chunk: Chunk[C], wanted: int) -> None:
         self._requests += 1
         share = wanted / chunk.tokens
         chunk.ratio = share if not chunk.last else chunk.ratio + self._beta * (share - chunk.ratio)
-        chunk.asked += 1
-        chunk.wanted += wanted
+        chunk.asked += self._weight
+        chunk.wanted += wanted * self._weight
         chunk.last = self._requests
         chunk.score = self._rule(chunk)
 

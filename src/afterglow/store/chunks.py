@@ -1,8 +1,9 @@
 """Parts of an extent's file: some chunks of a layer, and the same rows in another order (SPEC §IV-B, §IV-D; spec S9, S12).
 
-Only files of layouts with probe heads are read in parts and rewritten. A rewriting makes a new version of the file and
-renames it over the old one; chunks are numbered by where they are stored, so whoever asks for some says which version it
-has in mind.
+Only files of layouts with probe heads are read in parts and rewritten (`store/rewriting.py`). Chunks are numbered by where
+they are stored, so whoever asks for some says which file it has in mind: by its `edition`, a digest of the head, in which
+are the order of the rows and the checksums of all chunks. So a file that was given up and written anew is not taken for
+the one that it was, unless it is the same to the byte.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from afterglow.errors import DamageError, StoreError
-from afterglow.store.extent import Bytes, Head, Sidecar, crc32c, decode_head
+from afterglow.store.extent import Bytes, Head, crc32c, decode_head
 from afterglow.store.files import Scratch, forget_pages, open_direct, read_full
-from afterglow.store.layout import ALIGNMENT, KEYS, PROBES, VALUES, KVLayout, align_up
+from afterglow.store.layout import ALIGNMENT, PROBES, KVLayout, align_up
 
 TENSORS: Final = ("keys", "values", "probe keys")  # by their number
 HEADS_KEPT: Final = 1024  # verified heads in memory: about 30 KiB each for 12 layers and 1,024 rows
@@ -27,7 +30,7 @@ Identity = tuple[int, int, int]  # of a file's version: inode, time of its last 
 
 
 class Stale(StoreError):
-    """The file has been rewritten: chunks have other numbers now. Ask for its head again."""
+    """The file is another one now: chunks have other numbers. Ask for its head again."""
 
 
 class ChunkRead(NamedTuple):
@@ -51,15 +54,15 @@ class ChunkReader:
         self._scratch = Scratch()
         self._heads: OrderedDict[str, tuple[Identity, Head]] = OrderedDict()
 
-    def read(self, path: str, extent: str, rows: int, reads: Sequence[ChunkRead], version: int) -> tuple[int, Head]:
-        """Carry out `reads`, each verified; returns the bytes read and the head. With no reads: just the head, whatever
-        its version. Raises Stale where the file is of another version, DamageError and OSError.
+    def read(self, path: str, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
+        """Carry out `reads`, each verified; returns the bytes read and the head. With no reads: just the head, of whatever
+        edition. Raises Stale where the file is of another edition, DamageError and OSError.
         """
         fd, direct = open_direct(path, os.O_RDONLY, direct=self.direct)
         try:
             total, head = self._head(fd, extent, rows)
-            if reads and head.sidecar is not None and head.sidecar.version != version:
-                raise Stale(f"extent {extent[:16]} is of version {head.sidecar.version}, not {version}")
+            if reads and head.edition != edition:
+                raise Stale(f"extent {extent[:16]} is of edition {head.edition}, not {edition}")
             for read in reads:
                 total += self._read(fd, rows, read, head)
             if not direct:
@@ -69,7 +72,7 @@ class ChunkReader:
             os.close(fd)
 
     def forget(self, extent: str) -> None:
-        """Its file is gone, or about to be."""
+        """Its file is gone, or another one."""
         self._heads.pop(extent, None)
 
     def _head(self, fd: int, extent: str, rows: int) -> tuple[int, Head]:
@@ -85,6 +88,7 @@ class ChunkReader:
         raw = self._scratch.take(self.layout.head_bytes(rows))
         size = read_full(fd, [raw], 0)
         head = decode_head(raw.tobytes(), self.layout, self.digest, extent=extent, rows=rows)
+        head = replace(head, edition=blake2b(raw, digest_size=8).hexdigest())
         self._heads[extent] = identity, head
         if len(self._heads) > HEADS_KEPT:
             self._heads.popitem(last=False)
@@ -131,31 +135,3 @@ def in_text_order(stored: Bytes, order: npt.NDArray[np.uint16]) -> Bytes:
     text = np.empty_like(stored)
     text[order] = stored
     return text
-
-
-def reordered(
-    layout: KVLayout, rows: int, tensors: Sequence[Bytes], orders: npt.NDArray[np.uint16], before: Head
-) -> tuple[list[Bytes], npt.NDArray[np.uint32], Sidecar]:
-    """One layer after the other in another order: all tensors of a file, in the order of the text, become those of its
-    next version, with their checksums.
-
-    `tensors`: keys and values of each layer, uint8 [padded, row bytes]. `orders` uint16 [layers, rows]: which row goes
-    where. Probe keys are made from the keys.
-    """
-    padded, chunks = layout.padded_rows(rows), layout.file_chunks(rows)
-    order = np.tile(np.arange(padded, dtype=np.uint16), (layout.layers, 1))
-    order[:, :rows] = orders
-    made = [tensor[order[at // 2]] for at, tensor in enumerate(tensors)]
-    probes = [
-        np.ascontiguousarray(made[2 * layer + KEYS][:, : layout.probe_row_bytes]) for layer in range(layout.layers)
-    ]
-    crcs = np.array([_crcs(tensor, chunks) for tensor in made], np.uint32).reshape(layout.layers, VALUES + 1, chunks)
-    assert before.sidecar is not None
-    sidecar = Sidecar(
-        np.array([_crcs(probe, chunks) for probe in probes], np.uint32), order, before.sidecar.version + 1
-    )
-    return [*made, *probes], crcs, sidecar
-
-
-def _crcs(tensor: Bytes, chunks: int) -> list[int]:
-    return [crc32c(chunk) for chunk in tensor.reshape(chunks, -1)]

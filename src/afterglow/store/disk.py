@@ -21,7 +21,7 @@ import numpy.typing as npt
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord
-from afterglow.store.chunks import TENSORS, ChunkRead, ChunkReader, crcs_of, in_text_order, reordered
+from afterglow.store.chunks import TENSORS, ChunkRead, ChunkReader, crcs_of, in_text_order
 from afterglow.store.extent import Bytes, Head, Sidecar, crc32c, decode_head, encode_head, peek_rows
 from afterglow.store.files import (
     IOV_MAX,
@@ -34,6 +34,7 @@ from afterglow.store.files import (
     write_full,
 )
 from afterglow.store.layout import ALIGNMENT, KEYS, PROBES, KVLayout, align_up
+from afterglow.store.rewriting import Files, Ranks, Rewriting
 from afterglow.store.tier import HostArena, runs
 
 SUFFIX: Final = ".safetensors"
@@ -100,7 +101,7 @@ class DiskTier:
     def _put(self, extent: str, fill: Callable[[int], int], progress: Callable[[], None]) -> int:
         """Make the file of an extent, all of it or nothing; returns what `fill` returns, the bytes written."""
         folder = self.folder / extent[:2]
-        temporary = f"{folder}/{TEMPORARY}{os.getpid()}-{next(self._numbers)}"
+        temporary = self._temporary(str(folder))
         try:
             fd, direct = self._create(folder, temporary)
             try:
@@ -112,6 +113,7 @@ class DiskTier:
                     os.close(fd)
                 progress()
                 os.rename(temporary, f"{folder}/{extent}{SUFFIX}")
+                self._chunks.forget(extent)
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
@@ -181,34 +183,21 @@ class DiskTier:
             progress()
         return Sidecar(crcs, np.tile(np.arange(padded, dtype=np.uint16), (layout.layers, 1))), written
 
-    def rewrite(self, extent: str, rows: int, orders: npt.NDArray[np.uint16], progress: Callable[[], None]) -> int:
-        """Put an extent's rows in another order, layer by layer (SPEC §IV-D): `orders` uint16 [layers, rows], the row of the
-        text that goes to each place. A new version of the file; whoever reads the old one reads on. Errors as `read`.
-        """
-        layout = self.layout
-        head, tensors = self._in_text_order(extent)
-        progress()
-        made, crcs, sidecar = reordered(layout, rows, tensors, orders, head)
-        whole = np.frombuffer(encode_head(layout, self.digest, head.record, crcs, sidecar), np.uint8)
+    def rewriting(
+        self, extent: str, rows: int, ranks: Ranks, carried: Callable[[int], None] | None = None
+    ) -> Rewriting:
+        """Begin to put an extent's rows in another order; see `Tier.rewriting`. `carried` is told of the bytes of each
+        layer that has been read and written."""
+        folder = f"{self.folder}/{extent[:2]}"
+        files = Files(f"{folder}/{extent}{SUFFIX}", self._temporary(folder), self.direct)
+        return Rewriting(files, self.layout, self.digest, extent, rows, ranks, carried)
 
-        def fill(fd: int) -> int:
-            written = 0
-            for part in (whole, *made):
-                buffer = self._scratch.take(part.nbytes)
-                buffer[:] = part.reshape(-1)
-                written += write_full(fd, [buffer], written)
-                progress()
-            return written
+    def rewritten(self, extent: str) -> None:
+        """A new version has been published."""
+        self._chunks.forget(extent)
 
-        return self._put(extent, fill, progress)
-
-    def _in_text_order(self, extent: str) -> tuple[Head, list[Bytes]]:
-        """All keys and values of an extent, verified: uint8 [padded, row bytes] each."""
-        tensors: list[Bytes] = []
-        head = self.verify(extent, lambda layer, kv, tensor: tensors.append(tensor.copy()))
-        assert head.sidecar is not None, "rewriting needs a layout with probe heads"
-        by_row = [tensor.reshape(-1, self.layout.row_bytes) for tensor in tensors]
-        return head, [in_text_order(tensor, head.sidecar.order[at // 2]) for at, tensor in enumerate(by_row)]
+    def _temporary(self, folder: str) -> str:
+        return f"{folder}/{TEMPORARY}{os.getpid()}-{next(self._numbers)}"
 
     def _begin_checksums(self, piece: Piece, arena: HostArena, slots: Sequence[int]) -> Checksums:
         def work() -> list[list[int]]:
@@ -351,10 +340,10 @@ class DiskTier:
             layer_done(layer + 1)
         return total
 
-    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], version: int) -> tuple[int, Head]:
+    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
         """Carry out `reads` of an extent of `rows` rows; see `Tier.read_chunks`."""
         try:
-            return self._chunks.read(str(self.path(extent)), extent, rows, reads, version)
+            return self._chunks.read(str(self.path(extent)), extent, rows, reads, edition)
         except DamageError as error:
             raise DamageError(f"extent {extent[:16]}: {error}") from error
         except OSError as error:

@@ -55,12 +55,14 @@ class Sidecar:
 @dataclass(frozen=True, slots=True)
 class Head:
     """A verified head. `crcs` is uint32 [layers, 2, file chunks]; the record's `last_used` and `hits` are
-    0. `sidecar`: None where the layout has no probe heads.
+    0. `sidecar`: None where the layout has no probe heads. `edition`: names its bytes, for those who read chunks
+    (`store.chunks`).
     """
 
     record: ExtentRecord
     crcs: npt.NDArray[np.uint32]
     sidecar: Sidecar | None = None
+    edition: str = ""
 
 
 def crc32c(data: Bytes | bytes) -> int:

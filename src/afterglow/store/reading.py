@@ -1,23 +1,20 @@
 """Chunks on request, and rewriting in the background: what SPEC asks of the store besides whole extents.
 
 The same threads and the same order for each extent as for moves; but nothing of it is planned, so that nothing is reported
-to the plan: whoever asked waits for the answer.
+to the plan: whoever asked waits for the answer. A new version of a file is made beside the old one, in no order with what is
+read; only its renaming, which is a moment's work, is in the extent's order.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
 from afterglow.errors import StoreError
 from afterglow.plan.step import BACKGROUND
 from afterglow.store.chunks import ChunkRead, Stale
 from afterglow.store.extent import Head
 from afterglow.store.mover import Mover
+from afterglow.store.rewriting import Ranks, Rewriting
 from afterglow.store.task import Abandoned, Task
 from afterglow.store.tier import Tier
 
@@ -26,7 +23,7 @@ Count = Callable[[str | None, int, float], None]
 
 
 class Reading:
-    """Chunks on their way. `head` and `bytes` are there when `wait` was True; `stale`: the file has another version."""
+    """Chunks on their way. `head` and `bytes` are there when `wait` was True; `stale`: the file is of another edition."""
 
     def __init__(self) -> None:
         self.head: Head | None = None
@@ -47,6 +44,21 @@ class Reading:
         return self._task.over
 
 
+class Rewrite:
+    """A new version of a file on its way. `written`: it has taken the old one's place. `seconds` of work so far."""
+
+    def __init__(self) -> None:
+        self.written = False
+        self.seconds = 0.0
+        self._rewriting: Rewriting | None = None
+        self._tasks: list[Task] = []
+
+    @property
+    def ended(self) -> bool:
+        """It has been written, was not needed, or never will be."""
+        return all(task.over for task in self._tasks)
+
+
 class Reader:
     """Reads chunks and rewrites extents of one tier. `rows`: of each extent that is there. `lost` is told of errors, `count`
     of what was done: an error's kind or None, bytes, seconds."""
@@ -58,7 +70,7 @@ class Reader:
         self._lost = lost
         self._count = count
 
-    def read(self, extent: str, reads: Sequence[ChunkRead], version: int, priority: int) -> Reading:
+    def read(self, extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
         """Begin to read; without reads, to look up the head. The buffers are the store's until `ended`."""
         reading = Reading()
 
@@ -66,7 +78,7 @@ class Reader:
             task.advance()
             rows, began = self._rows_of(extent), time.perf_counter()
             try:
-                reading.bytes, head = self._tier.read_chunks(extent, rows, reads, version)
+                reading.bytes, head = self._tier.read_chunks(extent, rows, reads, edition)
             except Stale:
                 reading.stale = True
                 return 0
@@ -87,21 +99,55 @@ class Reader:
         """Somebody waits for these now."""
         self._mover.urge([reading._task for reading in readings if reading._task is not None])
 
-    def rewrite(self, extent: str, orders: npt.NDArray[np.uint16], done: Callable[[bool], None] | None = None) -> None:
-        """Put an extent's rows in another order, in the background: `orders` uint16 [layers, rows] (`Tier.rewrite`). `done`
-        is told, from a thread of the store's, whether it was."""
+    def rewrite(self, extent: str, ranks: Ranks) -> Rewrite:
+        """Put an extent's rows in another order, in the background and one layer at a time, unless they lie so already:
+        `ranks` is asked for it from a thread of the store's (`Tier.rewriting`)."""
+        rewrite = Rewrite()
 
         def work(task: Task) -> int:
-            written = self._tier.rewrite(extent, self._rows_of(extent), orders, task.advance)
-            if done is not None:
-                done(True)
-            return written
+            began = time.perf_counter()
+            try:
+                if rewrite._rewriting is None:
+                    rewrite._rewriting = self._tier.rewriting(extent, self._rows_of(extent), ranks)
+                rewriting = rewrite._rewriting
+                before = rewriting.written
+                more = rewriting.needed and rewriting.go_on()
+                task.advance()
+            except Abandoned:
+                raise
+            except StoreError as error:
+                rewrite._tasks.append(self._settle(extent, rewrite, error))
+                raise
+            rewrite.seconds += time.perf_counter() - began
+            if more:
+                task.pause()  # whatever else there is to do goes first
+            elif rewriting.needed:
+                rewrite._tasks.append(self._settle(extent, rewrite, None))
+            else:
+                rewriting.close()
+            return rewriting.written - before
 
-        def failed() -> None:
-            if done is not None:
-                done(False)
+        rewrite._tasks.append(Task(f"rewriting {extent}", BACKGROUND, work, move=None, writes=True))
+        self._mover.submit(*rewrite._tasks)
+        return rewrite
 
-        self._submit(extent, BACKGROUND, work, writes=True, failed=failed)
+    def _settle(self, extent: str, rewrite: Rewrite, error: StoreError | None) -> Task:
+        """In the extent's order: let a new version take the old one's place, or give up a file that is damaged."""
+
+        def work(task: Task) -> int:
+            task.advance()
+            rewriting = rewrite._rewriting
+            if rewriting is None:  # what could not even be looked at
+                if error is not None and extent in self._rows:
+                    raise error
+            elif error is None:
+                rewrite.written = rewriting.publish()
+                self._tier.rewritten(extent)
+            elif rewriting.current:
+                raise error
+            return 0
+
+        return self._submit(extent, BACKGROUND, work, writes=False)
 
     def _rows_of(self, extent: str) -> int:
         rows = self._rows.get(extent)
@@ -109,15 +155,7 @@ class Reader:
             raise StoreError(f"extent {extent[:16]} is not on disk") from FileNotFoundError(2, "missing")
         return rows
 
-    def _submit(
-        self,
-        extent: str,
-        priority: int,
-        work: Callable[[Task], int],
-        *,
-        writes: bool,
-        failed: Callable[[], Any] | None = None,
-    ) -> Task:
+    def _submit(self, extent: str, priority: int, work: Callable[[Task], int], *, writes: bool) -> Task:
         def guarded(task: Task) -> int:
             try:
                 return work(task)
@@ -125,8 +163,6 @@ class Reader:
                 raise
             except StoreError as error:
                 self._lost(extent, error)
-                if failed is not None:
-                    failed()
                 raise
 
         task = Task(extent, priority, guarded, move=None, writes=writes)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from afterglow.errors import ConfigError, StoreError
 from afterglow.plan.step import ExtentRecord
 from afterglow.store.chunks import ChunkRead
 from afterglow.store.extent import Head
 from afterglow.store.layout import align_up
+from afterglow.store.rewriting import Ranks, Rewriting
 from afterglow.store.tier import HostArena, Tier
 
 
@@ -120,20 +120,27 @@ class ArtificiallySlowTier:
 
         return self.real.read(extent, rows, arena, slots, hold_back, first, stop, heads)
 
-    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], version: int) -> tuple[int, Head]:
+    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
         """Read, and then wait for what is left of the time that a slow device takes: a call's latency for each stretch."""
         began = time.perf_counter()
-        moved, head = self.real.read_chunks(extent, rows, reads, version)
+        moved, head = self.real.read_chunks(extent, rows, reads, edition)
         if moved:
             self._reads.send(moved, began + self.throttle.latency_s * max(1, len(reads)))
         return moved, head
 
-    def rewrite(self, extent: str, rows: int, orders: npt.NDArray[np.uint16], progress: Callable[[], None]) -> int:
-        """Rewrite at the real tier's speed, but read and written over the slow lines before others see it."""
+    def rewriting(
+        self, extent: str, rows: int, ranks: Ranks, carried: Callable[[int], None] | None = None
+    ) -> Rewriting:
+        """As the real tier's, but read and written over the slow lines."""
+        return self.real.rewriting(extent, rows, ranks, self._carried if carried is None else carried)
+
+    def _carried(self, moved: int) -> None:
         began = time.perf_counter() + self.throttle.latency_s
-        written = self.real.rewrite(extent, rows, orders, progress)
-        self._writes.send(written, self._reads.send(written, began))
-        return written
+        self._writes.send(moved, self._reads.send(moved, began))
+
+    def rewritten(self, extent: str) -> None:
+        """A new version has been published."""
+        self.real.rewritten(extent)
 
     def head(self, extent: str) -> Head:
         """The verified head of an extent, at the real tier's speed."""

@@ -17,6 +17,7 @@ from afterglow.plan.step import ExtentRecord
 from afterglow.store.chunks import ChunkRead
 from afterglow.store.extent import Bytes, Head
 from afterglow.store.layout import ALIGNMENT, KVLayout
+from afterglow.store.rewriting import Ranks, Rewriting
 
 Buffer = memoryview | bytearray | mmap.mmap | npt.NDArray[np.uint8]
 
@@ -108,17 +109,23 @@ class Tier(Protocol):
         bytes of an extent's parts add up to those of the whole.
         """
 
-    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], version: int) -> tuple[int, Head]:
+    def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
         """Some chunks of an extent of a layout with probe heads, each verified: the bytes read, and the head.
 
-        Raises `Stale` when the file has another version than `version`; without any reads, the head is returned, of
-        whatever version.
+        Raises `Stale` when the file is of another edition than `edition`; without any reads, the head is returned, of
+        whatever edition.
         """
 
-    def rewrite(self, extent: str, rows: int, orders: npt.NDArray[np.uint16], progress: Callable[[], None]) -> int:
-        """Store the rows in another order (SPEC §IV-D), as the file's next version, all of it or nothing; returns the bytes
-        written. `orders` uint16 [layers, rows]: which row of the text goes to each place. `progress` as for `write`.
+    def rewriting(
+        self, extent: str, rows: int, ranks: Ranks, carried: Callable[[int], None] | None = None
+    ) -> Rewriting:
+        """Begin to store the rows in another order (SPEC §IV-D): a new version of the file, beside the old one until it is
+        published. `ranks` makes uint16 [layers, rows]: which row of the text goes to each place. May be called while the
+        extent is read or written; only publishing may not. `carried` is told of each layer's bytes.
         """
+
+    def rewritten(self, extent: str) -> None:
+        """A new version has been published."""
 
     def head(self, extent: str) -> Head:
         """The verified head of an extent."""

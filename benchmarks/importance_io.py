@@ -50,6 +50,7 @@ from afterglow.engine.important import Important, Taking
 from afterglow.importance.accounting import Layer
 from afterglow.importance.identify import Selection, all_sums, fall_back, judge, probe_sums
 from afterglow.importance.loader import Loader, LoaderStats
+from afterglow.importance.prefix import Waits
 from afterglow.importance.prior import Prior
 from afterglow.importance.shelf import Shelf
 from afterglow.model.presets import save_hf
@@ -116,20 +117,20 @@ class TracedTaking(Taking):
 
     def _select(
         self, layer: int, q: Tensor, own: Tensor, scale: float
-    ) -> tuple[Selection, Tensor | None, Tensor | None]:
+    ) -> Waits[tuple[Selection, Tensor | None, Tensor | None]]:
         shared, rules = self.shared, self.rules
         assert isinstance(shared, Traced)
         k = rules.keep(self.prefix.rows)
         assert k is not None
         stats, traced = shared.loader.stats, shared.sums[layer][:, : self.prefix.rows]
-        probe_keys = self._rotate(self.prefix.probe_keys(layer), None)
+        probe_keys = self._rotate((yield from self.prefix.probe_keys(layer)), None)
         began = time.perf_counter()
         voted = probe_sums(shared.probes, q, probe_keys, own, scale=scale)
         verdict = judge(traced[: len(voted)], k, rules)
         stats.identifying += time.perf_counter() - began
         if verdict.selection is not None:
             return verdict.selection, None, probe_keys
-        keys = self._rotate(self.prefix.all_keys(layer), None)
+        keys = self._rotate((yield from self.prefix.all_keys(layer)), None)
         began = time.perf_counter()
         all_sums(shared.probes, voted, q, keys, own, scale=scale)
         found = fall_back(traced, k, rules, verdict)
@@ -353,7 +354,10 @@ class Bench:
 
 
 def _reorder(loader: Loader) -> None:
-    loader.reorder()
+    loader.look()
+    while loader.rewriting:
+        loader.rewrite()
+        time.sleep(0.001)
 
 
 def _link(source: str, target: str) -> None:

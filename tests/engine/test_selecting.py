@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
@@ -20,8 +21,8 @@ from afterglow.engine.requests import completion_of
 from afterglow.errors import RequestError
 from afterglow.importance.attend import SelectingAttend, prefill
 from afterglow.importance.identify import Rules
+from afterglow.importance.loader import Loader
 from afterglow.plan.admission import LEAST_ASKING
-from afterglow.plan.step import DEMAND
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
@@ -39,6 +40,26 @@ def ask(handle: Handle, prompt: list[int], retention: float | None, max_tokens: 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
     (done,) = handle.engine.generate([Request(f"s{next(_ids)}", prompt, sampling, kv_retention=retention, **more)])
     return done
+
+
+def loader_of(handle: Handle) -> Loader:
+    important = handle.engine._parts.important
+    assert important is not None
+    return important.loader
+
+
+def rewritten(loader: Loader) -> int:
+    """Have all extents rewritten now whose rows would lie otherwise; how many that are. On the engine's thread."""
+    before = loader.stats.reordered
+    loader.look()
+    while loader.rewriting:
+        loader.rewrite()
+        time.sleep(0.001)
+    return loader.stats.reordered - before
+
+
+def reorder(handle: Handle) -> int:
+    return handle.engine._ask(lambda: rewritten(loader_of(handle)))
 
 
 def draw(seed: object, n: int) -> list[int]:
@@ -133,11 +154,8 @@ def test_rows_in_another_order_change_no_answer(start: Start, model_of: Models, 
     handle.engine.demote("disk")
     prompts = [[*prefix, *draw(i, NEW)] for i in range(4)]
     before = [ask(handle, prompt, 0.2) for prompt in prompts]
-    loader = handle.engine._parts.important.loader  # type: ignore[union-attr]
-    begun: list[int] = []
-    handle.engine._on_thread(lambda: begun.append(loader.reorder()))
-    handle.engine.settle()
-    assert begun == [1]
+    loader = loader_of(handle)
+    assert reorder(handle) == 1
     for prompt, first in zip(prompts, before, strict=True):
         again = ask(handle, prompt, 0.2)
         assert again.selected == first.selected
@@ -405,15 +423,13 @@ def test_a_file_that_is_rewritten_meanwhile(start: Start, model_of: Models, tmp_
     handle.ask(prefix, max_tokens=1)
     handle.engine.settle()
     handle.engine.demote("disk")
-    loader = handle.engine._parts.important.loader  # type: ignore[union-attr]
+    loader = loader_of(handle)
     begun: list[int] = []
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
 
     def take(output: Output) -> None:
         if not begun:
-            begun.append(loader.reorder())
-            assert loader.reader is not None
-            loader.reader.read("no such extent", [], 0, DEMAND).wait(5)
+            begun.append(rewritten(loader))
         outputs.put(output)
 
     sampling = SamplingParams(max_tokens=6, temperature=0, logprobs=VOCAB, ignore_eos=True)
@@ -550,17 +566,14 @@ def test_what_is_important_to_one_tenant_moves_nothing_of_another(
         files[salt] = set(tmp_path.glob("*/extents/*/*.safetensors")) - before
     handle.engine.demote("disk")
     theirs = {path: (path.read_bytes(), path.stat().st_ino) for path in files["b"]}
-    loader = handle.engine._parts.important.loader  # type: ignore[union-attr]
+    loader = loader_of(handle)
     for i in range(5):
         ask(handle, [*prefix, *draw(("a", i), NEW)], 0.1, max_tokens=6, salt="a")
     of_a = {path.stem for path in files["a"]}
     assert set(loader.importance) <= of_a
     assert loader.importance
     assert {name.extent for place in ("device", "host") for name in loader.shelf.cache.members(place)} <= of_a
-    begun: list[int] = []
-    handle.engine._on_thread(lambda: begun.append(loader.reorder()))
-    handle.engine.settle()
-    assert begun == [1]
+    assert reorder(handle) == 1
     assert {path: (path.read_bytes(), path.stat().st_ino) for path in files["b"]} == theirs
     done = ask(handle, [*prefix, *new], 0.1, salt="b")
     agree(done, expected(handle, prefix, new, 0.1, 3))

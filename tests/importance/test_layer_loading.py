@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,15 @@ from tests.store.store_kit import Kit, contents, extent_name
 from afterglow.importance import loader
 from afterglow.importance.identify import Selection
 from afterglow.importance.loader import Loader, Lost
-from afterglow.importance.prefix import Prefix
+from afterglow.importance.prefix import Prefix, waited
 from afterglow.importance.prior import Prior
 from afterglow.importance.shelf import Name, Shelf
 from afterglow.plan.score import ScoreCache
 from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
 from afterglow.store.chunks import ChunkRead
 from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
-from afterglow.store.reading import Reading
+from afterglow.store.reading import Reading, Rewrite
+from afterglow.store.rewriting import Ranks
 
 LAYOUT = KVLayout(3, 4, 16, "F32", probe_heads=3)
 FIRST, SECOND, IN_HOST = 640, 300, 200
@@ -37,12 +40,20 @@ class RecordingReader:
         self.real = real
         self.events: list[Event] = []
 
-    def read(self, extent: str, reads: Sequence[ChunkRead], version: int, priority: int) -> Reading:
+    def read(self, extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
         for read in reads:
             what = {DEMAND: "demand", PREFETCH: "ahead"}[priority]
             self.events.append((what, read.layer, read.kv, read.stop - read.first))
-        reading: Reading = self.real.read(extent, reads, version, priority)
+        reading: Reading = self.real.read(extent, reads, edition, priority)
         return reading
+
+    def has(self, extent: str) -> bool:
+        found: bool = self.real.has(extent)
+        return found
+
+    def rewrite(self, extent: str, ranks: Ranks) -> Rewrite:
+        found: Rewrite = self.real.rewrite(extent, ranks)
+        return found
 
     def urge(self, readings: Sequence[Reading]) -> None:
         self.real.urge(readings)
@@ -97,11 +108,11 @@ class Scene:
 
     def check(self, prefix: Prefix, layer: int) -> None:
         """One layer, against what is held."""
-        assert torch.equal(prefix.probe_keys(layer), self.held[layer, KEYS, :, :3])
+        assert torch.equal(waited(prefix.probe_keys(layer), 20), self.held[layer, KEYS, :, :3])
         selection = self.select(layer)
-        all_keys = prefix.all_keys(layer) if selection.kind == "per_head" else None
+        all_keys = waited(prefix.all_keys(layer), 20) if selection.kind == "per_head" else None
         self.reader.events.append(("selected", layer, 0, 0))
-        keys, values = prefix.take(layer, selection, all_keys)
+        keys, values = waited(prefix.take(layer, selection, all_keys), 20)
         prefix.ahead(layer, selection)
         heads = torch.arange(4)
         for found, tensor in ((keys, KEYS), (values, VALUES)):
@@ -110,6 +121,22 @@ class Scene:
                 assert torch.equal(found, whole[selection.rows])
             else:
                 assert torch.equal(found, whole[selection.rows.T, heads])
+
+
+def opened(scene: Scene, views: Sequence[Selectable] | None = None) -> Prefix:
+    prefix = Prefix(scene.loader, scene.views if views is None else views)
+    waited(prefix.open(), 20)
+    return prefix
+
+
+def rewritten(scene: Scene) -> int:
+    """Have all extents rewritten whose rows would lie otherwise; how many that are."""
+    before = scene.loader.stats.reordered
+    scene.loader.look()
+    while scene.loader.rewriting:
+        scene.loader.rewrite()
+        time.sleep(0.001)
+    return scene.loader.stats.reordered - before
 
 
 @pytest.fixture
@@ -123,7 +150,7 @@ def kit(tmp_path: Path) -> Iterator[Kit]:
 def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, shelf: int) -> None:
     scene = Scene(kit, prior, shelf, shelf)
     for _ in range(3):
-        prefix = Prefix(scene.loader, scene.views)
+        prefix = opened(scene)
         for layer in range(3):
             scene.check(prefix, layer)
         prefix.close()
@@ -133,7 +160,7 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
     assert (tally.predicted > 0) == (prior != "none")
     if shelf == 10_000_000:  # all that was ever wanted is there
         before = scene.loader.stats.read_bytes
-        prefix = Prefix(scene.loader, scene.views)
+        prefix = opened(scene)
         for layer in range(3):
             scene.check(prefix, layer)
         assert scene.loader.stats.read_bytes == before
@@ -142,7 +169,7 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
 def test_the_next_layer_is_asked_for_while_one_computes(kit: Kit) -> None:
     """Figure 10: probe keys first, then what is likely, then, when the layer knows, what is missing."""
     scene = Scene(kit, "prior")
-    prefix = Prefix(scene.loader, scene.views)
+    prefix = opened(scene)
     for layer in range(3):
         scene.check(prefix, layer)
     events = scene.reader.events
@@ -161,7 +188,7 @@ def test_guesses_stay_within_what_can_be_read_meanwhile(kit: Kit) -> None:
     scene.loader.budget.seconds, scene.loader.bandwidth = 1.0, 5 * 2 * LAYOUT.chunk_bytes + 1
     scene.loader.budget.beta = 0.0
     scene.loader.took = lambda reading: None  # type: ignore[method-assign]
-    prefix = Prefix(scene.loader, scene.views)
+    prefix = opened(scene)
     scene.check(prefix, 0)
     guessed = sum(
         n for what, layer, tensor, n in scene.reader.events if (what, layer) == ("ahead", 1) and tensor != PROBES
@@ -175,7 +202,7 @@ def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
     data = bytearray(path.read_bytes())
     data[LAYOUT.offset(SECOND, 2, PROBES, 1)] ^= 1
     path.write_bytes(data)
-    prefix = Prefix(scene.loader, scene.views)
+    prefix = opened(scene)
     scene.check(prefix, 0)
     scene.check(prefix, 1)
     with pytest.raises(Lost) as lost:
@@ -185,15 +212,13 @@ def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
 
 def test_what_was_important_becomes_an_order(kit: Kit) -> None:
     scene = Scene(kit, "prior")
-    prefix = Prefix(scene.loader, scene.views)
+    prefix = opened(scene)
     for layer in range(3):
         scene.check(prefix, layer)
     first = scene.loader.stats.read_bytes
-    scene.loader.reader = kit.store.chunks
-    assert scene.loader.reorder() == 2  # the third is in host alone; nothing is known to be on disk of it
-    kit.settle()
-    scene.loader.reader, scene.loader.prior = scene.reader, "none"  # type: ignore[assignment]
-    prefix = Prefix(scene.loader, scene.views)
+    assert rewritten(scene) == 2  # the third is in host alone; nothing is known to be on disk of it
+    scene.loader.prior = "none"
+    prefix = opened(scene)
     before = scene.loader.stats.read_bytes
     for layer in range(3):
         scene.check(prefix, layer)
@@ -214,10 +239,10 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, 
         for number, rows in ((0, FIRST), (1, SECOND)):
             draw = np.random.default_rng(10 * turn + number)
             orders = np.stack([draw.permutation(rows).astype(np.uint16) for _ in range(3)])
-            kit.store.chunks.rewrite(extent_name(number), orders)  # type: ignore[union-attr]
+            kit.store.chunks.rewrite(extent_name(number), partial(np.copy, orders))  # type: ignore[union-attr]
         kit.settle()
         for _ in range(2):  # from the files, and from the shelf
-            prefix = Prefix(scene.loader, scene.views)
+            prefix = opened(scene)
             for layer in range(3):
                 scene.check(prefix, layer)
             prefix.close()
@@ -227,23 +252,23 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, 
 def test_keys_that_a_fallback_reads_are_all_wanted(kit: Kit) -> None:
     """Otherwise caches by score would give them up first, to read them all again for the next request."""
     scene = Scene(kit, "none", 10_000_000, 10_000_000)
-    prefix = Prefix(scene.loader, scene.views)
+    prefix = opened(scene)
     for layer in range(3):
         scene.check(prefix, layer)
-    cache = scene.loader.shelf.cache
+    cache, edition = scene.loader.shelf.cache, prefix._editions[0]
     for chunk in range(FIRST // 64):
-        assert cache.score(Name(extent_name(0), 0, 1, KEYS, chunk)) == 1, "layer 1 falls back"
-    assert cache.score(Name(extent_name(0), 0, 0, KEYS, 0)) < 1
+        assert cache.score(Name(extent_name(0), edition, 1, KEYS, chunk)) == 1, "layer 1 falls back"
+    assert cache.score(Name(extent_name(0), edition, 0, KEYS, 0)) < 1
 
 
 def test_places_are_forgotten_in_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(kit, "none")
     monkeypatch.setattr(loader, "PLACED", 2 * ROWS)
     for views in (scene.views, scene.views[:1], scene.views[:2], scene.views, scene.views[1:]):
-        prefix = Prefix(scene.loader, views)
+        prefix = opened(scene, views)
         rows = prefix.rows
         selection = Selection("shared", rows, torch.arange(rows), torch.arange(rows))
-        prefix.take(0, selection, None)
+        waited(prefix.take(0, selection, None), 20)
         kept = scene.loader._places.values()
         assert scene.loader._placed == sum(len(places.number) for places in kept) <= 2 * ROWS
     assert len(kept) == 2

@@ -7,7 +7,6 @@ Knows token ids only: text, HTTP and chat templates are outside.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -27,7 +26,7 @@ from afterglow.engine.stats import EngineStats, Snapshot, Totals, collect
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import Rows
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Run, Step
+from afterglow.plan.step import Admitted, Drop, Emitted, Event, JobSpec, Run, Step
 from afterglow.plan.truncation import Cut
 from afterglow.request import (
     CachedTokens,
@@ -71,6 +70,7 @@ class _Live:
     truncation: Truncation | None = None
     selected: Selected | None = None
     admitted: bool = False
+    deleted: bool = False  # what it leaves in the cache has been deleted since it came
     cached: CachedTokens = CachedTokens()
     missed: Missed = Missed()
     arrived: float = field(default_factory=time.perf_counter)
@@ -163,8 +163,8 @@ class Engine:
         """
         self._submit(request, sink, salt_id(request.salt))
 
-    def _submit(self, request: Request, sink: Sink, salt: str) -> None:
-        """The same under any salt, as the plan knows it."""
+    def _submit(self, request: Request, sink: Sink, salt: str, aside: bool = False) -> None:
+        """The same under any salt, as the plan knows it. `aside`: it is the engine's own."""
         check(request, self._scheduler, self.vocab_size, self.max_model_len)
         with self._lock:
             if self._closing or self._failure is not None:
@@ -181,10 +181,13 @@ class Engine:
             self._next_job += 1
             self._jobs[request.id] = job
             self._waiting += 1
-        live = _Live(job, request, sink, job_spec(job, request, self.config, self._eos, salt))
+        live = _Live(job, request, sink, replace(job_spec(job, request, self.config, self._eos, salt), aside=aside))
         if request.sampling.prompt_logprobs is not None:
             live.prompt_logprobs.append(None)
-        self._send(lambda: self._accept(live))
+        if aside:
+            self._accept(live)  # it is the engine's thread that asks
+        else:
+            self._send(lambda: self._accept(live))
 
     def cancel(self, request_id: str) -> None:
         """End a request now; it gets a last output with reason `cancelled`. Unknown ids are ignored."""
@@ -237,6 +240,7 @@ class Engine:
         self._send(lambda: self._reset(tenant))
 
     def _reset(self, tenant: str | None) -> None:
+        self._forget_aside(lambda request: tenant in (None, salt_id(request.salt)))
         self._scheduler.reset(self._now(), tenant)
         if self._scores is not None:
             self._scores.forget_tenant(tenant)
@@ -285,7 +289,20 @@ class Engine:
 
     def forget_session(self, salt: str, name: str) -> bool:
         """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""
-        return self._ask(lambda: self._scheduler.forget_session(salt_id(salt), name))
+        return self._ask(lambda: self._forget_session(salt_id(salt), name))
+
+    def _forget_session(self, tenant: str, name: str) -> bool:
+        known = self._forget_aside(lambda request: (salt_id(request.salt), request.session_id) == (tenant, name))
+        return self._scheduler.forget_session(tenant, name) or known
+
+    def _forget_aside(self, belongs: Callable[[Request], bool]) -> bool:
+        """What has been deleted is not to be computed again when there is time for it. Was there something?"""
+        for live in self._live.values():
+            live.deleted = live.deleted or belongs(live.request)
+        before = len(self._aside)
+        for name in self._aside.forget(belongs):
+            self._cancel(self._jobs[name])
+        return len(self._aside) < before
 
     def register_prefix(
         self, name: str, tokens: Sequence[int], *, salt: str | None = "", about: str = ""
@@ -398,10 +415,13 @@ class Engine:
                 log.exception("a request could not be accepted")
             self._finish(live, Output(live.request.id, (), "error", error=str(error)))
 
-    def _submit_own(self, request: Request) -> None:
-        """A request of the engine's own, whose answer nobody waits for."""
-        with contextlib.suppress(RequestError):
-            self._submit(request, _nobody, salt_id(request.salt))
+    def _submit_own(self, request: Request) -> bool:
+        """A request of the engine's own, whose answer nobody waits for. False: there is no room for it."""
+        try:
+            self._submit(request, _nobody, salt_id(request.salt), aside=True)
+        except RequestError:
+            return False
+        return True
 
     def _plan(self, live: _Live) -> None:
         spec, scores = live.spec, self._scores
@@ -458,8 +478,12 @@ class Engine:
         if step.idle or any(run.admit is not None for run in step.runs):  # the pass may take long
             self._publish()
         if step.idle:
-            return self._aside.turn(self._now(), self._submit_own)
+            more = self._aside.turn(self._now(), True, self._submit_own)
+            wakes = [at for at in (step.wake_at, self._aside.wakes(self._now())) if at is not None]
+            self._wake_at = min(wakes, default=None)
+            return more
         self._execute(step, began)
+        self._aside.turn(self._now(), False, self._submit_own)
         return True
 
     def _remember_use(self) -> None:
@@ -483,6 +507,10 @@ class Engine:
 
     def _execute(self, step: Step, began: float) -> None:
         self._runner.release(step)
+        if self._parts.important is not None:
+            for drop in step.moves:
+                if isinstance(drop, Drop):
+                    self._parts.important.loader.forget(drop.extent)
         self._store.start(step.moves)
         if step.urged:
             self._store.urge(step.urged)
@@ -494,7 +522,9 @@ class Engine:
                 live.waited = ran - live.arrived
         out = self._runner.run(step)
         ended = time.perf_counter()
-        prefilled = sum(self._prompt_rows(run) for run in step.runs)
+        ended_runs = [run for run in step.runs if run.job not in out.result.waiting]
+        prefilled = sum(self._prompt_rows(run) for run in ended_runs)
+        self._aside.computed(sum(len(run.tokens) for run in ended_runs if not self._live[run.job].spec.aside))
         events = self._scheduler.commit(step, out.result, self._store.finished(), self._now())
         self._dispatch(events, out)
         self._totals.step(ran - began + time.perf_counter() - ended, ended - ran, prefilled)
@@ -577,8 +607,10 @@ class Engine:
         if self._scores is not None:
             self._scores.end(live.job)
         self._leave_queue(live)
-        if live.selected is not None:
-            self._aside.add(live.request)
+        self._aside.ended(live.request.id)
+        if live.selected is not None and not live.deleted:
+            rows = len(live.request.prompt) - live.selected.rows
+            self._aside.add(live.request, max(1, rows), self._now())
         with self._lock:
             self._jobs.pop(live.request.id, None)
         self._totals.finished(output.finish_reason or "error")

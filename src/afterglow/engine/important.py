@@ -12,6 +12,7 @@ others (`Selecting`), and leave that pass, to go on in one of their own, when th
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field, replace
 
@@ -40,6 +41,8 @@ from afterglow.plan.step import Selectable
 from afterglow.request import Selected
 from afterglow.store.layout import KEYS, VALUES
 from afterglow.store.reading import Reading
+
+log = logging.getLogger("afterglow.engine")
 
 
 class Important:
@@ -241,18 +244,25 @@ class Passing:
     disk, or has had its share of a step, and goes on in another. An `Attend`."""
 
     def __init__(
-        self, taking: Taking, part: Part, hidden: Hidden, work: Waits[Tensor] | None = None, waits_for: Reading | None = None
+        self,
+        taking: Taking,
+        part: Part,
+        hidden: Hidden,
+        work: Waits[Tensor] | None = None,
+        waits_for: Reading | None = None,
     ) -> None:
         """`work`: what the layer it is at has begun, and waits for."""
         self.taking, self.part, self.hidden = taking, part, hidden
         self._work, self._waits_for, self._since = work, waits_for, time.monotonic()
+        self.exhausted = False  # has the device no memory for it?
         decoder = taking.shared.decoder
         self._angles = decoder.rotation(torch.arange(part.start, part.stop, device=decoder.device))
 
     @property
-    def done(self) -> bool:
-        """Are all layers through?"""
-        return self.hidden.layer == self.taking.shared.decoder.spec.layers
+    def over(self) -> bool:
+        """Are all layers through, or will they never be?"""
+        through = self.hidden.layer == self.taking.shared.decoder.spec.layers
+        return through or self.exhausted or self.part.failed is not None
 
     @property
     def waits_for(self) -> Reading | None:
@@ -262,15 +272,17 @@ class Passing:
         return None if reading is None or reading.ended or late else reading
 
     def go_on(self, layers: int, wanted: Tensor | None) -> int:
-        """Through so many layers more, if nothing keeps it; returns how many. What is lost is the part's `failed`."""
+        """Through so many layers more, as far as it need not wait; returns how many. What is lost is the part's `failed`."""
         decoder, first = self.taking.shared.decoder, self.hidden.layer
-        if self.waits_for is None:
-            try:
-                decoder.go_on(self.hidden, self, wanted, min(first + layers, decoder.spec.layers))
-            except _Waiting:
-                pass
-            except Lost as lost:
-                self.part.failed = lost.extent
+        try:
+            decoder.go_on(self.hidden, self, wanted, min(first + layers, decoder.spec.layers))
+        except _Waiting:
+            pass
+        except Lost as lost:
+            self.part.failed = lost.extent
+        except torch.OutOfMemoryError as error:
+            log.warning("the device has no memory for %d rows that select: %s", len(self.hidden.x), error)
+            self.exhausted = True
         return self.hidden.layer - first
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:

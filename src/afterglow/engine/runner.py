@@ -6,7 +6,7 @@ Knows nothing of queues, policies or tiers' budgets; all of that is decided in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from afterglow.config import RelayName
 from afterglow.engine.attend import CachedAttend
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import Gatherer, HostRows, Part
-from afterglow.engine.important import Important, ImportantAttend, Taking
+from afterglow.engine.important import Important, Passing, Patience, Selecting, Taking
 from afterglow.engine.relay import Group, RelayAttend, RelayCosts, depth_of, groups_of
 from afterglow.engine.requests import stop_tokens
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
@@ -25,16 +25,20 @@ from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.stats import RelayCounts
 from afterglow.engine.tee import Tee
 from afterglow.engine.touch import TouchAhead
-from afterglow.importance.loader import Lost
+from afterglow.importance.loader import LoaderStats
 from afterglow.kernels.built import native
 from afterglow.kernels.memory import computing
 from afterglow.model.decoder import Decoder
-from afterglow.plan.step import Admit, Run, Save, Step, StepResult
+from afterglow.plan.scheduler import IDLE_PREFILL
+from afterglow.plan.step import Run, Save, Step, StepResult
 from afterglow.request import Request, Selected, TokenLogprob
 from afterglow.store.kvstore import KVStore
 
 log = logging.getLogger("afterglow.engine")
 
+# Seconds that a step waits for the disk for requests that select, where others compute in it, and where none do: then the engine
+# has nothing to do but to look for new requests in between.
+PATIENCE_BESIDE, PATIENCE_ALONE = 0.001, 0.01
 LOGIT_ROWS = 256  # prompt log-probabilities: rows of logits at a time, so that a long prompt needs little memory
 
 
@@ -48,6 +52,14 @@ class RunOutput:
         default_factory=dict
     )  # by job: from which row on
     selected: dict[int, Selected] = field(default_factory=dict)  # by job
+
+    def add(self, other: RunOutput) -> None:
+        """What came of other runs of the same step."""
+        self.result.tokens.update(other.result.tokens)
+        self.result.failed.update(other.result.failed)
+        self.logprobs.update(other.logprobs)
+        self.prompt_logprobs.update(other.prompt_logprobs)
+        self.selected.update(other.selected)
 
 
 class Runner(Protocol):
@@ -75,6 +87,7 @@ class _Job:
     sampler: Sampler
     context: DeviceContext | None = None
     taking: Taking | None = None  # what it takes of a prefix that does not come as a whole
+    passing: Passing | None = None  # its pass through the decoder, where that is one of its own and goes on
     ended: bool = False
 
 
@@ -93,8 +106,10 @@ class TorchRunner:
         scores: Scores | None = None,
         relay: RelayName = "off",
         important: Important | None = None,
+        prefill_chunk: int = 0,
     ) -> None:
-        """`scores`: where to record what attention tokens get, if somebody wants to know. `relay`: read what the jobs of
+        """`prefill_chunk`: rows that requests with passes of their own may compute in a step while others decode (0: any).
+        `scores`: where to record what attention tokens get, if somebody wants to know. `relay`: read what the jobs of
         a step share together, always or where that is faster. `important`: for requests that take only a part of their
         prefix."""
         spec = decoder.spec
@@ -107,6 +122,7 @@ class TorchRunner:
             self._ahead.reach(0)
         self._scores = scores
         self._important = important
+        self._chunk = prefill_chunk
         self._jobs: dict[int, _Job] = {}
         self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
         self._relay = relay
@@ -134,7 +150,7 @@ class TorchRunner:
         for release in step.releases:
             self._tee.release(release.job)
             job = self._jobs[release.job]
-            context, job.context, job.taking = job.context, None, None
+            context, job.context, job.taking, job.passing = job.context, None, None, None
             if job.ended:
                 del self._jobs[release.job]
             if release.context is not None:
@@ -151,16 +167,95 @@ class TorchRunner:
             return self._run(step)
 
     def _run(self, step: Step) -> RunOutput:
-        """As many of the step's runs as the device has memory for: without the last one, the newest job's, if need be."""
-        runs = step.runs
+        """The runs that share a pass, and beside it, as far as that keeps nobody waiting, those that have one of their own."""
+        runs = [run for run in step.runs if not self._passes_apart(run)]
         self._tee.begin(*_saves(runs))
+        apart = [run for run in step.runs if self._passes_apart(run)]
+        out = RunOutput(StepResult({}, {}))
+        for run in apart:
+            self._begin_pass(run)
+        work = self._chunk if runs and self._chunk else IDLE_PREFILL
+        work *= self.decoder.spec.layers
+        patience = self._patience(PATIENCE_BESIDE if runs else PATIENCE_ALONE)
+        if runs:
+            if apart:  # what they read comes while the others compute
+                work = self._go_on(apart, work, self._patience(0.0))
+            out = self._with_memory(step, runs, patience)
+        if apart:
+            self._go_on(apart, work, patience)
+            self._end_passes(apart, out)
+        return out
+
+    def _patience(self, seconds: float) -> Patience:
+        return Patience(seconds, self._important.loader.stats if self._important is not None else LoaderStats())
+
+    def _passes_apart(self, run: Run) -> bool:
+        return self._jobs[run.job].passing is not None or (run.admit is not None and bool(run.admit.selectable))
+
+    def _begin_pass(self, run: Run) -> None:
+        """Of a prompt that asks what is important of its prefix."""
+        job = self._jobs[run.job]
+        if job.passing is not None:
+            return
+        assert self._important is not None, "a job that selects, on an engine that does not"
+        assert run.admit is not None
+        part = self._part(run, slice(0, len(run.tokens)))
+        job.taking = self._important.begin(run.admit.selectable, job.request.kv_retention, run.admit.exact)
+        part.own_from = job.taking.rows
+        device = self.decoder.device
+        positions = torch.arange(part.start, part.stop, device=device)
+        hidden = self.decoder.begin(torch.tensor(run.tokens, device=device), positions)
+        job.passing = Passing(job.taking, part, hidden)
+
+    def _go_on(self, runs: Sequence[Run], work: int, patience: Patience) -> int:
+        """Take passes through their next layers, until they have computed `work` rows of layers, and at least a layer, or all have
+        to wait. Returns what is left of it."""
+        passes = [passing for run in runs if (passing := self._jobs[run.job].passing) is not None]
+        while passes:
+            for passing in passes:
+                rows = len(passing.hidden.x)
+                wanted = torch.tensor([rows - 1], device=self.decoder.device)
+                while work > 0 and not passing.over and passing.waits_for is None:
+                    work -= rows * max(1, passing.go_on(max(1, work // rows), wanted))
+            passes = [passing for passing in passes if not passing.over]
+            readings = [reading for passing in passes if (reading := passing.waits_for) is not None]
+            if work <= 0 or (readings and not patience.wait(readings[0])):
+                break
+        return work
+
+    def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
+        """What has come of them, into the step's result."""
+        waiting, exhausted = list(out.result.waiting), list(out.result.exhausted)
+        for run in runs:
+            job = self._jobs[run.job]
+            assert job.passing is not None
+            part, taking = job.passing.part, job.passing.taking
+            if not job.passing.over:
+                waiting.append(run.job)
+                continue
+            hidden, spent, job.passing = job.passing.hidden.normed, job.passing.exhausted, None
+            if spent:
+                exhausted.append(run.job)
+                continue
+            failed = {run.job: part.failed} if part.failed is not None else {}
+            part.context.rows = part.start if failed else part.stop
+            rows = [part.stop - part.start - 1]
+            own = self._outputs([run], [replace(part, where=slice(0, rows[0] + 1))], hidden, failed, rows)
+            if not failed:
+                own.selected[run.job] = taking.summary()
+            out.add(own)
+        out.result = replace(out.result, waiting=waiting, exhausted=exhausted)
+
+    def _with_memory(self, step: Step, runs: Sequence[Run], patience: Patience) -> RunOutput:
+        """As many of the runs as the device has memory for: without the last one, the newest job's, if need be."""
+        every = runs
         while runs:
             try:
-                out = self._forward(step, runs)
+                out = self._forward(step, runs, patience, len(runs) == len(every))
             except torch.OutOfMemoryError as error:
                 log.warning("the device has no memory for %d rows of %d requests: %s", _rows(runs), len(runs), error)
             else:
-                if left := [run.job for run in step.runs[len(runs) :]]:
+                if left := [run.job for run in every[len(runs) :]]:
                     out.result = replace(out.result, exhausted=left)
                 return out
             self._gatherer.end()
@@ -168,10 +263,11 @@ class TorchRunner:
             self._tee.cut(_rows(runs))
             if self.decoder.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return RunOutput(StepResult({}, {}, exhausted=[run.job for run in step.runs]))
+        return RunOutput(StepResult({}, {}, exhausted=[run.job for run in every]))
 
-    def _forward(self, step: Step, runs: Sequence[Run]) -> RunOutput:
-        """The step's first `runs`; fewer than all where an attempt at more has failed."""
+    def _forward(self, step: Step, runs: Sequence[Run], patience: Patience, whole: bool) -> RunOutput:
+        """The first `runs` of those of the step that share a pass; not the `whole` of them where an attempt at more has
+        failed."""
         device = self.decoder.device
         parts: list[Part] = []
         ids: list[int] = []
@@ -189,40 +285,47 @@ class TorchRunner:
             )
         places = torch.cat(positions).to(device)
         takings = {part.job: taking for part in parts if (taking := self._jobs[part.job].taking) is not None}
-        apart = self._relay == "off" or self._scores is not None or bool(takings) or len(runs) < len(step.runs)
-        groups = [] if apart else groups_of(step.shares, parts, self._costs)
+        exact = [part for part in parts if part.job not in takings]
+        selecting = Selecting(takings, [part for part in parts if part.job in takings], patience) if takings else None
+        apart = self._relay == "off" or self._scores is not None or not whole
+        groups = [] if apart else groups_of(step.shares, exact, self._costs)
         self._gatherer.begin(parts, self.decoder.rope)
-        attend = self._attend(parts, places, groups, takings)
+        attend = self._attend(parts, places, groups, exact)
+        attend.beside = selecting
         wanted = self._wanted(runs, parts, len(ids))
         index = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)
-        hidden = self.decoder.forward(torch.tensor(ids, device=device), places, attend, index)
+        hidden = self.decoder.begin(torch.tensor(ids, device=device), places)
+        if selecting is not None:
+            selecting.hidden = hidden
+        self.decoder.go_on(hidden, attend, index)
         if isinstance(attend, ScoringAttend):
             attend.finish(runs)
         for group in groups:
             self.relayed.group(group.stop - group.start, len(group.parts))
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
         self._gatherer.end()
+        left = selecting.left if selecting is not None else {}
+        for job, passing in left.items():
+            self._jobs[job].passing = passing
         failed = {part.job: part.failed for part in parts if part.failed is not None}
         for part in parts:
-            part.context.rows = part.start if part.job in failed else part.stop
-        outputs = self._outputs(runs, parts, hidden, failed, wanted)
+            part.context.rows = part.start if part.job in failed or part.job in left else part.stop
+        outputs = self._outputs(runs, parts, hidden.normed, failed, wanted, left)
+        outputs.result = replace(outputs.result, waiting=list(left))
         for job, taking in takings.items():
-            if job not in failed:
+            if job not in left:
                 outputs.selected[job] = taking.summary()
         self._tee.end()
         return outputs
 
-    def _attend(
-        self, parts: list[Part], places: Tensor, groups: list[Group], takings: dict[int, Taking]
-    ) -> CachedAttend:
+    def _attend(self, parts: list[Part], places: Tensor, groups: list[Group], whole: list[Part]) -> CachedAttend:
+        """`whole`: the parts that attend to all of their context."""
         angles = self.decoder.rotation(places)
-        if takings:
-            return ImportantAttend(parts, angles, self._gatherer, self._tee, takings)
         if groups or (self._scores is None and self.decoder.device.type == "cpu" and native() is not None):
-            return RelayAttend(parts, angles, self._gatherer, self._tee, groups)
+            return RelayAttend(parts, angles, self._gatherer, self._tee, groups, whole)
         if self._scores is None:
-            return CachedAttend(parts, angles, self._gatherer, self._tee)
-        return ScoringAttend(parts, angles, self._gatherer, self._tee, self._scores)
+            return CachedAttend(parts, angles, self._gatherer, self._tee, whole)
+        return ScoringAttend(parts, angles, self._gatherer, self._tee, self._scores, whole)
 
     def _part(self, run: Run, where: slice) -> Part:
         """The run's device segment, with what the plan wants in it before the forward."""
@@ -242,17 +345,7 @@ class TorchRunner:
         job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
-        part = Part(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
-        if admit is not None and admit.selectable:
-            self._begin_taking(job, part, admit)
-        return part
-
-    def _begin_taking(self, job: _Job, part: Part, admit: Admit) -> None:
-        assert self._important is not None, "a job that selects, on an engine that does not"
-        try:
-            job.taking = self._important.begin(admit.selectable, job.request.kv_retention, admit.exact)
-        except Lost as lost:
-            part.failed = lost.extent
+        return Part(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
 
     def _wanted(self, runs: Sequence[Run], parts: Sequence[Part], rows: int) -> list[int] | None:
         """The rows of the batch that logits are computed from; None: all of them."""
@@ -268,9 +361,10 @@ class TorchRunner:
         hidden: Tensor,
         failed: dict[int, str],
         wanted: list[int] | None,
+        left: Container[int] = (),
     ) -> RunOutput:
-        """`hidden`: of the rows `wanted`."""
-        drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed]
+        """`hidden`: of the rows `wanted`. `left`: jobs whose rows are void."""
+        drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed and run.job not in left]
         out = RunOutput(StepResult({}, failed))
         if drawing:
             last = [parts[i].where.stop - 1 for i in drawing]

@@ -160,7 +160,7 @@ def build(
     capacity = Capacity(
         device_rows=device_rows,
         host_slots=host_slots,
-        disk_bytes=_extent_bytes(config.cache.disk_cache, namespace, layout) if namespace is not None else 0,
+        disk_bytes=_extent_bytes(config, namespace, layout) if namespace is not None else 0,
         file_bytes=tuple(
             layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
         ),
@@ -206,6 +206,7 @@ def build(
         scores=scores,
         relay=relay,
         important=important,
+        prefill_chunk=config.prefill_chunk,
     )
     return Parts(
         model_name=name,
@@ -239,6 +240,7 @@ def _important(decoder: Decoder, store: KVStore, arena: Tensor, layout: KVLayout
         Shelf(ScoreCache(device, host), decoder.device),
         dtype=decoder.dtype,
         timeout=READ_TIMEOUT,
+        room=_rewriting_bytes(config, layout) if config.reorder_interval else None,
     )
     assert config.importance is not None
     rules = Rules(
@@ -250,11 +252,20 @@ def _important(decoder: Decoder, store: KVStore, arena: Tensor, layout: KVLayout
     return Important(decoder, loader, rules, config.importance_renew)
 
 
-def _extent_bytes(disk_cache: int, namespace: Namespace, layout: KVLayout) -> int:
-    """What is left of the disk budget for extents: conversations have a share, and so have the relics of damage."""
+def _extent_bytes(config: EngineConfig, namespace: Namespace, layout: KVLayout) -> int:
+    """What is left of the disk budget for extents: conversations have a share, and so have the relics of damage, and a file
+    that is being rewritten."""
+    disk_cache = config.cache.disk_cache
     relics = catalog.relics(namespace.catalog) + catalog.relics(namespace.path / CONVERSATIONS)
-    left = disk_cache - footprint(_conversation_bytes(disk_cache)) - relics
+    left = disk_cache - footprint(_conversation_bytes(disk_cache)) - relics - _rewriting_bytes(config, layout)
     return catalog.budget(max(0, left), layout.file_bytes(1))
+
+
+def _rewriting_bytes(config: EngineConfig, layout: KVLayout) -> int:
+    """What the new version of an extent's file may take beside the old one (one at a time); larger ones are not rewritten."""
+    if not (layout.probe_heads and config.reorder_interval):
+        return 0
+    return min(layout.file_bytes(MAX_EXTENT_ROWS), config.cache.disk_cache // 16)
 
 
 def _conversation_bytes(disk_cache: int) -> int:

@@ -165,6 +165,11 @@ class Loader:
         return seconds
 
     @property
+    def changed(self) -> bool:
+        """Has importance changed since it was last looked at?"""
+        return bool(self._changed)
+
+    @property
     def rewriting(self) -> bool:
         """Is one being rewritten, or waiting for that?"""
         return self._rewrite is not None or bool(self._due)

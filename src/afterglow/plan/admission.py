@@ -377,7 +377,7 @@ class Admission:
         job.stages = stages
         job.target = job.length
         job.saving = job.spec.write
-        job.approximate = False
+        job.approximate = job.lingering = False
         job.state = "prefilling"
         job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
         self._placement.urge(job.pins)

@@ -112,7 +112,7 @@ class Batch:
         """A conversation has been deleted: what its turns (among `jobs`, or still being saved) use and leave goes when
         they end."""
         for job in (*jobs, *self._tails.values()):
-            if job.conversation == (tenant, name):
+            if job.owner == (tenant, name):
                 job.disowned = True
 
     def _let_go(self, job: Job) -> None:

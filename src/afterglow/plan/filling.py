@@ -72,7 +72,10 @@ class Filling:
         if self._chunk:
             runs = self._decodes(now)
             return runs + self._prefills(now, self._chunk if runs else max(self._chunk, IDLE_PREFILL))
-        return self._prefills(now, IDLE_PREFILL) or self._decodes(now)  # as in the papers
+        runs = self._prefills(now, IDLE_PREFILL)
+        if all(self._roster.jobs[run.job].lingering for run in runs):  # nobody waits for those
+            runs += self._decodes(now)
+        return runs  # a prefill or decodes, as in the papers
 
     def _decodes(self, now: float) -> list[Run]:
         """A row of every decoding job. When one needs room, those that are soon going to need some are given it too."""
@@ -105,7 +108,9 @@ class Filling:
         runs: list[Run] = []
         decoding = any(job.state == "decoding" for job in self._batch.running)
         for job in self._batch.running:
-            if job.state == "prefilling" and budget > 0:
+            if job.state == "prefilling" and job.lingering:
+                runs.append(self._run(job, budget, None, now))  # it has had its share of the budget
+            elif job.state == "prefilling" and budget > 0:
                 next_stage = job.stages[0] if job.stages and job.rows == job.stop else None
                 alone = not decoding and self.layerwise
                 if not alone and next_stage is not None and not self._admission.may_begin(job, next_stage, now):

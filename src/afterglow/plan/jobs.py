@@ -131,15 +131,18 @@ class Job:
     copies: list[int] = field(default_factory=list)  # moves that do so
     missed: tuple[Reason, int] = ("cold", 0)  # why its match ended where it did, and the rows after that
     carried: int = 0  # rows of those that were on disk
+    lingering: bool = False  # its last run has not ended: it is handed out again
     approximate: bool = False  # its rows were computed over a selection: they are nobody else's
     path: tuple[Extent, ...] = ()  # what it was last seen to wait for; for looking ahead only
     match: Match = NO_MATCH  # and where that ended
     whole: int = -1  # how often rows had left host when all of them were there, or on their way
-    conversation: tuple[str, str] | None = field(init=False)  # whose turns run one after the other
+    owner: tuple[str, str] | None = field(init=False)  # the conversation that it belongs to
+    conversation: tuple[str, str] | None = field(init=False)  # the same, if its turns are to run one after the other
 
     def __post_init__(self) -> None:
         session = self.spec.session
-        self.conversation = (tenant_of(self.spec.salt), session) if session is not None else None
+        self.owner = (tenant_of(self.spec.salt), session) if session is not None else None
+        self.conversation = None if self.spec.aside else self.owner
 
     @property
     def length(self) -> int:

@@ -119,6 +119,8 @@ class RecordingScheduler(Scheduler):
         values: dict[str, Any] = {"tokens": tokens, "failed": failed, "done": [_packed(item) for item in done]}
         if result.exhausted:
             values["exhausted"] = list(result.exhausted)
+        if result.waiting:
+            values["waiting"] = list(result.waiting)
         if result.drawn:
             drawn = [[job, text.hex()] for job, text in result.drawn.items()]
             values |= {"repeats": result.repeats, "drawn": drawn}
@@ -276,7 +278,8 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
 def _result(entry: dict[str, Any]) -> StepResult:
     drawn = {job: bytes.fromhex(text) for job, text in entry.get("drawn", ())}
     exhausted = tuple(entry.get("exhausted", ()))
-    return StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn, exhausted)
+    waiting = tuple(entry.get("waiting", ()))
+    return StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn, exhausted, waiting)
 
 
 def _packed(item: Completion) -> dict[str, Any]:

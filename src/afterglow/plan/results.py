@@ -54,13 +54,16 @@ class Results:
                 self._exhausted(self._roster.jobs[run.job], now)
             elif run.job in result.failed:
                 self._failed(self._roster.jobs[run.job], result.failed[run.job], now)
+            elif run.job in result.waiting:
+                self._waiting(self._roster.jobs[run.job], run, now)
             else:
                 self._committed(run, result.tokens, now)
 
     def _measure(self, step: Step, result: StepResult, seconds: float) -> None:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
         waited = any(gather.move is not None for run in step.runs for gather in run.gathers)
-        waited = waited or any(run.admit is not None and run.admit.selectable for run in step.runs)
+        waited = waited or bool(result.waiting)
+        waited = waited or any(len(run.tokens) > 1 and self._roster.jobs[run.job].approximate for run in step.runs)
         if waited or result.failed or result.exhausted or all(len(run.tokens) == 1 for run in step.runs):
             return
         work = Work()
@@ -75,7 +78,7 @@ class Results:
                 self._admission.unpin(job)
             if not job.admitted:
                 self._roster.tell_admitted(job)
-        job.rows = run.start + len(run.tokens)
+        job.rows, job.lingering = run.start + len(run.tokens), False
         if job.spec.write:
             new = job.rows - max(run.start, job.covered)
             if not job.approximate:
@@ -130,6 +133,12 @@ class Results:
         self._counters.preemptions += 1
         self._roster.send_back(job, now)
         self._roster.full = True
+
+    def _waiting(self, job: Job, run: Run, now: float) -> None:
+        """Its run has not ended, and is to be handed out again."""
+        job.rows, job.lingering = run.start, True
+        if job.cancelled:
+            self._roster.finish(job, None, "cancelled", now, retain=False)
 
     def _failed(self, job: Job, extent: ExtentId, now: float) -> None:
         """An extent did not arrive: the next attempt does not wait for it again."""

@@ -279,13 +279,16 @@ class StepResult:
     """`tokens[job]` for each run with `sample`; `failed[job]`: the extent whose layers did not arrive (the job's
     rows of this step are void). A step of one row each that was carried out `repeats` times may instead say in `drawn` what
     each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on. `exhausted`: jobs
-    whose runs the device had no memory for, the newest ones; their rows of this step are void too."""
+    whose runs the device had no memory for, the newest ones; their rows of this step are void too. `waiting`: jobs that
+    select (SPEC) whose runs have not ended, since what they need is on its way from disk or others were not to wait for them:
+    the same runs, but for `admit`, are handed out again, and go on."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
     repeats: int = 1
     drawn: Mapping[int, bytes] = field(default_factory=dict)
     exhausted: Sequence[int] = ()
+    waiting: Sequence[int] = ()
 
 
 def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, int]]]:
@@ -331,6 +334,7 @@ class JobSpec:
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
     selects: bool = False  # take what is important of the cached prefix, and leave nothing (SPEC; spec X3)
     renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
+    aside: bool = False  # the engine's own: what it leaves is its conversation's, but no turn of that waits for it
 
 
 @dataclass(frozen=True, slots=True)

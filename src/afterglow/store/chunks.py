@@ -88,7 +88,7 @@ class ChunkReader:
         raw = self._scratch.take(self.layout.head_bytes(rows))
         size = read_full(fd, [raw], 0)
         head = decode_head(raw.tobytes(), self.layout, self.digest, extent=extent, rows=rows)
-        head = replace(head, edition=blake2b(raw, digest_size=8).hexdigest())
+        head = replace(head, edition=blake2b(raw.data, digest_size=8).hexdigest())
         self._heads[extent] = identity, head
         if len(self._heads) > HEADS_KEPT:
             self._heads.popitem(last=False)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError, StoreError

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+
 from afterglow.errors import StoreError
 from afterglow.plan.step import BACKGROUND
 from afterglow.store.chunks import ChunkRead, Stale

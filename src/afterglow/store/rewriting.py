@@ -37,8 +37,16 @@ class Files:
 class Rewriting:
     """One file's, if it is `needed`: `go_on` until it is False, then `publish`. For one thread at a time."""
 
-    def __init__(self, files: Files, layout: KVLayout, digest: str, extent: str, rows: int, ranks: Ranks,
-        carried: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        layout: KVLayout,
+        digest: str,
+        extent: str,
+        rows: int,
+        ranks: Ranks,
+        carried: Callable[[int], None] | None = None,
+    ) -> None:
         """`ranks`: uint16 [layers, rows], which row of the text goes to each place. `carried` is told of the bytes of each layer. Errors: DamageError, StoreError."""
         self._files, self._layout, self._digest, self._rows, self._name = files, layout, digest, rows, extent[:16]
         self._carried = carried

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from afterglow.errors import ConfigError, StoreError
 from afterglow.plan.step import ExtentRecord
 from afterglow.store.chunks import ChunkRead

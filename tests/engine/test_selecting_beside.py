@@ -1,0 +1,181 @@
+"""Requests that attend to a part of their prefix, and others in the same steps: nobody waits for somebody else's disk."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afterglow.engine.engine import Completion
+from afterglow.engine.requests import completion_of
+from afterglow.plan.journal import replay, step_digest
+from afterglow.request import Output, Request, SamplingParams
+from tests.engine.conftest import VOCAB, Handle
+from tests.engine.test_exact_reuse import same
+from tests.engine.test_selecting import NEW, ROWS, agree, draw, expected, loader_of
+
+Start = Callable[..., Handle]
+Models = Callable[[str], Path]
+
+
+@contextmanager
+def held(handle: Handle) -> Iterator[Callable[[], None]]:
+    """Reads of chunks do not end before what it yields is called, or the block ends."""
+    tier = handle.engine._store._tier
+    assert tier is not None
+    real, gate = tier.read_chunks, threading.Event()
+
+    def read_chunks(*args: Any) -> Any:
+        gate.wait(60)
+        return real(*args)
+
+    tier.read_chunks = read_chunks  # type: ignore[method-assign]
+    try:
+        yield gate.set
+    finally:
+        gate.set()
+        tier.read_chunks = real  # type: ignore[method-assign]
+
+
+class Told:
+    """What a request is told, collected."""
+
+    def __init__(self, handle: Handle, name: str, prompt: list[int], max_tokens: int, **more: Any) -> None:
+        self._queue: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        self.outputs: list[Output] = []
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
+        self.name = name
+        handle.engine.submit(Request(name, prompt, sampling, **more), self._queue.put)
+
+    def first(self, timeout: float = 10) -> None:
+        self.outputs.append(self._queue.get(timeout=timeout))
+
+    def end(self, timeout: float = 10) -> Completion:
+        while not self.outputs or self.outputs[-1].finish_reason is None:
+            self.first(timeout)
+        return completion_of(self.outputs, 0.0)
+
+    @property
+    def silent(self) -> bool:
+        return self._queue.empty()
+
+
+def on_disk(start: Start, model_of: Models, folder: Path, **more: Any) -> tuple[Handle, list[int]]:
+    """An engine that has a prefix on disk alone."""
+    options = {"importance": 1.0, "importance_exact": "never", "importance_share": 0.0, **more}
+    handle = start(model_of("llama"), folder, **options)
+    prefix = draw(1, ROWS)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote("disk")
+    return handle, prefix
+
+
+@pytest.mark.parametrize("chunk", [0, 64])
+@pytest.mark.parametrize("first", ["selecting", "others"])
+def test_a_prompt_that_waits_for_the_disk_keeps_nobody_waiting(
+    start: Start, model_of: Models, tmp_path: Path, first: str, chunk: int
+) -> None:
+    handle, prefix = on_disk(start, model_of, tmp_path, prefill_chunk=chunk)
+    new, other = draw("new", 90), draw("other", 150)
+    with held(handle) as go_on:
+        if first == "selecting":
+            slow = Told(handle, "slow", [*prefix, *new], 3, kv_retention=0.3)
+        fast = Told(handle, "fast", other, 20)
+        if first == "others":
+            fast.first()
+            slow = Told(handle, "slow", [*prefix, *new], 3, kv_retention=0.3)
+        exact = fast.end()
+        later = Told(handle, "later", draw("later", 150), 3).end()  # one that comes meanwhile
+        assert slow.silent
+        go_on()
+        agree(slow.end(), expected(handle, prefix, new, 0.3, 3))
+    same(exact, handle.ask(other, reuse=False, max_tokens=20))
+    same(later, handle.ask(draw("later", 150), reuse=False, max_tokens=3))
+
+
+def test_a_token_that_waits_for_the_disk_keeps_nobody_waiting(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle, prefix = on_disk(start, model_of, tmp_path, importance_alpha=2.0)
+    new = draw("new", NEW)
+    fast = Told(handle, "fast", draw("other", 100), 150)
+    fast.first()
+    told: list[int] = []
+    with held(handle) as go_on:
+        tier = handle.engine._store._tier
+        held_read = tier.read_chunks  # type: ignore[union-attr]
+        del tier.read_chunks  # type: ignore[union-attr]
+        slow = Told(handle, "slow", [*prefix, *new], 12, kv_retention=0.05)
+        slow.first()
+        handle.engine._on_thread(lambda: setattr(tier, "read_chunks", held_read))
+        later = Told(handle, "later", draw("later", 100), 20).end()
+        told += [len(slow.outputs), slow._queue.qsize()]
+        assert sum(told) < 12
+        go_on()
+        agree(slow.end(), expected(handle, prefix, new, 0.05, 12))
+    same(fast.end(), handle.ask(draw("other", 100), reuse=False, max_tokens=150))
+    same(later, handle.ask(draw("later", 100), reuse=False, max_tokens=20))
+    stats = handle.engine.stats().importance
+    assert stats is not None
+    assert stats.failed_renewals == 0
+
+
+def test_one_that_waits_can_be_cancelled_and_gives_up_in_time(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle, prefix = on_disk(start, model_of, tmp_path)
+    new = draw("new", NEW)
+    with held(handle):
+        slow = Told(handle, "slow", [*prefix, *new], 3, kv_retention=0.3)
+        handle.engine.cancel("slow")
+        assert slow.end().finish_reason == "cancelled"
+        loader_of(handle).timeout = 0.05
+        late = Told(handle, "late", [*prefix, *new], 3, kv_retention=0.3).end()
+    assert late.selected is None
+    same(late, handle.ask([*prefix, *new], reuse=False, max_tokens=3))
+
+
+def test_others_read_together_what_they_share_and_decode_as_always(
+    start: Start, model_of: Models, tmp_path: Path
+) -> None:
+    handle, prefix = on_disk(start, model_of, tmp_path, relay="on")
+    shared = draw("shared", 120)
+    handle.ask(shared, max_tokens=1)
+    counts: dict[bool, int] = {}
+    for beside in (False, True):
+        relayed = handle.engine._parts.relayed
+        before = relayed.groups
+        told = [Told(handle, f"{i}{beside}", [*shared, i], 40, cache_key="together") for i in range(2)]
+        if beside:
+            told.append(Told(handle, "selecting", [*prefix, *draw("new", NEW)], 40, kv_retention=0.3))
+        done = [each.end() for each in told]
+        counts[beside] = relayed.groups - before
+        for i in range(2):
+            same(done[i], handle.ask([*shared, i], reuse=False, max_tokens=40))
+    agree(done[2], expected(handle, prefix, draw("new", NEW), 0.3, 40))
+    assert counts[False] >= 30
+    assert counts[True] >= counts[False] - 10
+
+
+def test_a_prompt_has_a_share_of_each_step_while_others_decode(start: Start, model_of: Models, tmp_path: Path) -> None:
+    """A layer at a time, where the rows that are its own are as many as a step's share; and a journal of all that replays."""
+    lines = tmp_path / "journal"
+    handle, prefix = on_disk(start, model_of, tmp_path / "cache", prefill_chunk=64, journal=lines)
+    fast = Told(handle, "fast", draw("other", 30), 300)
+    fast.first()
+    new = draw("new", 200)
+    agree(Told(handle, "slow", [*prefix, *new], 5, kv_retention=0.3).end(), expected(handle, prefix, new, 0.3, 5))
+    with held(handle) as go_on:
+        waiting = Told(handle, "waiting", [*prefix, *new[1:]], 5, kv_retention=0.3)
+        later = Told(handle, "later", draw("later", 100), 20).end()
+        go_on()
+        agree(waiting.end(), expected(handle, prefix, new[1:], 0.3, 5))
+    fast.end()
+    assert later.finish_reason == "length"
+    handle.engine.close(flush=False)
+    text = lines.read_text().splitlines()
+    assert sum('"waiting":[' in line for line in text) >= 2
+    for step, recorded in replay(text):
+        assert step_digest(step) == recorded

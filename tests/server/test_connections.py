@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import time
 from contextlib import ExitStack
@@ -10,6 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
+from afterglow.errors import ConfigError
+from afterglow.server.connections import connection_limit
 from afterglow.server.settings import ServerConfig
 from tests.server.conftest import Running, running, wait_for
 from tests.server.process import half_open
@@ -130,3 +135,32 @@ def test_connections_beyond_the_limit_are_answered_and_closed(model_dir: Path) -
         clients[1].close()
         with server.http() as other:
             wait_for(lambda: other.get("/v1/models").status_code == 200)
+
+
+def test_the_limit_leaves_files_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, found in ((256, 112), (1024, 880), (1 << 20, 1000), (resource.RLIM_INFINITY, 1000), (64, 8)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert connection_limit(None) == found
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert connection_limit(112) == 112
+    with pytest.raises(
+        ConfigError, match=r"--max-connections 113 needs 257 open files, and the limit is 256; .* at most 112"
+    ):
+        connection_limit(113)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"max_connections": 0}, "--max-connections must be at least 1, got 0"),
+        ({"header_timeout": 0}, "--header-timeout must be above 0"),
+        ({"body_timeout": float("nan")}, "--body-timeout must be above 0 .* got nan"),
+        ({"allowed_host": ("box.lan:8000",)}, "--allowed-host must be a name alone.* got 'box.lan:8000'"),
+        ({"allowed_host": ("",)}, "--allowed-host cannot be empty"),
+        ({"cors_origin": ("app.example.com",)}, "--cors-origin must look like https://app.example.com, .* got 'app"),
+        ({"cors_origin": ("https://app.example.com/",)}, "without a path, got 'https://app.example.com/'"),
+    ],
+)
+def test_wrong_settings_are_told(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ServerConfig(**wrong)

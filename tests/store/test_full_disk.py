@@ -19,11 +19,12 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine import setup
 from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.plan.step import Drop, Store, Use
-from afterglow.store import admin, catalog, recovery
+from afterglow.store import catalog, recovery
 from afterglow.store.catalog import Catalog, Shares
 from afterglow.store.conversations import Conversations
 from afterglow.store.copying import copy_rows
 from afterglow.store.disk import DiskTier
+from afterglow.store.places import bytes_below
 from afterglow.store.task import Abandoned
 
 MiB = 1024**2
@@ -234,10 +235,10 @@ def test_a_small_budget_holds_for_the_whole_folder(tmp_path):
                 if n % 4 == 0:
                     talk.add(f"r{n}", "t", None, "m", {}, [{"text": "x" * (100 if n % 3 else 60_000)}])
                 if n % 8 == 0:
-                    largest = max(largest, admin.folder_bytes(kit.path))
+                    largest = max(largest, bytes_below(kit.path))
             path = kit.path
         kit.store.close()
-    assert max(largest, admin.folder_bytes(path)) <= budget
+    assert max(largest, bytes_below(path)) <= budget
     with Kit(tmp_path, shares=Shares.of(budget)) as kit:
         assert len(kit.store.records()) == most
         assert 0 < sum(map(len, kit.store.notes("session").values())) < Shares.of(budget).note_bytes
@@ -283,7 +284,7 @@ def test_dropped_conversations_do_not_swell_the_log(tmp_path):
             for n in range(12):
                 name = f"r{root}-{n}"
                 talk.add(name, "t", f"r{root}-{n - 1}" if n else None, "m", {}, [{"text": "x" * 60_000}])
-                largest = max(largest, admin.folder_bytes(tmp_path))
+                largest = max(largest, bytes_below(tmp_path))
         assert talk.get("r5-11", "t") is not None
         assert talk.chain("r0-1", "t") is None
     assert largest <= MiB * 21 // 16

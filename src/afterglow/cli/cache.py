@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +19,9 @@ from afterglow.server.presence import address_of
 from afterglow.server.promptfile import read_prompt
 from afterglow.store import admin, conversations
 from afterglow.store.admin import NamespaceInfo
-from afterglow.store.namespace import DESCRIPTION, LOCK, Namespace, holder
+from afterglow.store.namespace import DESCRIPTION, LOCK, Namespace, locked
+from afterglow.store.places import bytes_below
+from afterglow.store.places import remove as remove_path
 
 NOTHING = "nothing is stored"
 
@@ -272,34 +272,28 @@ def clear(cache_dir: Path | None, namespace: str | None, yes: bool, as_json: boo
 
 def _clear(info: NamespaceInfo) -> int:
     """Remove the extents, and the texts of stored responses. Errors: ConfigError, if somebody holds them."""
-    before = admin.folder_bytes(info.path)
+    before = bytes_below(info.path)
     if info.description is None:
         _empty(info)
-        return max(0, before - admin.folder_bytes(info.path))
+        return max(0, before - bytes_below(info.path))
     admin.clear(info.path)
     with Namespace.open_existing(info.path):
         try:
             conversations.erase(info.path)
         except OSError as error:
             raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
-    return max(0, before - admin.folder_bytes(info.path))
+    return max(0, before - bytes_below(info.path))
 
 
 def _empty(info: NamespaceInfo) -> None:
     """Remove all that is in a namespace of another version, or whose description is damaged. Errors as `_clear`."""
     try:
-        # As every version does. The file stays: a process that waits for it must not hold another one of that name.
-        with open(info.path / LOCK, "ab") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"{info.path} is in use by {holder(info.path)}; stop that process first") from None
-            # The description last: with it, what is left is still found if this ends half-way.
+        with locked(info.path):
+            # The description last: with it, what is left is still found if this ends half-way. The file of the lock stays: a
+            # process that waits for it must not hold another one of that name.
             for entry in sorted(info.path.iterdir(), key=lambda entry: entry.name == DESCRIPTION):
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                elif entry.name != LOCK:
-                    entry.unlink()
+                if entry.name != LOCK:
+                    remove_path(entry)
     except OSError as error:
         raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
 

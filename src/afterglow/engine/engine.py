@@ -220,9 +220,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and levels as of the last step; waits neither for the engine's thread nor for a file system."""
         parts = self._parts
-        return collect(
+        found = collect(
             self._published, self._store.stats(), parts.capacity, parts.device_row_bytes, parts.host_block_bytes
         )
+        return replace(found, damaged_responses=self.conversations.damaged)
 
     def _snapshot(self) -> Snapshot:
         """What the engine's thread counts, as it is now. Only that thread calls it."""

@@ -49,6 +49,7 @@ class EngineStats:
     load_failures: int = 0
     store_failures: int = 0
     unsaved_rows: int = 0
+    damaged_responses: int = 0
     preemptions: int = 0
     relay_groups: int = 0  # of requests that read rows together, summed over steps
     relay_levels: int = 0  # of the deepest nesting of them so far

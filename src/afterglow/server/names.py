@@ -145,6 +145,8 @@ ROWS = (
     Row("store_bytes", "vllm:kv_offload_store_bytes", "counter", "Bytes of KV written to disk."),
     Row("store_seconds", "vllm:kv_offload_store_time", "counter", "Seconds spent on writing KV."),
     Row("damaged_extents", "afterglow:damaged_extents", "counter", "Extents dropped for damage."),
+    Row("damaged_responses", "afterglow:damaged_responses", "counter", "Stored responses and replies, or whole files of them, "
+        "dropped for damage."),
     Row("load_failures", "afterglow:load_failures", "counter", "Failed reads of KV: rows were recomputed."),
     Row("store_failures", "afterglow:store_failures", "counter", "Failed writes of KV: rows are forgotten."),
     Row("unsaved_rows", "afterglow:unsaved_rows", "counter", "New rows for which no host memory was free."),

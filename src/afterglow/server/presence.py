@@ -9,7 +9,9 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from afterglow.errors import DamageError
 from afterglow.store.namespace import LOCK, holder
+from afterglow.store.places import open_file, read_file
 
 log = logging.getLogger("afterglow.server")
 
@@ -21,13 +23,14 @@ def announce(folder: Path | None, url: str, certificate: str | None = None) -> N
     if folder is None:
         return
     try:
-        with open(folder / LOCK, "r+b") as file:  # another descriptor: closing it leaves the lock alone
+        fd = open_file(folder / LOCK, os.O_RDWR)  # another descriptor: closing it leaves the lock alone
+        with open(fd, "r+b") as file:
             said = json.loads(file.read())
             if said.get("pid") == os.getpid():
                 file.seek(0)
                 file.write(json.dumps({**said, "url": url, "certificate": certificate}).encode())
                 file.truncate()
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, DamageError, ValueError, AttributeError) as error:
         log.warning("%s does not say where the server listens: %s", folder / LOCK, error)
 
 
@@ -36,8 +39,8 @@ def address_of(folder: Path) -> str | None:
     only its own machine reaches."""
     held = holder(folder)
     try:
-        url = json.loads((folder / LOCK).read_bytes()).get("url")
-    except (OSError, ValueError, AttributeError):
+        url = json.loads(read_file(folder / LOCK)).get("url")
+    except (OSError, DamageError, ValueError, AttributeError):
         return None
     return reachable(url, held.host) if held is not None and isinstance(url, str) else None
 

@@ -8,7 +8,6 @@ says who holds it otherwise.
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +24,15 @@ from afterglow.store.catalog import Catalog, failure, read_only, read_rows
 from afterglow.store.disk import DiskTier
 from afterglow.store.namespace import (
     CATALOG,
-    DESCRIPTION,
     EXTENTS,
     Description,
     Holder,
     Namespace,
     holder,
+    is_namespace,
     read_description,
 )
+from afterglow.store.places import bytes_below, kind_at, remove
 
 SETTLE_SECONDS: Final = 0.3  # a live server may be between a file and its row
 
@@ -93,7 +93,7 @@ def list_namespaces(cache_dir: Path) -> list[NamespaceInfo]:
     """Every namespace under a cache directory, by name; those of other versions with their problem."""
     if not cache_dir.is_dir():
         return []
-    return [stats(path) for path in sorted(cache_dir.iterdir()) if (path / DESCRIPTION).is_file()]
+    return [stats(path) for path in sorted(cache_dir.iterdir()) if is_namespace(path)]
 
 
 def stats(path: Path) -> NamespaceInfo:
@@ -112,20 +112,9 @@ def stats(path: Path) -> NamespaceInfo:
         extents=len(records),
         rows=sum(record.rows for record in records),
         hits=sum(record.hits for record in records),
-        bytes=folder_bytes(path),
+        bytes=bytes_below(path),
         last_used=max((record.last_used for record in records), default=None),
     )
-
-
-def folder_bytes(path: Path) -> int:
-    """Bytes of all files below a folder, as a budget counts them."""
-    total = 0
-    for file in path.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:
-            continue  # a live server removed it in between
-    return total
 
 
 def list_extents(path: Path) -> list[ExtentRecord]:
@@ -182,25 +171,20 @@ def clear(path: Path) -> int:
     holds it.
     """
     with Namespace.open_existing(path) as namespace:
-        before = folder_bytes(path)
+        before = bytes_below(path)
         try:
             # The catalog first: a crash half-way leaves files without rows, which are swept at the next
             # start.
             for file in path.glob(f"{CATALOG}*"):
-                _delete(file)
-            if namespace.extents.is_dir():
+                remove(file)
+            if kind_at(namespace.extents) == "folder":
                 for entry in namespace.extents.iterdir():
-                    _delete(entry)
+                    remove(entry)
+            else:
+                remove(namespace.extents)
         except OSError as error:
             raise StoreError(f"cannot clear {path}: {error.strerror}") from error
-        return before - folder_bytes(path)
-
-
-def _delete(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink(missing_ok=True)
+        return before - bytes_below(path)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -209,7 +193,7 @@ def _delete(entry: Path) -> None:
 def _rows(path: Path, disk: DiskTier) -> Rows:
     if recovery.lost(path / CATALOG, disk):
         raise DamageError(f"{path / CATALOG} is missing")
-    if not (path / CATALOG).exists():
+    if kind_at(path / CATALOG) == "absent":
         return {}
     try:
         with closing(read_only(path / CATALOG)) as db:
@@ -256,23 +240,27 @@ def _check(
     return report
 
 
+def _there_is(disk: DiskTier, extent: str) -> bool:
+    return kind_at(disk.path(extent)) == "file"
+
+
 def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool) -> Iterator[Problem]:
     """Files without rows and rows without files."""
     there = set(files)
     alone = [extent for extent in files if extent not in rows]
-    gone = [extent for extent in rows if extent not in there and not disk.path(extent).exists()]
+    gone = [extent for extent in rows if extent not in there and not _there_is(disk, extent)]
     if live and (alone or gone):
         time.sleep(SETTLE_SECONDS)
         rows = _rows(path, disk)
-        alone = [extent for extent in alone if extent not in rows and disk.path(extent).exists()]
-        gone = [extent for extent in gone if extent in rows and not disk.path(extent).exists()]
+        alone = [extent for extent in alone if extent not in rows and _there_is(disk, extent)]
+        gone = [extent for extent in gone if extent in rows and not _there_is(disk, extent)]
     yield from (Problem("orphan", extent, "a file without a row in the catalog") for extent in alone)
     yield from (Problem("missing", extent, "a row in the catalog without a file") for extent in gone)
 
 
 def _notes(path: Path) -> Iterator[Problem]:
     """Notes that are not what was written."""
-    if not (path / CATALOG).exists():
+    if kind_at(path / CATALOG) == "absent":
         return
     try:
         with closing(read_only(path / CATALOG)) as db:
@@ -318,7 +306,7 @@ def _contents(
     try:
         found = disk.verify(extent).record
     except StoreError as error:
-        if not (live and not disk.path(extent).exists()):  # dropped by the server meanwhile
+        if not (live and not _there_is(disk, extent)):  # dropped by the server meanwhile
             yield Problem("damaged", extent, str(error))
         return
     report.extents += 1
@@ -337,6 +325,7 @@ def _contents(
 def _repair(namespace: Namespace, problems: list[Problem]) -> None:
     """Deal with each problem; the lock is held."""
     disk = DiskTier(namespace.extents, namespace.description.layout, namespace.description.digest)
+    disk.clean()
     bad = [problem.name for problem in problems if problem.kind in ("damaged", "id")]
     if any(problem.kind == "catalog" for problem in problems):
         for extent in bad:  # first, so that the new catalog does not list them

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 import queue
-import shutil
 import sqlite3
 import threading
 from collections import OrderedDict
@@ -30,6 +29,7 @@ from afterglow.plan.step import ExtentRecord, Kind, Use
 from afterglow.store import notes as note_table
 from afterglow.store.extent import crc32c
 from afterglow.store.notes import NOTES_MOST, Writes
+from afterglow.store.places import RELIC, kind_at, make_file, set_aside
 
 log = logging.getLogger("afterglow.store")
 
@@ -71,7 +71,7 @@ _PASSING: Final = frozenset(
     }
 )
 
-_DAMAGED: Final = ".damaged"
+_BESIDE: Final = ("-wal", "-shm", "-journal")  # what SQLite keeps beside a file
 NO_NAMES: Final[Mapping[str, str]] = {}
 
 Job = Callable[[sqlite3.Connection], None]
@@ -82,6 +82,7 @@ def connect(path: Path, journal: str = "WAL", wal_bytes: int = _WAL_BYTES) -> sq
     """A connection for writing, the schema made where the file is new. `journal`: SQLite's word for how; `wal_bytes`:
     what the write-ahead log may take. Raises DamageError for another schema, and sqlite3.Error.
     """
+    prepare(path)
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     try:
         db.execute(f"PRAGMA journal_mode = {journal}")
@@ -166,7 +167,9 @@ def read_only(path: Path) -> sqlite3.Connection:
     """A connection that writes nothing, also beside the process that owns the catalog. Raises
     sqlite3.Error.
     """
-    uri = path.resolve().as_uri()
+    if kind_at(path) not in ("absent", "file"):
+        raise sqlite3.DatabaseError(f"{path} is no regular file")
+    uri = path.absolute().as_uri()
     db = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=10.0)
     try:
         db.execute("SELECT 1 FROM sqlite_master").fetchone()
@@ -180,7 +183,7 @@ def read_only(path: Path) -> sqlite3.Connection:
 def relics(path: Path) -> int:
     """Bytes of what `aside` has kept of a file."""
     try:
-        return path.with_name(path.name + _DAMAGED).stat().st_size
+        return path.with_name(path.name + RELIC).lstat().st_size
     except OSError:
         return 0
 
@@ -190,23 +193,36 @@ def aside(path: Path) -> None:
 
     One such relic is kept, the newest. Raises OSError.
     """
-    if path.exists() and (path.is_dir() or path.stat().st_size):
-        target = path.with_name(path.name + _DAMAGED)
-        if target.is_dir():
-            shutil.rmtree(target)
+    found = kind_at(path)
+    if found != "absent" and (found != "file" or path.lstat().st_size):
+        set_aside(path)
+    for suffix in ("", *_BESIDE):
+        beside = path.with_name(path.name + suffix)
+        if kind_at(beside) == "folder":
+            set_aside(beside)
         else:
-            target.unlink(missing_ok=True)
-        path.rename(target)
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+            beside.unlink(missing_ok=True)
+
+
+def prepare(path: Path) -> None:
+    """Before SQLite opens a file: it is there, a regular one that only its owner reads, and so is what SQLite keeps beside
+    it, which gets the same rights. Raises DamageError where something else is in its place, and OSError.
+    """
+    if kind_at(path) not in ("absent", "file"):
+        raise DamageError(f"{path} is no regular file")
+    for suffix in _BESIDE:
+        beside = path.with_name(path.name + suffix)
+        if kind_at(beside) not in ("absent", "file"):
+            set_aside(beside)
+    make_file(path)
 
 
 def size_of(path: Path) -> int:
     """Bytes of a catalog and of SQLite's files beside it."""
     total = 0
-    for suffix in ("", "-wal", "-shm"):
+    for suffix in ("", *_BESIDE):
         with contextlib.suppress(OSError):
-            total += path.with_name(path.name + suffix).stat().st_size
+            total += path.with_name(path.name + suffix).lstat().st_size
     return total
 
 
@@ -243,6 +259,8 @@ class Catalog:
             self._db = connect(path, wal_bytes=self._shares.wal_bytes)
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: SQLite quotes what it cannot read
             raise failure(path, error) from error
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}") from error
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | str] = queue.SimpleQueue()
         self._slice = max(1, self._shares.wal_bytes // _CHANGE_BYTES)
         self._longest = min(note_table.VALUE_MOST, self._shares.note_bytes // 8)

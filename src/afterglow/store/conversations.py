@@ -20,9 +20,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from afterglow.errors import StoreError
-from afterglow.store.catalog import aside
+from afterglow.errors import DamageError, StoreError
+from afterglow.store.catalog import aside, prepare
 from afterglow.store.extent import crc32c
+from afterglow.store.places import remove
 
 log = logging.getLogger("afterglow.store")
 T = TypeVar("T")
@@ -99,6 +100,9 @@ class Conversations:
         self._max_bytes = max_bytes
         self._wal_bytes = _wal_bytes(max_bytes)
         self._clock = clock
+        self.damaged = (
+            0  # files that were begun anew, and rows that were dropped, because they were not what was written
+        )
         self._swept = float("-inf")
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = self._open()
@@ -217,11 +221,15 @@ class Conversations:
         StoreError."""
 
         def work(db: sqlite3.Connection) -> list[tuple[str, str, dict[str, Any], float]]:
-            found = []
+            found, bad = [], []
             query = "SELECT chain, salt, session, body, crc32c, expires FROM replies WHERE expires > ? ORDER BY expires"
             for chain, salt, session, body, crc, expires in db.execute(query, (self._clock(),)):
                 if _crc(chain, salt, session, body) == crc:
                     found.append((chain, salt, json.loads(body), float(expires)))
+                else:
+                    bad.append(chain)
+            self.damaged += len(bad)
+            db.executemany("DELETE FROM replies WHERE chain = ?", [(chain,) for chain in bad])
             return found
 
         return self._run(work)
@@ -298,15 +306,18 @@ class Conversations:
     def _open(self) -> sqlite3.Connection:
         try:
             return _connect(self._path, self._wal_bytes)
-        except sqlite3.Error as error:
+        except DamageError as error:
+            return self._begin_anew(error)
+        except (OSError, sqlite3.Error) as error:
             return self._begin_anew(error) if _is_damage(error) else self._without_file(error)
 
-    def _begin_anew(self, why: sqlite3.Error) -> sqlite3.Connection:
+    def _begin_anew(self, why: Exception) -> sqlite3.Connection:
         assert self._path is not None, "memory has no file to be damaged"
+        self.damaged += 1
         try:
             aside(self._path)
             db = _connect(self._path, self._wal_bytes)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, StoreError, sqlite3.Error) as error:
             return self._without_file(error)
         log.warning("%s was damaged (%s): it is now %s.damaged, and a new one is begun", self._path, why, FILE)
         return db
@@ -324,6 +335,7 @@ class Conversations:
             if isinstance(error, sqlite3.OperationalError) and "decode" not in str(error).lower():
                 raise  # (bytes that are no UTF-8 are reported in this way)
             log.warning("response %s is damaged and is forgotten: %s", response, error)
+            self.damaged += 1
             db.execute("DELETE FROM responses WHERE id = ?", (response,))
             return None
 
@@ -375,15 +387,17 @@ def _wal_bytes(max_bytes: int) -> int:
 def erase(folder: Path) -> None:
     """Remove the file of a namespace that nobody has open. Raises OSError."""
     for file in folder.glob(f"{FILE}*"):
-        file.unlink(missing_ok=True)
+        remove(file)
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
+def _is_damage(error: Exception) -> bool:
     # Its subclasses say something else: a full disk, a locked file, missing rights. It is still a database then.
     return type(error) is sqlite3.DatabaseError
 
 
 def _connect(path: Path | None, wal_bytes: int) -> sqlite3.Connection:
+    if path is not None:
+        prepare(path)
     db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False, timeout=10.0)
     try:
         db.execute("PRAGMA journal_mode = WAL")

@@ -8,7 +8,9 @@ loses no page cache, and what a power failure tears is caught by the checksums.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -33,13 +35,17 @@ from afterglow.store.files import (
     write_full,
 )
 from afterglow.store.layout import ALIGNMENT, KEYS, PROBES, KVLayout, align_up
+from afterglow.store.places import FOLDER_MODE, kind_at, make_folder, open_file, remove
 from afterglow.store.rewriting import Files, Ranks, Rewriting
 from afterglow.store.tier import HostArena, runs
+
+log = logging.getLogger("afterglow.store")
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
 READ_BYTES: Final = 4 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
 WRITE_BYTES: Final = 4 << 20
+_FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 
 Piece = list[tuple[int, int]]  # (layer, kv) of tensors that lie side by side in the file and move in one call
 Checksums = Callable[[], list[list[int]]]  # waits for those of a piece: by tensor, by chunk
@@ -48,8 +54,17 @@ Checksums = Callable[[], list[list[int]]]  # waits for those of a piece: by tens
 class DiskTier:
     """Extents as files in one folder. See `Tier` for the methods' promises."""
 
-    def __init__(self, folder: Path, layout: KVLayout, digest: str, *, inspect: bool = False) -> None:
-        """Raises StoreError when the folder cannot be used. Temporary files of dead processes are removed.
+    def __init__(
+        self,
+        folder: Path,
+        layout: KVLayout,
+        digest: str,
+        *,
+        inspect: bool = False,
+        remake: Callable[[], object] | None = None,
+    ) -> None:
+        """Raises StoreError when the folder cannot be used. Temporary files of dead processes are removed, and whatever else
+        is no extent but for folders that are nobody's (`strange`). `remake`: makes what the folder is in, if it is gone.
 
         `inspect`: only look, beside the process that owns the folder: nothing is made, tried or removed.
         """
@@ -57,6 +72,8 @@ class DiskTier:
         self.layout = layout
         self.digest = digest
         self.direct = False
+        self.strange = 0  # what was found at the start that is neither an extent nor a temporary file
+        self._remake = remake
         self._scratch = Scratch()
         self._heads = Scratch()
         self._helper = Helper()
@@ -65,10 +82,14 @@ class DiskTier:
         if inspect:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.strange += make_folder(folder)
             self.direct = supports_direct(folder)
             for leftover in self.leftovers():
-                leftover.unlink(missing_ok=True)
+                self.strange += not leftover.name.startswith(TEMPORARY)
+                if kind_at(leftover) == "folder":
+                    log.warning("%s is none of the cache's folders: it is left alone", leftover)
+                else:
+                    leftover.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"cannot use {folder}: {error.strerror}") from error
         self._chunks = ChunkReader(layout, digest, self.direct)
@@ -111,7 +132,11 @@ class DiskTier:
                 finally:
                     os.close(fd)
                 progress()
-                os.rename(temporary, f"{folder}/{extent}{SUFFIX}")
+                try:
+                    os.rename(temporary, f"{folder}/{extent}{SUFFIX}")
+                except IsADirectoryError:
+                    self._out_of_the_way(self.path(extent))
+                    os.rename(temporary, f"{folder}/{extent}{SUFFIX}")
                 self._chunks.forget(extent)
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
@@ -123,11 +148,30 @@ class DiskTier:
 
     def _create(self, folder: Path, name: str) -> tuple[int, bool]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if kind_at(self.folder) == "other":
+            make_folder(self.folder)
+        found = kind_at(folder)
+        if found == "folder":
+            return open_direct(name, flags, direct=self.direct)
+        if found != "absent":
+            self._out_of_the_way(folder)
         try:
-            return open_direct(name, flags, direct=self.direct)
-        except FileNotFoundError:
-            folder.mkdir(exist_ok=True)
-            return open_direct(name, flags, direct=self.direct)
+            folder.mkdir(FOLDER_MODE, exist_ok=True)
+        except FileNotFoundError:  # somebody has removed all of it
+            log.warning("%s was removed: it is made again", self.folder)
+            if self._remake is not None:
+                self._remake()
+            make_folder(self.folder)
+            folder.mkdir(FOLDER_MODE, exist_ok=True)
+        return open_direct(name, flags, direct=self.direct)
+
+    def _out_of_the_way(self, path: Path) -> None:
+        """Something has the name of an extent, or of a folder of extents, and is none. What is in a folder is not ours."""
+        log.warning("%s is not what belongs there: it is put out of the way", path)
+        if kind_at(path) == "folder":
+            os.rename(path, self.folder / f"strange-{os.getpid()}-{next(self._numbers)}-{path.name}")
+        else:
+            path.unlink(missing_ok=True)
 
     def _write_file(
         self,
@@ -233,6 +277,7 @@ class DiskTier:
         """Fill `slots` with layers [first, stop) of the first `len(slots)` blocks, each verified. See `Tier.read`."""
         layers = range(self.layout.layers)[first:stop]
         try:
+            self._check_folder(extent)
             fd, direct = open_direct(str(self.path(extent)), os.O_RDONLY, direct=self.direct)
             try:
                 size = os.fstat(fd).st_size
@@ -342,6 +387,7 @@ class DiskTier:
     def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
         """Carry out `reads` of an extent of `rows` rows; see `Tier.read_chunks`."""
         try:
+            self._check_folder(extent)
             return self._chunks.read(str(self.path(extent)), extent, rows, reads, edition)
         except DamageError as error:
             raise DamageError(f"extent {extent[:16]}: {error}") from error
@@ -371,6 +417,12 @@ class DiskTier:
 
     # --------------------------------------------------------------------------------------- the rest
 
+    def _check_folder(self, extent: str) -> None:
+        """Raises DamageError where the folder of an extent is a link, or anything else that is no folder."""
+        folder = self.folder / extent[:2]
+        if kind_at(folder) == "other" or kind_at(self.folder) == "other":
+            raise DamageError(f"{folder} is no folder")
+
     def head(self, extent: str) -> Head:
         """The verified head of an extent, whatever its row count."""
         return self.head_of(self.path(extent), extent)
@@ -378,7 +430,8 @@ class DiskTier:
     def head_of(self, path: Path, extent: str | None = None) -> Head:
         """The verified head of the file at `path`; page cache or not does not matter here."""
         try:
-            with open(path, "rb", buffering=0) as file:
+            self._check_folder(path.parent.name)
+            with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
                 start = file.read(ALIGNMENT)
                 rows, size = peek_rows(start), os.fstat(file.fileno()).st_size
                 if size != self.layout.file_bytes(rows):  # also keeps a wrong count from asking for gigabytes
@@ -400,7 +453,7 @@ class DiskTier:
         span = layout.tensor_bytes(rows)
         tensor = self._scratch.take(span)
         try:
-            with open(self.path(extent), "rb", buffering=0) as file:
+            with open(open_file(self.path(extent), os.O_RDONLY), "rb", buffering=0) as file:
                 for layer, kv in np.ndindex(layout.layers, 2):
                     read_full(file.fileno(), [tensor], layout.offset(rows, layer, kv))
                     self._compare(list(tensor.reshape(-1, layout.chunk_bytes)), head, layer, kv)
@@ -424,38 +477,58 @@ class DiskTier:
 
     def delete(self, extent: str) -> None:
         """Remove the file of an extent; one that is not there is no error."""
+        path = self.path(extent)
         try:
-            self.path(extent).unlink(missing_ok=True)
+            found = kind_at(path.parent) if kind_at(self.folder) == "folder" else "absent"
+            if found == "folder" and kind_at(path) == "folder":
+                self._out_of_the_way(path)
+            elif found == "folder":
+                path.unlink(missing_ok=True)
             self._chunks.forget(extent)
         except OSError as error:
             raise StoreError(f"removing extent {extent[:16]}: {error.strerror}") from error
 
     def leftovers(self) -> list[Path]:
-        """Files that are no extents, or in a place where nobody looks for them.
+        """What is no extent, or in a place where nobody looks for it: files, links, folders.
 
         Where no process writes, the temporary ones are what a killed one left behind.
         """
-        temporary = self.folder.glob(f"{TEMPORARY}*")
-        return sorted([*temporary, *(Path(file.path) for file in self._files() if not _in_place(file))])
+        beside = [Path(entry.path) for entry in self._entries(self.folder) if not _is_ours(entry)]
+        return sorted([*beside, *(Path(file.path) for file in self._files() if not _in_place(file))])
+
+    def clean(self) -> None:
+        """Remove all leftovers, folders too. Raises StoreError."""
+        try:
+            for leftover in self.leftovers():
+                remove(leftover)
+        except OSError as error:
+            raise StoreError(f"cannot clean {self.folder}: {error.strerror}") from error
 
     def extents(self) -> Iterator[str]:
         """The ids of all files that look like extents, by name."""
         return (file.name[: -len(SUFFIX)] for file in self._files() if _in_place(file))
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
+        for folder in self._entries(self.folder):
+            if _is_ours(folder):
+                yield from self._entries(folder.path)
+
+    def _entries(self, folder: str | Path) -> list[os.DirEntry[str]]:
         try:
-            if not self.folder.exists():
-                return
-            with os.scandir(self.folder) as folders:
-                for folder in folders:
-                    if folder.is_dir():
-                        with os.scandir(folder) as files:
-                            yield from files
+            with os.scandir(folder) as entries:
+                return list(entries) if kind_at(folder) == "folder" else []
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         except OSError as error:
-            raise StoreError(f"listing {self.folder}: {error.strerror}") from error
+            raise StoreError(f"listing {folder}: {error.strerror}") from error
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    """Is it a folder for extents?"""
+    return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
 def _in_place(file: os.DirEntry[str]) -> bool:
     """Whether a file has an extent's name and lies where that extent is looked for."""
     folder = os.path.basename(os.path.dirname(file.path))
-    return file.name.endswith(SUFFIX) and file.name[:2] == folder
+    return file.name.endswith(SUFFIX) and file.name[:2] == folder and file.is_file(follow_symlinks=False)

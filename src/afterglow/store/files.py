@@ -20,6 +20,7 @@ import numpy as np
 from afterglow.errors import DamageError, SlowError, StoreError
 from afterglow.store.extent import Bytes
 from afterglow.store.layout import ALIGNMENT, align_up
+from afterglow.store.places import open_file
 
 IOV_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024)
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -56,14 +57,15 @@ def supports_direct(folder: Path) -> bool:
 
 
 def open_direct(path: str, flags: int, *, direct: bool) -> tuple[int, bool]:
-    """A file descriptor, and whether it bypasses the page cache (EINVAL: this file cannot)."""
+    """A regular file's descriptor, and whether it bypasses the page cache (EINVAL: this file cannot). Raises DamageError
+    for anything else, and OSError."""
     if direct:
         try:
-            return os.open(path, flags | _O_DIRECT, 0o644), True
+            return open_file(path, flags | _O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return os.open(path, flags, 0o644), False
+    return open_file(path, flags), False
 
 
 def read_full(fd: int, buffers: Sequence[Bytes], offset: int) -> int:

@@ -53,8 +53,9 @@ _FAILED_KEPT: Final = 4096  # failed loads and copies that `wait_layer` still kn
 class StoreStats:
     """Counters since start, and levels: those from `queue` on. Seconds are time inside calls.
 
-    `errors` counts by kind: damage (of extents, of catalog rows, and a catalog that had to be rebuilt), missing, no_space,
-    io, timeout, refused, catalog. What the start finds counts with it.
+    `errors` counts by kind: damage (of extents, of catalog rows, a catalog that had to be rebuilt, a description, and
+    whatever else was not what belongs there), missing, no_space, io, timeout, refused, catalog. What the start finds counts
+    with it.
     """
 
     disk_reads: int = 0
@@ -129,7 +130,7 @@ class KVStore:
         self._catalog: Catalog | None = None
         opened: Opened | None = None
         if namespace is not None:
-            disk = DiskTier(namespace.extents, layout, namespace.description.digest)
+            disk = DiskTier(namespace.extents, layout, namespace.description.digest, remake=namespace.remake)
             opened = open_catalog(namespace.catalog, disk, shares)
             self._tier, self._catalog = disk, opened.catalog
             if throttle is not None:
@@ -139,7 +140,8 @@ class KVStore:
             self._rows = {record.id: record.rows for record in opened.records}
             self._stats.disk_bytes = sum(record.file_bytes for record in opened.records)
             self._stats.catalog_rebuilds = opened.rebuilt
-            found = {"damage": opened.damaged + opened.rebuilt, "missing": opened.missing}
+            strange = namespace.damaged + disk.strange
+            found = {"damage": opened.damaged + opened.rebuilt + strange, "missing": opened.missing}
             self._stats.errors = {kind: number for kind, number in found.items() if number}
             self._stats.direct_io = disk.direct
         self._mover = Mover(threads, read_timeout, self._moved)

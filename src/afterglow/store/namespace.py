@@ -1,4 +1,5 @@
-"""One folder per model digest, owned by the one process that holds its lock.
+"""One folder per model digest, owned by the one process that holds its locks: of the file `lock`, which says who it is, and
+of the folder itself, which holds when that file is deleted.
 
 CACHE_DIR/NAME-DIGEST/    afterglow.json · lock · catalog.sqlite · extents/
 """
@@ -9,23 +10,38 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.errors import ConfigError, StoreError
-from afterglow.store.extent import FORMAT_VERSION
+from afterglow.errors import ConfigError, DamageError, StoreError
+from afterglow.store.extent import FORMAT_VERSION, crc32c
 from afterglow.store.layout import KVLayout
+from afterglow.store.places import (
+    FOLDER_MODE,
+    kind_at,
+    make_file,
+    make_folder,
+    open_file,
+    read_file,
+    set_aside,
+    tighten,
+)
+
+log = logging.getLogger("afterglow.store")
 
 DESCRIPTION: Final = "afterglow.json"
 LOCK: Final = "lock"
 CATALOG: Final = "catalog.sqlite"
 EXTENTS: Final = "extents"
+_CRC: Final = "crc32c"  # of all else in a description, in this format and in those to come
 _DIGEST_DIGITS: Final = 16  # of the folder's name; the whole digest is in afterglow.json
 
 
@@ -51,12 +67,14 @@ class Holder:
 
 
 class Namespace:
-    """A locked namespace; `open` makes or finds it, `close` gives it back."""
+    """A locked namespace; `open` makes or finds it, `close` gives it back. `damaged`: what was not what belongs there when
+    it was opened."""
 
-    def __init__(self, path: Path, description: Description, lock: int) -> None:
+    def __init__(self, path: Path, description: Description, locks: Sequence[int], damaged: int = 0) -> None:
         self.path = path
         self.description = description
-        self._lock: int | None = lock
+        self.damaged = damaged
+        self._locks = list(locks)
 
     @property
     def catalog(self) -> Path:
@@ -76,45 +94,68 @@ class Namespace:
     ) -> Namespace:
         """The namespace of a model digest, made where it is new.
 
-        Raises ConfigError when another process holds it or another version or layout wrote it, StoreError
-        when the folder cannot be made or written.
+        A description that is damaged is written anew: all it says is known. Nobody else may read what is in the folder.
+        Raises ConfigError when another process holds it or another version or layout wrote it, StoreError when the folder
+        cannot be made or written.
         """
         path = folder_of(cache_dir, name, digest)
         wanted = Description(name, digest, layout)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = _take_lock(path)
+            cache_dir.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            damaged = int(make_folder(path))
+            locks, strange = _take_locks(path)
         except OSError as error:
             raise StoreError(f"cannot use {path}: {error.strerror}") from error
         try:
-            if (path / DESCRIPTION).exists():
-                _compare(path, read_description(path), wanted)
-            else:
-                _write_description(path, wanted)
-        except OSError as error:
-            os.close(lock)
-            raise StoreError(f"cannot use {path}: {error.strerror}") from error
-        except BaseException:
-            os.close(lock)
+            damaged += strange + _describe(path, wanted)
+        except BaseException as error:
+            _close(locks)
+            if isinstance(error, OSError):
+                raise StoreError(f"cannot use {path}: {error.strerror}") from error
             raise
-        return cls(path, wanted, lock)
+        tighten(path)
+        return cls(path, wanted, locks, damaged)
 
     @classmethod
     def open_existing(cls, path: Path) -> Namespace:
         """Lock a namespace that is there, for maintenance. Errors as `open`."""
         description = read_description(path)
         try:
-            return cls(path, description, _take_lock(path))
+            locks, damaged = _take_locks(path)
+            return cls(path, description, locks, damaged)
         except OSError as error:
             raise StoreError(f"cannot use {path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Give the lock back; may be called twice."""
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._lock, 0)
-            os.close(self._lock)
-            self._lock = None
+        """Give the locks back; may be called twice."""
+        locks, self._locks = self._locks, []
+        _close(locks)
+
+    def remake(self) -> None:
+        """Make the folder again that somebody has removed under a running process, or moved away; the old one stays locked.
+        Raises StoreError.
+        """
+        try:
+            self.path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            make_folder(self.path)
+            if not self._is_locked():
+                locks, _ = _take_locks(self.path)
+                self._locks += locks
+            _describe(self.path, self.description)
+        except OSError as error:
+            raise StoreError(f"cannot use {self.path}: {error.strerror}") from error
+        except ConfigError as error:
+            raise StoreError(str(error)) from error
+
+    def _is_locked(self) -> bool:
+        """Is the folder of that name still the one that was locked?"""
+        own = {(found.st_dev, found.st_ino) for found in map(os.fstat, self._locks)}
+        for path in (self.path, self.path / LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.lstat(path)
+                if (found.st_dev, found.st_ino) in own:
+                    return True
+        return False
 
     def __enter__(self) -> Namespace:
         return self
@@ -129,21 +170,30 @@ def folder_of(cache_dir: Path, name: str, digest: str) -> Path:
     return cache_dir / f"{safe[:64]}-{digest[:_DIGEST_DIGITS]}"
 
 
+def is_namespace(path: Path) -> bool:
+    """Is there a namespace in the folder `path`, of whatever version, or damaged?"""
+    return kind_at(path) == "folder" and kind_at(path / DESCRIPTION) != "absent"
+
+
 def read_description(path: Path) -> Description:
     """What `afterglow.json` in the folder `path` says.
 
-    Raises ConfigError when there is none, when it cannot be understood, and when it has another format
-    version.
+    Raises ConfigError when there is none, and when it has another format version; DamageError when it is not what was
+    written.
     """
     file = path / DESCRIPTION
     try:
-        found = json.loads(file.read_bytes())
-    except OSError as error:
+        found = _parsed(read_file(file))
+    except FileNotFoundError as error:
         raise ConfigError(f"{path} is no cache namespace: {DESCRIPTION}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON; delete {path} or choose another --cache-dir") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
-        version = found.get("format") if isinstance(found, dict) else None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {DESCRIPTION}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "is not valid JSON") from error
+    version = found.get("format")
+    if not isinstance(version, int) or (_CRC in found and found[_CRC] != _crc(found)):
+        raise _damaged(file, "is not what was written")
+    if version != FORMAT_VERSION:
         raise ConfigError(
             f"{path} has cache format {version!r}, this version reads {FORMAT_VERSION}; "
             "delete the folder or choose another --cache-dir"
@@ -158,55 +208,103 @@ def read_description(path: Path) -> Description:
         sizes = (layout["layers"], layout["kv_heads"], layout["head_dim"], layout["dtype"])
         shape = KVLayout(*sizes, probe_heads=layout.get("probe_heads", 0))
         return Description(str(found["name"]), str(found["digest"]), shape)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file} is incomplete ({error!r}); delete {path} or choose another --cache-dir") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(file, f"is incomplete ({error!r})") from error
 
 
 def holder(path: Path) -> Holder | None:
     """Who holds the namespace in the folder `path`; None when nobody does."""
+    lock = _open_or_none(path / LOCK, os.O_RDONLY)
+    folder = _open_or_none(path, _FOLDER)
     try:
-        fd = os.open(path / LOCK, os.O_RDONLY)
-    except OSError:
+        if not any(_is_held(fd) for fd in (lock, folder) if fd is not None):
+            return None
+        return _NOBODY if lock is None else _read_holder(lock)
+    finally:
+        for fd in (lock, folder):
+            if fd is not None:
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the folder `path`, whatever is in it. Raises ConfigError when a process holds it, and OSError."""
+    locks, _ = _take_locks(path)
+    try:
+        yield
+    finally:
+        _close(locks)
+
+
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
+_NOBODY: Final = Holder(0, "an unknown host", "an unknown time")
+
+
+def _open_or_none(path: Path, flags: int) -> int | None:
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC) if flags == _FOLDER else open_file(path, flags)
+    except (OSError, DamageError):
         return None
+
+
+def _is_held(fd: int) -> bool:
     try:
         # A shared lock is enough to find out, and two curious processes do not take each other for a holder.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except OSError:
-        return _read_holder(fd)
-    finally:
-        os.close(fd)
+        return False
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
 
 
 def _held(path: Path, who: Holder) -> ConfigError:
     return ConfigError(f"{path} is in use by {who}; stop that process or choose another --cache-dir")
 
 
-def _take_lock(path: Path) -> int:
-    # The file stays for ever: removing it would let two processes lock two different files of one name.
-    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _take_locks(path: Path) -> tuple[list[int], int]:
+    """The locks of a namespace, that of the file last, and how much in their place was none. Raises ConfigError, OSError."""
+    folder = os.open(path, _FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC)
+    locks = [folder]
     try:
-        for attempt in range(5):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                if attempt == 4:  # `holder` in another process may have had it for an instant
-                    raise _held(path, _read_holder(fd)) from error
-                time.sleep(0.02)
+        try:
+            _lock(path, folder)
+        except OSError as error:  # not every file system can lock folders
+            log.debug("%s cannot be locked as a folder: %s", path, error.strerror)
+        # The file stays for ever: removing it would let two processes lock two different files of one name.
+        strange = make_file(path / LOCK)
+        locks.append(open_file(path / LOCK, os.O_RDWR | os.O_CREAT))
+        _lock(path, locks[-1])
         me = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(me).encode(), 0)
-        return fd
+        os.ftruncate(locks[-1], 0)
+        os.pwrite(locks[-1], json.dumps(me).encode(), 0)
+        return locks, int(strange)
     except BaseException:
-        os.close(fd)
+        for fd in locks:
+            os.close(fd)
         raise
+
+
+def _lock(path: Path, fd: int) -> None:
+    for attempt in range(5):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            if attempt == 4:  # `holder` in another process may have had it for an instant
+                raise _held(path, holder(path) or _NOBODY) from error
+            time.sleep(0.02)
+
+
+def _close(locks: Sequence[int]) -> None:
+    for fd in reversed(locks):
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)  # of a folder this fails
+        os.close(fd)
 
 
 def _read_holder(fd: int) -> Holder:
@@ -214,23 +312,65 @@ def _read_holder(fd: int) -> Holder:
         found: dict[str, Any] = json.loads(os.pread(fd, 4096, 0))
         return Holder(int(found["pid"]), str(found["host"]), str(found["started"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return Holder(0, "an unknown host", "an unknown time")
+        return _NOBODY
+
+
+def _describe(path: Path, wanted: Description) -> int:
+    """Write the description where there is none, or a damaged one (1 then). Raises ConfigError, OSError."""
+    file = path / DESCRIPTION
+    if kind_at(file) == "absent":
+        _write_description(path, wanted)
+        return 0
+    try:
+        _compare(path, read_description(path), wanted)
+    except DamageError as error:
+        log.warning("%s: it is written anew", error)
+        set_aside(file)
+        _write_description(path, wanted)
+        return 1
+    found = _parsed(read_file(file))
+    if _CRC not in found:  # an earlier version wrote it
+        _write(path, found)
+    return 0
 
 
 def _write_description(path: Path, description: Description) -> None:
-    content = {
-        "format": FORMAT_VERSION,
-        "name": description.name,
-        "digest": description.digest,
-        "layout": description.layout.as_dict(),
-        "created": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+    _write(
+        path,
+        {
+            "format": FORMAT_VERSION,
+            "name": description.name,
+            "digest": description.digest,
+            "layout": description.layout.as_dict(),
+            "created": time.strftime("%Y-%m-%d %H:%M:%S"),
+        },
+    )
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
     temporary = path / f".tmp-{DESCRIPTION}"
-    with open(temporary, "w") as file:
-        json.dump(content, file, indent=1)
+    make_file(temporary)
+    with open(open_file(temporary, os.O_WRONLY | os.O_TRUNC), "w") as file:
+        json.dump({**content, _CRC: _crc(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())  # the one file whose loss could not be told from damage
     os.replace(temporary, path / DESCRIPTION)
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    found = json.loads(raw)
+    return found if isinstance(found, dict) else {}
+
+
+def _crc(content: dict[str, Any]) -> int:
+    rest = {name: value for name, value in content.items() if name != _CRC}
+    return crc32c(json.dumps(rest, sort_keys=True).encode())
+
+
+def _damaged(file: Path, how: str) -> DamageError:
+    return DamageError(
+        f"{file} {how}; a server that uses it writes it anew, and `afterglow cache clear` removes what is in {file.parent}"
+    )
 
 
 def _compare(path: Path, found: Description, wanted: Description) -> None:

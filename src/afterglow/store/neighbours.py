@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from afterglow.config import format_size
-from afterglow.store.admin import folder_bytes
-from afterglow.store.namespace import DESCRIPTION, holder
+from afterglow.store.namespace import holder, is_namespace
+from afterglow.store.places import bytes_below
 
 log = logging.getLogger("afterglow.store")
 
@@ -30,19 +30,19 @@ class Neighbour:
 
 def others(path: Path) -> list[Path]:
     """The namespaces beside the one in the folder `path`, by name."""
-    return [other for other in sorted(path.parent.iterdir()) if other != path and (other / DESCRIPTION).is_file()]
+    return [other for other in sorted(path.parent.iterdir()) if other != path and is_namespace(other)]
 
 
 def idle(paths: Sequence[Path]) -> list[Neighbour]:
     """Those of these namespaces that nobody holds, the largest first. A server that runs has a budget of its own."""
-    found = [Neighbour(path, folder_bytes(path)) for path in paths if holder(path) is None]
+    found = [Neighbour(path, bytes_below(path)) for path in paths if holder(path) is None]
     return sorted(found, key=lambda item: -item.bytes)
 
 
 def excess(path: Path, budget: int) -> str | None:
     """What to say if the namespace in the folder `path` and those that nobody holds take more than `budget` bytes."""
     beside = idle(others(path))
-    total = folder_bytes(path) + sum(item.bytes for item in beside)
+    total = bytes_below(path) + sum(item.bytes for item in beside)
     if not beside or total <= budget:
         return None
     names = ", ".join(f"{item.path.name} ({format_size(item.bytes)})" for item in beside)

@@ -16,6 +16,7 @@ from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord
 from afterglow.store.catalog import Catalog, Shares, create
 from afterglow.store.disk import SUFFIX, DiskTier
+from afterglow.store.places import kind_at
 
 log = logging.getLogger("afterglow.store")
 
@@ -91,7 +92,8 @@ def _compare(catalog: Catalog, rows: Rows, files: dict[str, str], disk: DiskTier
 
 def lost(path: Path, disk: DiskTier) -> bool:
     """Whether there is no catalog although there are extents."""
-    gone = not path.exists() or (path.is_file() and path.stat().st_size == 0)
+    found = kind_at(path)
+    gone = found == "absent" or (found == "file" and path.lstat().st_size == 0)
     return gone and next(disk.extents(), None) is not None
 
 
@@ -113,7 +115,7 @@ def salvage(disk: DiskTier, extent: str) -> ExtentRecord | None:
     """The record of an extent as its file tells it (hits 0, last used when written); None: unreadable."""
     try:
         record = disk.head(extent).record
-        return replace(record, last_used=disk.path(extent).stat().st_mtime)
+        return replace(record, last_used=disk.path(extent).lstat().st_mtime)
     except (StoreError, OSError) as error:
         log.warning("an extent is not taken over: %s", error)
         return None

@@ -224,7 +224,7 @@ def _cost(options: argparse.Namespace, report: Report) -> None:
     report.add("cost", "one layer of OPT-6.7B's shape", rows)
     for row in rows:
         name = f"identification's share of computing a layer, prefix of {row['rows']}"
-        report.goals.append(goal(name, row["share_pass"], 0.06, least=False) | {"spread": row["spread"]})
+        report.goals.append(goal(name, row["share_pass"], 0.06, least=False, spread=row["spread"]))
 
 
 def _print(report: Report) -> None:

@@ -56,7 +56,7 @@ def main(args: list[str]) -> int:
             r["ratio"],
             1.1,
             least=False,
-            tolerance=max(r["spread"].values()),
+            spread=max(r["spread"].values()),
         )
         for r in rows
     ]

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from afterglow.bench.report import arguments, commit, hardware, show
+from afterglow.bench.report import COUNTED, arguments, commit, hardware, show
 from cachedattention_parts import closed, serving, varied
 from cachedattention_parts.runs import PAPER_CONVERSATIONS, Case, Figures, Runs
 from cachedattention_parts.table import Paper, Row, missed, shown
@@ -169,7 +169,7 @@ def goal_of(found: Row) -> dict[str, Any]:
     wanted = str(found["printed"]) + (f" +- {found['within']:g}" if found["within"] is not None else "")
     name = f"{found['paper']} {found['figure']}: {found['what']}"
     counted = {"conversations": found["conversations"]} if "conversations" in found else {}
-    return {"name": name, "value": found["simulated"], "goal": wanted, "met": found["met"]} | counted
+    return {"name": name, "value": found["simulated"], "goal": wanted, "spread": COUNTED, "met": found["met"]} | counted
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
             r["auto"],
             0.98,
             least=True,
-            tolerance=r["spread"],
+            spread=r["spread"],
         )
         for r in rows
     ]

@@ -98,7 +98,7 @@ def main(args: list[str]) -> int:
             wanted["of_theory"],
             0.6,
             least=True,
-            tolerance=max(wanted["spread"].values()),
+            spread=max(wanted["spread"].values()),
         )
     ]
     finish(options.json, options.seed, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)

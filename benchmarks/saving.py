@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from afterglow.bench.report import arguments, finish, goal, show, spread
+from afterglow.bench.report import COUNTED, arguments, finish, goal, show, spread
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.engine import Engine
 from asking import ask, asked, engine_of, words
@@ -64,15 +64,15 @@ def main(args: list[str]) -> int:
             r[f"{m}_ratio"],
             1.03,
             least=False,
-            tolerance=min(NOISE, r[f"{m}_a_a"]),
+            spread=r[f"{m}_a_a"],
         )
         for m in ("decode", "next")
         for r in rows
         if r["saving"] == ON
     ]
-    goals.append(goal("bytes that differ after reload", reloaded["bytes_that_differ"], 0, least=False))
+    goals.append(goal("bytes that differ after reload", reloaded["bytes_that_differ"], 0, least=False, spread=COUNTED))
     worst = reloaded["to_recomputed"] / 1e-4
-    goals.append(goal("largest difference to recomputed rows, 1e-4", worst, 1, least=False))
+    goals.append(goal("largest difference to recomputed rows, 1e-4", worst, 1, least=False, spread=COUNTED))
     finish(
         options.json, options.seed, rows, goals, reloaded=reloaded, disk_write_bytes=written, decoded=DECODED, next=NEXT
     )

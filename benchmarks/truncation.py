@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from afterglow.bench.report import arguments, finish, goal, show
+from afterglow.bench.report import COUNTED, arguments, finish, goal, show
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
 from afterglow.text.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class Report:
             self._goal(f"points that CA loses to TT: {task}, {model.name}", lost, 2, row["questions"], least=False)
 
     def _goal(self, name: str, found: dict[str, float], wanted: float, samples: int, *, least: bool) -> None:
-        judged = goal(name, found["value"], wanted, least=least)
+        judged = goal(name, found["value"], wanted, least=least, spread=COUNTED)
         self.goals.append(judged | {"error": found["error"], "samples": samples})
 
     def prefill(self, text: str, model: Model, counted: Prefill) -> None:

@@ -60,8 +60,11 @@ def main(args: list[str]) -> int:
         options.model, threads=options.threads, cache=cache, max_batch=MAX_BATCH, max_model_len=ROOM
     ) as engine:
         real = _run(engine, rng, talks)
+        engine.reset_cache()
+        engine.settle()
+        again = _run(engine, rng, talks)
         simulated = _simulate(engine, found, options.model, talks)
-    rows = [{"what": "measured", **real}, {"what": "simulated", **simulated}]
+    rows = [{"what": "measured", **real}, {"what": "measured again", **again}, {"what": "simulated", **simulated}]
     show(
         f"{len(talks)} conversations, {sum(len(turns) for _, turns in talks)} turns, {options.model}",
         ("", "TTFT mean ms", "p50", "p99", "hit rate", "device", "host", "disk"),
@@ -77,9 +80,17 @@ def main(args: list[str]) -> int:
         ],
     )
     apart = abs(simulated["ttft_mean"] / real["ttft_mean"] - 1)
-    goals = [
-        goal("mean TTFT, simulated / measured - 1", apart, 0.15, least=False),
-        goal("hit rates apart, points", 100 * abs(simulated["hit_rate"] - real["hit_rate"]), 2, least=False),
+    twice = abs(again["ttft_mean"] / real["ttft_mean"] - 1)
+    points = 100 * abs(simulated["hit_rate"] - real["hit_rate"])
+    goals = [  # spreads are fractions of the goals
+        goal("mean TTFT, simulated / measured - 1", apart, 0.15, least=False, spread=twice / 0.15),
+        goal(
+            "hit rates apart, points",
+            points,
+            2,
+            least=False,
+            spread=100 * abs(again["hit_rate"] - real["hit_rate"]) / 2,
+        ),
     ]
     finish(options.json, options.seed, rows, goals, calibration=found.packed())
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from afterglow.bench.report import goal
+from afterglow.bench.report import COUNTED, goal
 from importance_parts.runs import DEFAULT, EXACT, Found, Protocol, Session, Variant
 from truncation_parts.stats import Paired
 
@@ -58,7 +58,7 @@ def goals(where: str, wanted: Sequence[Variant], found: Found) -> list[dict[str,
         if points is not None:
             about = {"error": points["error"], "samples": values["questions"]}
             name = f"{where}: points of {label} lost at {retention:.0%}"
-            rows.append(goal(name, 0.0 - points["value"], 2, least=False) | about)
+            rows.append(goal(name, 0.0 - points["value"], 2, least=False, spread=COUNTED) | about)
     for label, pairs in (
         ("recall", found.right),
         ("agreement in replies", found.agree),
@@ -70,8 +70,8 @@ def goals(where: str, wanted: Sequence[Variant], found: Found) -> list[dict[str,
                 name = f"{where}: {label}, SPEC - {mode}"
                 worst = min(value + 1.96 * error for _, value, error in ahead)
                 least = min(value for retention, value, _ in ahead if retention <= DEFAULT)
-                rows.append(goal(f"{name}: upper end of 95 %, worst retention", worst, 0, least=True))
-                rows.append(goal(f"{name}: least with 25 % or less", least, 0.01, least=True))
+                rows.append(goal(f"{name}: upper end of 95 %, worst retention", worst, 0, least=True, spread=COUNTED))
+                rows.append(goal(f"{name}: least with 25 % or less", least, 0.01, least=True, spread=COUNTED))
     return rows
 
 

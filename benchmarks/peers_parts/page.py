@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from afterglow.bench.report import verdict
+
 BEGIN, END = "<!-- from benchmarks/results/peers.json: begin -->", "<!-- end -->"
 
 ENGINES = (
@@ -37,7 +39,9 @@ def tables(found: dict[str, Any]) -> str:
         by_figure.setdefault(row["figure"], []).append(row)
     writers = {"engine": _engine, "shared-prefix": _shared, "multi-turn": _multi_turn, "repeat": _repeat}
     parts += [writers[name](rows) for name, rows in by_figure.items()]
-    goals = [(g["name"], f"{g['value']:.3g}", g["goal"], "met" if g["met"] else "**missed**") for g in found["goals"]]
+    goals = [
+        (g["name"], f"{g['value']:.3g}", g["goal"], verdict(g).replace("MISSED", "**missed**")) for g in found["goals"]
+    ]
     parts.append("### Goals\n\n" + _table(("", "measured", "wanted", ""), goals))
     return "\n".join(parts)
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from afterglow.bench.report import spread
 
-MOST_TOLERANCE = 0.05
-
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     """(round, name): everybody in each round, and none always first, for what runs beside this would be on its account."""
@@ -36,5 +34,5 @@ def best(rows: Sequence[dict[str, Any]], *, least: bool = False) -> dict[str, An
 
 
 def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
-    """Of the medians; and its tolerance, the larger of the two spreads, up to `MOST_TOLERANCE`: noise excuses only so much."""
-    return ours["value"] / theirs["value"], min(MOST_TOLERANCE, max(ours["spread"], theirs["spread"]))
+    """Of the medians; and what it may differ by in another run, the larger of the two spreads."""
+    return ours["value"] / theirs["value"], max(ours["spread"], theirs["spread"])

@@ -21,7 +21,15 @@ def test_turns_and_events_are_counted() -> None:
 
 
 def test_goals_are_of_the_longest_run() -> None:
-    shape = {"rate": sim_speed.STEADY, "seconds": 1.0, "turns": 100, "ms_per_turn": 1.0, "max_rss": 10**8}
+    shape = {
+        "rate": sim_speed.STEADY,
+        "seconds": 1.0,
+        "turns": 100,
+        "ms_per_turn": 1.0,
+        "max_rss": 10**8,
+        "spread": 0.0,
+    }
+    shape["spread_rss"] = 0.0
     rows = [shape, shape | {"turns": 1000, "ms_per_turn": 2.0, "max_rss": 2 * 10**9}, shape | {"rate": 1.0}]
     assert [found["met"] for found in sim_speed.goals(rows)] == [False, True, False]
 

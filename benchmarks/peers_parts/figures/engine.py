@@ -110,18 +110,18 @@ def goals(rows: Rows) -> list[dict[str, Any]]:
         for measure, wanted in WANTED.items():
             theirs = best([r for (m, name), r in by.items() if m == measure and not name.startswith("afterglow")])
             if theirs is not None:
-                value, tolerance = ratio(by[measure, "afterglow"], theirs)
+                value, noise = ratio(by[measure, "afterglow"], theirs)
                 name = f"engine, {model}: {measure} / {theirs['engine']} (best peer)"
-                found.append(goal(name, value, wanted, least=True, tolerance=tolerance))
+                found.append(goal(name, value, wanted, least=True, spread=noise))
         theirs = best([by["decode 8", name] for name in (VLLM, COMPILED) if ("decode 8", name) in by])
         if theirs is not None:
-            value, tolerance = ratio(by["decode 8", "afterglow"], theirs)
+            value, noise = ratio(by["decode 8", "afterglow"], theirs)
             name = f"engine, {model}: decode 8 / {theirs['engine']}"
-            found.append(goal(name, value, BATCH_8, least=True, tolerance=tolerance))
+            found.append(goal(name, value, BATCH_8, least=True, spread=noise))
         if ("decode 1", INT8) in by:
-            value, tolerance = ratio(by["decode 1", INT8], by["decode 1", "afterglow"])
+            value, noise = ratio(by["decode 1", INT8], by["decode 1", "afterglow"])
             name = f"engine, {model}: decode 1, int8 / float32"
-            found.append(goal(name, value, QUANTIZED, least=True, tolerance=tolerance))
+            found.append(goal(name, value, QUANTIZED, least=True, spread=noise))
     return found
 
 

@@ -147,11 +147,11 @@ def goals(rows: Rows) -> list[dict[str, Any]]:
                 theirs = best([r for r in others if r["engine"].endswith(DISK) == bool(kind)], least=least)
                 if not ours or theirs is None:
                     continue
-                value, tolerance = ratio(ours[0], theirs)
+                value, noise = ratio(ours[0], theirs)
                 slack = BEHIND if size == "fits" else 0.0
                 wanted = 1 + slack if least else 1 - slack
                 name = f"{NAME}, {size}{kind}: {measure} / {theirs['engine']} (best peer)"
-                found.append(goal(name, value, wanted, least=not least, tolerance=tolerance))
+                found.append(goal(name, value, wanted, least=not least, spread=noise))
     return found
 
 

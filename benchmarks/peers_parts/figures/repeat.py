@@ -101,9 +101,9 @@ def goals(rows: Rows) -> list[dict[str, Any]]:
     for tier in TIERS:
         ours, theirs = again.get(("afterglow", tier)), again.get(("vllm-cpu+lmcache", tier))
         if ours and theirs:
-            value, tolerance = ratio(ours, theirs)
+            value, noise = ratio(ours, theirs)
             name = f"{NAME}, from {tier}: TTFT / vllm-cpu+lmcache"
-            found.append(goal(name, value, HALF, least=False, tolerance=tolerance))
+            found.append(goal(name, value, HALF, least=False, spread=noise))
     return found
 
 

@@ -99,9 +99,9 @@ def goals(rows: Rows) -> list[dict[str, Any]]:
     for theirs in rows:
         if theirs["engine"] != "afterglow":
             at = theirs["prefix"], theirs["batch"]
-            value, tolerance = ratio(ours[at], theirs)
+            value, noise = ratio(ours[at], theirs)
             name = f"{NAME}, prefix {at[0]}, {at[1]} at once: tokens/s / {theirs['engine']}"
-            found.append(goal(name, value, 1.0, least=True, tolerance=tolerance))
+            found.append(goal(name, value, 1.0, least=True, spread=noise))
     return found
 
 

@@ -71,7 +71,13 @@ def main(args: Sequence[str]) -> int:
     )
     plain = {"ratio": "fastest plain loop", "ratio_kept": "fastest that keeps the bytes"}
     goals = [
-        goal(f"{r['what']} / {loop}, {r['rows']} rows, threads: {r['threads']}", r[key], 0.8, least=True)
+        goal(
+            f"{r['what']} / {loop}, {r['rows']} rows, threads: {r['threads']}",
+            r[key],
+            0.8,
+            least=True,
+            spread=r["spread"],
+        )
         for key, loop in plain.items()
         for r in rows
         if r["what"] == "read" or (r["what"] == "write" and key == "ratio")

@@ -58,8 +58,8 @@ def _goals(found: dict[str, list[float]]) -> list[dict[str, Any]]:
     noise = {name: spread(s) for name, s in found.items()}
 
     def ratio(name: str, ours: str, theirs: str, wanted: float) -> dict[str, Any]:
-        tolerance = max(noise[ours], noise[theirs])
-        return goal(name, mid[ours] / mid[theirs], wanted, least=True, tolerance=tolerance)
+        apart = max(noise[ours], noise[theirs])
+        return goal(name, mid[ours] / mid[theirs], wanted, least=True, spread=apart)
 
     return [
         ratio("prefill / generate", "prefill", "prefill, generate", 1.0),

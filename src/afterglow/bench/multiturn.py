@@ -71,14 +71,26 @@ def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert isinstance(noise, dict)
     at = f"at {row['history']} tokens"
     return [
-        goal(f"host / recompute {at}", ttft["host"] / ttft["recompute"], 1 / 10, least=False),
-        goal(f"disk / recompute {at}", ttft["disk"] / ttft["recompute"], 1 / 8, least=False),
+        goal(
+            f"host / recompute {at}",
+            ttft["host"] / ttft["recompute"],
+            1 / 10,
+            least=False,
+            spread=max(noise["host"], noise["recompute"]),
+        ),
+        goal(
+            f"disk / recompute {at}",
+            ttft["disk"] / ttft["recompute"],
+            1 / 8,
+            least=False,
+            spread=max(noise["disk"], noise["recompute"]),
+        ),
         goal(
             f"host / device {at}",
             ttft["host"] / ttft["device"],
             1.3,
             least=False,
-            tolerance=max(noise["host"], noise["device"]),
+            spread=max(noise["host"], noise["device"]),
         ),
     ]
 

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,16 +77,30 @@ def spread(samples: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(samples)
 
 
-def goal(name: str, value: float, wanted: float, *, least: bool, tolerance: float = 0.0) -> dict[str, Any]:
-    """One row of `goals`. A goal tighter than the run's own spread (`tolerance`, a fraction) counts as met
-    within it."""
-    met = value >= wanted * (1 - tolerance) if least else value <= wanted * (1 + tolerance)
+COUNTED = 0.0  # the spread of what is counted or calculated: the same in each run
+
+
+def goal(name: str, value: float, wanted: float, *, least: bool, spread: float) -> dict[str, Any]:
+    """Make one row of `goals`: at least (or at most) `wanted`, without any tolerance.
+
+    `spread`: what the run's own repeats of the same thing differ by, as a fraction of the goal. A miss by no more than that
+    is `within_noise`: neither met nor shown to be missed.
+    """
+    met = value >= wanted if least else value <= wanted
+    near = value >= wanted * (1 - spread) if least else value <= wanted * (1 + spread)
     return {
         "name": name,
         "value": round(value, 4),
         "goal": f"{'>=' if least else '<='} {wanted:g}",
+        "spread": round(spread, 4),
         "met": bool(met),
+        "within_noise": bool(near and not met),
     }
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Say in words how a goal came out."""
+    return "met" if found["met"] else "within noise" if found["within_noise"] else "MISSED"
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -103,9 +118,11 @@ def finish(path: Path | None, seed: int, rows: list[dict[str, Any]], goals: list
     if goals:
         show(
             "goals",
-            ("goal", "measured", "wanted", ""),
-            [(g["name"], g["value"], g["goal"], "met" if g["met"] else "MISSED") for g in goals],
+            ("goal", "measured", "wanted", "repeats differ by", ""),
+            [(g["name"], g["value"], g["goal"], f"{g['spread']:.1%}", verdict(g)) for g in goals],
         )
+        counts = Counter(map(verdict, goals))
+        print(", ".join(f"{counts[word]} {word}" for word in ("met", "within noise", "MISSED")))
     if path is not None:
         facts = {"hardware": hardware(), "commit": commit(), "seed": seed, "rows": rows, "goals": goals, **more}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
+import html
+import json
 import re
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.stats import EngineStats
 from afterglow.plan.stats import Counters, Stats
 from afterglow.server import dashboard
-from afterglow.server.dashboard import FIELDS, SHARES, History, page
+from afterglow.server.dashboard import FIELDS, OF_THE_SERVER, SHARES, History, page
 from afterglow.server.launch import Service
 from afterglow.server.metrics import flatten
 from afterglow.server.settings import ServerConfig
@@ -91,7 +97,8 @@ def test_the_policy_allows_what_is_in_the_page_and_no_more() -> None:
 
 def test_the_page_asks_for_fields_that_there_are() -> None:
     """A number that is renamed must be renamed here too: the page would show a dash for it for ever."""
-    assert set(FIELDS) <= flatten(full_stats()).keys()
+    assert set(FIELDS) - set(OF_THE_SERVER) <= flatten(full_stats()).keys()
+    assert not set(OF_THE_SERVER) & flatten(full_stats()).keys()
     text = (files("afterglow") / "server/static/dashboard.html").read_text("utf-8")
     asked = set(re.findall(r"[\"'`]((?:plan|store|load|cached|device|host|disk|prompt)_\w+)[\"'`]", text))
     assert len(asked) > 20
@@ -111,7 +118,9 @@ def test_the_shape_of_the_data(server: Running) -> None:
     assert data["object"] == "dashboard"
     assert (data["model"], data["status"], data["samples"], data["interval"]) == ("fake-model", "running", 600, 1.0)
     assert data["budgets"] == {"device": 100, "host": 0, "disk": 0}
-    assert [group["share"] for group in data["ttft"]] == ["none", "some", "half", "most"]
+    assert data["ttft"].keys() == {"lengths", "sooner"}
+    assert data["per_token"].keys() == {"requests", "median", "p95"}
+    assert data["history"]["values"]["process_memory_bytes"][0] > 2**20
     history = data["history"]
     assert tuple(history["values"]) == FIELDS
     assert {len(column) for column in history["values"].values()} == {len(history["time"])}
@@ -141,10 +150,11 @@ def test_requests_are_told_once_with_how_much_was_cached(model_dir: Path, monkey
             poll()
         assert [(cached > 0, share) for _, _, _, cached, share in seen] == [(False, "none"), (True, "most")]
         assert all(ttft > 0 for _, ttft, _, _, _ in seen)
-        groups = {group["share"]: group for group in http.get(DATA).json()["ttft"]}
-        assert [groups[name]["requests"] for name in ("none", "some", "half", "most")] == [1, 0, 0, 1]
-        assert groups["some"]["median"] is None
-        assert groups["most"]["prompt_tokens"] == seen[1][2]
+        ttft = http.get(DATA).json()["ttft"]
+        (length,) = ttft["lengths"]
+        assert length["tokens"] == 64 >= seen[0][2] == seen[1][2]
+        assert (length["without"]["requests"], length["with"]["requests"]) == (1, 1)
+        assert ttft["sooner"] == pytest.approx(length["without"]["median"] / length["with"]["median"])
 
 
 @pytest.mark.parametrize("after", ["x", "-2", "1.5", "", "9" * 16, "١"])
@@ -205,18 +215,59 @@ def test_the_history_is_bounded() -> None:
     assert history.after(3)["time"] == found["time"]
 
 
-def test_quantiles_by_share() -> None:
+def test_only_prompts_of_like_length_are_compared() -> None:
+    """Short prompts without reuse and long ones with it say nothing about reuse."""
     history = History()
     for number in range(1, 101):
-        history.answered(1000.0, number / 100, 100, 95)
-    history.answered(1000.0, 5.0, 200, 19)
-    history.answered(1000.0, 3.0, 100, 10)
+        history.answered(1000.0, number / 100, 100, 95)  # at most 128 tokens
+    for ttft, cached in ((4.0, 9), (2.0, 50), (9.0, 20)):  # without, with, and neither
+        history.answered(1000.0, ttft, 100, cached)
+    history.answered(1000.0, 0.2, 64, 0)  # at most 64: without reuse, and sooner than those with it
     history.answered(1.0, 9.0, 100, 50)  # too long ago
-    said = {group.pop("share"): group for group in history.ttft(1100.0)}
-    assert said["most"] == {"from": 0.9, "requests": 100, "median": 0.5, "p95": 0.95, "prompt_tokens": 100}
-    assert said["none"] == {"from": 0.0, "requests": 1, "median": 5.0, "p95": 5.0, "prompt_tokens": 200}
-    assert said["some"]["requests"] == 1
-    assert said["half"] == {"from": 0.5, "requests": 0, "median": None, "p95": None, "prompt_tokens": None}
+    found = history.ttft(1100.0)
+    short, long = found["lengths"]
+    nothing = {"requests": 0, "median": None, "p95": None}
+    assert short == {"tokens": 64, "without": {"requests": 1, "median": 0.2, "p95": 0.2}, "with": nothing}
+    assert long == {
+        "tokens": 128,
+        "without": {"requests": 1, "median": 4.0, "p95": 4.0},
+        "with": {"requests": 101, "median": 0.51, "p95": 0.96},
+    }
+    assert found["sooner"] == pytest.approx(4.0 / 0.51)
+    history.answered(1000.0, 8.0, 4097, 0)
+    history.answered(1000.0, 1.0, 8192, 8000)
+    assert [length["tokens"] for length in history.ttft(1100.0)["lengths"]] == [64, 128, 8192]
+    assert history.ttft(1100.0)["sooner"] == pytest.approx((4.0 / 0.51 * 8.0) ** 0.5)  # one pair each
+    assert History().ttft(0.0) == {"lengths": [], "sooner": None}
+
+
+def test_times_between_tokens() -> None:
+    history = History()
+    for per_token in (0.1, 0.2, 0.3, None):
+        history.answered(1000.0, 1.0, 10, 0, per_token)
+    assert history.per_token(1001.0) == {"requests": 3, "median": 0.2, "p95": 0.3}
+
+
+def test_what_went_wrong_is_shown(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "INTERVAL", 0.02)
+    with running(model_dir, hold=True, max_queue=1) as server, server.http() as http:
+        waiting = threading.Thread(target=lambda: http.post("/v1/chat/completions", json=HI))
+        waiting.start()
+        wait_for(lambda: server.engine.in_flight == 1)
+        assert http.post("/v1/chat/completions", json=HI).status_code == 429
+        assert http.post("/v1/chat/completions", json={"messages": 1}).status_code == 400
+        server.engine.gate.set()
+        waiting.join()
+        server.engine.fail = "out of luck"
+        assert http.post("/v1/chat/completions", json=HI).status_code == 500
+        server.service._state.metrics.response(499)
+
+        def told() -> dict[str, float]:
+            values = http.get(DATA).json()["history"]["values"]
+            return {name: values[f"http_{name}"][-1] for name in ("refused", "busy", "failed", "gone")}
+
+        wait_for(lambda: told() == {"refused": 1, "busy": 1, "failed": 1, "gone": 1})
+        assert "process_resident_memory_bytes" in http.get("/metrics").text
 
 
 def test_statistics_that_fail_end_nothing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +338,70 @@ def test_the_numbers_are_the_engines(real: tuple[Engine, str]) -> None:
         data = http.get(DATA).json()
     now = {name: column[-1] for name, column in data["history"]["values"].items()}
     table = flatten(engine.stats())
-    assert now == {name: table.get(name) for name in FIELDS}
+    assert {**now, **dict.fromkeys(OF_THE_SERVER)} == {name: table.get(name) for name in FIELDS}
     assert now["plan_sessions"] == 1
     assert data["budgets"]["device"] == engine.stats().device_capacity_bytes
     found = sum(now[f"cached_tokens_{tier}"] for tier in ("device", "host", "disk"))
     missed = sum(value for name, value in now.items() if name.startswith("plan_missed_"))
     assert found + missed + now["plan_recomputed"] == now["prompt_tokens"]  # nothing is left out of the page
+
+
+# --------------------------------------------------------------------------------------------------- in a browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LOOK = """<script>setTimeout(() => {
+  const bare = [...document.querySelectorAll(".tile b, td, .meter span, .legend b")].map(e => e.textContent.trim());
+  const boxes = [document.documentElement, ...document.querySelectorAll(".scroll, .card, .tile")];
+  document.body.innerHTML = "";
+  const wide = boxes.map(b => b.dataset.over).filter(Boolean);
+  document.body.append("RESULT" + JSON.stringify({bare: bare.filter(t => /^[\\d.,]+$/.test(t)), numbers: bare.length, wide}) + "END");
+}, 4000);
+setTimeout(() => { for (const b of [document.documentElement, ...document.querySelectorAll(".scroll, .card, .tile")])
+  if (b.scrollWidth > b.clientWidth) b.dataset.over = `${b.className || b.tagName} ${b.textContent.slice(0, 40)}`; }, 3500);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_page_fits_and_every_number_has_a_unit(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(dashboard, "INTERVAL", 0.02)
+    with running(model_dir) as server, server.http() as http:
+        counters = {field.name: 1_234_567 for field in fields(Counters)}
+        numbers = {field.name: 1_234_567 for field in fields(EngineStats) if field.type in ("int", "float")}
+        stats = dataclasses.replace(full_stats(**counters), **numbers)  # type: ignore[arg-type]
+        monkeypatch.setattr(server.engine, "stats", lambda: stats)
+        for _ in range(2):
+            http.post("/v1/chat/completions", json={**HI, "session_id": "a conversation with a rather long name"})
+        wait_for(lambda: len(http.get(DATA).json()["history"]["requests"]) == 2)
+        told = {"/dashboard/data": http.get(DATA).content, "/v1/cache/sessions": http.get("/v1/cache/sessions").content}
+
+    class Pages(BaseHTTPRequestHandler):
+        """The page without its policy, which allows nobody to look at it."""
+
+        def do_GET(self) -> None:
+            body = told.get(self.path.split("?")[0], bytes(page().body).replace(b"</body>", LOOK.encode() + b"</body>"))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json" if self.path.split("?")[0] in told else "text/html")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        assert CHROMIUM is not None
+        flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars")
+        ran = subprocess.run(
+            [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=6000", f"--window-size={width},2000",
+             "--dump-dom", f"http://127.0.0.1:{pages.server_port}/"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        pages.shutdown()
+    found = re.search(r"RESULT(.*)END", ran.stdout)
+    assert found is not None, ran.stderr[-2000:]
+    result = json.loads(html.unescape(found[1]))
+    assert result["numbers"] > 80
+    assert (result["wide"], result["bare"]) == ([], [])

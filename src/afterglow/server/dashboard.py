@@ -12,10 +12,11 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import islice
@@ -28,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from afterglow import __version__
 from afterglow.errors import RequestError
-from afterglow.server.metrics import flatten
+from afterglow.server.metrics import PROBLEMS, flatten
 from afterglow.server.state import Record, State
 
 log = logging.getLogger("afterglow.server")
@@ -39,7 +40,9 @@ SAMPLES = 600  # ten minutes
 REQUESTS = 2000  # the latest ones whose time to the first token is kept
 
 _TIERS = ("device", "host", "disk")
+OF_THE_SERVER = ("process_memory_bytes", *(f"http_{problem}" for problem in PROBLEMS))  # not of the engine
 LEVELS = (
+    "process_memory_bytes",
     "running",
     "waiting",
     "plan_loading",
@@ -55,6 +58,8 @@ LEVELS = (
 TOTALS = (  # since the start; whoever draws takes differences
     "prompt_tokens",
     "generation_tokens",
+    "requests_error",
+    *(f"http_{problem}" for problem in PROBLEMS),
     *(f"cached_tokens_{tier}" for tier in _TIERS),
     *(f"plan_missed_{why}" for why in ("cold", "evicted", "expired", "damaged", "deleted", "salt")),
     "plan_recomputed",
@@ -74,6 +79,8 @@ FIELDS = (*LEVELS, *TOTALS)
 # (name, from this share of the prompt on) of requests, by how much of their prompt was cached.
 # "none": a template's first tokens are nearly always there, and are no reuse worth the name.
 SHARES = (("none", 0.0), ("some", 0.1), ("half", 0.5), ("most", 0.9))
+WITHOUT, WITH = ("none",), ("half", "most")  # what is compared, at like lengths: a long prompt takes longer in any case
+SHORTEST = 64  # tokens; prompts up to twice as long are alike
 
 
 class Sample(NamedTuple):
@@ -89,6 +96,12 @@ class Answered(NamedTuple):
     ttft: float
     prompt: int  # tokens, and how many of them were cached
     cached: int
+    per_token: float | None = None  # mean seconds of its tokens after the first
+
+    @property
+    def length(self) -> int:
+        """At most so many tokens, and more than half as many, has its prompt."""
+        return max(SHORTEST, 1 << (self.prompt - 1).bit_length())
 
     @property
     def share(self) -> str:
@@ -104,13 +117,14 @@ class History:
         self._samples: deque[Sample] = deque(maxlen=samples)
         self._requests: deque[Answered] = deque(maxlen=requests)
 
-    def sample(self, stats: Any, now: float) -> None:
-        table = flatten(stats)
+    def sample(self, stats: Any, now: float, server: Mapping[str, float | None] | None = None) -> None:
+        """`server`: the numbers that the engine does not know."""
+        table = {**flatten(stats), **(server or {})}
         self._samples.append(Sample(now, tuple(table.get(name) for name in FIELDS)))
         self.next += 1
 
-    def answered(self, now: float, ttft: float, prompt: int, cached: int) -> None:
-        self._requests.append(Answered(self.next, now, ttft, prompt, cached))
+    def answered(self, now: float, ttft: float, prompt: int, cached: int, per_token: float | None = None) -> None:
+        self._requests.append(Answered(self.next, now, ttft, prompt, cached, per_token))
 
     def after(self, number: int) -> dict[str, Any]:
         """What came after a sample, column by column."""
@@ -126,30 +140,48 @@ class History:
             "requests": [(round(r.time, 2), round(r.ttft, 5), r.prompt, r.cached, r.share) for r in news],
         }
 
-    def ttft(self, now: float) -> list[dict[str, Any]]:
-        """Times to the first token of the last ten minutes, by how much of the prompt was cached."""
-        recent = [r for r in self._requests if r.time > now - SAMPLES * INTERVAL]
-        said = []
-        for name, least in SHARES:
-            group = [r for r in recent if r.share == name]
-            times = [r.ttft for r in group]
-            said.append(
-                {
-                    "share": name,
-                    "from": least,
-                    "requests": len(group),
-                    "median": _quantile(times, 0.5),
-                    "p95": _quantile(times, 0.95),
-                    "prompt_tokens": _quantile([r.prompt for r in group], 0.5),
-                }
+    def _recent(self, now: float) -> list[Answered]:
+        return [r for r in self._requests if r.time > now - SAMPLES * INTERVAL]
+
+    def ttft(self, now: float) -> dict[str, Any]:
+        """Times to the first token of the last ten minutes with and without reuse, at like lengths of the prompt; and how
+        many times sooner it came with reuse, over the lengths of which there were both."""
+        recent = self._recent(now)
+        lengths, weights, logs = [], 0, 0.0
+        for length in sorted({r.length for r in recent}):
+            groups = [
+                [r.ttft for r in recent if r.length == length and r.share in shares] for shares in (WITHOUT, WITH)
+            ]
+            without, reused = (
+                {"requests": len(g), "median": _quantile(g, 0.5), "p95": _quantile(g, 0.95)} for g in groups
             )
-        return said
+            lengths.append({"tokens": length, "without": without, "with": reused})
+            slow, fast = without["median"], reused["median"]
+            if slow is not None and fast:
+                weight = min(map(len, groups))
+                weights += weight
+                logs += weight * math.log(slow / fast)
+        return {"lengths": lengths, "sooner": math.exp(logs / weights) if weights else None}
+
+    def per_token(self, now: float) -> dict[str, Any]:
+        """Seconds between the tokens of a reply, of the last ten minutes."""
+        times = [r.per_token for r in self._recent(now) if r.per_token is not None]
+        return {"requests": len(times), "median": _quantile(times, 0.5), "p95": _quantile(times, 0.95)}
 
 
 def _quantile(values: Sequence[float], part: float) -> float | None:
     """The smallest value that so many of them do not exceed."""
     ordered = sorted(values)
     return ordered[math.ceil(part * len(ordered)) - 1] if ordered else None
+
+
+def resident_bytes() -> float | None:
+    """The memory of this process, where the system says it without looking at a disk."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return float(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class Board:
@@ -172,16 +204,22 @@ class Board:
 
     def sample(self) -> None:
         try:
-            self.history.sample(self._state.engine.stats(), time.time())
+            self.history.sample(self._state.engine.stats(), time.time(), self._server())
         except Exception:  # a page without numbers is no reason to end anything
             if not self._failed:
                 log.exception("the dashboard got no statistics")
             self._failed = True
 
+    def _server(self) -> dict[str, float | None]:
+        problems = {f"http_{problem}": float(n) for problem, n in self._state.metrics.problems.items()}
+        return {"process_memory_bytes": resident_bytes(), **problems}
+
     def note(self, record: Record) -> None:
         """A request has ended."""
         if record.ttft is not None and record.prompt_tokens:
-            self.history.answered(time.time(), record.ttft, record.prompt_tokens, record.cached.total)
+            times = record.per_token
+            per_token = sum(times) / len(times) if times else None
+            self.history.answered(time.time(), record.ttft, record.prompt_tokens, record.cached.total, per_token)
 
     def data(self, after: int) -> dict[str, Any]:
         engine = self._state.engine
@@ -199,6 +237,7 @@ class Board:
             "samples": SAMPLES,
             "budgets": {tier: capacity.get(f"{tier}_capacity_bytes") for tier in _TIERS},
             "ttft": self.history.ttft(time.time()),
+            "per_token": self.history.per_token(time.time()),
             "history": self.history.after(after),
         }
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from afterglow.server.names import REPEATED, ROWS
+from afterglow.server.stream import CLIENT_GONE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,6 +46,7 @@ _TIME = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240,
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 VLLM = "vllm:"  # families of this name carry vLLM's label `engine` as well, of which there is one
 ENGINE = "0"
+PROBLEMS = ("refused", "busy", "failed", "gone")
 
 
 class HasStats(Protocol):
@@ -84,6 +86,8 @@ class Metrics:
         self.most_generated = self._histogram(
             "vllm:request_max_num_generation_tokens", "Generated tokens of the longest of a request's replies.", lengths
         )
+        ProcessCollector(registry=self.registry)
+        self.problems = dict.fromkeys(PROBLEMS, 0)  # responses, by what went wrong
         self._responses = Counter(
             "afterglow:http_responses", "HTTP responses by status.", ("status",), registry=self.registry
         )
@@ -113,9 +117,17 @@ class Metrics:
 
     def response(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
+        if status >= 400:
+            self.problems[_problem(status)] += 1
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _problem(status: int) -> str:
+    if status in (429, 503):
+        return "busy"
+    return "gone" if status == CLIENT_GONE else "failed" if status >= 500 else "refused"
 
 
 def _labels(name: str, model: str) -> dict[str, str]:

@@ -62,6 +62,8 @@ class Run:
             prefill=max(0.0, first - self._began - reply.waited),
             decode=now - first,
         )
+        if len(reply.tokens) > 1:
+            self._record.per_token.append((now - first) / (len(reply.tokens) - 1))
         start = index - index % self._per_prompt
         siblings = self.choices[start : start + self._per_prompt]
         if all(choice.assembler.finish is not None for choice in siblings):

@@ -63,6 +63,9 @@ class Record:
     generated: int = 0
     ttft: float | None = None
     last_token: float = 0.0
+    per_token: list[float] = field(
+        default_factory=list
+    )  # of each reply, the mean seconds of its tokens after the first
     note: str = ""  # for the log
     large: bool = False  # its body was
 

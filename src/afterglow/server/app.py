@@ -31,6 +31,7 @@ from afterglow.server.chat import chat_completions
 from afterglow.server.completions import completions
 from afterglow.server.dashboard import add_dashboard
 from afterglow.server.defaults import Defaults
+from afterglow.server.docs import add_docs
 from afterglow.server.embeddings import Embeddings, embeddings
 from afterglow.server.encoder_only import EncoderOnly
 from afterglow.server.errors import engine_dead, error_response
@@ -41,12 +42,7 @@ from afterglow.server.record import TraceRecorder
 from afterglow.server.rerank import rerank
 from afterglow.server.responses import create_response
 from afterglow.server.schema import (
-    ChatBody,
-    CompletionBody,
     DetokenizeBody,
-    EmbeddingBody,
-    RerankBody,
-    ResponseBody,
     TokenizeBody,
 )
 from afterglow.server.settings import ServerConfig
@@ -90,21 +86,22 @@ def create_app(
         if recorder is not None:
             await asyncio.to_thread(recorder.close)
 
-    app = FastAPI(title="Afterglow", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(title="Afterglow", version=__version__, lifespan=lifespan, redirect_slashes=False, openapi_url=None)
     app.state.afterglow = state
     app.add_middleware(Guard, state=state)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra=_schema(ChatBody))
-    app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_schema(CompletionBody))
-    app.add_api_route("/v1/responses", create_response, methods=["POST"], openapi_extra=_schema(ResponseBody))
-    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], openapi_extra=_schema(EmbeddingBody))
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/responses", create_response, methods=["POST"])
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):  # Jina's, and Cohere's clients
-        app.add_api_route(path, rerank, methods=["POST"], openapi_extra=_schema(RerankBody))
+        app.add_api_route(path, rerank, methods=["POST"])
     for path, route, method in _ROUTES:
         app.add_api_route(path, route, methods=[method])
-    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_schema(TokenizeBody))
-    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_schema(DetokenizeBody))
+    app.add_api_route("/tokenize", tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", detokenize, methods=["POST"])
+    add_docs(app, state.config)
     add_dashboard(app, state)
     return app
 
@@ -112,10 +109,6 @@ def create_app(
 def _state(request: Request) -> State:
     state: State = request.app.state.afterglow
     return state
-
-
-def _schema(body: Any) -> dict[str, Any]:
-    return {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
 
 
 async def models(request: Request) -> Response:

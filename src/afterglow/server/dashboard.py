@@ -246,7 +246,7 @@ def add_dashboard(app: FastAPI, state: State) -> None:
     """Add the page, its data and the keeping of its history. After all other middleware: the page goes before keys."""
     app.state.dashboard = board = Board(state)
     app.add_middleware(_Front, board=board)
-    app.add_api_route(f"{PATH}/data", dashboard_data, methods=["GET"])
+    app.add_api_route(f"{PATH}/data", dashboard_data, methods=["GET"], include_in_schema=False)
 
 
 async def dashboard_data(http: HttpRequest) -> Response:

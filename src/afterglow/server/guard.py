@@ -21,7 +21,7 @@ from afterglow.server.stream import CLIENT_GONE, ClientGone
 log = logging.getLogger("afterglow.server")
 access = logging.getLogger("afterglow.access")
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/docs", "/openapi.json")
 METRICS_PATH = "/metrics"
 QUIET_PATHS = ("/health", "/metrics", "/dashboard/data", "/v1/cache/sessions")  # asked for all day long by machines
 MAX_REQUEST_ID = 128

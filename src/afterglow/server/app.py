@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from afterglow import __version__
 from afterglow.errors import RequestError
@@ -168,7 +169,8 @@ async def tokenize(request: Request) -> Response:
         ).ids
 
     ids = await state.tokenise(body.size, work)
-    return json_response({"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids})
+    answer = {"count": len(ids), "max_model_len": state.engine.max_model_len, "tokens": ids}
+    return await state.respond(len(ids), lambda: answer)
 
 
 async def detokenize(request: Request) -> Response:
@@ -178,7 +180,7 @@ async def detokenize(request: Request) -> Response:
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < state.engine.vocab_size:
         raise RequestError(f"tokens must be between 0 and {state.engine.vocab_size - 1}", param="tokens")
     text = await state.tokenise(len(body.tokens), lambda: state.tokenizer.decode(body.tokens, False))
-    return json_response({"prompt": text})
+    return await state.respond(len(text), lambda: {"prompt": text})
 
 
 _ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] = (
@@ -214,4 +216,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.url.path} does not answer {request.method}",
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return error_response(RequestError(message, status=error.status_code, code=code))
+    response = error_response(RequestError(message, status=error.status_code, code=code))
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What a path answers: each method has a route of its own."""
+    found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in found for method in route.methods or ()}

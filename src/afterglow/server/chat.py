@@ -19,7 +19,6 @@ from afterglow.server.run import Run
 from afterglow.server.schema import ChatBody
 from afterglow.server.state import Record, State, Wish
 from afterglow.server.stream import DONE, EventStream, event, while_connected
-from afterglow.server.wire import to_json
 from afterglow.text import ChatPrompt
 
 
@@ -45,7 +44,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if body.stream:
         return EventStream(reply.stream(), run.close)
     try:
-        return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+        return await while_connected(reply.whole(), http)
     finally:
         run.close()
 
@@ -58,12 +57,17 @@ class _Reply:
         self._run = run
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         logprobs: list[list[TokenLogprob]] = [[] for _ in self._run.choices]
         async with aclosing(self._run.pieces()) as pieces:
             async for index, piece in pieces:
                 logprobs[index].extend(piece.logprobs)
         self._remember()
+        values = 8 * sum(len(found) for found in logprobs) * (1 + (self._body.top_logprobs or 0))
+        size = values + sum(len(choice.assembler.text) for choice in self._run.choices)
+        return await self._state.respond(size, lambda: self._describe(logprobs))
+
+    def _describe(self, logprobs: list[list[TokenLogprob]]) -> dict[str, Any]:
         return {
             **self._head,
             "object": "chat.completion",

@@ -20,7 +20,6 @@ from afterglow.server.run import Run
 from afterglow.server.schema import CompletionBody
 from afterglow.server.state import Record, State, Wish
 from afterglow.server.stream import DONE, EventStream, event, while_connected
-from afterglow.server.wire import to_json
 from afterglow.text.chat import shown
 
 DEFAULT_MAX_TOKENS = 16
@@ -52,7 +51,7 @@ async def completions(http: HttpRequest) -> Response:
     if body.stream:
         return EventStream(reply.stream(), run.close)
     try:
-        return Response(to_json(await while_connected(reply.whole(), http)), media_type="application/json")
+        return await while_connected(reply.whole(), http)
     finally:
         run.close()
 
@@ -87,6 +86,7 @@ async def _prompts(state: State, body: CompletionBody) -> list[_Prompt]:
 
 class _Reply:
     def __init__(self, state: State, body: CompletionBody, model: str, prompts: Sequence[_Prompt], run: Run) -> None:
+        self._state = state
         self._tokenizer = state.tokenizer
         self._body = body
         self._prompts = prompts
@@ -99,14 +99,20 @@ class _Reply:
             "model": model,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         parts: list[list[dict[str, Any]]] = [[] for _ in self._run.choices]
         texts = [""] * len(parts)
         async with aclosing(self._run.pieces()) as pieces:
             async for index, piece in pieces:
-                text, logprobs = self._part(index, piece, first=not parts[index])
+                text, logprobs = await self._part(index, piece, first=not parts[index])
                 texts[index] += text
                 parts[index].append(logprobs)
+        tokens = sum(len(part["tokens"]) for found in parts for part in found)
+        return await self._state.respond(
+            sum(map(len, texts)) + tokens * self._values, lambda: self._describe(texts, parts)
+        )
+
+    def _describe(self, texts: list[str], parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
         return {
             **self._head,
             "choices": [
@@ -120,7 +126,7 @@ class _Reply:
         begun: set[int] = set()
         async with aclosing(self._run.pieces()) as pieces:
             async for index, piece in pieces:
-                text, logprobs = self._part(index, piece, first=index not in begun)
+                text, logprobs = await self._part(index, piece, first=index not in begun)
                 begun.add(index)
                 if not (text or piece.finish or logprobs["tokens"]):
                     continue
@@ -132,8 +138,19 @@ class _Reply:
             yield event({**self._head, "choices": [], "usage": self._run.usage()})
         yield DONE
 
-    def _part(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
+    @property
+    def _values(self) -> int:
+        """About how many values there are for each token."""
+        return 4 * (1 + (self._body.logprobs or 0))
+
+    async def _part(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
         """Text and log-probabilities of a piece; the first one carries the echo."""
+        size = 0
+        if first and self._body.echo:
+            size = len(self._prompts[index // (self._body.n or 1)].ids) * self._values
+        return await self._state.tokenise(size, lambda: self._write(index, piece, first))
+
+    def _write(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
         body, lists = self._body, self._logprobs[index]
         text, parts = piece.text, []
         if first and body.echo:

@@ -21,7 +21,6 @@ from afterglow.server.errors import shutting_down
 from afterglow.server.schema import EmbeddingBody
 from afterglow.server.state import Record, State
 from afterglow.server.stream import while_connected
-from afterglow.server.wire import to_json
 from afterglow.text.chat import shown
 
 if TYPE_CHECKING:
@@ -155,16 +154,15 @@ async def embeddings(http: HttpRequest) -> Response:
     sequences = await read_sequences(state, model, body.input, "input", cut)
     result = await embed(http, state, model, sequences)
 
-    def write() -> bytes:
+    def make() -> object:
         vectors = shortened(result.vectors, size)
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(_base64(vectors) if form == "base64" else _floats(vectors))
         ]
-        answer = {"object": "list", "data": data, "model": body.model or model.name, "usage": usage(result)}
-        return to_json(answer)
+        return {"object": "list", "data": data, "model": body.model or model.name, "usage": usage(result)}
 
-    return Response(await state.tokenise(result.vectors.numel(), write), media_type="application/json")
+    return await state.respond(result.vectors.numel(), make)
 
 
 async def embed(

@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from afterglow import __version__
-from afterglow.server.limits import MAX_INPUTS, MAX_MESSAGES
+from afterglow.request import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY
+from afterglow.server.limits import MAX_INPUTS, MAX_MESSAGES, MAX_NAME
 from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.schema import (
+    LONGEST_TTL_S,
+    MAX_CHOICES,
+    MAX_SESSION_NAME,
+    MAX_STOPS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -62,6 +67,7 @@ TEXT: Schema = {"type": "string"}
 SOME_TEXT: Schema = {"type": "string", "minLength": 1}
 FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
+NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME}
 NUMBER: Schema = {"type": "number"}
 NULL: Schema = {"type": "null"}
 ANY: Schema = {"type": "object"}
@@ -201,12 +207,58 @@ FIELDS: dict[type[JsonBody], dict[str, Schema]] = {
         ),
         "encoding_format": _any({"enum": ["float", "base64"]}, NULL),
     },
+    PromptBody: {"text": SOME_TEXT},
     RerankBody: {
         "query": SOME_TEXT,
-        "documents": _list(_any(TEXT, _object({"text": TEXT})), minItems=1, maxItems=MAX_INPUTS - 1),
+        "documents": _list(_any(SOME_TEXT, _object({"text": SOME_TEXT})), minItems=1, maxItems=MAX_INPUTS - 1),
     },
 }
-RETENTION = _any({"enum": ["in_memory", "24h"]}, {"type": "number", "exclusiveMinimum": 0}, NULL)
+RETENTION: Schema = _any(
+    {"enum": ["in_memory", "24h"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_TTL_S}
+)
+
+
+def _number(low: float, high: float, kind: str = "number") -> Schema:
+    return {"type": kind, "minimum": low, "maximum": high}
+
+
+# Of fields that may be null, in every body that has them; what depends on the model is not here.
+RANGES: dict[str, Schema] = {
+    "prompt_cache_retention": RETENTION,
+    "temperature": _number(0, 100),
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": _number(-1, 2**31 - 1, "integer"),
+    "min_p": _number(0, 1),
+    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,18})$"},
+        "additionalProperties": _number(-MAX_BIAS, MAX_BIAS),
+        "maxProperties": MAX_NAME,
+    },
+    "min_tokens": COUNT,
+    "max_tokens": COUNT,
+    "max_completion_tokens": COUNT,
+    "max_output_tokens": {"type": "integer", "minimum": 1},
+    "n": _number(1, MAX_CHOICES, "integer"),
+    "top_logprobs": _number(0, MAX_LOGPROBS, "integer"),
+    "stop": _any(NAME, _list(NAME, maxItems=MAX_STOPS)),
+    "stop_token_ids": _list(COUNT, maxItems=MAX_NAME),
+    "model": NAME,
+    "user": NAME,
+    "cache_salt": NAME,
+    "prompt_cache_key": NAME,
+    "session_id": {"type": "string", "minLength": 1, "maxLength": MAX_SESSION_NAME},
+    "metadata": {
+        "type": "object",
+        "maxProperties": 16,
+        "propertyNames": {"maxLength": 64},
+        "additionalProperties": {"type": "string", "maxLength": 512},
+    },
+    "top_n": {"type": "integer", "minimum": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +379,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
     content = {endpoint.media: {"schema": endpoint.reply}}
     if endpoint.stream:
-        content["text/event-stream"] = {"schema": {**TEXT, "description": f"With stream: true, {endpoint.stream}."}}
+        content["text/event-stream"] = {"schema": {"description": f"With stream: true, {endpoint.stream}."}}
     errors = {str(status): {"$ref": f"#/components/responses/{status}"} for status in ERRORS}
     said: dict[str, Any] = {
         "summary": endpoint.summary,
@@ -359,11 +411,10 @@ def _body(body: type[JsonBody]) -> dict[str, Schema]:
     own = FIELDS.get(body, {})
     for name, given in own.items():
         schema["properties"][name] = given
-    if "prompt_cache_retention" in schema["properties"]:
-        schema["properties"]["prompt_cache_retention"] = RETENTION
+    schema["properties"] |= {name: _any(value, NULL) for name, value in RANGES.items() if name in schema["properties"]}
     required = [name for name in own if name != "encoding_format"]
-    if wanted := [*schema.get("required", ()), *required]:
-        schema["required"] = wanted
+    if required:
+        schema["required"] = required
     if body is TokenizeBody:
         schema["properties"]["messages"] = _any(_list(_ref("Message"), minItems=1, maxItems=MAX_MESSAGES), NULL)
         schema["oneOf"] = [

@@ -12,7 +12,6 @@ from afterglow.server.bodies import read_body
 from afterglow.server.embeddings import embed, read_sequences, truncation, usage
 from afterglow.server.schema import RerankBody
 from afterglow.server.state import State
-from afterglow.server.wire import json_response
 
 
 async def rerank(http: HttpRequest) -> Response:
@@ -32,11 +31,11 @@ async def rerank(http: HttpRequest) -> Response:
         found.append({"index": index, "relevance_score": round(scores[index], 8)})
         if body.return_documents:
             found[-1]["document"] = {"text": texts[index]}
-    return json_response(
-        {
-            "id": f"rerank-{uuid.uuid4().hex}",
-            "model": body.model or model.name,
-            "results": found,
-            "usage": usage(result),
-        }
-    )
+    answer = {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": body.model or model.name,
+        "results": found,
+        "usage": usage(result),
+    }
+    size = len(found) + (sum(map(len, texts)) if body.return_documents else 0)
+    return await state.respond(size, lambda: answer)

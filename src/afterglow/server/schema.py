@@ -108,7 +108,7 @@ class Body(JsonBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, most(MAX_NAME)] = None
     min_tokens: Int | None = None
     seed: Int | None = None
     stop: Annotated[Name | list[Name] | None, most(MAX_NAME)] = None

@@ -13,6 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from afterglow.errors import RequestError, StoreError
 from afterglow.request import CachedTokens, Request, SamplingParams
@@ -26,6 +27,7 @@ from afterglow.server.prompts import SystemPrompts
 from afterglow.server.schema import Body, check_session
 from afterglow.server.settings import ServerConfig
 from afterglow.server.tenants import Caller, Tenants
+from afterglow.server.wire import write_json
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.chat import shown, texts_in
 from afterglow.text.lengths import LONG
@@ -204,6 +206,11 @@ class State:
         """Tokenise `size` characters, or detokenise as many ids: here if that is quick, else in a thread, so that
         streams go on. Not in one of the loop's own threads, for which what is short would have to wait then."""
         return work() if size <= LONG else await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    async def respond(self, size: int, make: Callable[[], object]) -> Response:
+        """What `make` returns, as JSON. `size`: about how many values, or ids, it has; much is made in a thread."""
+        written = await self.tokenise(size, lambda: write_json(make()))
+        return Response(written, media_type="application/json")
 
     def close(self) -> None:
         """End what runs beside the event loop."""

@@ -50,6 +50,35 @@ def asked(server: Counting, prompt: list[int], **more: object) -> dict[str, int]
 # ------------------------------------------------------------------------------------------------- reasons
 
 
+def restarted(server: Counting) -> None:
+    """Everything to disk as far as there is room, the end of the plan, and another one."""
+    server.flush()
+    server.scheduler.give_up()
+    server.notes["ghost"] = {
+        key: value or "" for kind, key, value in server.scheduler.take_notes(True) if kind == "ghost"
+    }
+    server.restart()
+
+
+def test_what_had_no_room_on_disk_when_the_plan_ended_was_evicted() -> None:
+    server = Counting(disk_bytes=450, host_slots=100)
+    for number in range(3):  # of 400 bytes each
+        server.ask([number] * 16, max_tokens=0)
+    for _ in range(2):  # it is remembered over more than one restart
+        restarted(server)
+        assert asked(server, [2] * 20, max_tokens=0, write=False) == {"cold": 4}, "it is on disk"
+    assert asked(server, [0] * 20, max_tokens=0, write=False) == {"evicted": 20}
+    assert asked(server, [7] * 20, max_tokens=0, write=False) == {"cold": 20}
+
+
+def test_a_note_that_cannot_be_read_makes_misses_cold() -> None:
+    ghosts = Ghosts()
+    for text in ("", "[]", "7", "{", '{"evicted": 7}', '{"evicted": "abc", "strange": "00"}'):
+        ghosts.recall({"last": text})
+    assert ghosts.why("", pack(words(8)), NO_MATCH, Index()) == "cold"
+    assert Ghosts().take_notes() == []
+
+
 def test_every_reason_has_a_counter() -> None:
     assert [field.name for field in fields(Counters) if field.name.startswith("missed_")] == [
         f"missed_{reason}" for reason in REASONS

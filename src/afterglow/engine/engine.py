@@ -444,7 +444,8 @@ class Engine:
             if self._answers and self._flush_at_end:
                 self._scheduler.flush(self._now())
                 self._answers = self._settle()
-            self._remember()
+                self._give_up()
+            self._remember(last=True)
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
             self._failure = error
@@ -494,14 +495,30 @@ class Engine:
             self._touched_at = now
             self._remember()
 
-    def _remember(self) -> None:
+    def _give_up(self) -> None:
+        """Tell what the disk had no room for. Without a disk tier nothing is ever kept."""
+        budget = self._parts.capacity.disk_bytes
+        lost = self._scheduler.give_up() if budget else None
+        if lost is not None and lost.extents:
+            log.warning(
+                "%d tokens (%d extents, %.1f MB) end with this process: they are not on disk, whose budget of %.1f MB has %.1f MB"
+                " left (--disk-cache)",
+                lost.rows,
+                lost.extents,
+                lost.bytes / 1e6,
+                budget / 1e6,
+                max(0, budget - self._scheduler.stats().disk_bytes) / 1e6,
+            )
+        self._published = self._snapshot()
+
+    def _remember(self, last: bool = False) -> None:
         counters = self._scheduler.stats().counters
         failed, self._store_failures = counters.store_failures - self._store_failures, counters.store_failures
         if failed:
             log.warning("%d extents could not be written to disk: is it full, or read-only?", failed)
         self._store.touch(self._scheduler.take_touched())
         notes: dict[str, list[tuple[str, str | None]]] = {}
-        for kind, key, value in self._scheduler.take_notes():
+        for kind, key, value in self._scheduler.take_notes(last):
             notes.setdefault(kind, []).append((key, value))
         for kind, items in notes.items():
             self._store.note(kind, items)

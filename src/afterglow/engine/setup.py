@@ -191,7 +191,7 @@ def build(
     )
     with undisturbed():
         useless = scheduler.restore(store.records(), time.time())
-    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session", "prefix")})
+    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session", "prefix", "ghost")})
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
     blocks = arena.view(kv_dtype).view(spec.layers, 2, host_slots, BLOCK_ROWS, spec.kv_heads, spec.head_dim)
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None

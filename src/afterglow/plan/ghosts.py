@@ -5,16 +5,23 @@ A ghost is named by what it hung below and by its first tokens, so that a match 
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from typing import Literal
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Final, Literal
 
 from afterglow.plan.extent import Extent
 from afterglow.plan.index import Index, Match
 
 Reason = Literal["cold", "evicted", "expired", "damaged", "deleted", "salt"]
+REMEMBERED: Final[tuple[Reason, ...]] = ("evicted", "expired", "damaged", "deleted")
+_Place = tuple[str, int, bytes]  # what it hung below, after how many rows, and its first tokens
 
 MOST = 65_536
 HEAD = 4 * 4  # bytes of tokens by which a ghost is told from its siblings
+NOTED = 4096  # that are remembered over a restart
+DIGITS = 12  # of a hash that stands for a ghost then
 SALTS = 64  # other tenants that are looked at, to say that only the salt differs
 
 
@@ -22,7 +29,8 @@ class Ghosts:
     """The last extents that were forgotten."""
 
     def __init__(self) -> None:
-        self._reasons: OrderedDict[tuple[str, int, bytes], Reason] = OrderedDict()
+        self._reasons: OrderedDict[_Place, Reason] = OrderedDict()
+        self._recalled: dict[str, Reason] = {}  # by hash: of before a restart
 
     def add(self, extent: Extent, why: Reason) -> None:
         """An extent has left all tiers."""
@@ -38,8 +46,34 @@ class Ghosts:
         following = tokens[4 * match.rows : 4 * match.rows + HEAD]
         for size in range(len(following), 0, -4):  # some are shorter than a head
             found = self._reasons.get((*place, following[:size]))
+            if found is None and self._recalled:
+                found = self._recalled.get(_hash((*place, following[:size])))
             if found is not None:
                 return found
         if view is None and index.elsewhere(salt, tokens, HEAD // 4, SALTS):
             return "salt"
         return "cold"
+
+    def take_notes(self) -> list[tuple[str, str]]:
+        """Those that went last, to be remembered over a restart: one note, asked for when the plan ends."""
+        names = {_hash(place): why for place, why in list(self._reasons.items())[-NOTED:]}
+        older = [item for item in self._recalled.items() if item[0] not in names]
+        by_reason: dict[str, str] = {}
+        for name, why in [*older, *names.items()][-NOTED:]:
+            by_reason[why] = by_reason.get(why, "") + name
+        return [("last", json.dumps(by_reason))] if by_reason else []
+
+    def recall(self, notes: Mapping[str, str]) -> None:
+        """After a restart. What cannot be read is ignored: a miss is called cold then."""
+        try:
+            found = json.loads(notes.get("last", "{}"))
+            names = {why: str(found.get(why, "")) for why in REMEMBERED}
+        except (ValueError, AttributeError):
+            return
+        for why, all_of_them in names.items():
+            self._recalled |= {all_of_them[at : at + DIGITS]: why for at in range(0, len(all_of_them), DIGITS)}
+
+
+def _hash(place: _Place) -> str:
+    parent, rows, tokens = place
+    return blake2b(f"{parent} {rows} ".encode("utf-8", "surrogatepass") + tokens, digest_size=DIGITS // 2).hexdigest()

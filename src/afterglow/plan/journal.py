@@ -21,6 +21,7 @@ from afterglow.plan.step import (
     Event,
     ExtentRecord,
     JobSpec,
+    Lost,
     MoveDone,
     SaveDone,
     Step,
@@ -103,6 +104,10 @@ class RecordingScheduler(Scheduler):
     def flush(self, now: float) -> None:
         self._note("flush", now=now)
         super().flush(now)
+
+    def give_up(self) -> Lost:
+        self._note("give_up", now=0)
+        return super().give_up()
 
     def schedule(self, now: float, repeat_limit: int = 1) -> Step:
         digest = ""  # where it fails, a replay is to fail there too
@@ -265,6 +270,8 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
         scheduler.recall(entry["notes"])
     elif op == "flush":
         scheduler.flush(now)
+    elif op == "give_up":
+        scheduler.give_up()
     elif op == "baseline":
         scheduler.baseline(*entry["values"])
     elif op == "drop_contexts":

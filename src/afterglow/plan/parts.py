@@ -71,7 +71,8 @@ class Parts:
         self.rules = Rules(longest, truncation_ratio, truncation_policy)
         self._write_through = write_policy == "write_through" and capacity.disk_bytes > 0
         selective = write_policy == "write_through_selective" and capacity.disk_bytes > 0
-        row, ghosts = POLICIES[policy], Ghosts()
+        row = POLICIES[policy]
+        self._ghosts = ghosts = Ghosts()
         self._placement = placement = Placement(
             capacity, row, index, device, counters, cost, ghosts, selective, tenant_quota
         )
@@ -147,10 +148,13 @@ class Parts:
             self._device.free(context)
         self._roster.version += 1
 
-    def take_notes(self) -> list[tuple[str, str, str | None]]:
-        """(kind, key, value) of what is to be remembered over restarts besides extents; None: no more."""
+    def take_notes(self, last: bool = False) -> list[tuple[str, str, str | None]]:
+        """(kind, key, value) of what is to be remembered over restarts besides extents; None: no more. `last`: the plan
+        ends."""
         epochs = [("epoch", key, value) for key, value in self._epochs.take_notes()]
         notes = epochs + [("session", key, value) for key, value in self._sessions.take_notes()]
+        if last:
+            notes += [("ghost", key, value) for key, value in self._ghosts.take_notes()]
         return notes + [("prefix", key, value) for key, value in self._registered.take_notes(len(notes))]
 
     def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
@@ -158,6 +162,7 @@ class Parts:
         self._epochs.recall(notes.get("epoch", {}))
         self._sessions.recall(notes.get("session", {}))
         self._registered.recall(notes.get("prefix", {}))
+        self._ghosts.recall(notes.get("ghost", {}))
 
     def sessions(self, tenant: str) -> list[SessionState]:
         """One tenant's conversations that have a name, the last used first."""

@@ -24,7 +24,7 @@ from afterglow.plan.moves import Moves
 from afterglow.plan.policy import Policy
 from afterglow.plan.quota import Quota
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import Copy, Load, MoveDone, Store
+from afterglow.plan.step import Copy, Load, Lost, MoveDone, Store
 from afterglow.plan.truncation import tenant_of
 from afterglow.plan.victims import Victims
 from afterglow.plan.warm import WarmStart
@@ -265,6 +265,17 @@ class Placement:
                 return
             for extent in leaves:
                 self.forget(extent, "deleted")
+
+    def give_up(self) -> Lost:
+        """Forget what is in host only: the process ends, and there was no room for it on disk."""
+        lost = [e for e in self._index.extents.values() if e.host == "ready" and e.disk == "absent"]
+        lost.sort(key=lambda extent: -extent.first_row)  # of a path the head last: a match ends before it
+        found = Lost(len(lost), sum(e.rows for e in lost), sum(e.file_bytes for e in lost))
+        self._counters.evicted_host += len(lost)
+        for extent in lost:
+            if not extent.dead:
+                self.forget(extent, "evicted")
+        return found
 
     def drop_clean(self) -> None:
         """Free the slots of every extent that is also on disk and not in use."""

@@ -19,7 +19,7 @@ from afterglow.plan.filling import IDLE_PREFILL, LOOK_AHEAD
 from afterglow.plan.jobs import refuse_impossible
 from afterglow.plan.parts import Parts, Preload, WritePolicy
 from afterglow.plan.stats import Stats
-from afterglow.plan.step import Completion, Event, JobSpec, MoveDone, Run, Step, StepResult
+from afterglow.plan.step import Completion, Event, JobSpec, Lost, MoveDone, Run, Step, StepResult
 from afterglow.plan.truncation import Cut, cut, outgrown
 
 __all__ = ["IDLE_PREFILL", "LOOK_AHEAD", "Preload", "Scheduler", "WritePolicy"]
@@ -94,6 +94,11 @@ class Scheduler(Parts):
     def flush(self, now: float) -> None:
         """From now on, let each step write to disk what is only in host, until `flushed`. For shutting down."""
         self._flushing = True
+
+    def give_up(self) -> Lost:
+        """When the plan ends, after `flush`: forget what is in host only, as evicted; `take_notes` remembers that."""
+        self._roster.version += 1
+        return self._placement.give_up()
 
     @property
     def flushed(self) -> bool:

@@ -135,6 +135,14 @@ class MoveDone(NamedTuple):
     why: str | None = None
 
 
+class Lost(NamedTuple):
+    """What ends with the process, because it is in host only."""
+
+    extents: int
+    rows: int
+    bytes: int
+
+
 class SaveDone(NamedTuple):
     """All layers of rows [first_row, first_row + rows) of a draft are in its host slots (or could not be: `ok`).
 

@@ -67,6 +67,9 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+PINNED = 0.5  # of the last tier, at most, for what all tenants pin together, if the operator says nothing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The tiers and their budgets."""
@@ -104,6 +107,11 @@ class CacheConfig:
     tenant_quota: int | None = option(
         None, "Bytes of KV that one tenant may have in host and on disk; default: no limit."
     )
+    tenant_pins: float | None = option(
+        None,
+        "Part of the last tier (disk, or host without one) that one tenant may keep pinned, conversations and registered "
+        "prompts together; default: half of it, in equal parts for all API keys.",
+    )
     warm_start: bool = option(True, "After a restart, bring what was used most back to host memory.")
     reuse: bool = option(True, "Reuse KV at all; off for comparisons.")
 
@@ -113,6 +121,8 @@ class CacheConfig:
             raise ConfigError(f"--read-buffer is a number of layers, 0 or more, got {self.read_buffer}")
         if self.ttl is not None and not self.ttl > 0:
             raise ConfigError(f"--ttl must be more than 0 seconds, got {self.ttl}")
+        if self.tenant_pins is not None and not 0 <= self.tenant_pins <= 1:
+            raise ConfigError(f"--tenant-pins is a part between 0 and 1, got {self.tenant_pins}")
         if self.tenant_quota is not None and self.tenant_quota < 1:
             raise ConfigError(f"--tenant-quota must be at least 1 byte, got {self.tenant_quota}")
         for name in ("device_cache", "host_cache", "disk_cache"):

@@ -81,7 +81,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One turn, as token ids. `salt` separates tenants: KV is only ever shared under equal salts."""
+    """One turn, as token ids. KV is only ever shared under equal salts. `salt`: TENANT/SALT, of which the tenant is whose
+    quota, pins and prompts it counts among; without a slash it is a tenant by itself."""
 
     id: str
     prompt: tuple[int, ...] | list[int]

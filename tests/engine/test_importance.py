@@ -192,7 +192,7 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     assert len(scores.of("", pack(texts[0]))) == 64
     assert len(scores.of("", pack(texts[1]))) == 0
     assert len(scores._places) == scores.rows // STRIDE
-    scores.forget_tenant(None)
+    scores.forget_all(None)
     assert (scores.rows, len(scores._places), len(scores._kept)) == (0, 0, 0)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from afterglow.plan.extent import Capacity
 from afterglow.plan.prefixes import OPERATOR
+from afterglow.plan.salts import client_salt
 from afterglow.plan.step import (
     Admit,
     Completion,
@@ -31,7 +32,7 @@ from afterglow.plan.step import (
     StepResult,
     Store,
 )
-from afterglow.plan.truncation import is_private, tenant_of
+from afterglow.plan.truncation import is_private
 
 Row = bytes
 GARBAGE: Row = b"garbage"
@@ -78,7 +79,7 @@ class PrivateText:
         rows = list(before)
         for token in tokens:
             rows.append(next_row(b"epoch " + self.salt.encode() + (rows[-1] if rows else b""), token))
-            TENANT[rows[-1]] = tenant_of(self.salt)
+            TENANT[rows[-1]] = client_salt(self.salt)
         return rows[len(before) :]
 
 
@@ -222,7 +223,7 @@ class FakeExecutor:
         assert run.tokens
         if isinstance(text, PrivateText):
             assert [TOKEN[row] for row in segment.rows] == text.tokens[: run.start], "rows of other tokens"
-            assert {TENANT[row] for row in segment.rows} <= {tenant_of(text.salt), OPERATOR}, "rows of another tenant"
+            assert {TENANT[row] for row in segment.rows} <= {client_salt(text.salt), OPERATOR}, "rows of another tenant"
             segment.rows += text.compute(segment.rows, list(run.tokens))
         else:
             assert segment.rows == text.rows[: run.start], "rows that are not the job's own"

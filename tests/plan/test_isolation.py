@@ -11,7 +11,8 @@ from lasting_kit import Lasting
 from server_kit import jobs_of, words
 
 from afterglow.plan.extent import Extent
-from afterglow.plan.truncation import is_private, tenant_of
+from afterglow.plan.salts import client_salt
+from afterglow.plan.truncation import is_private
 
 WINDOW = 64
 TURNS = (8, 20, 32, 44)  # a system prompt of 8 tokens, turns of 12
@@ -136,7 +137,7 @@ def test_a_reset_takes_truncated_rows_too_and_only_its_own() -> None:
         server.ask(words(68), salt=salt, truncation=True, turns=(*TURNS, 56))
     server.scheduler.reset(server.now, "a")
     server.finish()
-    assert {tenant_of(extent.salt) for extent in extents(server)} == {"b"}
+    assert {client_salt(extent.salt) for extent in extents(server)} == {"b"}
     jobs = [server.ask(words(76), salt=salt, truncation=True, turns=(*TURNS, 56, 68)) for salt in ("a", "b")]
     assert server.hits(jobs[0]) == (0, 0, 0)
     assert sum(server.hits(jobs[1])) == 32
@@ -197,7 +198,7 @@ def test_rows_computed_after_a_truncation_are_private_too() -> None:
     server, left = cut_server()
     private = [extent for extent in extents(server) if is_private(extent.salt)]
     assert sum(extent.rows for extent in private) == len(left) - 1
-    assert all(tenant_of(extent.salt) == "a" for extent in private)
+    assert all(client_salt(extent.salt) == "a" for extent in private)
 
 
 def test_rows_of_an_uncut_conversation_are_everybodys_who_has_the_salt() -> None:

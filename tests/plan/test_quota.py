@@ -8,8 +8,8 @@ import pytest
 from lasting_kit import Lasting
 from server_kit import words
 
+from afterglow.plan.salts import tenant_of
 from afterglow.plan.step import Step
-from afterglow.plan.truncation import tenant_of
 
 # Files of extents of one to four blocks (of four rows) have 100 to 400 bytes.
 

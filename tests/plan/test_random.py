@@ -11,9 +11,10 @@ from fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
 from afterglow.errors import RequestError
 from afterglow.plan.extent import Capacity
 from afterglow.plan.journal import RecordingScheduler, replay, replay_repeated, step_digest
+from afterglow.plan.salts import client_salt
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
-from afterglow.plan.truncation import is_private, tenant_of
+from afterglow.plan.truncation import is_private
 
 
 class World:
@@ -162,7 +163,7 @@ class World:
         text = self.originals[event.job] + made
         if len(text) < (200 if spec.truncation else 90) and self.rng.random() < 0.8:
             place = self.rng.randrange(len(self.histories))
-            self.histories[place] = (tenant_of(spec.salt), text)
+            self.histories[place] = (client_salt(spec.salt), text)
 
     # ----------------------------------------------------------------------------------------------- time
 

@@ -10,8 +10,9 @@ from server_kit import Server, words
 
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import complement, count, keep, ranges_of, union
+from afterglow.plan.salts import tenant_of
 from afterglow.plan.step import Copy, Run
-from afterglow.plan.truncation import EPOCHS, MAX_RANGES, Epoch, Epochs, Rules, cut, digest_of, tenant_of
+from afterglow.plan.truncation import EPOCHS, MAX_RANGES, Epoch, Epochs, Rules, cut, digest_of
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)
 
@@ -111,7 +112,7 @@ def test_epochs_are_remembered_over_a_restart_and_bounded() -> None:
     assert later.find("other", pack([EPOCHS, 2, 3, 4])) is None
     assert later.find("t", pack([EPOCHS, 2])) is None
     assert later.take_notes() == []
-    later.forget_tenant("t")
+    later.forget_all("t")
     assert len(later) == 0
 
 

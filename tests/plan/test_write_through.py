@@ -100,7 +100,7 @@ def test_what_it_hangs_below_is_written_first() -> None:
 
 def test_without_room_for_a_parent_the_child_waits() -> None:
     tiers = Tiers(disk_bytes=100)
-    tiers.placement.keep(tiers.on_disk(9))
+    tiers.placement.pins.keep(tiers.on_disk(9))
     family(tiers)
     assert stores(tiers.planned()) == []
 

@@ -18,6 +18,7 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.prefixes import owner_of
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
+from afterglow.plan.salts import covers, everything_of, salt_name
 from afterglow.request import (
     CachedTokens,
     FinishReason,
@@ -106,11 +107,12 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self._live), waiting=self._inbox.qsize(), device_capacity_bytes=100)
 
-    def reset_cache(self, salt: str | None = None) -> None:
-        self.resets.append(salt)
-        for known in [salt] if salt is not None else list(self._known):
-            self._known.pop(known, None)
-        for key in [key for key in self.named if salt in (None, key[0])]:
+    def reset_cache(self, salt: str | None = None, *, tenant: str | None = None) -> None:
+        self.resets.append(f"{tenant}/*" if tenant is not None else salt)
+        whose = everything_of(tenant) if tenant is not None else None if salt is None else salt_name(salt)
+        for known in [known for known in self._known if covers(whose, salt_name(known))]:
+            del self._known[known]
+        for key in [key for key in self.named if covers(whose, salt_name(key[0]))]:
             del self.named[key]
 
     def sessions(self, salt: str) -> list[SessionInfo]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from afterglow.cli.environment import find_embedding_model, find_model, model_name, set_up_threads
 from afterglow.cli.progress import progress
-from afterglow.config import EngineConfig
+from afterglow.config import PINNED, EngineConfig
 from afterglow.errors import ConfigError, UserError
 from afterglow.server.settings import ServerConfig
 
@@ -33,6 +33,9 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
         server = replace(server, admin_key=key)
     if server.metrics_key is None and (key := os.environ.get("AFTERGLOW_METRICS_KEY")):
         server = replace(server, metrics_key=key)
+    if config.cache.tenant_pins is None and server.api_key:
+        tenants = len({*server.api_key, *([server.admin_key] if server.admin_key else [])})
+        config = replace(config, cache=replace(config.cache, tenant_pins=PINNED / tenants))
     folder = find_model(model)
     name = model_name(model, folder.resolve())
     if not server.served_model_name:

@@ -25,6 +25,7 @@ from afterglow.engine.setup import Parts, build, choose_device, use_device
 from afterglow.engine.stats import EngineStats, Snapshot, Totals, collect
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import Rows
+from afterglow.plan.salts import covers, earlier_name, everything_of
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Drop, Emitted, Event, JobSpec, Run, Step
 from afterglow.plan.truncation import Cut
@@ -235,16 +236,21 @@ class Engine:
             important.loader.stats if important is not None else None,
         )
 
-    def reset_cache(self, salt: str | None = None) -> None:
-        """Forget every cached row that no running request needs, in all tiers; of one tenant, or of all (None)."""
-        tenant = salt_id(salt) if salt is not None else None
-        self._send(lambda: self._reset(tenant))
+    def reset_cache(self, salt: str | None = None, *, tenant: str | None = None) -> None:
+        """Forget every cached row that no running request needs, in all tiers, names, truncations and registered prefixes
+        included: of one salt, of all salts of a tenant (see `Request.salt`), or of everybody. The operator's prefixes stay."""
+        whose = salt_id(salt) if salt is not None else None
+        if tenant is not None:
+            whose = everything_of(tenant)
+            earlier = earlier_name(f"{tenant}/")
+            self._send(lambda: self._reset(earlier))
+        self._send(lambda: self._reset(whose))
 
-    def _reset(self, tenant: str | None) -> None:
-        self._forget_aside(lambda request: tenant in (None, salt_id(request.salt)))
-        self._scheduler.reset(self._now(), tenant)
+    def _reset(self, whose: str | None) -> None:
+        self._forget_aside(lambda request: covers(whose, salt_id(request.salt)))
+        self._scheduler.reset(self._now(), whose)
         if self._scores is not None:
-            self._scores.forget_tenant(tenant)
+            self._scores.forget_all(whose)
 
     def discard(
         self,
@@ -285,8 +291,19 @@ class Engine:
         return [SessionInfo(s.name, s.rows, s.device, s.host, s.disk, s.used, s.expires, s.pinned) for s in found]
 
     def pin_session(self, salt: str, name: str, pinned: bool) -> bool:
-        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
-        return self._ask(lambda: self._scheduler.pin_session(salt_id(salt), name, pinned))
+        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name. Errors:
+        RequestError, where its tenant has pinned as much as it may."""
+
+        def work() -> bool | RequestError:
+            try:
+                return self._scheduler.pin_session(salt_id(salt), name, pinned)
+            except RequestError as error:  # not the engine's fault, which would end it
+                return error
+
+        done = self._ask(work)
+        if isinstance(done, RequestError):
+            raise done
+        return done
 
     def forget_session(self, salt: str, name: str) -> bool:
         """Remove a conversation and what only it has used from all tiers. False: there is none of that name."""

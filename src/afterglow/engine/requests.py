@@ -15,6 +15,7 @@ from typing import cast
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import Rows, ranges_of
+from afterglow.plan.salts import salt_name
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import JobSpec
 from afterglow.plan.truncation import refuse_discarding, refuse_uncuttable
@@ -191,5 +192,6 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def salt_id(salt: str) -> str:
-    """The salt as the plan and the disk know it: a digest, so that no tenant's secret is written anywhere."""
-    return hashlib.sha256(_utf8(salt, "cache_salt")).hexdigest()[:32] if salt else ""
+    """The salt as the plan and the disk know it: digests, so that no tenant's secret is written anywhere."""
+    _utf8(salt, "cache_salt")
+    return salt_name(salt)

@@ -22,8 +22,9 @@ from afterglow.engine.tee import Tee
 from afterglow.kernels.attention import attend
 from afterglow.kernels.column_sums import column_sums
 from afterglow.kernels.rope import Rotation
+from afterglow.plan.salts import covers
 from afterglow.plan.step import Run
-from afterglow.plan.truncation import Cut, Origin, tenant_of
+from afterglow.plan.truncation import Cut, Origin
 
 MOST_ROWS = 2**21  # of all contexts that are remembered: 8 MiB, and about 20 MiB for their digests
 STRIDE = 16  # a context is known by its first 16, 32, 48, ... tokens, and by all of them
@@ -124,10 +125,10 @@ class Scores:
                 return kept.scores if same else kept.scores[: number * STRIDE]
         return torch.empty(0)
 
-    def forget_tenant(self, tenant: str | None) -> None:
-        """Forget the contexts of one tenant, or of all."""
+    def forget_all(self, whose: str | None) -> None:
+        """Forget contexts (see `covers`)."""
         for kept in list(self._kept):
-            if tenant in (None, tenant_of(kept.places[0][0])):
+            if covers(whose, kept.places[0][0]):
                 self._forget(kept)
 
     def _before(self, live: _Live) -> Tensor:

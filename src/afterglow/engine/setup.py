@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, default_cache_dir, format_size
+from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, PINNED, EngineConfig, default_cache_dir, format_size
 from afterglow.engine.important import Important
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
@@ -185,6 +185,7 @@ def build(
         truncation_ratio=config.truncation_ratio,
         truncation_policy=config.truncation_policy,
         tenant_quota=config.cache.tenant_quota,
+        tenant_pins=PINNED if config.cache.tenant_pins is None else config.cache.tenant_pins,
         warm_start=config.cache.warm_start,
         ttl=config.cache.ttl,
         relay=relay != "off",

@@ -14,9 +14,9 @@ from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job
 from afterglow.plan.prefixes import Prefix
+from afterglow.plan.salts import client_salt, covers
 from afterglow.plan.sessions import Sessions
 from afterglow.plan.step import Release
-from afterglow.plan.truncation import tenant_of
 
 
 class Batch:
@@ -83,7 +83,7 @@ class Batch:
         held = list(job.held)
         if held and job.spec.session is not None and job.spec.write and not job.disowned:
             extents = [view.extent for view in self._index.match(job.spec.salt, bytes(job.tokens)).views]
-            self._sessions.used(tenant_of(job.spec.salt), job.spec.session, extents, now)
+            self._sessions.used(client_salt(job.spec.salt), job.spec.session, extents, now)
         self._let_go(job)
         if job.disowned:
             self._sessions.discard(held)
@@ -99,10 +99,10 @@ class Batch:
         yield from self.running
         yield from self._tails.values()
 
-    def forget_tails(self, tenant: str | None) -> None:
-        """What jobs (of one tenant, or all) have left to be saved is not to become extents, and keeps none any more."""
+    def forget_tails(self, whose: str | None) -> None:
+        """What jobs (see `covers`) have left to be saved is not to become extents, and keeps none any more."""
         for job in self._tails.values():
-            if tenant not in (None, tenant_of(job.spec.salt)):
+            if not covers(whose, job.spec.salt):
                 continue
             self._drafts.kill(job)
             if not job.running:

@@ -26,14 +26,6 @@ class Expiry:
         """How often somebody is going to be looked at."""
         return len(self._times)
 
-    def keep(self, extent: Extent) -> None:
-        """It must not leave the last tier until it is released as often."""
-        extent.kept += 1
-
-    def release(self, extent: Extent) -> None:
-        """The opposite of `keep`."""
-        extent.kept -= 1
-
     def expire(self, extent: Extent, when: float) -> None:
         """Nobody needs it after that, unless somebody has said, or says, later."""
         if when > extent.expires:

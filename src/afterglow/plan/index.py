@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from afterglow.plan.extent import Extent, View
 from afterglow.plan.prefixes import OPERATOR, Prefixes, may_read, prefix_digest, salt_of, tree_below
+from afterglow.plan.salts import client_salt
 from afterglow.plan.step import ExtentId
 from afterglow.plan.tree import Node, Place, Root, common_rows, descend, locate, rejoin, split, subtree
-from afterglow.plan.truncation import tenant_of
 
 __all__ = ["NO_MATCH", "Index", "Inserted", "Match", "common_rows", "extent_id"]
 
@@ -104,7 +104,7 @@ class Index:
         for other, root in islice(self._roots.items(), most):
             if salt_of(other) != other or other == OPERATOR:
                 continue
-            child = root.child(tokens[:4]) if tenant_of(other) != tenant_of(salt) else None
+            child = root.child(tokens[:4]) if client_salt(other) != client_salt(salt) else None
             if child is not None and child.extent is not None:
                 if common_rows(child.extent.tokens, child.start, tokens, 0, rows) == rows:
                     return True

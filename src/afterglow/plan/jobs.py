@@ -12,8 +12,9 @@ from afterglow.errors import RequestError
 from afterglow.plan.extent import Extent, Key
 from afterglow.plan.ghosts import Reason
 from afterglow.plan.index import NO_MATCH, Match
+from afterglow.plan.salts import client_salt
 from afterglow.plan.step import Gather, JobSpec
-from afterglow.plan.truncation import Origin, tenant_of
+from afterglow.plan.truncation import Origin
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
 
@@ -141,7 +142,7 @@ class Job:
 
     def __post_init__(self) -> None:
         session = self.spec.session
-        self.owner = (tenant_of(self.spec.salt), session) if session is not None else None
+        self.owner = (client_salt(self.spec.salt), session) if session is not None else None
         self.conversation = None if self.spec.aside else self.owner
 
     @property

@@ -65,17 +65,18 @@ class RecordingScheduler(Scheduler):
         self._note("restore", now=now, records=listing)
         return super().restore(records, now)
 
-    def reset(self, now: float, tenant: str | None = None) -> None:
-        self._note("reset", now=now, tenant=tenant)
-        super().reset(now, tenant)
+    def reset(self, now: float, whose: str | None = None) -> None:
+        self._note("reset", now=now, tenant=whose)
+        super().reset(now, whose)
 
     def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
         self._note("recall", now=0, notes=dict(notes))
         super().recall(notes)
 
     def pin_session(self, tenant: str, name: str, pinned: bool) -> bool:
+        found = super().pin_session(tenant, name, pinned)  # what is refused is no input
         self._note("pin_session", now=0, tenant=tenant, name=name, pinned=pinned)
-        return super().pin_session(tenant, name, pinned)
+        return found
 
     def forget_session(self, tenant: str, name: str) -> bool:
         self._note("forget_session", now=0, tenant=tenant, name=name)

@@ -23,10 +23,11 @@ from afterglow.plan.registered import PrefixState, Registered
 from afterglow.plan.restore import adopt, prefix_of, restore
 from afterglow.plan.results import Results
 from afterglow.plan.roster import Roster
+from afterglow.plan.salts import covers
 from afterglow.plan.sessions import Sessions, SessionState
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import ExtentRecord, Use
-from afterglow.plan.truncation import Epochs, Rules, TruncationPolicy, tenant_of
+from afterglow.plan.truncation import Epochs, Rules, TruncationPolicy
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 Preload = Literal["layerwise", "whole"]  # may a job join while its layers are on their way?
@@ -52,6 +53,7 @@ class Parts:
         truncation_ratio: float = 0.5,
         truncation_policy: TruncationPolicy = "oldest",
         tenant_quota: int | None = None,
+        tenant_pins: float | None = None,
         warm_start: bool = False,
         ttl: float | None = None,
         retain: bool = True,
@@ -74,7 +76,7 @@ class Parts:
         row = POLICIES[policy]
         self._ghosts = ghosts = Ghosts()
         self._placement = placement = Placement(
-            capacity, row, index, device, counters, cost, ghosts, selective, tenant_quota
+            capacity, row, index, device, counters, cost, ghosts, selective, tenant_quota, tenant_pins
         )
         placement.read_buffer = read_buffer
         self._sessions = Sessions(index, placement)
@@ -123,16 +125,18 @@ class Parts:
         """The tokens before an extent of its own; None, if what it hangs below is gone."""
         return prefix_of(record, self._index)
 
-    def reset(self, now: float, tenant: str | None = None) -> None:
-        """Forget every cached row that nobody is using, in all tiers, of one tenant (by salt) or of all; the moves come
-        with the next step. Registered prefixes stay."""
+    def reset(self, now: float, whose: str | None = None) -> None:
+        """Forget every cached row that nobody is using, in all tiers, and the prefixes that tenants have registered: of one
+        salt, of one tenant (see `salts.covers`) or of all; the moves come with the next step. The operator's prefixes
+        stay."""
+        self._registered.forget_all(whose)
         for context in list(self._device.contexts.values()):
-            if tenant in (None, tenant_of(context.salt)) and not context.held:
+            if covers(whose, context.salt) and not context.held:
                 self._device.free(context)
-        self._batch.forget_tails(tenant)
-        self._sessions.forget_tenant(tenant)
-        self._placement.forget_all(tenant)
-        self._epochs.forget_tenant(tenant)
+        self._batch.forget_tails(whose)
+        self._sessions.forget_all(whose)
+        self._placement.forget_all(whose)
+        self._epochs.forget_all(whose)
         self._roster.version += 1
 
     def baseline(self, preload: Preload, read_buffer: int | None, source: Source) -> None:

@@ -21,18 +21,20 @@ from afterglow.plan.host import Host
 from afterglow.plan.index import Index, Inserted
 from afterglow.plan.loading import Loading
 from afterglow.plan.moves import Moves
+from afterglow.plan.pins import Pins
 from afterglow.plan.policy import Policy
 from afterglow.plan.quota import Quota
+from afterglow.plan.salts import covers
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Copy, Load, Lost, MoveDone, Store
-from afterglow.plan.truncation import tenant_of
 from afterglow.plan.victims import Victims
 from afterglow.plan.warm import WarmStart
 from afterglow.plan.writing import Writing
 
 
 class Placement:
-    """Host and disk. `quota`: bytes of extents that a tenant may have, in whatever tier (None: any)."""
+    """Host and disk. `quota`: bytes of extents that a tenant may have, in whatever tier (None: any). `pins`: part of the last
+    tier that a tenant may pin (None: all)."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Placement:
         ghosts: Ghosts,
         selective: bool = False,
         quota: int | None = None,
+        pins: float | None = None,
     ) -> None:
         self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self._index = index
@@ -61,6 +64,7 @@ class Placement:
         self._loading = loading = Loading(capacity, victims, host, moves, counters, cost)
         self._expiry = expiry = Expiry(self.forget)
         self._quota = Quota(quota, self.forget)
+        self.pins = Pins(capacity, pins)
         self._warm = WarmStart(capacity, index.extents.values, host, loading, moves)
 
         # What a part does alone, whoever asks gets from it at once: these are called for every extent of every job.
@@ -75,7 +79,7 @@ class Placement:
         self.avoid, self.avoids = loading.avoid, loading.avoids
         self.wanted, self.urge, self.take_urged = loading.wanted, loading.urge, loading.take_urged
         self.open_gates, self.open_gates_of = loading.open_gates, loading.open_gates_of
-        self.release, self.sweep = expiry.release, expiry.sweep
+        self.sweep = expiry.sweep
         self.within_quota = self._quota.make_room
         self.warm_up, self.warm = self._warm.choose, self._warm.go_on
         self.take_moves, self.is_under_way = moves.take, moves.is_under_way
@@ -216,11 +220,6 @@ class Placement:
             self._expiry.expire(extent, when)
             self._disk.touch(extent)
 
-    def keep(self, extent: Extent) -> None:
-        """It must not leave the last tier, nor end with the process, until it is released as often."""
-        self._expiry.keep(extent)
-        extent.volatile = False
-
     def ranked(self, extent: Extent) -> None:
         """Something has changed that a policy's order may depend on."""
         self._victims.update(extent)
@@ -242,6 +241,7 @@ class Placement:
             self._writing.forget(lost)
             self._host.not_prefetched(lost)
             self._quota.remove(lost)
+            self.pins.lost(lost)
             self._ghosts.add(lost, why)
             if lost.sessions:
                 self.lost.append(lost)
@@ -253,13 +253,13 @@ class Placement:
         if above is not None:
             self._victims.place(above)
 
-    def forget_all(self, tenant: str | None = None) -> None:
-        """Forget every extent that nobody uses; of one tenant, or of all."""
+    def forget_all(self, whose: str | None = None) -> None:
+        """Forget every extent that nobody uses (see `covers`)."""
         while True:
             leaves = [
                 e
                 for e in self._index.extents.values()
-                if not (e.pins or e.users or e.has_children) and tenant in (None, tenant_of(e.salt))
+                if not (e.pins or e.users or e.has_children) and covers(whose, e.salt)
             ]
             if not leaves:
                 return

@@ -18,7 +18,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
-from afterglow.plan.truncation import tenant_of
+from afterglow.plan.salts import client_salt
 
 OPERATOR = "operator"  # whose salt this is; tenants' are hexadecimal digests, or empty
 
@@ -46,7 +46,7 @@ def prefix_digest(tokens: bytes) -> str:
 
 def may_read(salt: str, other: str) -> bool:
     """May rows under `salt` hang below rows that lie under another salt?"""
-    return salt != other and other in (OPERATOR, tenant_of(salt))
+    return salt != other and other in (OPERATOR, client_salt(salt))
 
 
 def tree_below(salt: str, digest: str) -> str:
@@ -90,7 +90,7 @@ class Prefixes:
 
     def of(self, salt: str) -> list[Prefix]:
         """All that requests under a salt may begin with."""
-        salts = dict.fromkeys((OPERATOR, tenant_of(salt)))
+        salts = dict.fromkeys((OPERATOR, client_salt(salt)))
         return [prefix for other in salts for prefix in self._by_salt.get(other, ())]
 
     def before(self, salt: str, tokens: bytes | bytearray) -> Prefix | None:
@@ -98,7 +98,7 @@ class Prefixes:
         if not self._by_salt:
             return None
         found: Prefix | None = None
-        for other in dict.fromkeys((OPERATOR, tenant_of(salt))):
+        for other in dict.fromkeys((OPERATOR, client_salt(salt))):
             if other == salt:
                 continue
             for prefix in self._by_salt.get(other, ()):

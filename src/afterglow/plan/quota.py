@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from afterglow.plan.extent import Extent
 from afterglow.plan.policy import POLICIES, Ranking
 from afterglow.plan.prefixes import OPERATOR
-from afterglow.plan.truncation import tenant_of
+from afterglow.plan.salts import client_salt, tenant_of
 from afterglow.plan.victims import Forget
 
 
@@ -41,13 +41,13 @@ class Quota:
 
     def update(self, extent: Extent) -> None:
         """Its order may have changed."""
-        if self._tenants and (own := self._tenants.get(tenant_of(extent.salt))) is not None:
+        if self._tenants and (own := self._tenants.get(tenant_of(extent.salt))) is not None and extent.salt != OPERATOR:
             own.update(extent)
 
     def make_room(self, salt: str, size: int) -> bool:
         """Make room for `size` more bytes of a tenant, at the cost of its own least recently used. False: there is none."""
         tenant = tenant_of(salt)
-        if self._limit is None or tenant == OPERATOR or self._bytes.get(tenant, 0) + size <= self._limit:
+        if self._limit is None or client_salt(salt) == OPERATOR or self._bytes.get(tenant, 0) + size <= self._limit:
             return True
 
         limit, gone = self._limit, True
@@ -67,11 +67,11 @@ class Quota:
     def shrink(self) -> None:
         """Bring tenants below the limit: before a restart it may have been larger."""
         for tenant in list(self._tenants):
-            self.make_room(tenant, 0)
+            self.make_room(f"{tenant}.", 0)
 
     def check(self, extents: Sequence[Extent], restored: bool) -> None:
         """Bytes of the live `extents` add up; `restored`: the limit may have been larger."""
         for tenant, used in self._bytes.items():
-            own = [e for e in extents if tenant_of(e.salt) == tenant]
+            own = [e for e in extents if tenant_of(e.salt) == tenant and e.salt != OPERATOR]
             assert used == sum(e.file_bytes for e in own)
             assert restored or self._limit is None or used <= self._limit or any(e.kept for e in own)

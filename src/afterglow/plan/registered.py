@@ -16,8 +16,9 @@ from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.placement import Placement
 from afterglow.plan.prefixes import OPERATOR, Prefix
+from afterglow.plan.salts import covers, tenant_of
 
-MOST = 16  # of a salt
+MOST = 16  # of a tenant
 SHARE = 2  # of host, and of the disk, at most this part is kept for all of them together
 ABOUT_MOST = 56_000  # bytes of what a caller wants to be told again after a restart: a note holds no more
 RENOTED = 4096  # other notes, after which these are written anew: the oldest notes go first
@@ -64,6 +65,7 @@ class Registered:
         self._index = index
         self._placement = placement
         self._device = device
+        self._pins = placement.pins
         self._quota = quota
         self._all: dict[tuple[str, str], _Registration] = {}
         self._notes: dict[str, str | None] = {}
@@ -84,7 +86,7 @@ class Registered:
         Errors: RequestError, where they are too many for a tier or for the tenant.
         """
         before = self._all.get((salt, name))
-        if before is None and sum(salt == other for other, _ in self._all) >= MOST:
+        if before is None and sum(_same(salt, other) for other, _ in self._all) >= MOST:
             raise RequestError(f"{MOST} prefixes are registered already; delete one first", param="name")
         if len(about.encode("utf-8", "surrogatepass")) > ABOUT_MOST:
             raise RequestError(f"at most {ABOUT_MOST} bytes of text can be kept with a prefix", param="text")
@@ -99,6 +101,7 @@ class Registered:
         self.forget(salt, name)
         found = self._all[salt, name] = _Registration(salt, name, about, prefix)
         self._index.prefixes.add(prefix)
+        self._promise()
         self._look(found, now)
         self._note(found)
 
@@ -107,6 +110,7 @@ class Registered:
         found = self._all.pop((salt, name), None)
         if found is None:
             return False
+        self._promise()
         for extent in found.extents:
             self._placement.unpin(extent)
         if found.prefix is not None:
@@ -115,6 +119,11 @@ class Registered:
                 self._device.let_go(salt, found.prefix.tokens)
         self._notes[_key(found)] = None
         return True
+
+    def forget_all(self, whose: str | None) -> None:
+        """Forget what tenants have registered (see `covers`)."""
+        for salt, name in [key for key in self._all if key[0] != OPERATOR and covers(whose, key[0])]:
+            self.forget(salt, name)
 
     def listing(self) -> dict[str, list[PrefixState]]:
         """All of them, by salt; those under one salt by name."""
@@ -163,19 +172,37 @@ class Registered:
 
     def _refuse_too_large(self, prefix: Prefix, instead_of: _Registration | None) -> None:
         others = [each.prefix for each in self._all.values() if each is not instead_of and each.prefix is not None]
-        own = [other for other in others if other.salt == prefix.salt and prefix.salt != OPERATOR]
+        own = [other for other in others if _same(other.salt, prefix.salt)]
         slots = sum(self._capacity.blocks(each.rows) for each in {*others, prefix})
         if slots > self._capacity.host_slots // SHARE:
             rows = self._capacity.host_slots // SHARE * self._capacity.block_rows
-            raise RequestError(_too_large(prefix, rows, "the host cache", "--host-cache"), param="text")
+            raise RequestError(_too_large(prefix, rows, "half of the host cache", "--host-cache"), param="text")
         size = sum(self._bytes(each) for each in {*others, prefix})
         if self._capacity.disk_bytes and size > self._capacity.disk_bytes // SHARE:
             rows = self._rows_in(self._capacity.disk_bytes // SHARE)
-            raise RequestError(_too_large(prefix, rows, "the disk cache", "--disk-cache"), param="text")
+            raise RequestError(_too_large(prefix, rows, "half of the disk cache", "--disk-cache"), param="text")
+        if prefix.salt != OPERATOR:
+            room = self._pins.most - self._pins.kept(prefix.salt)
+            if sum(map(self._size, {*own, prefix})) > room:
+                rows = max(0, room) * self._capacity.max_extent_rows // self._pins.size(self._capacity.max_extent_rows)
+                raise RequestError(_too_large(prefix, rows, "what a tenant may pin", "--tenant-pins"), param="text")
         if self._quota is not None and prefix.salt != OPERATOR:
             if sum(self._bytes(each) for each in {*own, prefix}) > self._quota // SHARE:
                 rows = self._rows_in(self._quota // SHARE)
-                raise RequestError(_too_large(prefix, rows, "a tenant's quota", "--tenant-quota"), param="text")
+                raise RequestError(_too_large(prefix, rows, "half of a tenant's quota", "--tenant-quota"), param="text")
+
+    def _promise(self) -> None:
+        """Tell what is pinned for each tenant."""
+        own: dict[str, set[Prefix]] = {}
+        for each in self._all.values():
+            if each.prefix is not None and each.salt != OPERATOR:
+                own.setdefault(tenant_of(each.salt), set()).add(each.prefix)
+        self._pins.promised = {tenant: sum(map(self._size, prefixes)) for tenant, prefixes in own.items()}
+
+    def _size(self, prefix: Prefix) -> int:
+        """What it counts among the pins."""
+        whole, rest = divmod(prefix.rows, self._capacity.max_extent_rows)
+        return whole * self._pins.size(self._capacity.max_extent_rows) + (self._pins.size(rest) if rest else 0)
 
     def _bytes(self, prefix: Prefix) -> int:
         most = self._capacity.max_extent_rows
@@ -256,12 +283,18 @@ class Registered:
             self._all[found.salt, found.name] = found
             if found.prefix is not None:
                 self._index.prefixes.add(found.prefix)
+        self._promise()
         for each in self._all.values():
             self._look(each, 0.0)
 
     def pins(self) -> list[Extent]:
         """What is pinned, once per pin."""
         return [extent for each in self._all.values() for extent in each.extents]
+
+
+def _same(salt: str, other: str) -> bool:
+    """Are both the operator's, or one tenant's?"""
+    return (salt == OPERATOR) == (other == OPERATOR) and tenant_of(salt) == tenant_of(other)
 
 
 def _key(each: _Registration) -> str:
@@ -271,5 +304,5 @@ def _key(each: _Registration) -> str:
 def _too_large(prefix: Prefix, rows: int, what: str, option: str) -> str:
     return (
         f"the registered prefix has {prefix.rows} tokens; together with others that are registered it may have {rows},"
-        f" half of {what}: enlarge {option}, or shorten it"
+        f" {what}: enlarge {option}, or shorten it"
     )

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
+from afterglow.errors import RequestError
 from afterglow.plan.extent import NONE, Extent, with_key, without_key
 from afterglow.plan.index import Index
 from afterglow.plan.placement import Placement
+from afterglow.plan.salts import covers
 
 MOST = 65_536  # conversations that are remembered by name; pinned ones are never forgotten
 
@@ -29,6 +31,7 @@ class Session:
     used: float
     pinned: bool = False
     extents: dict[Extent, None] = field(default_factory=dict)
+    kept: dict[Extent, None] = field(default_factory=dict)  # those that are pinned for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Sessions:
     def __init__(self, index: Index, placement: Placement) -> None:
         self._index = index
         self._placement = placement
+        self._pins = placement.pins
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # least recently used first
         self._notes: dict[str, str | None] = {}
 
@@ -77,8 +81,12 @@ class Sessions:
             if extent not in session.extents and not extent.dead:
                 session.extents[extent] = None
                 extent.sessions = with_key(extent.sessions, session)
-                if session.pinned:
-                    self._placement.keep(extent)
+                if session.pinned and self._pins.cost(extent) <= self._pins.room(extent.salt):
+                    self._keep(session, extent)
+
+    def _keep(self, session: Session, extent: Extent) -> None:
+        session.kept[extent] = None
+        self._pins.keep(extent)
 
     def listing(self, tenant: str) -> list[SessionState]:
         """One tenant's conversations, the last used first."""
@@ -87,15 +95,24 @@ class Sessions:
         return [_state(session) for session in sorted(own, key=lambda item: -item.used)]
 
     def pin(self, tenant: str, name: str, pinned: bool) -> bool:
-        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name."""
+        """Keep a conversation in some tier whatever happens, or no longer. False: there is none of that name.
+        Errors: RequestError, where its tenant has no more room for what is pinned. What a pinned conversation grows by is
+        pinned as far as there is room."""
         self.bury()
         session = self._sessions.get((tenant, name))
         if session is None:
             return False
         if session.pinned != pinned:
+            if pinned:
+                more, room = sum(map(self._pins.cost, session.extents)), self._pins.room(tenant)
+                if more > room:
+                    raise _no_room(more, room, self._pins.most)
+                for extent in session.extents:
+                    self._keep(session, extent)
+            for extent in session.kept if not pinned else ():
+                self._pins.release(extent)
+            session.kept = session.kept if pinned else {}
             session.pinned = pinned
-            for extent in session.extents:
-                (self._placement.keep if pinned else self._placement.release)(extent)
             self._note(session)
             self._drop_if_empty(session)
         return True
@@ -116,10 +133,10 @@ class Sessions:
             if not (extent.dead or extent.sessions or extent.users or extent.pins or extent.has_children):
                 self._placement.forget(extent, "deleted")
 
-    def forget_tenant(self, tenant: str | None) -> None:
-        """Forget the names (not the rows) of one tenant's conversations, or of all; pins end with them."""
+    def forget_all(self, whose: str | None) -> None:
+        """Forget the names (not the rows) of conversations (see `covers`); pins end with them."""
         for key in list(self._sessions):
-            if tenant is None or key[0] == tenant:
+            if covers(whose, key[0]):
                 self.pin(*key, pinned=False)
                 self._drop(key)
 
@@ -137,6 +154,7 @@ class Sessions:
         for extent in lost:
             for session in extent.sessions:
                 del session.extents[extent]
+                session.kept.pop(extent, None)
                 self._drop_if_empty(session)
             extent.sessions = NONE
 
@@ -188,6 +206,15 @@ class Sessions:
 
 def _key(session: Session) -> str:
     return json.dumps([session.tenant, session.name])
+
+
+def _no_room(more: int, room: int, most: int) -> RequestError:
+    return RequestError(
+        f"this conversation is too long to be pinned: of the {most} units (bytes; blocks without a disk tier) that a tenant may"
+        f" pin, {max(0, room)} are left, and it takes {more}; unpin another one, or let the operator raise --tenant-pins",
+        status=409,
+        code="pin_limit",
+    )
 
 
 def _state(session: Session) -> SessionState:

@@ -21,6 +21,7 @@ from typing import Literal
 
 from afterglow.errors import RequestError
 from afterglow.plan.ranges import Rows, checked, complement, count, keep, union
+from afterglow.plan.salts import covers
 
 TruncationPolicy = Literal["oldest", "sinks_and_recent", "importance"]
 Reason = TruncationPolicy | Literal["discard"]  # why tokens are gone: a policy, or a list that somebody gave
@@ -31,11 +32,6 @@ RESERVE = 8  # an eighth of the window, at most, is kept free for the answer
 DIGEST = 16  # bytes
 HEAD = 16  # tokens that conversations mostly differ in, if they do not begin with the same system prompt
 SINKS = 4  # first tokens that attention leans on whatever they say
-
-
-def tenant_of(salt: str) -> str:
-    """Whose rows lie under this salt."""
-    return salt.partition("~")[0]
 
 
 def is_private(salt: str) -> bool:
@@ -203,11 +199,10 @@ class Epochs:
         while len(self._epochs) > EPOCHS or (self._ranges > MAX_RANGES and len(self._epochs) > 1):
             self._forget(next(iter(self._epochs)))
 
-    def forget_tenant(self, tenant: str | None) -> None:
-        """Forget one tenant's truncations, or all."""
-        for salt, epoch in list(self._epochs.items()):
-            if tenant is None or epoch.tenant == tenant:
-                self._forget(salt)
+    def forget_all(self, whose: str | None) -> None:
+        """Forget truncations (see `covers`)."""
+        for salt in [salt for salt in self._epochs if covers(whose, salt)]:
+            self._forget(salt)
 
     def _forget(self, salt: str) -> None:
         epoch = self._epochs.pop(salt)

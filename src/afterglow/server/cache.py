@@ -127,19 +127,27 @@ async def cache_stats(http: HttpRequest) -> Response:
 
 
 async def reset_prefix_cache(http: HttpRequest) -> Response:
-    """Forget all cached rows: everybody's for whoever is in charge of that, for others their own. System prompts that are
-    registered stay."""
+    """Forget what is cached: everybody's for whoever is in charge of that, for others all that was stored under their key,
+    whenever that was. Without keys a salt is a secret of its client's, and only the named one goes. The prompts that tenants
+    have registered go too, the operator's stays, and so do responses that were stored to be gone on from."""
     state, record, salt = _context(http)
+    tenant, conversations = record.caller.tenant, state.engine.conversations
     if record.caller.admin:
-        state.engine.reset_cache(None)
+        state.engine.reset_cache()
         state.tokenizer.replies.clear()
-        await stored(state.engine.conversations.forget_replies)
+        state.prompts.reset()
+        await stored(conversations.forget_replies)
         return json_response({"status": "ok", "cleared": "all"})
-    salts = dict.fromkeys([*state.tenants.salts(record.caller), salt])
-    for own in salts:
-        state.engine.reset_cache(own)
-    state.tokenizer.replies.clear(salts.__contains__)
-    await stored(state.engine.conversations.forget_replies, list(salts))
+    if tenant:
+        state.engine.reset_cache(tenant=tenant)
+        state.tokenizer.replies.clear(lambda salt: salt.startswith(f"{tenant}/"))
+        state.prompts.reset(tenant=tenant)
+        await stored(conversations.forget_tenants_replies, tenant)
+    else:
+        state.engine.reset_cache(salt)
+        state.tokenizer.replies.clear(lambda other: other == salt)
+        state.prompts.reset(salt)
+        await stored(conversations.forget_replies, [salt])
     return json_response({"status": "ok", "cleared": "own"})
 
 

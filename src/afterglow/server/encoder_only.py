@@ -35,7 +35,7 @@ class EncoderOnly:
     def stats(self) -> EngineStats:
         return EngineStats()
 
-    def reset_cache(self, salt: str | None = None) -> None: ...
+    def reset_cache(self, salt: str | None = None, *, tenant: str | None = None) -> None: ...
 
     def sessions(self, salt: str) -> list[SessionInfo]:
         return []

@@ -14,6 +14,7 @@ from typing import Any
 
 from afterglow.engine.prefixes import owner_of
 from afterglow.errors import ConfigError, RequestError
+from afterglow.plan.salts import covers, everything_of
 from afterglow.request import PrefixInfo
 from afterglow.server.apart import PROMPTS
 from afterglow.server.jobs import EngineLike
@@ -114,6 +115,12 @@ class SystemPrompts:
         if name == DEFAULT:
             self._own.pop(owner_of(salt), None)
         return self._engine.forget_prefix(name, salt=salt)
+
+    def reset(self, salt: str | None = None, *, tenant: str | None = None) -> None:
+        """Those of a salt, of a tenant or of all tenants go before no requests any more: the engine forgets them."""
+        whose = everything_of(tenant) if tenant is not None else None if salt is None else owner_of(salt)
+        for owner in [owner for owner in self._own if covers(whose, owner)]:
+            del self._own[owner]
 
     def listing(self, salt: str) -> list[PrefixInfo]:
         """The operator's, and one tenant's. Waits."""

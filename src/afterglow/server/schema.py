@@ -32,6 +32,7 @@ from afterglow.text.chat import shown
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_SESSION_NAME = 256
+PRIORITIES = 100  # above and below 0
 LONGEST_TTL_S = 10 * 365 * 24 * 3600.0
 RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps what is in memory for an hour at most
 
@@ -133,6 +134,11 @@ class Body(JsonBody):
             if getattr(self, name) == "":
                 raise RequestError(f"{name} must be a non-empty string; leave it out for none", param=name)
         check_session(self.session_id)
+        if not -PRIORITIES <= (self.priority or 0) <= PRIORITIES:
+            raise RequestError(
+                f"priority must lie between {-PRIORITIES} and {PRIORITIES} (lower is served first), got {self.priority}",
+                param="priority",
+            )
         if len(self.stops) > MAX_STOPS or not all(self.stops):
             raise RequestError(f"stop must be at most {MAX_STOPS} non-empty strings", param="stop")
         _ = self.ttl_s

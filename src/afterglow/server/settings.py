@@ -43,6 +43,11 @@ class ServerConfig:
         "Let this key see /metrics, and nothing else: for Prometheus. The default is the variable AFTERGLOW_METRICS_KEY, or "
         "none. Who may see metrics without it still may.",
     )
+    urgent_key: tuple[str, ...] = option(
+        (),
+        "Let requests with this API key go before others' (a priority below 0); may be given several times. Whoever is in "
+        "charge of all tenants may anyway.",
+    )
     chat_truncation: Truncation = option(
         "disabled",
         "What to do with chat requests that are longer than the context and do not say themselves: disabled refuses "
@@ -147,6 +152,10 @@ class ServerConfig:
                 raise ConfigError(f"{name} cannot be empty")
         if self.metrics_key is not None and self.metrics_key in (*self.api_key, self.admin_key):
             raise ConfigError("--metrics-key opens /metrics alone: it must not be the --admin-key nor an --api-key")
+        if unknown := set(self.urgent_key) - {*self.api_key, *([self.admin_key] if self.admin_key else [])}:
+            raise ConfigError(
+                f"--urgent-key has {len(unknown)} keys that --api-key does not give; give them there as well"
+            )
         if self.system_prompt_mode not in get_args(SystemPromptMode):
             raise ConfigError(f"--system-prompt-mode must be default or always, got {self.system_prompt_mode!r}")
         if self.chat_truncation not in get_args(Truncation):

@@ -85,7 +85,7 @@ class State:
         self.config = config
         self.names = config.served_model_name or (engine.model_name,)
         self.defaults = defaults
-        self.tenants = Tenants(config.api_key, config.admin_key, config.metrics_key)
+        self.tenants = Tenants(config.api_key, config.admin_key, config.metrics_key, config.urgent_key)
         self.created = int(time.time())
         self.bodies = Bodies(config.max_body)
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "afterglow-text")
@@ -276,6 +276,8 @@ class State:
         turns: tuple[int, ...] = (),
     ) -> list[Choice]:
         """n replies for each prompt, prompt by prompt."""
+        record: Record = http.scope["afterglow.record"]
+        record.caller.check_priority(body.priority or 0)
         session = self.session_of(http, body)
         cache_key = body.prompt_cache_key
         if cache_key is not None and salt:

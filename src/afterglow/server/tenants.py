@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens
-
-MAX_SALTS = 10_000  # of a tenant, that are remembered for clearing its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +22,23 @@ class Caller:
     tenant: str = ""
     admin: bool = False
     metrics: bool = False  # may see metrics, and nothing else
+    urgent: bool = False  # may its requests go before others'?
 
     def check_metrics(self) -> None:
         """Errors: RequestError, if the caller may not see metrics."""
         if not self.metrics:
             self.check_admin()
+
+    def check_priority(self, priority: int) -> None:
+        """Errors: RequestError, for one with which a request goes before others', if this is not for the caller."""
+        if priority < 0 and not (self.admin or self.urgent):
+            raise RequestError(
+                f"priority {priority} goes before the requests of others, which this key may not; use 0 or more, or ask the"
+                " operator for --urgent-key",
+                status=403,
+                param="priority",
+                code="priority_not_allowed",
+            )
 
     def check_admin(self) -> None:
         """Errors: RequestError, if this is not for the caller."""
@@ -52,22 +62,24 @@ class Usage:
     disk: int = 0
 
 
-@dataclass(slots=True)
-class _Known:
-    salts: dict[str, None] = field(default_factory=dict)
-    usage: Usage = field(default_factory=Usage)
-
-
 class Tenants:
     """Who may do what. Of everybody's affairs in charge is the admin key; without one the only API key; without
     either everybody. With several API keys and no admin key nobody is."""
 
-    def __init__(self, keys: Sequence[str], admin_key: str | None = None, metrics_key: str | None = None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        admin_key: str | None = None,
+        metrics_key: str | None = None,
+        urgent: Sequence[str] = (),
+    ) -> None:
+        """`urgent`: those of the keys whose requests may go before others'."""
         # A slow hash, once per key: the identifier ends up in cache ids and must not give the key away.
         self._keys = [(_digest(key), _slow_id(key)) for key in dict.fromkeys(keys)]
         self._admin = (_digest(admin_key), _slow_id(admin_key)) if admin_key else None
         self._metrics = _digest(metrics_key) if metrics_key else None
-        self._known: dict[str, _Known] = {}
+        self._urgent = {_slow_id(key) for key in urgent}
+        self._usage: dict[str, Usage] = {}
 
     def identify(self, authorization: str) -> Caller | None:
         """The owner of an Authorization header; None for a wrong key. All keys are compared, in constant time."""
@@ -76,7 +88,7 @@ class Tenants:
         found = None
         for digest, tenant in self._keys:
             if hmac.compare_digest(digest, offered):
-                found = Caller(tenant, admin=self._admin is None and len(self._keys) == 1)
+                found = Caller(tenant, self._admin is None and len(self._keys) == 1, urgent=tenant in self._urgent)
         if self._metrics is not None and hmac.compare_digest(self._metrics, offered):
             return Caller(metrics=True)
         if self._admin is not None and hmac.compare_digest(self._admin[0], offered):
@@ -86,26 +98,16 @@ class Tenants:
         return Caller(admin=self._admin is None)
 
     def salt(self, caller: Caller, cache_salt: str | None) -> str:
-        """Under which KV is shared: the key's owner and the client's salt, neither can reach into the other."""
-        salt = f"{caller.tenant}/{cache_salt or ''}" if caller.tenant or cache_salt else ""
-        salts = self._of(caller).salts
-        salts.pop(salt, None)
-        salts[salt] = None
-        if len(salts) > MAX_SALTS:
-            del salts[next(iter(salts))]
-        return salt
-
-    def salts(self, caller: Caller) -> list[str]:
-        """The salts that a tenant has used since the server's start (the latest MAX_SALTS). Without API keys they
-        are the clients' own secrets, and only those that they name are theirs."""
-        return list(self._of(caller).salts) if caller.tenant else []
+        """Under which KV is shared: the key's owner and a digest of the client's salt, neither can reach into the other."""
+        own = _digest(cache_salt).hex()[:32] if cache_salt else ""
+        return f"{caller.tenant}/{own}" if caller.tenant or own else ""
 
     def usage(self, caller: Caller) -> Usage:
-        return self._of(caller).usage
+        return self._usage.setdefault(caller.tenant, Usage())  # callers come from `identify`: one per key
 
     def count(self, caller: Caller, prompt: int, generated: int, cached: CachedTokens) -> None:
         """Account for a request."""
-        usage = self._of(caller).usage
+        usage = self.usage(caller)
         usage.requests += 1
         usage.prompt_tokens += prompt
         usage.generated_tokens += generated
@@ -113,12 +115,9 @@ class Tenants:
         usage.host += cached.host
         usage.disk += cached.disk
 
-    def _of(self, caller: Caller) -> _Known:
-        return self._known.setdefault(caller.tenant, _Known())  # callers come from `identify`: one per key
-
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _slow_id(key: str) -> str:

@@ -247,6 +247,11 @@ class Conversations:
 
         self._run(work)
 
+    def forget_tenants_replies(self, tenant: str) -> None:
+        """Forget the replies under all salts of a tenant (TENANT/SALT). Raises StoreError."""
+        start = f"{tenant}/"
+        self._run(lambda db: db.execute("DELETE FROM replies WHERE substr(salt, 1, ?) = ?", (len(start), start)))
+
     def count(self, tenant: str) -> tuple[int, int]:
         """How many responses a tenant has here, and bytes of their text. Raises StoreError."""
 

@@ -225,9 +225,13 @@ def test_what_was_important_becomes_an_order(kit: Kit) -> None:
     assert scene.loader.stats.read_bytes - before < first
 
 
+@pytest.mark.parametrize("remembered", [1, 512])
 @pytest.mark.parametrize("shelf", [0, 200_000, 10_000_000])
-def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, shelf: int) -> None:
-    """Its versions count from the start again, and its rows may lie in another order."""
+def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, shelf: int, remembered: int
+) -> None:
+    """Its versions count from the start again, and its rows may lie in another order; also where that has been forgotten."""
+    monkeypatch.setattr(loader, "KNOWN", remembered)
     scene = Scene(kit, "none", shelf, shelf)
     scene.loader.reader = kit.store.chunks
     for turn in range(3):
@@ -247,6 +251,38 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(kit: Kit, 
                 scene.check(prefix, layer)
             prefix.close()
         scene.loader.shelf.cache.check()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_file_that_is_rewritten_while_a_prompt_reads_it(kit: Kit, at: int) -> None:
+    """The layer looks at it again, and goes on: rows and answers are what they were."""
+    scene = Scene(kit, "cut")
+    before = opened(scene)
+    for layer in range(3):
+        scene.check(before, layer)
+    prefix = opened(scene)
+    for layer in range(3):
+        if layer == at:
+            assert rewritten(scene) == 2
+        scene.check(prefix, layer)
+
+
+def test_nothing_is_kept_of_a_file_that_is_gone_or_another_one(kit: Kit) -> None:
+    """A request that goes on with what it had read brings nothing of it back."""
+    scene = Scene(kit, "none", 10_000_000, 10_000_000)
+    shelf = scene.loader.shelf
+    prefix = opened(scene)
+    scene.check(prefix, 0)
+    assert sum(shelf.bytes) > 0
+    for number in (0, 1):
+        scene.loader.forget(extent_name(number))
+    assert (shelf.bytes, len(shelf.cache), shelf._rows) == ((0, 0), 0, {})
+    scene.check(prefix, 1)
+    scene.check(prefix, 2)
+    assert (shelf.bytes, len(shelf.cache), shelf._rows) == ((0, 0), 0, {})
+    again = opened(scene)
+    scene.check(again, 0)
+    assert sum(shelf.bytes) > 0
 
 
 def test_keys_that_a_fallback_reads_are_all_wanted(kit: Kit) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError
-from afterglow.plan.score import RULES, Move, Place, ScoreCache
+from afterglow.plan.score import REMEMBERED, RULES, Move, Place, ScoreCache
 
 TOKENS = 4
 SIZES = {name: 1 + i % 3 for i, name in enumerate("abcdefghij")}
@@ -197,6 +197,28 @@ def test_what_is_forgotten_starts_anew_and_memory_is_bounded() -> None:
     assert cache.forget(best) is None
     assert cache.score(best) == 0
     assert cache.access(best, 1, 4, 0)[1] == [Move(best, "disk", "device", 1)]  # there is room
+
+
+def test_of_chunks_in_neither_cache_the_last_ones_are_remembered() -> None:
+    cache: ScoreCache[int] = ScoreCache(2, 2)
+    forgotten: list[int] = []
+    cache.forgot = forgotten.append
+    for chunk in range(REMEMBERED + 500):
+        cache.access(chunk, 1, 4, 4 if chunk < 4 else 1)
+    assert len(cache) == REMEMBERED + 4
+    assert forgotten == list(range(4, 500))  # the caches hold four
+    cache.check()
+
+
+def test_ages_without_end_change_no_order() -> None:
+    cache: ScoreCache[str] = ScoreCache(1, 1)
+    for _ in range(1200):
+        for name, wanted in (("a", 4), ("b", 2), ("c", 1)):
+            cache.access(name, 1, 4, wanted)
+        cache.age()
+        cache.check()
+    assert [cache.place(name) for name in "abc"] == ["device", "host", "disk"]
+    assert cache.score("a") == pytest.approx(1)  # 1/2 + 1/4 + ...
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, record
 
 from afterglow.errors import ConfigError, DamageError
-from afterglow.plan.step import DEMAND
+from afterglow.plan.step import DEMAND, Load
 from afterglow.store.chunks import ChunkRead, Stale
 from afterglow.store.disk import DiskTier
 from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
@@ -239,6 +240,88 @@ def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
         assert reading.head is not None
         assert reading.head.sidecar is not None
         assert reading.head.sidecar.version == 1
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_what_is_read_waits_for_no_rewriting(tmp_path: Path, threads: int) -> None:
+    """A new version is made beside the old one, which chunks and whole extents are read from meanwhile."""
+    with Kit(tmp_path, DIRECT, threads=threads) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        held = contents(kit.store.arena, (3, 4, 5), ROWS)
+        reader = kit.store.chunks
+        assert reader is not None
+        edition, begun, gate = edition_of(reader), threading.Event(), threading.Event()
+
+        def orders() -> np.ndarray:
+            begun.set()
+            assert gate.wait(20)
+            return np.tile(np.arange(ROWS, dtype=np.uint16)[::-1], (2, 1))
+
+        rewrite = reader.rewrite(extent_name(5), orders)
+        assert begun.wait(10)
+        into = np.empty((2, DIRECT.chunk_bytes), np.uint8)
+        assert reader.read(extent_name(5), [ChunkRead(1, VALUES, 0, 2, into)], edition, DEMAND).wait(10)
+        assert np.array_equal(into.reshape(128, -1), held[1, VALUES, :128])
+        kit.store.start([Load(77, extent_name(5), ROWS, (10, 11, 12))])
+        assert kit.store.wait_layer(77, 1, 10)
+        assert not rewrite.ended
+        gate.set()
+        kit.settle()
+        assert rewrite.written
+        assert edition_of(reader) != edition
+
+
+def test_a_rewriting_lets_others_go_first_after_each_layer(tmp_path: Path) -> None:
+    """With one thread for all: what comes later and is more urgent is done before it goes on."""
+    with Kit(tmp_path, SMALL, threads=1) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        reader = kit.store.chunks
+        assert reader is not None
+        tier: Any = kit.store._tier
+        real, order = tier.rewriting, []
+
+        def rewriting(*args: Any) -> Any:
+            made = real(*args)
+            layer = made.go_on
+
+            def go_on() -> bool:
+                order.append("layer")
+                if order.count("layer") == 1:
+                    kit.store.start([Load(77, extent_name(5), ROWS, (10, 11, 12))])
+                return bool(layer())
+
+            made.go_on = go_on
+            return made
+
+        tier.rewriting = rewriting
+        load = tier.read
+        tier.read = lambda *args: (order.append("load"), load(*args))[1]
+        rewrite = reader.rewrite(extent_name(5), lambda: np.tile(np.arange(ROWS, dtype=np.uint16)[::-1], (3, 1)))
+        kit.settle()
+        assert rewrite.written
+        assert order[:2] == ["layer", "load"]
+        assert order.count("layer") == 3
+
+
+def test_a_damaged_file_that_is_to_be_rewritten_is_dropped(tmp_path: Path) -> None:
+    with Kit(tmp_path, DIRECT) as kit:
+        kit.put(5, ROWS, (3, 4, 5))
+        path = kit.file(5)
+        data = bytearray(path.read_bytes())
+        data[DIRECT.offset(ROWS, 1, VALUES, 1)] ^= 1
+        path.write_bytes(data)
+        reader = kit.store.chunks
+        assert reader is not None
+        rewrite = reader.rewrite(extent_name(5), lambda: np.tile(np.arange(ROWS, dtype=np.uint16)[::-1], (2, 1)))
+        kit.settle()
+        assert rewrite.ended
+        assert not rewrite.written
+        assert kit.store.stats().damage == 1
+        assert list(path.parent.iterdir()) == []
+        gone = reader.rewrite(extent_name(5), lambda: np.zeros((2, ROWS), np.uint16))
+        kit.settle()
+        assert gone.ended
+        assert kit.store.stats().damage == 1
 
 
 def test_what_was_read_is_let_go_of_at_once(tmp_path: Path) -> None:

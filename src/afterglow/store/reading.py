@@ -144,8 +144,11 @@ class Reader:
             elif error is None:
                 rewrite.written = rewriting.publish()
                 self._tier.rewritten(extent)
-            elif rewriting.current:
-                raise error
+            else:
+                current = rewriting.current
+                rewriting.close()
+                if current:
+                    raise error
             return 0
 
         return self._submit(extent, BACKGROUND, work, writes=False)

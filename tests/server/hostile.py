@@ -61,9 +61,17 @@ class Hostile:
             del self._local.connection
 
     def watched(self, path: str, data: bytes, method: str = "POST") -> Answer:
-        """With somebody beside it who asks for /health all the time, over a kept connection."""
-        slowest, done = [0.0], threading.Event()
-        begun = threading.Event()
+        """With an onlooker."""
+        with self.onlooker() as slowest:
+            answer = self.ask(method, path, data)
+        answer.slowest = max(slowest, default=0.0)
+        return answer
+
+    @contextmanager
+    def onlooker(self) -> Iterator[list[float]]:
+        """Somebody who asks for /health all the time, over a kept connection: how long each answer took."""
+        seconds: list[float] = []
+        begun, done = threading.Event(), threading.Event()
 
         def look() -> None:
             with contextlib.closing(self._new()) as connection:
@@ -71,21 +79,19 @@ class Hostile:
                     began = time.perf_counter()
                     connection.request("GET", "/health")
                     assert connection.getresponse().read()
-                    slowest.append(time.perf_counter() - began)
+                    seconds.append(time.perf_counter() - began)
                     begun.set()
                     time.sleep(0.002)
 
         thread = threading.Thread(target=look)
         thread.start()
-        assert begun.wait(10)
-        del slowest[:]
         try:
-            answer = self.ask(method, path, data)
+            assert begun.wait(10)
+            del seconds[:]
+            yield seconds
         finally:
             done.set()
             thread.join()
-        answer.slowest = max(slowest, default=0.0)
-        return answer
 
     def memory(self) -> int:
         """Resident bytes of the server and its processes."""

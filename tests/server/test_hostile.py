@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +22,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from afterglow.server.openapi import ENDPOINTS
+from afterglow.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    PromptBody,
+    RerankBody,
+    ResponseBody,
+    TokenizeBody,
+)
 from tests.memo.tiny import tiny_encoder
 from tests.server import process
 from tests.server.conftest import wait_for
@@ -423,3 +438,116 @@ def test_foreign_pages_get_nothing(server: Hostile) -> None:
                 answer = httpx.request(method, f"{server.url}{path}", headers=headers, content=b"{}")
                 assert answer.status_code == 403, (method, path, host, origin)
                 assert answer.json()["error"]["code"] == ("origin_not_allowed" if host == own else "host_not_allowed")
+
+
+# ------------------------------------------------------------------------------------------------ random fields
+
+BASES: dict[str, dict[str, object]] = {
+    CHAT: {"messages": HI, "max_tokens": 2},
+    TEXT: {"prompt": "Ada", "max_tokens": 2},
+    RESPONSES: {"input": "hi", "max_output_tokens": 2},
+    EMBED: {"input": ["a cat"]},
+    RERANK: {"query": "a cat", "documents": ["a dog", {"text": "a cat"}]},
+    TOKENIZE: {"prompt": "a cat"},
+    DETOKENIZE: {"tokens": [1, 2, 3]},
+    PROMPT: {"text": "Be brief."},
+}
+KINDS = (ChatBody, CompletionBody, ResponseBody, EmbeddingBody, RerankBody, TokenizeBody, DetokenizeBody, PromptBody)
+FUZZED = dict(zip(BASES, KINDS, strict=True))
+UNKNOWN = ("tools", "tool_choice", "response_format", "functions", "suffix", "audio", "modalities", "background", "é")
+ODD: tuple[object, ...] = (
+    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e-320, 1e308, -1e308, 2**31, 2**63 - 1, -(2**63), 2**64, 10**400,
+    "", " ", "a", "\x00", "\ud800", "🙂" * 50, "<|im_end|>", "{{ 7*7 }}", "../../etc/passwd", "x" * 5000, "1e400", "NaN",
+    [], {}, [[]], [{}], [None], [0], [-1], [2**31], [10**30], ["a"], [""], ["a", 1], {"a": None}, {"": ""}, {"type": "text"},
+    {"type": "json_object"}, {"role": "user"}, {"include_usage": True}, {"1": 5}, {"-1": 5}, {"1": 1e9}, {"x": 1},
+    "in_memory", "24h", "auto", "disabled", "none", "base64", "float", "fake-model", "tiny",
+)  # fmt: skip
+
+
+def odd(rng: random.Random, depth: int = 0) -> object:
+    """A value that no field expects, or one that some field does."""
+    choice = rng.random()
+    if choice < 0.7 or depth > 3:
+        return rng.choice(ODD)
+    if choice < 0.8:
+        return [odd(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if choice < 0.9:
+        keys = ("role", "content", "type", "text", "id", "messages", "a")
+        return {rng.choice(keys): odd(rng, depth + 1) for _ in range(rng.randrange(4))}
+    message = {"role": rng.choice(["user", "system", "assistant", "developer", "tool", odd(rng, 4)])}
+    return [message | {"content": odd(rng, depth + 1)} for _ in range(rng.randrange(1, 4))]
+
+
+def fuzz(server: Hostile, path: str, count: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}, {path}")  # a failure shows it
+    rng = random.Random(seed)
+    fields = [*FUZZED[path].model_fields, *UNKNOWN]
+    statuses: Counter[int] = Counter()
+    slowest = 0.0
+    for _ in range(count):
+        body = dict(BASES[path])
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            body[rng.choice(fields)] = odd(rng)
+        if body.get("ignore_eos") is True or body.get("n") == 2**31:
+            body.pop("ignore_eos", None)  # the fake engine would go on and on
+        began = time.perf_counter()
+        answer = server.ask("PUT" if path == PROMPT else "POST", path, json.dumps(body).encode())
+        slowest = max(slowest, time.perf_counter() - began)
+        statuses[answer.status] += 1
+        assert answer.status < 500, (body, answer.data[:400])
+        if answer.status != 200:
+            assert answer.error["message"], body
+            assert len(answer.data) < 2000, (body, answer.data[:400])
+    print(dict(statuses), f"slowest {slowest * 1e3:.0f} ms")
+    assert statuses[200], "nothing was accepted: it tested refusals only"
+    assert statuses[400], "nothing was refused: it tested nothing"
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_odd_fields(server: Hostile, path: str) -> None:
+    fuzz(server, path, 150)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", BASES)
+def test_a_thousand_odd_fields(server: Hostile, path: str) -> None:
+    """With somebody beside it who asks for /health."""
+    for attempt in range(ATTEMPTS):
+        with server.onlooker() as slowest:
+            fuzz(server, path, 1000)
+        if max(slowest) <= STALL_SECONDS:
+            return
+        assert attempt < ATTEMPTS - 1, f"others waited for {max(slowest)} s"
+
+
+# ------------------------------------------------------------------------------------------------- the document
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "response_headers_conformance,unsupported_method"
+)
+
+
+def schemathesis(server: Hostile, folder: Path, phases: str, examples: int) -> None:
+    """Requests made from /openapi.json, valid and not; the answers must be as it says."""
+    seed = random.randrange(2**32)
+    program = "import sys; sys.argv[0] = 'st'; from schemathesis.cli import schemathesis; schemathesis()"
+    options = ["--phases", phases, "-n", str(examples), "--seed", str(seed), "-c", CHECKS]
+    found = subprocess.run(
+        [sys.executable, "-c", program, "run", f"{server.url}/openapi.json", *options],
+        cwd=folder, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    print(found.stdout[-6000:], found.stderr[-2000:])
+    assert found.returncode == 0
+    assert "not defined" not in found.stdout
+    assert f"Tested: {len(ENDPOINTS)}" in found.stdout
+
+
+def test_schemathesis_finds_nothing(server: Hostile, tmp_path: Path) -> None:
+    schemathesis(server, tmp_path, "fuzzing", 2)
+
+
+@pytest.mark.long
+def test_schemathesis_finds_nothing_in_many_examples(server: Hostile, tmp_path: Path) -> None:
+    schemathesis(server, tmp_path, "examples,coverage,fuzzing", 50)

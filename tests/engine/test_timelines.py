@@ -7,6 +7,7 @@ not depend on it is seen to happen meanwhile, and what must wait for it is seen 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine import gather
 from afterglow.engine.engine import Engine
 from afterglow.store import parts
 from afterglow.store.throttle import Throttle
@@ -39,7 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(model: Path, tmp_path: Path) -> Iterator[Make]:
+def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(gather, "STALL_SECONDS", 60.0)  # what is held back here stands for a layer that comes in time
     scenes: list[Scene] = []
 
     def begin(**more: Any) -> Scene:
@@ -235,3 +238,50 @@ def test_the_next_job_does_not_wait_for_the_disk(make: Make) -> None:
         scene.run(f"{who}2", text, 4)
         assert scene.cached(f"{who}2").disk == len(prompt) + 23
         scene.check(f"{who}2", text)
+
+
+@pytest.mark.parametrize("who_waits", ["a new request", "a cancellation", "a list of conversations"])
+def test_rows_that_do_not_come_stall_only_who_needs_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch, who_waits: str
+) -> None:
+    """An idle engine begins a pass whose rows are still on disk; they stop coming, and others ask for it."""
+    monkeypatch.setattr(gather, "STALL_SECONDS", 0.1)
+    scene = make()
+    line = scene.timeline
+    text = [*history(scene), 1]
+    line.hold(("load", 0, 1))
+    scene.submit("B", text)
+    line.wait("reaches", "B", 0, 1)
+    line.wait_held("load", 0, 1)
+    if who_waits == "a new request":
+        assert scene.run("C", words(9, 20), max_tokens=3)
+    elif who_waits == "a cancellation":
+        scene.engine.cancel("B")
+        line.wait("ended", "B")
+    assert scene.answers()
+    assert ("ended", "B") in line or who_waits != "a cancellation"
+    stats = scene.engine.stats()
+    assert stats.plan is not None
+    assert (stats.plan.counters.stalled, stats.load_failures) == (1, 0)
+    line.let_go(("load", 0, 1))
+    line.wait("ended", "B")
+    if who_waits != "a cancellation":  # it has waited for its rows, and not computed them
+        assert scene.cached("B").disk == 100
+        scene.check("B", text)
+
+
+def test_who_waits_alone_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks for the engine: the pass goes on with the next layer as soon as that comes."""
+    monkeypatch.setattr(gather, "STALL_SECONDS", 0.1)
+    scene = make()
+    line = scene.timeline
+    text = [*history(scene), 1]
+    line.hold(("load", 0, 1))
+    scene.submit("B", text)
+    line.wait("reaches", "B", 0, 1)
+    line.wait_held("load", 0, 1)
+    time.sleep(0.5)
+    line.let_go(("load", 0, 1))
+    line.wait("ended", "B")
+    assert scene.cached("B").disk == 100
+    assert ("reaches", "B", 1, 0) not in line

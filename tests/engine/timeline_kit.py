@@ -11,7 +11,7 @@ from torch import Tensor
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.runner import RunOutput, TorchRunner
-from afterglow.model.decoder import Attend, Attention, Decoder
+from afterglow.model.decoder import Attend, Attention, Decoder, Hidden
 from afterglow.plan.step import ExtentRecord, Step
 from afterglow.request import CachedTokens, Output, Request, SamplingParams
 from afterglow.store.extent import Head
@@ -161,7 +161,7 @@ class RecordingDecoder:
         self.who = ""
         self.passes: dict[str, int] = {}
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+    def go_on(self, hidden: Hidden, attend: Attend, wanted: Tensor | None = None, stop: int | None = None) -> None:
         who = self.who
         number = self.passes.get(who, 0)
         self.passes[who] = number + 1
@@ -172,7 +172,7 @@ class RecordingDecoder:
             self.timeline.come("computed", who, number, layer)
             return out
 
-        return self.real.forward(ids, positions, recorded, wanted)
+        self.real.go_on(hidden, recorded, wanted, stop)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

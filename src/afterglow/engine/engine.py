@@ -104,8 +104,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._touched_at = 0.0
         self._store_failures = 0  # that have been told of
-        parts.notify.target = self._wake
         self._woken = threading.Event()
+        parts.notify.target, parts.notify.pressed = self._wake, self._is_pressed
         self._live: dict[int, _Live] = {}
         self._jobs: dict[str, int] = {}
         self._next_job = 0
@@ -416,6 +416,10 @@ class Engine:
 
     def _send(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
+
+    def _is_pressed(self) -> bool:
+        """Does a caller wait for this thread? (Completions do not count.)"""
+        return self._inbox.qsize() > self._woken.is_set()
 
     def _wake(self) -> None:
         """From the mover's threads: a completion is waiting. Coalesced, so that the inbox cannot grow."""

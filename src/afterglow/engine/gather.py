@@ -7,7 +7,8 @@ computing queue waits for just that. On a CPU both are the calling thread, and a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,8 @@ from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
 
 LAYERS_AHEAD = 2  # of the layer being computed, on a device with queues of its own
+STALL_SECONDS = 0.25  # how long others wait, in a step, for rows that are none of theirs
+LOOK_SECONDS = 0.05  # how often to see whether somebody waits
 FEWEST_BLOCKS = (
     4  # in a row, on average: with shorter runs one gather into a temporary is faster than many small copies
 )
@@ -40,6 +43,7 @@ class Part:
     gather_from: int = 0  # first row of the context that the gathers fill
     gather_angles: Rotation | None = None
     failed: ExtentId | None = None
+    late: bool = False  # it is still on its way
     own_from: int = 0  # rows before are read together with others (see `engine.relay`)
 
 
@@ -51,16 +55,31 @@ class HostRows:
     store: KVStore
     read_timeout: float
     device: torch.device
+    pressed: Callable[[], bool] = lambda: False  # does a caller wait for the engine's thread?
     waited: dict[int, int] = field(default_factory=dict)  # move -> layers known to be there
+    stalled: float = 0.0  # seconds of this step that others have waited
 
-    def ready(self, gather: Gather, layer: int, timeout: float | None = None) -> bool:
-        """Wait until `layer` of the gather's extent is in its slots; False: it failed or is too late (after `timeout`
-        seconds; the store's own, if None)."""
-        if gather.move is None or self.waited.get(gather.move, -1) >= layer:
+    @property
+    def stalls(self) -> bool:
+        """Have others waited long enough in this step?"""
+        return self.stalled >= STALL_SECONDS
+
+    def ready(self, gather: Gather, layer: int, company: bool = False, *, wait: bool = True) -> bool:
+        """Is `layer` of the gather's extent in its slots? With `wait`, wait for it. False: it failed, or it is late: for as
+        long as the store waits for it; or, where others wait too (`company` in the step, or a caller), for STALL_SECONDS."""
+        move = gather.move
+        if move is None or self.waited.get(move, -1) >= layer:
             return True
-        if not self.store.wait_layer(gather.move, layer, self.read_timeout if timeout is None else timeout):
-            return False
-        self.waited[gather.move] = layer
+        began = now = time.monotonic()
+        while not self.store.wait_layer(move, layer, LOOK_SECONDS if wait else 0):
+            if not (wait and self.store.is_under_way(move)):
+                return False
+            before, now = now, time.monotonic()
+            if company or self.pressed():
+                self.stalled += now - before
+            if self.stalls or now - began >= self.read_timeout:
+                return False
+        self.waited[move] = layer
         return True
 
     def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
@@ -102,12 +121,14 @@ class Gatherer:
         self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
         self._device = torch.get_device_module(host.device)
         self._stream = self._device.Stream()
+        self._all: Sequence[Part] = ()
         self._parts: list[Part] = []
         self._events: dict[int, list[Any]] = {}  # by job: of each layer whose copies have been queued
 
     def begin(self, parts: Sequence[Part], rope: RopeTable | None) -> None:
         """Of these parts, whose contexts have been reserved."""
-        self._parts = [part for part in parts if part.gathers]
+        self._all, self._parts = parts, [part for part in parts if part.gathers]
+        self._host.stalled = 0.0
         if not self._parts:
             return
         for part in self._parts:
@@ -140,7 +161,7 @@ class Gatherer:
             for part in self._parts:
                 for event in self._events[part.job][-1:]:
                     event.synchronize()
-        self._parts = []
+        self._all, self._parts = (), []
         self._events.clear()
         self._host.waited.clear()
 
@@ -149,7 +170,7 @@ class Gatherer:
         for part in self._parts:
             events = self._events[part.job]
             while part.failed is None and len(events) < min(layer + self._ahead, self._layers):
-                if not all(self._host.ready(gather, len(events), timeout=0) for gather in part.gathers):
+                if not all(self._host.ready(gather, len(events), wait=False) for gather in part.gathers):
                     break
                 self._queue(part, len(events))
 
@@ -164,8 +185,9 @@ class Gatherer:
         keys, values = part.context.keys(layer), part.context.values(layer)
         start = part.gather_from
         for gather in part.gathers:
-            if not self._host.ready(gather, layer):
+            if not self._host.ready(gather, layer, self._has_company(part, gather)):
                 part.failed = gather.extent
+                part.late = gather.move is not None and self._host.store.is_under_way(gather.move) and self._host.stalls
                 return
             at = start
             for rows in self._host.rows(gather, layer, 0):
@@ -176,6 +198,13 @@ class Gatherer:
                 _put(rows, values[at : at + len(rows)])
                 at += len(rows)
             start = at
+
+    def _has_company(self, part: Part, gather: Gather) -> bool:
+        """Is there a part in the step that does not need the rows of this load?"""
+        return gather.move is not None and any(
+            other is not part and other.failed is None and all(each.move != gather.move for each in other.gathers)
+            for other in self._all
+        )
 
     def _rotated(self, part: Part, rows: Tensor, where: slice, keys: Tensor) -> None:
         if part.gather_angles is None:

@@ -6,7 +6,7 @@ Knows nothing of queues, policies or tiers' budgets; all of that is decided in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -107,15 +107,16 @@ class TorchRunner:
         relay: RelayName = "off",
         important: Important | None = None,
         prefill_chunk: int = 0,
+        pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         """`prefill_chunk`: rows that requests with passes of their own may compute in a step while others decode (0: any).
         `scores`: where to record what attention tokens get, if somebody wants to know. `relay`: read what the jobs of
         a step share together, always or where that is faster. `important`: for requests that take only a part of their
-        prefix."""
+        prefix. `pressed`: does a caller wait for this thread?"""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
-        self._gatherer = Gatherer(HostRows(arena, store, read_timeout, decoder.device), spec.layers)
+        self._gatherer = Gatherer(HostRows(arena, store, read_timeout, decoder.device, pressed), spec.layers)
         self._tee = Tee(store, self.shape, kv_dtype, max_batch)
         self._ahead = TouchAhead(arena) if decoder.device.type == "cpu" else None
         if self._ahead is not None:
@@ -311,7 +312,8 @@ class TorchRunner:
         for part in parts:
             part.context.rows = part.start if part.job in failed or part.job in left else part.stop
         outputs = self._outputs(runs, parts, hidden.normed, failed, wanted, left)
-        outputs.result = replace(outputs.result, waiting=list(left))
+        late = [part.job for part in parts if part.late]
+        outputs.result = replace(outputs.result, waiting=list(left), late=late)
         for job, taking in takings.items():
             if job not in left:
                 outputs.selected[job] = taking.summary()

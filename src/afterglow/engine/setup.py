@@ -65,9 +65,10 @@ _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @dataclass(slots=True)
 class Notify:
-    """The mover's bell: set once the engine exists."""
+    """The mover's bell, and whether callers wait for the engine's thread: set once the engine exists."""
 
     target: Callable[[], None] = field(default=lambda: None)
+    pressed: Callable[[], bool] = field(default=lambda: False)
 
     def __call__(self) -> None:
         self.target()
@@ -208,6 +209,7 @@ def build(
         relay=relay,
         important=important,
         prefill_chunk=config.prefill_chunk,
+        pressed=lambda: notify.pressed(),
     )
     return Parts(
         model_name=name,

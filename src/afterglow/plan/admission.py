@@ -91,6 +91,10 @@ class Admission:
         loading = [view.extent for view in obtained if view.extent.host == "loading"]
         job.loads.update(dict.fromkeys(loading))
         stages = _stages(views, obtained, device_rows)
+        if job.patient and loading:
+            self._placement.open_gates_of(loading)
+            job.again_at = inf
+            return Wait.LOADS
         if not idle and not self.may_begin(job, stages[0], now):
             job.again_at = self._begins_at(job, stages[0], now)
             return Wait.LOADS
@@ -379,7 +383,7 @@ class Admission:
         job.saving = job.spec.write
         job.approximate = job.lingering = False
         job.state = "prefilling"
-        job.loads, job.cut, job.rounds, job.tried = {}, None, 0, -1
+        job.loads, job.cut, job.rounds, job.tried, job.patient = {}, None, 0, -1, False
         self._placement.urge(job.pins)
         if len(obtained) < len(views):
             self._probe(views, now)

@@ -128,9 +128,9 @@ class Filling:
             self.closed = True
             return runs
         waiting = self._their_turn()
-        seats = self._most - len(self._batch.running) - sum(job.state == "loading" for job in waiting)
+        seats = self._most - len(self._batch.running) - sum(job.has_seat for job in waiting)
         for job in waiting:
-            taken = job.state == "loading"
+            taken = job.has_seat
             if len(self._batch.running) >= self._most:
                 break
             if seats <= 0 and not taken:
@@ -138,7 +138,7 @@ class Filling:
             outcome = self._try(job, budget > 0, now)
             self.awaited = self.awaited or outcome in (Wait.PREFIX, Wait.SLOTS, Wait.SAVES, Wait.LOADS)
             self.closed = outcome is Wait.DEVICE
-            seats += taken - (isinstance(outcome, Admit) or outcome is Wait.LOADS)
+            seats += taken - (isinstance(outcome, Admit) or job.has_seat)
             if isinstance(outcome, Admit):
                 runs.append(self._run(job, budget, outcome, now))
                 budget -= len(runs[-1].tokens)

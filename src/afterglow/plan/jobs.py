@@ -121,6 +121,7 @@ class Job:
     loads: dict[Extent, None] = field(default_factory=dict)  # extents it has waited for: they count as disk hits
     cut: int | None = None  # match no further: host slots could not be had
     rounds: int = 0  # evictions waited for
+    patient: bool = False  # its rows were late: it joins when all of them are there
     tried: int = -1  # the scheduler's version when it was last tried, and what came of it
     verdict: Wait | None = None
     again_at: float = 0.0  # when that may be another one although nothing has happened
@@ -157,6 +158,11 @@ class Job:
     @property
     def running(self) -> bool:
         return self.state in ("prefilling", "decoding")
+
+    @property
+    def has_seat(self) -> bool:
+        """Is a place in the batch kept for it, while its rows come? Not while they are late."""
+        return self.state == "loading" and not self.patient
 
     @property
     def key(self) -> Key:

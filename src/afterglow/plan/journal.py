@@ -127,6 +127,8 @@ class RecordingScheduler(Scheduler):
             values["exhausted"] = list(result.exhausted)
         if result.waiting:
             values["waiting"] = list(result.waiting)
+        if result.late:
+            values["late"] = list(result.late)
         if result.drawn:
             drawn = [[job, text.hex()] for job, text in result.drawn.items()]
             values |= {"repeats": result.repeats, "drawn": drawn}
@@ -286,8 +288,9 @@ def _feed(scheduler: Scheduler, step: Step | None, op: str, entry: dict[str, Any
 def _result(entry: dict[str, Any]) -> StepResult:
     drawn = {job: bytes.fromhex(text) for job, text in entry.get("drawn", ())}
     exhausted = tuple(entry.get("exhausted", ()))
-    waiting = tuple(entry.get("waiting", ()))
-    return StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn, exhausted, waiting)
+    waiting, late = tuple(entry.get("waiting", ())), tuple(entry.get("late", ()))
+    failed = dict(entry["failed"])
+    return StepResult(dict(entry["tokens"]), failed, entry.get("repeats", 1), drawn, exhausted, waiting, late)
 
 
 def _packed(item: Completion) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Results:
             if run.job in result.exhausted:
                 self._exhausted(self._roster.jobs[run.job], now)
             elif run.job in result.failed:
-                self._failed(self._roster.jobs[run.job], result.failed[run.job], now)
+                self._failed(self._roster.jobs[run.job], result.failed[run.job], run.job in result.late, now)
             elif run.job in result.waiting:
                 self._waiting(self._roster.jobs[run.job], run, now)
             else:
@@ -140,13 +140,16 @@ class Results:
         if job.cancelled:
             self._roster.finish(job, None, "cancelled", now, retain=False)
 
-    def _failed(self, job: Job, extent: ExtentId, now: float) -> None:
-        """An extent did not arrive: the next attempt does not wait for it again."""
-        self._counters.failed_loads += 1
+    def _failed(self, job: Job, extent: ExtentId, late: bool, now: float) -> None:
+        """An extent did not arrive: the next attempt does not wait for it again. But one that is `late` comes, and the job
+        joins when it is there."""
+        job.patient = late
+        self._counters.stalled += late
+        self._counters.failed_loads += not late
         missing = self._index.extents.get(extent)
         if missing is not None and job.approximate:
             self._placement.unread(missing, now)
-        elif missing is not None:
+        elif missing is not None and not late:
             self._placement.avoid(missing, now)
         if job.cancelled:
             self._roster.finish(job, None, "cancelled", now, retain=False)

@@ -14,6 +14,9 @@ class Counters:
     cancelled: int = 0
     preemptions: int = 0
     failed_loads: int = 0  # jobs that were sent back because an extent did not arrive
+    stalled: int = (
+        0  # jobs that were sent back because an extent was late and others waited: they join when it is there
+    )
     query_tokens: int = 0  # prompt tokens of admitted jobs, and where they were found
     hit_device: int = 0
     hit_host: int = 0

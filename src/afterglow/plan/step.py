@@ -289,7 +289,8 @@ class StepResult:
     each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on. `exhausted`: jobs
     whose runs the device had no memory for, the newest ones; their rows of this step are void too. `waiting`: jobs that
     select (SPEC) whose runs have not ended, since what they need is on its way from disk or others were not to wait for them:
-    the same runs, but for `admit`, are handed out again, and go on."""
+    the same runs, but for `admit`, are handed out again, and go on. `late`: those of `failed` whose layers are still on
+    their way, and were not waited for any longer because others waited."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
@@ -297,6 +298,7 @@ class StepResult:
     drawn: Mapping[int, bytes] = field(default_factory=dict)
     exhausted: Sequence[int] = ()
     waiting: Sequence[int] = ()
+    late: Sequence[int] = ()
 
 
 def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, int]]]:

@@ -80,6 +80,7 @@ PLAN_ROWS = (
         Row(f"plan_{name}", f"afterglow:{name}", "counter", text)
         for name, text in (
             ("submitted", "Requests submitted."),
+            ("stalled", "Requests sent back because their rows came late from disk and others waited."),
             ("finished", "Requests that came to an end."),
             ("cancelled", "Requests that were cancelled."),
             ("loads", "Extents read from disk."),

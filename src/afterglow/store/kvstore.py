@@ -209,6 +209,11 @@ class KVStore:
             return move not in self._failed
         return task.wait_layer(layer, timeout)
 
+    def is_under_way(self, move: int) -> bool:
+        """Has a Load or Copy been started and not ended?"""
+        task = self._loads.get(move)
+        return task is not None and not task.over
+
     def touch(self, uses: Sequence[Use]) -> None:
         """Note in the catalog how extents were used; written within seconds, in one transaction."""
         if self._catalog is not None:

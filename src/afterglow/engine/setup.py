@@ -161,7 +161,9 @@ def build(
     capacity = Capacity(
         device_rows=device_rows,
         host_slots=host_slots,
-        disk_bytes=_extent_bytes(config, namespace, layout) if namespace is not None else 0,
+        disk_bytes=_extent_bytes(config.cache.disk_cache, namespace, layout, _rewriting_bytes(config, layout))
+        if namespace is not None
+        else 0,
         file_bytes=tuple(
             layout.file_bytes(blocks * BLOCK_ROWS) for blocks in range(1, MAX_EXTENT_ROWS // BLOCK_ROWS + 1)
         ),
@@ -255,12 +257,11 @@ def _important(decoder: Decoder, store: KVStore, arena: Tensor, layout: KVLayout
     return Important(decoder, loader, rules, config.importance_renew)
 
 
-def _extent_bytes(config: EngineConfig, namespace: Namespace, layout: KVLayout) -> int:
+def _extent_bytes(disk_cache: int, namespace: Namespace, layout: KVLayout, rewriting: int = 0) -> int:
     """What is left of the disk budget for extents: conversations have a share, and so have the relics of damage, and a file
     that is being rewritten."""
-    disk_cache = config.cache.disk_cache
     relics = catalog.relics(namespace.catalog) + catalog.relics(namespace.path / CONVERSATIONS)
-    left = disk_cache - footprint(_conversation_bytes(disk_cache)) - relics - _rewriting_bytes(config, layout)
+    left = disk_cache - footprint(_conversation_bytes(disk_cache)) - relics - rewriting
     return catalog.budget(max(0, left), layout.file_bytes(1))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -61,6 +62,48 @@ def importance(decoder: Decoder, seen: Sequence[int]) -> Tensor:
     decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
     assert isinstance(full.sums, Tensor)
     return full.sums
+
+
+@dataclass
+class Cut:
+    """A conversation was cut when it had these tokens: those between `first` and `first + dropped` are out since. The first
+    `kept` rows of what was left were taken from what there was `before` (None: as it was never cut); the others were
+    computed on top of them."""
+
+    text: Sequence[int]
+    first: int
+    dropped: int
+    kept: int
+    before: Cut | None = None
+
+    def compact(self, text: Sequence[int]) -> list[int]:
+        """What is left of a text that goes on from there."""
+        return [*text[: self.first], *text[self.first + self.dropped :]]
+
+
+@torch.inference_mode()
+def rows_of(decoder: Decoder, cut: Cut) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys and values of the rows that were kept, computed from the beginning."""
+    before = cut.before
+    text = before.compact(cut.text) if before is not None else cut.text
+    out = cut.dropped - (before.dropped if before is not None else 0)  # of what was left before
+    stop = cut.kept if cut.kept <= cut.first else cut.kept + out
+    there = Growing(decoder, rows_of(decoder, before) if before is not None else None)
+    begin = before.kept if before is not None else 0
+    if stop > begin:
+        decoder.forward(torch.tensor(text[begin:stop]), torch.arange(begin, stop), there)
+    left = torch.tensor([*range(min(cut.kept, cut.first)), *range(cut.first + out, stop)], dtype=torch.long)
+    return {i: (k[left], v[left]) for i, (k, v) in there.rows.items()}
+
+
+@torch.inference_mode()
+def behind(decoder: Decoder, cut: Cut, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:
+    """Log-probabilities of each token of a reply to a prompt that goes on from where it was cut: [tokens, vocabulary]."""
+    new = [*cut.compact(prompt)[cut.kept :], *reply[:-1]]
+    kept = rows_of(decoder, cut) if cut.kept else None
+    positions = torch.arange(cut.kept, cut.kept + len(new))
+    hidden = decoder.forward(torch.tensor(new), positions, Growing(decoder, kept))
+    return torch.log_softmax(decoder.logits(hidden[-len(reply) :]).float(), dim=-1)
 
 
 @torch.inference_mode()

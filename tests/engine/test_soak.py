@@ -1,4 +1,9 @@
-"""Thousands of turns on tiny tiers, with aborts, deletions, pins, expiry and truncation: nothing grows, nothing is wrong."""
+"""Thousands of turns on tiny tiers, with aborts, deletions, pins, expiry and truncation: nothing grows, nothing is wrong.
+
+Answers of prompts that were cut are compared with what is computed by hand, from the turn on where the conversation was cut:
+how many rows were kept then, and were there since, the engine tells. Where some were lost and computed again (they have not
+seen the same then), or a job was sent back, nothing is known of the rows, until the conversation begins anew.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +12,77 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from afterglow.engine.engine import Engine
+from afterglow.model.decoder import Decoder
+from afterglow.model.loader import load_model
+from afterglow.plan.truncation import Rules
 from afterglow.request import Output, Request, SamplingParams
+from tests.engine.by_hand import Cut, behind
 from tests.engine.conftest import VOCAB, Handle
 
 IDS = count()
 WINDOW = 256
+SYSTEM = 12
 CONVERSATIONS = 24
 TENANTS = ("", "a", "b")
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A conversation was cut, and nobody outside knows what its rows have seen."""
+
+    text: list[int]
+    dropped: int
 
 
 class Talk:
     """Conversations that never end, driven from one thread."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, decoder: Decoder, seed: int) -> None:
         self.engine = engine
+        self.decoder = decoder
         self.rng = random.Random(seed)
-        self.texts = [[self.rng.randrange(VOCAB) for _ in range(12)] for _ in range(CONVERSATIONS)]
+        self.texts = [[self.rng.randrange(VOCAB) for _ in range(SYSTEM)] for _ in range(CONVERSATIONS)]
         self.turns = 0
         self.compared = 0
+        self.cuts: list[list[Cut | Unknown]] = [[] for _ in range(CONVERSATIONS)]
+        self.compared_cut = 0
+        self.telling = 0  # of them, answers that are not what recomputing what was left gives
+        self.loading = False  # whatever is cached, whatever that takes
         self.aborted = 0
         self.reused = 0
 
     def round(self, at_once: int) -> None:
         """Turns of several conversations at the same time; some are given up in the middle."""
         chosen = self.rng.sample(range(CONVERSATIONS), at_once)
+        before = self._disturbances()
         runs = [self._ask(number) for number in chosen]
-        for number, (request, outputs, ended) in zip(chosen, runs, strict=True):
+        for request, _, ended in runs:
             if self.rng.random() < 0.1:
                 self.engine.cancel(request.id)
             assert ended.wait(60), "a turn hangs"
+        sure = self._disturbances() == before
+        for number, (request, outputs, _) in zip(chosen, runs, strict=True):
             self.turns += 1
-            self._went(number, request, outputs)
+            self._went(number, request, outputs, sure)
+
+    def _disturbances(self) -> tuple[int, ...]:
+        """How often jobs were sent back, and cached rows were computed again. While all that can be loaded is, those are the
+        last ones, which the engine tells."""
+        found = self.engine._ask(lambda: self.engine._scheduler.stats().counters)
+        return found.preemptions, found.failed_loads, 0 if self.loading else found.recomputed
 
     def _ask(self, number: int) -> tuple[Request, list[Output], threading.Event]:
         rng = self.rng
         text = self.texts[number]
         if rng.random() < 0.1:
-            del text[rng.randrange(12, len(text) + 1) :]  # somebody edits what was said
+            del text[rng.randrange(SYSTEM, len(text) + 1) :]  # somebody edits what was said
         text += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
         sampling = SamplingParams(max_tokens=rng.randint(1, 12), temperature=0, ignore_eos=True)
         outputs: list[Output] = []
@@ -68,17 +101,18 @@ class Talk:
             session_id=f"talk-{number}",
             ttl_s=rng.choice([None, None, 0.05]),
             truncation=True,
-            turns=(12,),
+            turns=(SYSTEM,),
         )
         self.engine.submit(request, take)
         return request, outputs, ended
 
-    def _went(self, number: int, request: Request, outputs: list[Output]) -> None:
+    def _went(self, number: int, request: Request, outputs: list[Output], sure: bool) -> None:
         tokens = [token for output in outputs for token in output.tokens]
         assert outputs[-1].finish_reason in ("length", "cancelled"), outputs[-1].error
         self.aborted += outputs[-1].finish_reason == "cancelled"
         self.reused += outputs[-1].cached.total
         cut = any(output.truncation is not None for output in outputs)
+        self._went_cut(number, request, outputs, tokens, sure)
         fits = len(request.prompt) + len(tokens) < WINDOW and not cut
         if self.rng.random() < 0.05 and fits:
             sampling = SamplingParams(max_tokens=max(1, len(tokens)), temperature=0, ignore_eos=True)
@@ -87,7 +121,44 @@ class Talk:
             self.compared += 1
         self.texts[number] += tokens
         if len(self.texts[number]) > 4 * WINDOW:
-            self.texts[number] = self.texts[number][:12]
+            self.texts[number] = self.texts[number][:SYSTEM]
+
+    def _went_cut(self, number: int, request: Request, outputs: list[Output], tokens: list[int], sure: bool) -> None:
+        """Follow what is known of a conversation that was cut, and compare some answers."""
+        text, cuts = list(request.prompt), self.cuts[number]
+        cuts[:] = [cut for cut in cuts if text[: len(cut.text)] == list(cut.text)]
+        before = cuts[-1] if cuts else None
+        told = next((output.truncation for output in outputs if output.truncation is not None), None)
+        gone = before.dropped if before is not None else 0
+        found = outputs[0].cached.total
+        if told is None:
+            if not Rules(WINDOW).fits(
+                len(text) - gone, request.sampling.max_tokens
+            ):  # it was given up early, but was cut
+                cuts.append(Unknown(text, len(text) - WINDOW // 2))
+            elif before is not None:
+                cuts[-1] = Unknown(before.text, before.dropped)
+            return
+        if told.dropped != gone:
+            assert told.dropped == len(text) - WINDOW // 2
+            known = sure and (not isinstance(before, Unknown) or not found)
+            cut: Cut | Unknown = Unknown(text, told.dropped)
+            if known:
+                cut = Cut(text, SYSTEM, told.dropped, found, before if found and isinstance(before, Cut) else None)
+            cuts.append(cut)
+        elif isinstance(before, Cut) and (not sure or found < before.kept):
+            cuts[-1] = Unknown(before.text, before.dropped)
+        cut = cuts[-1]
+        if isinstance(cut, Cut) and tokens and self.rng.random() < 0.3:
+            self._compare(cut, text, tokens)
+
+    def _compare(self, cut: Cut, prompt: list[int], tokens: list[int]) -> None:
+        expected = behind(self.decoder, cut, prompt, tokens)
+        given = expected[range(len(tokens)), tokens]
+        assert (given > expected.max(-1).values - 1e-3).all(), f"not what by hand is right: {given}, {expected.max(-1)}"
+        plain = behind(self.decoder, replace(cut, kept=0, before=None), prompt, tokens)
+        self.telling += bool((plain[range(len(tokens)), tokens] < plain.max(-1).values - 1e-3).any())
+        self.compared_cut += 1
 
     def manage(self) -> None:
         """What operators do."""
@@ -99,6 +170,8 @@ class Talk:
             self.engine.pin_session(salt, name, self.rng.random() < 0.3)
         elif what < 0.75:
             self.engine.reset_cache(salt)
+            for number in range(TENANTS.index(salt), CONVERSATIONS, len(TENANTS)):
+                self.cuts[number].clear()
         else:
             self.engine.sessions(salt)
 
@@ -142,9 +215,14 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
         source="auto",
         tenant_quota=1024**2 * 3,
     )
-    talk = Talk(handle.engine, seed=5)
+    decoder = load_model(model, dtype="float32", device="cpu", max_model_len=None)
+    talk = Talk(handle.engine, decoder, seed=5)
     marks: list[tuple[int, int, int]] = []
+    switch = 0
     while talk.turns < turns:
+        if talk.turns >= switch:  # cached rows are computed again half of the time: nobody outside knows which
+            talk.loading, switch = not talk.loading, switch + 100
+            handle.engine.baseline(source="load" if talk.loading else "auto")
         talk.round(talk.rng.randint(1, 10))
         if talk.rng.random() < 0.2:
             talk.manage()
@@ -169,6 +247,7 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
 def test_a_few_hundred_turns(start: Callable[..., Handle], model_of: Callable[[str], Path], tmp_path: Path) -> None:
     talk = soak(start, model_of("llama"), tmp_path, turns=400)
     assert talk.compared > 3
+    assert talk.compared_cut > 0
 
 
 @pytest.mark.long
@@ -176,3 +255,4 @@ def test_a_few_hundred_turns(start: Callable[..., Handle], model_of: Callable[[s
 def test_twenty_thousand_turns(start: Callable[..., Handle], model_of: Callable[[str], Path], tmp_path: Path) -> None:
     talk = soak(start, model_of("llama"), tmp_path, turns=20_000)
     assert talk.compared > 300
+    assert (talk.compared_cut > 100, talk.telling > 10) == (True, True), (talk.compared_cut, talk.telling)

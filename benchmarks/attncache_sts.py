@@ -2,7 +2,9 @@
 """Attention maps of other sentences on semantic textual similarity: table 1 and figures 1 and 5 of AttnCache, and the shapes of
 large models.
 
-For each task a database is made of 1,000 sentences, and the others are embedded with it. Compared are the full model, SAN,
+For each task a database is made of 1,000 sentences, and others are embedded with it. Thresholds are chosen on a validation part of
+the data, and what they do is reported on a test part: no pair is in two of the three. Hits on sentences that are literally in the
+database are reported apart from those on unseen ones. Compared are the full model, SAN,
 LazyFormer, AttnCache-f, AttnCache as published, and this program's own, one change at a time: features that keep positions,
 the mean of several neighbours' maps, and layers accepted one by one. The hit rate is the share of all layers of all sentences
 that computed no queries and keys; where sentences are taken whole, it is the share of the sentences.
@@ -10,8 +12,8 @@ that computed no queries and keys; where sentences are taken whole, it is the sh
 Besides, as in table 2: attention or whole layers left out of as large a part of the layers as 4 are of 28, chosen by how little
 they change what goes through them, and weights of 8 bits (`--quantization int8` does everything with these).
 
-Data: --data (or AFTERGLOW_DATA), a folder with `sts/sts12.tsv` to `sts15.tsv`, `stsb_train.tsv` and `stsb_test.tsv`: lines of
-score, sentence, sentence. --tasks NAME takes any other NAME.tsv there. --shapes needs none.
+Data: --data (or AFTERGLOW_DATA), a folder with `sts/sts12.tsv` to `sts15.tsv`, `stsb_train.tsv`, `stsb_dev.tsv` and
+`stsb_test.tsv`: lines of score, sentence, sentence. --tasks NAME takes any other NAME.tsv there. --shapes needs none.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ os.environ.setdefault("COLUMNS", "140")  # of tables that go into a file
 
 import dataclasses
 import json
+import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +36,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from afterglow.bench.report import COUNTED, arguments, finish, goal, show
 from afterglow.cli.environment import find_embedding_model
@@ -61,9 +66,10 @@ from afterglow.model.linear import int8_levels
 from afterglow.text import Tokenizer
 from attncache_parts import shapes
 from attncache_parts.distances import distances, unique
-from attncache_parts.measures import CLOCK, TASKS, gamma, now, read_pairs, score, split
-from attncache_parts.passes import Make, Passes, Result, Watched
+from attncache_parts.measures import CLOCK, TASKS, Pair, gamma, now, read_pairs, score, split
+from attncache_parts.passes import Make, Passes, Watched
 
+Numbers = NDArray[np.float64]
 LOSS = 2.0  # points of Spearman x 100 that a method may cost: the paper's
 FAR = 6.0  # with so many points lost, lower thresholds are not looked at
 LEAST_RATE = 0.30
@@ -82,16 +88,36 @@ VARIANTS: dict[str, MemoOptions] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Sentences of pairs, tokenised, and the scores of the pairs."""
+
+    asked: list[list[int]]
+    gold: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
-    """One data set, tokenised: what databases are made of, and pairs to judge."""
+    """One data set: what databases are made of, pairs to choose settings by, and pairs to report on."""
 
     name: str
     model: str
     embedder: TextEmbedder
     known: list[list[int]]
-    asked: list[list[int]]
-    gold: list[float]
+    validation: Part
+    test: Part
     narrow: Model | None  # the same with weights of 8 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a method did on one part. What there is nothing to count for is not a number."""
+
+    spearman: float
+    unseen_spearman: float  # of the pairs of two sentences that are not in the database
+    rate: float
+    error: float  # mean 1 - cosine to the full model's vectors
+    known_rate: float  # the rate among sentences that are literally in the database
+    unseen_rate: float  # and among the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +126,50 @@ class Found:
 
     method: str
     setting: float | None
-    spearman: float
-    rate: float
-    error: float  # mean 1 - cosine to the full model's vectors
+    validation: Judged
+    test: Judged
     make: Make
     model: Model | None = None  # where it is not the task's
+
+
+class Judge:
+    """The full model's vectors of one part, and what others lose against them."""
+
+    def __init__(self, task: Task, part: Part) -> None:
+        self.part = part
+        self.passes = Passes(task.embedder.embedder, part.asked)
+        self.exact = self.passes.run(BatchAttend)
+        known = {tuple(ids) for ids in task.known}
+        self.known: NDArray[np.bool_] = np.array([tuple(ids) in known for ids in part.asked])
+        self._unseen_pairs = ~self.known.reshape(-1, 2).any(1)
+
+    def judged(self, vectors: Tensor, hits: Numbers, rate: float | None = None) -> Judged:
+        """`hits` [sentences]: the share of layers that took maps. `rate`: of methods that have no hits."""
+        rows = torch.from_numpy(np.repeat(self._unseen_pairs, 2))
+        unseen_gold = [gold for gold, unseen in zip(self.part.gold, self._unseen_pairs.tolist(), strict=True) if unseen]
+        return Judged(
+            score(self.part.gold, vectors),
+            score(unseen_gold, vectors[rows]),
+            float(hits.mean()) if rate is None else rate,
+            float(1 - (vectors * self.exact.vectors).sum(1).mean()),
+            float(hits[self.known].mean()) if rate is None and self.known.any() else float("nan"),
+            float(hits[~self.known].mean()) if rate is None and not self.known.all() else float("nan"),
+        )
+
+    def run(self, make: Make, rate: float | None = None, model: Model | None = None) -> Judged:
+        result = self.passes.run(make, model=model)
+        return self.judged(result.vectors, result.layers.mean(1), rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """One for each part that is asked."""
+
+    validation: Judge
+    test: Judge
+
+    def __iter__(self) -> Iterator[Judge]:
+        return iter((self.validation, self.test))
 
 
 def main() -> int:
@@ -119,7 +184,10 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", default=["minilm"], help="minilm, bundled, or model directories")
     parser.add_argument("--build", type=int, default=1000, help="sentences of a database (default 1000)")
     parser.add_argument(
-        "--pairs", type=int, default=250, help="pairs to judge, drawn from the others; 0: all of them (default 250)"
+        "--pairs",
+        type=int,
+        default=250,
+        help="pairs of each of the two parts that are asked; 0: all there are (default 250)",
     )
     parser.add_argument(
         "--quantization", choices=("none", "int8"), default="none", help="of the weights (default: none)"
@@ -210,30 +278,34 @@ def load(model: str, quantization: QuantizationName, *, both: bool) -> tuple[Tex
 def read(options: Any, name: str, model: str, embedder: TextEmbedder, narrow: Model | None) -> Task:
     pairs = min(options.pairs or 60, 60) if options.quick else options.pairs
     build = min(options.build, 300) if options.quick else options.build
-    known, rest = split(Path(options.data), name, build, pairs, options.seed)
+    parts = split(Path(options.data), name, build, pairs, options.seed)
     most = embedder.embedder.max_tokens
-    asked = [embedder.tokens(text, most) for pair in rest for text in pair[1:]]
-    gold = [pair[0] for pair in rest]
-    return Task(name, model, embedder, [embedder.tokens(t, most) for t in known], asked, gold, narrow)
+
+    def part(pairs: Sequence[Pair]) -> Part:
+        return Part([embedder.tokens(text, most) for pair in pairs for text in pair[1:]], [pair[0] for pair in pairs])
+
+    known = [embedder.tokens(text, most) for text in parts.known]
+    return Task(name, model, embedder, known, part(parts.validation), part(parts.test), narrow)
 
 
 def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str, Any]]:
     """All methods on one task: a row for each setting, with times where a setting was chosen."""
-    passes = Passes(task.embedder.embedder, task.asked)
-    exact = passes.run(BatchAttend)
-    full = score(task.gold, exact.vectors)
-    print(f"{task.model}, {task.name}: {len(task.gold)} pairs, full model {full:.2f}", flush=True)
-    found = [Found("full", None, full, 0.0, 0.0, BatchAttend)]
+    judges = Judges(Judge(task, task.validation), Judge(task, task.test))
+    found: list[Found] = []
 
     def judge(
         method: str, setting: float | None, make: Make, rate: float | None = None, model: Model | None = None
     ) -> Found:
-        result = passes.run(make, model=model)
-        error = float(1 - (result.vectors * exact.vectors).sum(1).mean())
-        rate = float(result.layers.mean()) if rate is None else rate
-        found.append(Found(method, setting, score(task.gold, result.vectors), rate, error, make, model))
+        validation, test = (one.run(make, rate, model) for one in judges)
+        found.append(Found(method, setting, validation, test, make, model))
         return found[-1]
 
+    full = judge("full", None, BatchAttend, 0.0)
+    print(
+        f"{task.model}, {task.name}: full model {full.validation.spearman:.2f} on {len(task.validation.gold)} pairs to choose "
+        f"by, {full.test.spearman:.2f} on {len(task.test.gold)} to report on",
+        flush=True,
+    )
     samples = recorded_maps(task.embedder.embedder, task.known[:50])
     layers = task.embedder.embedder.model.spec.layers
     lazy = lazyformer(layers)
@@ -250,11 +322,11 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
         for variant, memo_options in VARIANTS.items():
             built[variant] = build(task, Path(folder), memo_options, steps, seed)
             if memo_options.accept == "sentence":
-                whole(passes, built[variant], exact, task, variant, found)
+                found += whole(judges, built[variant], variant)
             else:
                 for threshold in LAYER_THRESHOLDS:
                     one = judge(variant, threshold, AttentionMemo(built[variant], threshold).attend)
-                    if full - one.spearman > FAR:
+                    if full.validation.spearman - one.validation.spearman > FAR:
                         break
         layered = build_layers(
             task.embedder.embedder, built["AttnCache"].store, unique(task.known), steps=steps // 2, seed=seed
@@ -262,7 +334,7 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
         for threshold in LAYERED_THRESHOLDS:
             layered.threshold = threshold
             judge("AttnCache-f", threshold, layered.attend)
-        return rows_of(task, passes, found, exact, layered, quick=quick)
+        return rows_of(task, judges, found, layered, quick=quick)
 
 
 def drop(task: Task, judge: Callable[..., Found]) -> None:
@@ -298,46 +370,61 @@ def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int)
     return database
 
 
-def whole(passes: Passes, database: MemoDatabase, exact: Result, task: Task, variant: str, found: list[Found]) -> None:
-    """Sentences taken whole: one pass in which all take maps serves every threshold."""
-    memo = Watched(AttentionMemo(database, -1e9))
-    taken = passes.run(memo.attend)
-    similarity = np.empty(len(task.asked))
-    similarity[[index for batch in passes.batches for index in batch]] = memo.similarity
-    at_rates = [float(np.quantile(similarity[np.isfinite(similarity)], 1 - rate)) for rate in RATES]
+def whole(judges: Judges, database: MemoDatabase, variant: str) -> list[Found]:
+    """Sentences taken whole: one pass over each part in which all take maps serves every threshold."""
+    taken, similarities = [], []
+    for one in judges:
+        memo = Watched(AttentionMemo(database, -1e9))
+        taken.append(one.passes.run(memo.attend))
+        similarity = np.empty(len(one.part.asked))
+        similarity[[index for batch in one.passes.batches for index in batch]] = memo.similarity
+        similarities.append(similarity)
+    to_choose_by = similarities[0][np.isfinite(similarities[0])]
+    at_rates = [float(np.quantile(to_choose_by, 1 - rate)) for rate in RATES]
+    found = []
     for threshold in (*THRESHOLDS, *at_rates):
-        hits = torch.from_numpy((similarity >= threshold) & taken.layers.any(1))
-        vectors = torch.where(hits[:, None], taken.vectors, exact.vectors)
-        error = float(1 - (vectors * exact.vectors).sum(1).mean())
-        make = AttentionMemo(database, threshold).attend
-        found.append(Found(variant, threshold, score(task.gold, vectors), float(hits.float().mean()), error, make))
+        judged = []
+        for one, result, similarity in zip(judges, taken, similarities, strict=True):
+            hits = (similarity >= threshold) & result.layers.any(1)
+            vectors = torch.where(torch.from_numpy(hits)[:, None], result.vectors, one.exact.vectors)
+            judged.append(one.judged(vectors, hits.astype(float)))
+        validation, test = judged
+        found.append(Found(variant, threshold, validation, test, AttentionMemo(database, threshold).attend))
+    return found
 
 
-def rows_of(
-    task: Task, passes: Passes, found: list[Found], exact: Result, layered: Any, *, quick: bool
-) -> list[dict[str, Any]]:
-    """Rows, the chosen ones timed: of each method the setting with the highest hit rate that costs at most `LOSS` points
+def choose(found: Sequence[Found]) -> dict[str, Found]:
+    """Each method's setting, by the validation part alone: the highest hit rate that costs at most `LOSS` points there
     (AttnCache-f: the nearest to the published hit rate, as it may cost more at any)."""
-    full = found[0]
     chosen: dict[str, Found] = {}
+    least = found[0].validation.spearman - LOSS
     for method in dict.fromkeys(f.method for f in found):
         settings = [f for f in found if f.method == method]
-        cheap = [f for f in settings if f.spearman >= full.spearman - LOSS]
+        cheap = [f for f in settings if f.validation.spearman >= least]
         if method == "AttnCache-f":
-            chosen[method] = min(settings, key=lambda f: abs(f.rate - LEAST_RATE))
+            chosen[method] = min(settings, key=lambda f: abs(f.validation.rate - LEAST_RATE))
+        elif cheap:
+            chosen[method] = max(cheap, key=lambda f: f.validation.rate)
         else:
-            chosen[method] = max(cheap, key=lambda f: f.rate) if cheap else max(settings, key=lambda f: f.spearman)
-    known = {tuple(ids) for ids in task.known}
+            chosen[method] = max(settings, key=lambda f: f.validation.spearman)
+    return chosen
+
+
+def rows_of(task: Task, judges: Judges, found: list[Found], layered: Any, *, quick: bool) -> list[dict[str, Any]]:
+    """Rows, the chosen ones timed. What is not said to be of the validation part is of the test part."""
+    full = found[0]
+    chosen = choose(found)
+    test = judges.test
     rounds = 3 if quick else ROUNDS
     layered.threshold = chosen["AttnCache-f"].setting
-    times = Passes(task.embedder.embedder, spread(task.asked)).times(
+    times = Passes(task.embedder.embedder, spread(task.test.asked)).times(
         {name: f.make for name, f in chosen.items()}, rounds, {name: f.model for name, f in chosen.items()}
     )
     hit_only: dict[str, dict[str, float]] = {}
     for name in ("AttnCache", "+ layers (ours)", "AttnCache-f"):
-        hits = passes.run(chosen[name].make).layers.any(1)
+        hits = test.passes.run(chosen[name].make).layers.any(1)
         if hits.any():
-            some = spread([ids for ids, hit in zip(task.asked, hits, strict=True) if hit])
+            some = spread([ids for ids, hit in zip(task.test.asked, hits.tolist(), strict=True) if hit])
             both = {"full": BatchAttend, name: chosen[name].make}
             hit_only[name] = Passes(task.embedder.embedder, some).times(both, rounds)[name]
     rows = []
@@ -348,13 +435,19 @@ def rows_of(
             "task": task.name,
             "method": f.method,
             "threshold": f.setting,
-            "spearman": round(f.spearman, 3),
-            "loss": round(full.spearman - f.spearman, 3),
-            "hit_rate": round(f.rate, 4),
-            "error": round(f.error, 5),
+            "validation_loss": round(full.validation.spearman - f.validation.spearman, 3),
+            "validation_hit_rate": round(f.validation.rate, 4),
+            "spearman": round(f.test.spearman, 3),
+            "loss": round(full.test.spearman - f.test.spearman, 3),
+            "unseen_loss": rounded(full.test.unseen_spearman - f.test.unseen_spearman, 3),
+            "hit_rate": round(f.test.rate, 4),
+            "known_hit_rate": rounded(f.test.known_rate, 4),
+            "unseen_hit_rate": rounded(f.test.unseen_rate, 4),
+            "error": round(f.test.error, 5),
             "chosen": chosen[f.method] is f,
-            "pairs": len(task.gold),
-            "known_sentences_asked": round(sum(tuple(ids) in known for ids in task.asked) / len(task.asked), 4),
+            "pairs": len(task.test.gold),
+            "validation_pairs": len(task.validation.gold),
+            "known_sentences_asked": round(float(test.known.mean()), 4),
         }
         if chosen[f.method] is f:
             row |= {f"speedup_{name}": round(value, 3) for name, value in times[f.method].items() if name != "seconds"}
@@ -363,6 +456,11 @@ def rows_of(
                 row |= {f"speedup_{key}_hits": round(hit_only[f.method][key], 3) for key in ("attention", "whole")}
         rows.append(row)
     return rows
+
+
+def rounded(value: float, digits: int) -> float | None:
+    """None of what is not a number: JSON has none."""
+    return None if math.isnan(value) else round(value, digits)
 
 
 def spread(sentences: Sequence[list[int]]) -> list[list[int]]:
@@ -382,16 +480,26 @@ def show_model(model: str, rows: list[dict[str, Any]], figure: str | None) -> No
         picked = [r for r in rows if r["threshold"] is not None]
         show(f"{model}: figure 5", columns, [[r[c] for c in columns] for r in picked])
         return
-    columns = ("task", "method", "threshold", "spearman", "loss", "hit_rate", "speedup_attention", "speedup_whole")
+    wide = (
+        "task",
+        "method",
+        "threshold",
+        "validation_loss",
+        "loss",
+        "unseen_loss",
+        "hit_rate",
+        "known_hit_rate",
+        "unseen_hit_rate",
+        "speedup_attention",
+        "speedup_whole",
+    )
     picked = [r for r in rows if r["chosen"]]
-    show(f"{model}: table 1", columns, [[r.get(c, "") for c in columns] for r in picked])
+    show(f"{model}: table 1", wide, [["" if r.get(c) is None else r[c] for c in wide] for r in picked])
+    keys = ("spearman", "loss", "unseen_loss", "hit_rate", "unseen_hit_rate", "attention", "whole", "gamma")
     show(
         f"{model}: mean over tasks",
-        ("method", "spearman", "loss", "hit rate", "attention", "whole", "gamma"),
-        [
-            [m["method"], *(round(m[k], 3) for k in ("spearman", "loss", "hit_rate", "attention", "whole", "gamma"))]
-            for m in means(rows)
-        ],
+        ("method", *(key.replace("_", " ") for key in keys)),
+        [[m["method"], *("" if m[k] is None else round(m[k], 3) for k in keys)] for m in means(rows)],
     )
 
 
@@ -403,30 +511,34 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for method in dict.fromkeys(r["method"] for r in picked):
         own = [r for r in picked if r["method"] == method]
         mean = {key: statistics.mean(r[key] for r in own) for key in ("spearman", "loss", "hit_rate")}
+        rates = {
+            key: None if any(r[key] is None for r in own) else statistics.mean(r[key] for r in own)
+            for key in ("unseen_loss", "known_hit_rate", "unseen_hit_rate")
+        }
         attention, whole = (statistics.mean(r[f"speedup_{key}"] for r in own) for key in ("attention", "whole"))
         value = gamma(full / 100, mean["spearman"] / 100, attention) if abs(attention - 1) > 0.005 else float("nan")
-        out.append({"method": method, **mean, "attention": attention, "whole": whole, "gamma": value})
+        out.append({"method": method, **mean, **rates, "attention": attention, "whole": whole, "gamma": value})
     return out
 
 
 def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     of = {m["method"]: m for m in means(rows)}
     paper, ours = of["AttnCache"], of["+ layers (ours)"]
+    goals = []
+    for name, mean in (("as published", paper), ("ours", ours)):
+        goals += [
+            goal(f"hit rate, {name}", mean["hit_rate"], LEAST_RATE, least=True, spread=COUNTED),
+            goal(f"points lost at it, {name}", mean["loss"], LOSS, least=False, spread=COUNTED),
+            goal(
+                f"hit rate on sentences that are not in the database, {name}",
+                mean["unseen_hit_rate"],
+                LEAST_RATE,
+                least=True,
+                spread=COUNTED,
+            ),
+        ]
     return [
-        goal(
-            f"hit rate at a loss of at most {LOSS:g} points, as published",
-            paper["hit_rate"],
-            LEAST_RATE,
-            least=True,
-            spread=COUNTED,
-        ),
-        goal(
-            f"hit rate at a loss of at most {LOSS:g} points, ours",
-            ours["hit_rate"],
-            LEAST_RATE,
-            least=True,
-            spread=COUNTED,
-        ),
+        *goals,
         goal(
             "hit rate, ours less that as published",
             ours["hit_rate"] - paper["hit_rate"],

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,38 @@ def read_pairs(folder: Path, task: str) -> list[Pair]:
     raise ConfigError(f"--tasks {task}: there is neither {folder / 'sts' / name} nor {folder / name}")
 
 
-def split(folder: Path, task: str, build: int, test: int | None, seed: int) -> tuple[list[str], list[Pair]]:
-    """`build` sentences that the database is made of, and at most `test` of the other pairs. Of stsb the former are from
-    the training part, and the latter from the test part."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The three parts of a data set. Databases are made of `known`, settings are chosen on `validation`, and what is
+    reported was found on `test`."""
+
+    known: list[str]
+    validation: list[Pair]
+    test: list[Pair]
+
+
+def split(folder: Path, task: str, build: int, pairs: int | None, seed: int) -> Parts:
+    """`build` sentences to know, and at most `pairs` of the other pairs for each of the two other parts. stsb comes in three
+    parts; other data sets are cut, and no pair is in two parts. Raises ConfigError."""
     random = np.random.default_rng(seed)
     if task == "stsb":
         rows = _rows(folder / "sts" / "stsb_train.tsv")
-        known, rest = [rows[i] for i in random.permutation(len(rows))[: build // 2]], read_pairs(folder, task)
+        known, test = [rows[i] for i in random.permutation(len(rows))[: build // 2]], read_pairs(folder, task)
+        validation = _rows(folder / "sts" / "stsb_dev.tsv")
+        test = [test[i] for i in random.permutation(len(test))]
+        validation = [validation[i] for i in random.permutation(len(validation))]
     else:
         rows = read_pairs(folder, task)
         order = random.permutation(len(rows))
         known, rest = [rows[i] for i in order[: build // 2]], [rows[i] for i in order[build // 2 :]]
-    chosen = random.permutation(len(rest))[: test or len(rest)]
-    return [text for pair in known for text in pair[1:]], [rest[i] for i in chosen]
+        if len(rest) < 2:
+            raise ConfigError(
+                f"--tasks {task}: {len(rows)} pairs are too few for --build {build}; at least 2 must be left"
+            )
+        rest = [rest[i] for i in random.permutation(len(rest))]
+        cut = min(pairs or len(rest), len(rest) // 2)
+        test, validation = rest[:cut], rest[cut:]
+    return Parts([text for pair in known for text in pair[1:]], validation[: pairs or None], test[: pairs or None])
 
 
 def _rows(path: Path) -> list[Pair]:
@@ -64,7 +84,9 @@ def _rows(path: Path) -> list[Pair]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation; ties share their mean rank."""
+    """Rank correlation; ties share their mean rank. Not a number where all of one side are equal."""
+    if min(len(set(first)), len(set(second))) < 2:
+        return float("nan")
     return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 

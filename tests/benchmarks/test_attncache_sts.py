@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from afterglow.errors import ConfigError
+from afterglow.model.encoder import BatchAttend
 from afterglow.model.linear import int8_levels
 from tests.memo.tiny import tiny_encoder
 
@@ -59,6 +62,8 @@ def test_rank_correlation() -> None:
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     # Ties share a rank: 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
     assert spearman([0, 5, 5, 9], [1, 2, 3, 4]) == pytest.approx(0.9486833)
+    assert math.isnan(spearman([1, 1, 1], [1, 2, 3]))
+    assert math.isnan(spearman([], []))
 
 
 @pytest.fixture
@@ -73,21 +78,80 @@ def data(tmp_path: Path) -> Path:
         for c in nouns
         for d in verbs
     ]
-    for name in ("sts15", "stsb_train", "stsb_test"):
+    for name in ("sts15", "stsb_train", "stsb_dev", "stsb_test"):
         (folder / f"{name}.tsv").write_text("".join(f"{gold}\t{x}\t{y}\tmade up\n" for gold, x, y in pairs))
     return tmp_path / "data"
 
 
-def test_what_is_known_is_not_asked(data: Path) -> None:
-    known, asked = split(data, "sts15", 100, 50, 0)
-    assert len(known) == 100
-    assert len(asked) == 50
-    everything = (data / "sts" / "sts15.tsv").read_text()
-    assert all(f"\t{text}\t" in everything for text in known)
-    again = split(data, "sts15", 100, None, 0)
-    assert again[0] == known
-    assert len(again[1]) == 324 - 50
-    assert not {pair[1:] for pair in again[1]} & set(zip(known[::2], known[1::2], strict=True))
+@pytest.mark.parametrize("task", ["sts15", "stsb"])
+def test_no_pair_is_in_two_parts(data: Path, task: str) -> None:
+    """The made-up stsb has the same pairs in its three files: there it is the files that are kept apart."""
+    parts = split(data, task, 100, 50, 0)
+    assert (len(parts.known), len(parts.validation), len(parts.test)) == (100, 50, 50)
+    again = split(data, task, 100, None, 0)
+    assert again.known == parts.known
+    assert again.test[: len(parts.test)] == parts.test
+    if task == "sts15":
+        assert len(again.validation) == len(again.test) == (324 - 50) / 2
+        known = set(zip(again.known[::2], again.known[1::2], strict=True))
+        validation, test = ({pair[1:] for pair in some} for some in (again.validation, again.test))
+        assert not known & validation
+        assert not known & test
+        assert not validation & test
+    with pytest.raises(ConfigError, match="324 pairs are too few for --build 648"):
+        split(data, "sts15", 648, 50, 0)
+
+
+def run(path: Path, folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The rows of a small run."""
+    sizes = ["--quick", "--build", "60", "--pairs", "16", "--steps", "5"]
+    words = ["--data", str(data), "--tasks", "sts15", "stsb", "--model", str(folder), *sizes, "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["attncache_sts", *words])
+    assert attncache_sts.main() == 0
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def test_thresholds_do_not_know_the_test_part(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_encoder(tmp_path / "model")
+
+    def chosen(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float | None]:
+        return {(row["task"], row["method"]): row["threshold"] for row in rows if row["chosen"]}
+
+    first = run(tmp_path / "first.json", folder, data, monkeypatch)
+    for task, name in (("sts15", "sts15"), ("stsb", "stsb_test")):
+        path = data / "sts" / f"{name}.tsv"
+        tested = {pair[1:] for pair in split(data, task, 60, 16, 0).test}
+        lines = [line.split("\t") for line in path.read_text().splitlines()]
+        changed = [
+            [str((7 * number) % 5), *line[1:]] if tuple(line[1:3]) in tested else line
+            for number, line in enumerate(lines)
+        ]
+        path.write_text("".join("\t".join(line) + "\n" for line in changed))
+    second = run(tmp_path / "second.json", folder, data, monkeypatch)
+    assert chosen(first) == chosen(second)
+    for old, new in zip(first, second, strict=True):
+        assert old["validation_loss"] == new["validation_loss"]
+        assert (old["hit_rate"], old["error"]) == (new["hit_rate"], new["error"])
+    assert [row["spearman"] for row in first] != [row["spearman"] for row in second]
+
+
+def test_the_highest_rate_that_validation_allows_is_chosen() -> None:
+    def found(method: str, setting: float, rate: float, validation: float, test: float) -> attncache_sts.Found:
+        judged = [attncache_sts.Judged(score, score, rate, 0.0, 0.0, rate) for score in (validation, test)]
+        return attncache_sts.Found(method, setting, judged[0], judged[1], BatchAttend)
+
+    settings = [
+        found("full", 0, 0.0, 80.0, 70.0),
+        found("maps", 1, 0.2, 79.0, 10.0),  # far off on the test part, which nothing may know
+        found("maps", 2, 0.4, 78.0, 70.0),
+        found("maps", 3, 0.6, 77.9, 70.0),
+        found("all cost more", 4, 0.1, 70.0, 70.0),
+        found("all cost more", 5, 0.9, 60.0, 80.0),
+    ]
+    chosen = attncache_sts.choose(settings)
+    assert {name: one.setting for name, one in chosen.items()} == {"full": 0, "maps": 2, "all cost more": 4}
+    assert attncache_sts.choose([*settings[:2], found("maps", 2, 0.4, 77.9, 80.0)])["maps"].setting == 1
 
 
 def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +185,13 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
             assert row["error"] < 1e-5  # without maps, the full model's vectors
     assert all(chosen[name]["error"] > 1e-5 for name in ("AttnDrop", "BlockDrop"))
     assert chosen["AttnCache"]["speedup_attention_hits"] > 0
+    for row in rows:  # the made-up parts have the same pairs: some are in the database
+        if row["method"] in attncache_sts.VARIANTS:
+            share = row["known_sentences_asked"]
+            assert 0 < share < 1
+            apart = share * row["known_hit_rate"] + (1 - share) * row["unseen_hit_rate"]
+            assert row["hit_rate"] == pytest.approx(apart, abs=3e-4)
+    assert [row["known_hit_rate"] for row in rows if row["method"] == "AttnCache" and row["threshold"] == 0.995] == [1]
 
     written = path.read_bytes()
     again = [*words, "--steps", "10", "--json", str(path), "--resume"]

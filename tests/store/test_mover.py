@@ -213,8 +213,8 @@ def test_with_every_thread_hung_the_disk_is_a_miss_until_one_returns(bench):
         time.sleep(0.01)
     start = time.monotonic()
     late = b.add("late", move=99)
-    assert not late.wait_layer(0, 5)
-    assert time.monotonic() - start < 1
+    assert not late.wait_layer(0, 60)
+    assert time.monotonic() - start < 20  # refused, not waited for
     assert {done.move for done, kind in b.reports if kind == "refused"} == {98, 99}
     b.open(*(f"hung{n}" for n in range(most)))
     assert rest(b.mover, 5)

@@ -94,12 +94,10 @@ def test_long_texts_are_the_same_to_the_tokenizer(tokenizers: dict[str, Tokenize
 
 def test_other_threads_run_meanwhile(byte_level: Tokenizer) -> None:
     text = "the mill is near the river. " * 30_000
-    began = time.perf_counter()
     worker = threading.Thread(target=lambda: byte_level.encode(text))
     worker.start()
-    longest, last = 0.0, began
+    turns = 0
     while worker.is_alive():
         time.sleep(0.001)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    assert longest < 0.5 * (last - began)
+        turns += 1
+    assert turns >= 5  # it would hold the interpreter from beginning to end

@@ -25,7 +25,6 @@ class Gated(FakeExecutor):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.open: set[int] = set()
-        self.urged: list[int] = []
         self.came = 0  # completions of the last tick
 
     def execute(self, step: Step) -> StepResult:
@@ -33,7 +32,6 @@ class Gated(FakeExecutor):
         assert all(move in self.pending or move in starting for move in step.urged), "it is not under way"
         assert len(set(step.urged)) == len(step.urged)
         self.open |= set(step.urged)
-        self.urged += step.urged
         return super().execute(step)
 
     def is_open(self, number: int) -> bool:

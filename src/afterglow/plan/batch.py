@@ -13,6 +13,7 @@ from afterglow.plan.drafts import Drafts
 from afterglow.plan.extent import Capacity, Extent
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import Job
+from afterglow.plan.merging import Merging
 from afterglow.plan.prefixes import Prefix
 from afterglow.plan.salts import client_salt, covers
 from afterglow.plan.sessions import Sessions
@@ -22,7 +23,9 @@ from afterglow.plan.step import Release
 class Batch:
     """Jobs that run, and jobs that have run and are still being saved."""
 
-    def __init__(self, capacity: Capacity, index: Index, device: Device, drafts: Drafts, sessions: Sessions) -> None:
+    def __init__(
+        self, capacity: Capacity, index: Index, device: Device, drafts: Drafts, sessions: Sessions, merging: Merging
+    ) -> None:
         self.running: list[Job] = []  # in order of admission
         self.releases: list[Release] = []
         self._tails: dict[int, Job] = {}  # off the device, perhaps finished, with drafts still being saved; by seq
@@ -31,6 +34,7 @@ class Batch:
         self._device = device
         self._drafts = drafts
         self._sessions = sessions
+        self._merging = merging
 
     def extend(self, job: Job) -> bool:
         """More room for a decoding job, at the cost of retained contexts."""
@@ -86,6 +90,7 @@ class Batch:
             self._sessions.used(client_salt(job.spec.salt), job.spec.session, extents, now)
         self._let_go(job)
         if job.disowned:
+            self._merging.cancel()
             self._sessions.discard(held)
         context = self._device.contexts.get(job.context) if job.context is not None else None
         if context is not None:  # of what was not saved after all, nothing will ever be matched
@@ -93,6 +98,8 @@ class Batch:
             if not context.rows:
                 self._device.free(context)
         job.context = None
+        if held and job.state == "gone" and not job.disowned:
+            self._merging.ended(job, self._drafts.next_serial(), now)
 
     def promising(self) -> Iterator[Job]:
         """Jobs whose tokens are on their way into the index."""

@@ -6,9 +6,10 @@ A context counts with the whole segment that it was: nobody shrinks it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from afterglow.plan.extent import Capacity, Extent, View, with_key, without_key
+from afterglow.plan.extent import NONE, Capacity, Extent, View, with_key, without_key
 from afterglow.plan.index import Match, common_rows
 from afterglow.plan.stats import Counters
 
@@ -127,6 +128,17 @@ class Device:
         """An extent has vanished from the index: so must the contexts that contain it."""
         for number in list(extent.contexts):
             self.free(self.contexts[number])
+
+    def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
+        """An extent has come in the place of several: what contains rows of those contains rows of this one."""
+        for number in sorted({number for part in parts for number in part.contexts}):
+            extents = self.contexts[number].extents
+            for part in parts:
+                extents.pop(part, None)
+            extents[whole] = None
+            whole.contexts = with_key(whole.contexts, number)
+        for part in parts:
+            part.contexts = NONE
 
     def best(self, salt: str, tokens: bytes, match: Match) -> tuple[Context | None, int]:
         """The context that has most of a match's rows, and how many. The more recent of equals."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -180,6 +181,28 @@ class Index:
         self.extents[extent.id] = extent
         self.version += 1
         return Inserted("inserted", (*holders, extent))
+
+    def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
+        """Put an extent with the rows of several in their place. Each of them hangs at the end of the one before it, with
+        nothing beside it; what hangs below the last one hangs below the new one from now on."""
+        top, last = parts[0].nodes[0], parts[-1].nodes[0]
+        parent = top.parent
+        assert parent is not None
+        parent.disown(top)
+        node = Node(whole, 0, whole.rows, parent)
+        node.take_children_of(last)
+        parent.adopt(node)
+        begins = {part.id: part.first_row - whole.first_row for part in parts}
+        for below in subtree(node):
+            extent = below.extent
+            if extent is not None and extent.parent in begins:
+                extent.parent, extent.parent_rows = whole.id, extent.parent_rows + begins[extent.parent]
+        for part in parts:
+            part.nodes = ()
+            del self.extents[part.id]
+        whole.nodes = (node,)
+        self.extents[whole.id] = whole
+        self.version += 1
 
     def remove(self, extent: Extent) -> list[Extent]:
         """Take an extent out, and with it everything that can be reached only through it; returns all of them."""

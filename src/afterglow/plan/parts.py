@@ -17,6 +17,7 @@ from afterglow.plan.ghosts import Ghosts
 from afterglow.plan.index import Index
 from afterglow.plan.jobs import JobQueue
 from afterglow.plan.lookahead import LookAhead
+from afterglow.plan.merging import SMALL, Merging
 from afterglow.plan.placement import Placement
 from afterglow.plan.policy import POLICIES
 from afterglow.plan.registered import PrefixState, Registered
@@ -58,9 +59,11 @@ class Parts:
         ttl: float | None = None,
         retain: bool = True,
         relay: bool = False,
+        small_rows: int = SMALL,
     ) -> None:
         """`retain`: do contexts of jobs that have ended stay on the device while there is room? `relay`: say what the jobs
-        of a step have in common. `ttl`: of what a restart finds on disk and nobody has named an end of (jobs bring theirs)."""
+        of a step have in common. `ttl`: of what a restart finds on disk and nobody has named an end of (jobs bring theirs).
+        `small_rows`: extents with fewer rows are merged at the ends of conversations; 0: none."""
         self.capacity = capacity
         self.max_model_len = max_model_len
         self._counters = counters = Counters()
@@ -82,7 +85,10 @@ class Parts:
         self._sessions = Sessions(index, placement)
         self._registered = Registered(capacity, index, placement, device, tenant_quota)
         self._drafts = drafts = Drafts(capacity, index, placement, device, counters, digest, self._write_through)
-        self._batch = batch = Batch(capacity, index, device, drafts, self._sessions)
+        self._merging = merging = Merging(
+            capacity, index, placement, device, self._sessions, counters, digest, self._write_through, small_rows
+        )
+        self._batch = batch = Batch(capacity, index, device, drafts, self._sessions, merging)
         self._compaction = compaction = Compaction(capacity, index, placement, digest, drafts.next_serial)
         self._admission = admission = Admission(
             capacity, index, placement, device, counters, cost, compaction, ghosts, batch.promising, source,
@@ -134,6 +140,7 @@ class Parts:
             if covers(whose, context.salt) and not context.held:
                 self._device.free(context)
         self._batch.forget_tails(whose)
+        self._merging.cancel()
         self._sessions.forget_all(whose)
         self._placement.forget_all(whose)
         self._epochs.forget_all(whose)
@@ -179,6 +186,7 @@ class Parts:
     def forget_session(self, tenant: str, name: str) -> bool:
         """Remove a conversation and what only it has used from all tiers; what its turns still use, when they end.
         False: there is none of that name."""
+        self._merging.cancel()
         if not self._sessions.forget(tenant, name):
             return False
         self._batch.disown(tenant, name, self._jobs.values())

@@ -187,6 +187,22 @@ class Placement:
         self._moves.plan(move)
         return move.move
 
+    def prepare(self, extent: Extent, slots: tuple[int, ...]) -> None:
+        """Rows are about to come into `slots`, of an extent that nobody finds until it replaces others; it goes as soon as
+        it is unpinned, if it has not."""
+        extent.slots, extent.host, extent.dead, extent.pins = slots, "ready", True, 1
+        self._dead[extent] = None
+
+    def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
+        """An extent that was prepared takes the place of others, which go when nobody reads or writes them any more."""
+        self._index.replace(parts, whole)
+        whole.dead, whole.pins = False, 0
+        del self._dead[whole]
+        for part in parts:
+            self._bury(part)
+        self._quota.add(whole)
+        self._victims.place(whole)
+
     def pin(self, extent: Extent) -> None:
         """Keep an extent where it is: somebody is about to read it."""
         extent.pins += 1
@@ -236,22 +252,26 @@ class Placement:
         """Remove an extent from the index and all tiers, and what hangs below it."""
         above = extent.above
         for lost in self._index.remove(extent):
-            lost.dead = True
-            self._loading.forget(lost)
-            self._writing.forget(lost)
-            self._host.not_prefetched(lost)
-            self._quota.remove(lost)
-            self.pins.lost(lost)
             self._ghosts.add(lost, why)
             if lost.sessions:
                 self.lost.append(lost)
-            self._dead[lost] = None
             self._counters.dropped += 1
-            self._victims.place(lost)
             self._device.forget(lost)
-            self._reap(lost)
+            self._bury(lost)
         if above is not None:
             self._victims.place(above)
+
+    def _bury(self, extent: Extent) -> None:
+        """It is in the index no more: nobody is to wait for it, and it goes when nobody uses its bytes."""
+        extent.dead = True
+        self._loading.forget(extent)
+        self._writing.forget(extent)
+        self._host.not_prefetched(extent)
+        self._quota.remove(extent)
+        self.pins.lost(extent)
+        self._dead[extent] = None
+        self._victims.place(extent)
+        self._reap(extent)
 
     def forget_all(self, whose: str | None = None) -> None:
         """Forget every extent that nobody uses (see `covers`)."""

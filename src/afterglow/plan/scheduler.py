@@ -103,7 +103,9 @@ class Scheduler(Parts):
     @property
     def flushed(self) -> bool:
         """After `flush`, and a step: is all that can be saved on disk, and no move under way?"""
-        return self._flush_done and not (self._placement.in_flight or len(self._drafts) or len(self._compaction))
+        return self._flush_done and not (
+            self._placement.in_flight or len(self._drafts) or len(self._compaction) or len(self._merging)
+        )
 
     @property
     def unfinished(self) -> int:
@@ -191,8 +193,11 @@ class Scheduler(Parts):
             self._flush_done = False
             if isinstance(item, MoveDone) and self._compaction.ended(item, self._write_through, now):
                 continue
+            if isinstance(item, MoveDone) and self._merging.copied(item, self._batch.promising(), now):
+                continue
             if isinstance(item, MoveDone):
                 self._placement.complete(item, now)
+                self._merging.stored(item, self._batch.promising())
             elif (job := self._drafts.saved(item, now)) is not None:
                 self._batch.settle(job, now)
 
@@ -221,7 +226,7 @@ class Scheduler(Parts):
             disk_bytes=self._placement.disk_used,
             disk_bytes_total=self.capacity.disk_bytes,
             disk_over_bytes=self._placement.disk_over,
-            moves_in_flight=self._placement.in_flight + len(self._compaction),
+            moves_in_flight=self._placement.in_flight + len(self._compaction) + len(self._merging),
             saves_in_flight=len(self._drafts),
             counters=replace(self._counters),
         )
@@ -231,7 +236,7 @@ class Scheduler(Parts):
         self._index.check()
         self._placement.check(self._drafts.slots() + self._compaction.slots(), self._restored)
         self._drafts.check()
-        self._batch.check(list(self._queue), self._compaction.pins() + self._registered.pins())
+        self._batch.check(list(self._queue), self._compaction.pins() + self._merging.pins() + self._registered.pins())
         self._ahead.check()
         jobs = [*self._queue, *self._batch.running]
         assert sorted(job.spec.job for job in jobs) == sorted(self._jobs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -87,6 +87,18 @@ class Sessions:
     def _keep(self, session: Session, extent: Extent) -> None:
         session.kept[extent] = None
         self._pins.keep(extent)
+
+    def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
+        """An extent has come in the place of several that the same conversations have used."""
+        sessions = list(parts[0].sessions)
+        for part in parts:
+            for session in part.sessions:
+                del session.extents[part]
+                session.kept.pop(part, None)
+            part.sessions = NONE
+        for session in sessions:
+            self._add(session, [whole])
+            self._note(session)
 
     def listing(self, tenant: str) -> list[SessionState]:
         """One tenant's conversations, the last used first."""

@@ -37,6 +37,8 @@ class Counters:
     store_failures: int = 0
     drop_failures: int = 0  # files that could not be removed
     rows_unsaved: int = 0
+    merges: int = 0  # extents of short turns that were put together, and the rows copied for that
+    merged_rows: int = 0
     duplicates: int = 0  # sealed drafts whose rows were there already
     orphans: int = 0  # sealed drafts whose prefix was gone
     recomputed: int = 0  # cached rows that were computed again: that was predicted to be faster, or they found no slots

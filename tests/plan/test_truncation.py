@@ -137,7 +137,7 @@ def history(rows: int, conversation: int = 1) -> list[int]:
 
 
 def serving(**settings: object) -> Server:
-    return Server(max_model_len=WINDOW, disk_bytes=100_000, **settings)
+    return Server(max_model_len=WINDOW, disk_bytes=100_000, small_rows=0, **settings)
 
 
 def turns_of(rows: int) -> tuple[int, ...]:

@@ -9,14 +9,16 @@ extents are what everybody finds; then the new one takes their place, and they g
 leaves either or both, never none. Whatever comes between is a reason not to merge: the end of the next turn is another
 occasion.
 
-Both halves have fewer than 256 rows, and the lower one at least a quarter of the upper one's, so that a row is copied once for
-every quarter by which its extent grows: at most 24 times, and 3 times in turns of 60 rows.
+Both halves have fewer than 256 rows, and the lower one at least a quarter of the upper one's unless that is of the same turn:
+so a row is copied once with its turn, and once for every quarter by which its extent grows. That is at most 26 times, and 3
+times where turns have 60 rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from afterglow.plan.device import Device
 from afterglow.plan.extent import Capacity, Extent
@@ -29,7 +31,7 @@ from afterglow.plan.step import MoveDone
 from afterglow.plan.tree import subtree
 
 SMALL = 256  # rows of an extent that is merged
-SHARE = 4  # the lower half has at least this part of the upper half's rows
+SHARE = 4  # the lower half has at least this part of the upper half's rows, if others have used that
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +122,7 @@ class Merging:
                 not self._is_part(above, parts[-1])
                 or not _follows(above, parts[0])
                 or above.rows >= self._small
-                or above.rows > SHARE * rows
+                or (above.hits and above.rows > SHARE * rows)
                 or above.rows + rows > self._capacity.max_extent_rows
                 or above.pins
             ):
@@ -203,6 +205,7 @@ class Merging:
         self._device.replace(parts, whole)
         self._placement.replace(parts, whole)
         self._sessions.replace(parts, whole)
+        whole.expires = -inf  # it was noted for the file only
         self._placement.expire(whole, when)
         self._counters.merges += 1
         self._counters.merged_rows += whole.rows

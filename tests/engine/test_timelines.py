@@ -147,6 +147,7 @@ def test_a_layer_of_all_extents_comes_before_the_next_layer_of_any(make: Make, m
     """A conversation of several turns lies in as many files and more, and its layers wait for their own rows all the same."""
     monkeypatch.setattr(parts, "LEAST_BYTES", 1)  # of a model this small a whole extent would be read at once
     scene = make()
+    monkeypatch.setattr(scene.engine._scheduler._merging, "_small", 0)  # turns this short would be one extent
     line = scene.timeline
     text = [*history(scene, turns=4, rows=70), 1]
     extents = range(len(line.of("write")))

@@ -370,6 +370,7 @@ class World:
         host_slots: int = 96,
         device_rows: int = 1536,
         disk_bytes: int = 8 << 20,
+        small_rows: int = 0,  # a damaged extent is to be one of several of its conversation
         policy: str = "lru",
         write_policy: str = "write_back",
         max_batch: int = 4,
@@ -401,6 +402,7 @@ class World:
             max_model_len=1200,
             digest=digest,
             source=source,
+            small_rows=small_rows,
         )
         self.runner = Runner(self.capacity, self.store, timeout)
         self.flying: dict[int, tuple[Phase, Move]] = {}  # moves under way, and what they are part of

@@ -68,6 +68,7 @@ def options_of(rng: random.Random) -> dict[str, Any]:
         "host_slots": rng.choice([16, 24, 60]),
         "device_rows": rng.choice([640, 1536]),
         "disk_bytes": rng.choice([6, 20, 80]) * FILE_BYTES[1],
+        "small_rows": 256,
         "timeout": SHORT,
     }
 

@@ -180,6 +180,13 @@ def test_rows_of_different_lifetimes_are_kept_apart() -> None:
     assert extents(server) == [40]
 
 
+def test_rows_that_are_to_stay_in_memory_get_no_file_by_a_merge() -> None:
+    server = Real(disk_bytes=10**6, write_policy="write_through")
+    converse(server, 3, volatile=True)
+    assert len(extents(server)) == 1
+    assert not any(isinstance(move, Store) for step in server.steps for move in step.moves)
+
+
 def test_a_merged_extent_expires_with_its_last_turn() -> None:
     server = Real(disk_bytes=10**6)
     server.row_seconds = 0.001

@@ -100,6 +100,7 @@ class Merging:
             parent_rows=first.parent_rows,
             last_used=last.last_used,
             hits=max(part.hits for part in parts),
+            volatile=last.volatile,
         )
         whole.expires = last.expires
         for part in parts:
@@ -141,6 +142,7 @@ class Merging:
             and extent.salt == last.salt
             and extent.expires <= last.expires
             and extent.kept == last.kept
+            and extent.volatile == last.volatile
             and extent.sessions.keys() == last.sessions.keys()
         )
 
@@ -157,7 +159,9 @@ class Merging:
             whole.slots, whole.host = (), "absent"
         if not done.ok or not self._stands(merge):
             self._give_up(merge)
-        elif self._write_through or any(part.disk != "absent" for part in merge.parts):
+            return True
+        whole.volatile = merge.parts[-1].volatile  # others may have used them since
+        if (self._write_through and not whole.volatile) or any(part.disk != "absent" for part in merge.parts):
             self._placement.write(whole, now, "merge")
             if whole.store is None:
                 self._give_up(merge)

@@ -208,3 +208,79 @@ def test_how_long_a_request_waited(real: Real) -> None:
     assert done.wait(20)
     assert outputs[0].waited > 0
     assert {output.waited for output in outputs} == {outputs[0].waited}
+
+
+def twice() -> int:
+    """A token that, generated twice, is a text of which the tokenizer makes one token."""
+    tokenizer = Tokenizer(BUNDLED)
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.decode([token, token])
+        if text.isalpha() and len(tokenizer.encode(text, add_special_tokens=False)) == 1:
+            return token
+    raise AssertionError("every text has the tokens that it was generated as")
+
+
+def test_a_reply_that_comes_back_as_text_may_have_other_tokens(real: Real) -> None:
+    """Why two servers may count one conversation differently: one remembers which tokens a reply was generated as, the
+    other tokenises its text, in which byte pairs may merge. Each is right about the tokens that it was given."""
+    token = twice()
+    forced = {"cache_salt": "one", "logit_bias": {str(token): 100}, "ignore_eos": True, "return_token_ids": True}
+    first = real.chat([FACT], max_tokens=2, extra_body=forced)
+    assert first.choices[0].token_ids == [token, token]
+    messages = [
+        FACT,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "Where is the kite?"},
+    ]
+    told = {}
+    for salt, how in (("one", {"spliced": 1, "retokenised": 0}), ("other", {"spliced": 0, "retokenised": 1})):
+        more = {"cache_salt": salt, "return_token_ids": True}
+        answer = real.chat(messages, max_tokens=8, logprobs=True, extra_body=more)
+        assert answer.usage.model_dump()["replies_details"] == how
+        assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+        replay = {"return_token_ids": True, "cache_salt": f"replay of {salt}"}
+        again = real.client.completions.create(
+            model="afterglow",
+            prompt=answer.prompt_token_ids,
+            max_tokens=8,
+            temperature=0,
+            logprobs=0,
+            extra_body=replay,
+        )
+        assert again.choices[0].model_dump()["token_ids"] == answer.choices[0].token_ids
+        logprobs = [entry.logprob for entry in answer.choices[0].logprobs.content]
+        assert again.choices[0].logprobs is not None
+        assert again.choices[0].logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+        told[salt] = answer.prompt_token_ids
+    assert len(told["one"]) == len(told["other"]) + 1
+    at = len(first.prompt_token_ids)
+    assert told["one"][:at] == told["other"][:at]
+    assert told["one"][at + 2 :] == told["other"][at + 1 :], "only the reply differs"
+    real.client.post("../reset_prefix_cache", cast_to=object)
+    forgotten = real.chat(messages, max_tokens=1, extra_body={"cache_salt": "one", "return_token_ids": True})
+    assert forgotten.prompt_token_ids == told["other"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_told_where_they_are_asked_for(real: Real, stream: bool) -> None:
+    text = {"model": "afterglow", "prompt": "Please keep in mind", "max_tokens": 4, "temperature": 0}
+    plain = real.client.completions.create(**text).model_dump()  # type: ignore[call-overload]
+    assert "token_ids" not in plain["choices"][0]
+    body = {**text, "stream": stream, "extra_body": {"return_token_ids": True}}
+    made = real.client.completions.create(**body)  # type: ignore[call-overload]
+    chunks = [chunk.choices[0].model_dump() for chunk in (made if stream else [made])]
+    tokenizer = Tokenizer(BUNDLED)
+    assert chunks[0]["prompt_token_ids"] == tokenizer.encode("Please keep in mind")
+    generated = [token for chunk in chunks for token in chunk["token_ids"]]
+    assert tokenizer.decode(generated) == plain["choices"][0]["text"]
+    chat = real.chat([FACT], max_tokens=4, stream=stream, extra_body={"return_token_ids": True})
+    found = [chunk.model_dump() for chunk in (chat if stream else [chat])]
+    assert found[0]["prompt_token_ids"] == tokenizer.encode_chat([FACT]).ids
+    assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in found) == 4
+    response = real.client.responses.create(
+        model="afterglow", input=FACT["content"], max_output_tokens=4, extra_body={"return_token_ids": True}
+    ).model_dump()
+    assert response["prompt_token_ids"] == found[0]["prompt_token_ids"]
+    assert len(response["token_ids"]) == response["usage"]["output_tokens"]
+    stored = real.client.responses.retrieve(response["id"]).model_dump()
+    assert "token_ids" not in stored, "it is no part of the response"

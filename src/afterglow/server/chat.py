@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -39,7 +39,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     sampling = body.sampling(state.defaults, state.room_for(prompt.ids, wish, cut), logprobs)
     n = body.n or 1
     choices = state.choices(http, body, [(prompt.ids, sampling)], salt, n=n, cut=cut, turns=prompt.turns)
-    run = Run(state, record, choices, n, prompt.uncut)
+    run = Run(state, record, choices, n, prompt)
     reply = _Reply(state, body, model, prompt, run)
     if body.stream:
         return EventStream(reply.stream(), run.close)
@@ -65,18 +65,22 @@ class _Reply:
         self._remember()
         values = 8 * sum(len(found) for found in logprobs) * (1 + (self._body.top_logprobs or 0))
         size = values + sum(len(choice.assembler.text) for choice in self._run.choices)
+        if self._body.return_token_ids:
+            size += len(self._prompt.ids)
         return await self._state.respond(size, lambda: self._describe(logprobs))
 
     def _describe(self, logprobs: list[list[TokenLogprob]]) -> dict[str, Any]:
         return {
             **self._head,
             "object": "chat.completion",
+            **self._prompt_ids(),
             "choices": [
                 {
                     "index": index,
                     "message": {"role": "assistant", "content": choice.assembler.text, "refusal": None},
                     "logprobs": self._logprobs(logprobs[index]),
                     "finish_reason": choice.assembler.finish,
+                    **self._ids(choice.assembler.tokens),
                 }
                 for index, choice in enumerate(self._run.choices)
             ],
@@ -90,31 +94,37 @@ class _Reply:
                 # The role goes out with the first token, not before: a client's clock stops at the first
                 # chunk.
                 delta: dict[str, str] = {}
+                more: dict[str, Any] = {}
                 if index not in begun:
                     begun.add(index)
                     delta = {"role": "assistant", "content": ""}
+                    more = self._prompt_ids()
                 if piece.text:
                     delta["content"] = piece.text
                 if piece.finish is not None and index == 0:
                     self._remember()
-                if delta or piece.finish or piece.logprobs:
-                    yield self._chunk(index, delta, piece.finish, self._logprobs(piece.logprobs))
+                ids = self._ids(piece.tokens)
+                if delta or piece.finish or piece.logprobs or ids:
+                    choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.logprobs)}
+                    yield self._chunk({**choice, "finish_reason": piece.finish, **ids}, more)
         if self._body.include_usage:
             yield event({**self._head, **_CHUNK, "choices": [], "usage": self._run.usage()})
         yield DONE
 
-    def _chunk(self, index: int, delta: dict[str, str], finish: str | None, logprobs: object) -> bytes:
-        chunk = {
-            **self._head,
-            **_CHUNK,
-            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}],
-        }
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+        chunk = {**self._head, **_CHUNK, **more, "choices": [choice]}
         if self._body.include_usage:
             chunk["usage"] = self._run.usage() if self._body.continuous_usage else None
         return event(chunk)
 
     def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
         return chat_logprobs(self._state.tokenizer, logprobs) if self._body.logprobs else None
+
+    def _prompt_ids(self) -> dict[str, list[int]]:
+        return {"prompt_token_ids": self._prompt.ids} if self._body.return_token_ids else {}
+
+    def _ids(self, tokens: Sequence[int]) -> dict[str, Sequence[int]]:
+        return {"token_ids": tokens} if self._body.return_token_ids else {}
 
     def _remember(self) -> None:
         """For when the reply comes back as text. Of several replies the first: which one goes on, nobody

@@ -108,15 +108,17 @@ class _Reply:
                 texts[index] += text
                 parts[index].append(logprobs)
         tokens = sum(len(part["tokens"]) for found in parts for part in found)
-        return await self._state.respond(
-            sum(map(len, texts)) + tokens * self._values, lambda: self._describe(texts, parts)
-        )
+        size = sum(map(len, texts)) + tokens * self._values
+        if self._body.return_token_ids:
+            size += sum(len(choice.request.prompt) + len(choice.assembler.tokens) for choice in self._run.choices)
+        return await self._state.respond(size, lambda: self._describe(texts, parts))
 
     def _describe(self, texts: list[str], parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
         return {
             **self._head,
             "choices": [
                 self._choice(index, texts[index], choice.assembler.finish, join(parts[index]))
+                | self._ids(index, choice.assembler.tokens, first=True)
                 for index, choice in enumerate(self._run.choices)
             ],
             "usage": self._run.usage(),
@@ -126,11 +128,13 @@ class _Reply:
         begun: set[int] = set()
         async with aclosing(self._run.pieces()) as pieces:
             async for index, piece in pieces:
-                text, logprobs = await self._part(index, piece, first=index not in begun)
+                first = index not in begun
+                text, logprobs = await self._part(index, piece, first)
+                ids = self._ids(index, piece.tokens, first)
                 begun.add(index)
-                if not (text or piece.finish or logprobs["tokens"]):
+                if not (text or piece.finish or logprobs["tokens"] or ids):
                     continue
-                chunk = {**self._head, "choices": [self._choice(index, text, piece.finish, logprobs)]}
+                chunk = {**self._head, "choices": [self._choice(index, text, piece.finish, logprobs) | ids]}
                 if self._body.include_usage:
                     chunk["usage"] = self._run.usage() if self._body.continuous_usage else None
                 yield event(chunk)
@@ -162,6 +166,12 @@ class _Reply:
         if body.logprobs is not None:
             parts.append(lists.reply(piece.logprobs))
         return text, join(parts)
+
+    def _ids(self, index: int, tokens: Sequence[int], first: bool) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        prompt = {"prompt_token_ids": self._run.choices[index].request.prompt} if first else {}
+        return {**prompt, "token_ids": tokens}
 
     def _choice(self, index: int, text: str, finish: str | None, logprobs: dict[str, Any]) -> dict[str, Any]:
         shown = logprobs if self._body.logprobs is not None else None

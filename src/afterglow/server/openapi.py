@@ -81,12 +81,13 @@ def _page(items: Schema, **more: Schema) -> Schema:
 
 def _choice(**fields: Schema) -> Schema:
     finish = _any({"enum": ["stop", "length"]}, NULL)
-    return _list(_object({"index": COUNT, **fields, "logprobs": _any(ANY, NULL), "finish_reason": finish}))
+    required = {"index": COUNT, **fields, "logprobs": _any(ANY, NULL), "finish_reason": finish}
+    return _list(_object(required, {"token_ids": _list(COUNT), "prompt_token_ids": _list(COUNT)}))
 
 
 def _completion(kind: str, choices: Schema) -> Schema:
     head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT}
-    return _object({**head, "choices": choices, "usage": _ref("Usage")})
+    return _object({**head, "choices": choices, "usage": _ref("Usage")}, {"prompt_token_ids": _list(COUNT)})
 
 
 _PART = _object({"text": TEXT}, {"type": {"enum": ["text", "input_text", "output_text"]}})
@@ -119,6 +120,7 @@ COMPONENTS: dict[str, Schema] = {
             "prompt_tokens_details": _object({"cached_tokens": COUNT}),
             "cached_tokens_details": TIERS,
             "missed_tokens_details": {"type": "object", "additionalProperties": COUNT},
+            "replies_details": _object({"spliced": COUNT, "retokenised": COUNT}),
             "truncation": ANY,
             "kv_selection": ANY,
             "memo_hits": COUNT,

@@ -33,7 +33,13 @@ from afterglow.server.wire import to_json
 from afterglow.text import ChatPrompt, Reply
 
 log = logging.getLogger("afterglow.server")
-_OWN_USAGE = ("cached_tokens_details", "missed_tokens_details", "truncation", "kv_selection")  # not OpenAI's
+_OWN_USAGE = (
+    "cached_tokens_details",
+    "missed_tokens_details",
+    "replies_details",
+    "truncation",
+    "kv_selection",
+)  # not OpenAI's
 
 
 async def create_response(http: HttpRequest) -> Response:
@@ -57,7 +63,7 @@ async def create_response(http: HttpRequest) -> Response:
     )
     sampling = body.sampling(state.defaults, state.room_for(prompt.ids, wish, cut), None)
     choices = state.choices(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
-    run = Run(state, record, choices, uncut=prompt.uncut)
+    run = Run(state, record, choices, chat=prompt)
     turn = _Turn(state, record.caller.tenant, body, model, items, prompt, sampling, run)
     if body.stream:
         return EventStream(turn.stream(), run.close)
@@ -170,6 +176,8 @@ class _Turn:
             ) as error:  # the reply is there all the same, and says that it was not stored
                 log.warning("a response was not stored: %s", error)
                 done["store"] = False
+        if self._body.return_token_ids:
+            done |= {"prompt_token_ids": self._prompt.ids, "token_ids": reply.tokens}
         return done
 
     def _failed(self, message: str) -> bytes:

@@ -10,17 +10,23 @@ from afterglow.request import CachedTokens
 from afterglow.server.assemble import Piece
 from afterglow.server.jobs import Choice, Group
 from afterglow.server.state import Record, State
+from afterglow.text import ChatPrompt
 
 
 class Run:
     """The replies of one HTTP request on their way, with their accounts."""
 
     def __init__(
-        self, state: State, record: Record, choices: Sequence[Choice], per_prompt: int = 1, uncut: str | None = None
+        self,
+        state: State,
+        record: Record,
+        choices: Sequence[Choice],
+        per_prompt: int = 1,
+        chat: ChatPrompt | None = None,
     ) -> None:
-        """`uncut`: why the prompt could not be cut between turns."""
+        """`chat`: what they answer, if it is a conversation."""
         self.choices = choices
-        self._uncut = uncut
+        self._chat = chat
         self._per_prompt = per_prompt
         self._metrics = state.metrics
         self._record = record
@@ -113,7 +119,14 @@ class Run:
             "reused": found.reused,
             "policy": found.policy,
         }
-        return said if self._uncut is None else {**said, "note": f"not cut between turns: {self._uncut}"}
+        uncut = self._chat.uncut if self._chat is not None else None
+        return said if uncut is None else {**said, "note": f"not cut between turns: {uncut}"}
+
+    def replies(self) -> dict[str, int] | None:
+        """How the replies that came back in a conversation became tokens, if there were any."""
+        if self._chat is None or not self._chat.spliced + self._chat.retokenised:
+            return None
+        return {"spliced": self._chat.spliced, "retokenised": self._chat.retokenised}
 
     def selected(self) -> dict[str, Any] | None:
         """Of the cached prompt tokens, how many the reply attended to, if not to all (an approximation)."""
@@ -132,7 +145,7 @@ class Run:
     def usage(self) -> dict[str, Any]:
         prompt = self.prompt_tokens
         cached = self.cached
-        truncation, selected = self.truncation(), self.selected()
+        replies, truncation, selected = self.replies(), self.truncation(), self.selected()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._record.generated,
@@ -140,6 +153,7 @@ class Run:
             "prompt_tokens_details": {"cached_tokens": cached.total},
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
             "missed_tokens_details": self.missed,
+            **({"replies_details": replies} if replies is not None else {}),
             **({"truncation": truncation} if truncation is not None else {}),
             **({"kv_selection": selected} if selected is not None else {}),
         }

@@ -116,6 +116,7 @@ class Body(JsonBody):
     stop_token_ids: Annotated[list[Int] | None, most(MAX_NAME)] = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool | None = False
     ignore_eos: bool = False
     cache_salt: Name | None = None
     session_id: str | None = None

@@ -10,7 +10,7 @@ from lasting_kit import Lasting
 from server_kit import FOREVER, words
 from tiers_kit import Tiers, make_extent
 
-from afterglow.plan.ghosts import MOST, Ghosts
+from afterglow.plan.ghosts import MOST, NOTED, Ghosts
 from afterglow.plan.index import NO_MATCH, Index
 from afterglow.plan.loading import THRASH_S
 from afterglow.plan.stats import Counters
@@ -76,7 +76,20 @@ def test_a_note_that_cannot_be_read_makes_misses_cold() -> None:
     for text in ("", "[]", "7", "{", '{"evicted": 7}', '{"evicted": "abc", "strange": "00"}'):
         ghosts.recall({"last": text})
     assert ghosts.why("", pack(words(8)), NO_MATCH, Index()) == "cold"
-    assert Ghosts().take_notes() == []
+    assert {text for _, text in Ghosts().take_notes()} == {None}
+
+
+def test_many_ghosts_are_remembered_in_short_notes() -> None:
+    ghosts = Ghosts()
+    for number in range(NOTED + 100):
+        ghosts.add(make_extent([number] * 4), "evicted")
+    notes = {key: text for key, text in ghosts.take_notes() if text is not None}
+    assert max(map(len, notes.values())) < 2048, "a small disk takes no longer ones"
+    later = Ghosts()
+    later.recall(notes)
+    reasons = [later.why("", pack([number] * 4), NO_MATCH, Index()) for number in range(NOTED + 100)]
+    assert reasons == ["cold"] * 100 + ["evicted"] * NOTED
+    assert dict(later.take_notes()) == notes
 
 
 def test_every_reason_has_a_counter() -> None:

@@ -20,7 +20,8 @@ _Place = tuple[str, int, bytes]  # what it hung below, after how many rows, and 
 
 MOST = 65_536
 HEAD = 4 * 4  # bytes of tokens by which a ghost is told from its siblings
-NOTED = 4096  # that are remembered over a restart
+NOTED = 2048  # that are remembered over a restart
+A_NOTE = 128  # of them in a note
 DIGITS = 12  # of a hash that stands for a ghost then
 SALTS = 64  # other tenants that are looked at, to say that only the salt differs
 
@@ -54,24 +55,30 @@ class Ghosts:
             return "salt"
         return "cold"
 
-    def take_notes(self) -> list[tuple[str, str]]:
-        """Those that went last, to be remembered over a restart: one note, asked for when the plan ends."""
+    def take_notes(self) -> list[tuple[str, str | None]]:
+        """Those that went last, to be remembered over a restart; asked for when the plan ends. In several notes: a small
+        disk takes no long ones."""
         names = {_hash(place): why for place, why in list(self._reasons.items())[-NOTED:]}
         older = [item for item in self._recalled.items() if item[0] not in names]
-        by_reason: dict[str, str] = {}
-        for name, why in [*older, *names.items()][-NOTED:]:
-            by_reason[why] = by_reason.get(why, "") + name
-        return [("last", json.dumps(by_reason))] if by_reason else []
+        all_of_them = [*older, *names.items()][-NOTED:]
+        notes: list[tuple[str, str | None]] = []
+        for number in range(NOTED // A_NOTE):
+            some: dict[str, str] = {}
+            for name, why in all_of_them[number * A_NOTE : (number + 1) * A_NOTE]:
+                some[why] = some.get(why, "") + name
+            notes.append((f"{number:02d}", json.dumps(some) if some else None))
+        return notes
 
     def recall(self, notes: Mapping[str, str]) -> None:
         """After a restart. What cannot be read is ignored: a miss is called cold then."""
-        try:
-            found = json.loads(notes.get("last", "{}"))
-            names = {why: str(found.get(why, "")) for why in REMEMBERED}
-        except (ValueError, AttributeError):
-            return
-        for why, all_of_them in names.items():
-            self._recalled |= {all_of_them[at : at + DIGITS]: why for at in range(0, len(all_of_them), DIGITS)}
+        for _, text in sorted(notes.items()):
+            try:
+                found = json.loads(text)
+                names = {why: str(found.get(why, "")) for why in REMEMBERED}
+            except (ValueError, AttributeError):
+                continue
+            for why, some in names.items():
+                self._recalled |= {some[at : at + DIGITS]: why for at in range(0, len(some), DIGITS)}
 
 
 def _hash(place: _Place) -> str:

@@ -163,9 +163,8 @@ class Parts:
         """(kind, key, value) of what is to be remembered over restarts besides extents; None: no more. `last`: the plan
         ends."""
         epochs = [("epoch", key, value) for key, value in self._epochs.take_notes()]
-        notes = epochs + [("session", key, value) for key, value in self._sessions.take_notes()]
-        if last:
-            notes += [("ghost", key, value) for key, value in self._ghosts.take_notes()]
+        ghosts = [("ghost", key, value) for key, value in self._ghosts.take_notes()] if last else []
+        notes = ghosts + epochs + [("session", key, value) for key, value in self._sessions.take_notes()]
         return notes + [("prefix", key, value) for key, value in self._registered.take_notes(len(notes))]
 
     def recall(self, notes: Mapping[str, dict[str, str]]) -> None:

@@ -55,6 +55,7 @@ class Talk:
         self.compared = 0
         self.cuts: list[list[Cut | Unknown]] = [[] for _ in range(CONVERSATIONS)]
         self.compared_cut = 0
+        self.often = 1.0  # how many of those that could be compared are
         self.telling = 0  # of them, answers that are not what recomputing what was left gives
         self.loading = False  # whatever is cached, whatever that takes
         self.aborted = 0
@@ -151,7 +152,7 @@ class Talk:
         elif isinstance(before, Cut) and (not sure or found < before.kept):
             cuts[-1] = Unknown(before.text, before.dropped)
         cut = cuts[-1]
-        if isinstance(cut, Cut) and tokens and self.rng.random() < 0.3:
+        if isinstance(cut, Cut) and tokens and self.rng.random() < self.often:
             self._compare(cut, text, tokens)
 
     def _compare(self, cut: Cut, prompt: list[int], tokens: list[int]) -> None:
@@ -220,6 +221,7 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
     )
     decoder = load_model(model, dtype="float32", device="cpu", max_model_len=None)
     talk = Talk(handle.engine, decoder, seed=5)
+    talk.often = 1.0 if turns < 1000 else 0.3
     marks: list[tuple[int, int, int]] = []
     switch = 0
     while talk.turns < turns:

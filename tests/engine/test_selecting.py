@@ -274,6 +274,18 @@ def test_a_registered_prompt_is_attended_to_as_a_whole(
     agree(replace(done, logprobs=done.logprobs[:1]), [wanted])
 
 
+def test_a_registered_prompt_is_loaded_as_a_whole_after_a_restart(
+    start: Start, model_of: Models, tmp_path: Path
+) -> None:
+    """Also where requests select from what is cached unless they say otherwise."""
+    prompt = draw("system", 90)
+    for cached in (0, 89):
+        handle = start(model_of("llama"), tmp_path, importance=0.4, warm_start=False)
+        found = handle.engine.register_prefix("system", prompt, salt=None)
+        assert (found.cached, found.host, found.disk) == (cached, 90, 90)
+        handle.engine.close()
+
+
 # ---------------------------------------------------------------------------------------- asking what is being decoded
 
 BUNDLED = Path(str(files("afterglow") / "assets" / "model"))

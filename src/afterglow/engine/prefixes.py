@@ -30,7 +30,9 @@ POLL_SECONDS = 0.01
 def register(engine: Engine, name: str, tokens: Sequence[int], salt: str | None, about: str) -> PrefixInfo:
     """See `Engine.register_prefix`."""
     plan, owner = engine._scheduler, owner_of(salt)
-    request = Request(f"prefix-{uuid.uuid4().hex}", list(tokens), SamplingParams(max_tokens=0), salt=salt or "")
+    sampling = SamplingParams(max_tokens=0)
+    # All of its rows shall come: with --importance a request would read some of those that are on disk, and compute the others.
+    request = Request(f"prefix-{uuid.uuid4().hex}", list(tokens), sampling, salt=salt or "", kv_retention=1.0)
     check(request, plan, engine.vocab_size, engine.max_model_len)
     if not engine.config.cache.reuse:
         raise RequestError("nothing is kept with --no-reuse, so no prefix can be registered", param="text")

@@ -1,0 +1,209 @@
+"""kill -9, again and again, under four conversations that select from what is cached and outgrow their window.
+
+Whatever was answered is computed again afterwards from its token ids: exact turns by a server that reuses nothing, those that
+attended to a part of their prefix or whose prompt was cut by hand (`tests/engine/by_hand.py`, `SelectingAttend`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from afterglow.config import EngineConfig
+from afterglow.importance.attend import Prefix, SelectingAttend, prefill
+from afterglow.importance.identify import Rules
+from afterglow.model.decoder import Decoder
+from afterglow.model.loader import load_model
+from afterglow.text import Tokenizer
+from afterglow.text.prefix import system_prefix
+from tests.engine.by_hand import Cut, Growing, behind, rows_of
+from tests.faults.chaos import BUDGET, OPTIONS, SYSTEM, Answer, Chaos, Server
+
+BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
+pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+TIE = 1e-3  # a gap of log-probabilities below which float rounding may choose either token
+NEAR = 1e-2  # between log-probabilities that are equal
+
+
+class Exact:
+    """A server that reuses nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = Server(folder, "--no-reuse")
+        self.server.start()
+        self.server.wait()
+
+    def logprobs(self, prompt: list[int], reply: list[int]) -> tuple[list[float], list[float]]:
+        """Of the tokens of a reply, and of the likeliest ones in their places."""
+        body = {"prompt": [*prompt, *reply], "echo": True, "logprobs": 1, "max_tokens": 0}
+        done = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=60)
+        assert done.status_code == 200, done.text[:500]
+        found = done.json()["choices"][0]["logprobs"]
+        at = len(prompt)
+        return found["token_logprobs"][at:], [max(top.values()) for top in found["top_logprobs"][at:]]
+
+
+@dataclass
+class Verifier:
+    """Compares answers with what they should be. Of a prompt that was cut, what its rows have seen depends on what a killed process
+    had done before; `cuts` of a conversation is what fits all answers so far."""
+
+    decoder: Decoder
+    exact: Exact
+    system: int
+    cuts: list[list[Cut]] = field(default_factory=lambda: [[] for _ in range(4)])
+    before: list[list[int]] = field(default_factory=lambda: [[] for _ in range(4)])  # prompt and reply of the last turn
+    tally: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    furthest: dict[str, float] = field(default_factory=dict)
+
+    def look(self, answer: Answer) -> None:
+        kind = ("selected " if answer.selected else "") + ("truncated" if answer.dropped else "whole")
+        known = [cut for cut in self.cuts[answer.talk] if answer.prompt[: len(cut.text)] == list(cut.text)]
+        tried: list[float] = []
+        if not answer.dropped:
+            known = []
+            tried.append(self._far(answer, *self._whole(answer)))
+        for cut in self._possible(answer, known) if answer.dropped else ():
+            tried.append(self._far(answer, *self._truncated(answer, cut)))
+            if tried[-1] <= NEAR:
+                known = [*(each for each in known if each.dropped < cut.dropped), cut]
+                self.tally["telling"] += self._tells(answer, cut)
+                break
+        self.cuts[answer.talk] = known
+        self.before[answer.talk] = [*answer.prompt, *answer.reply]
+        self.tally[kind] += 1
+        if len(tried) > 1:
+            self.tally[f"{kind}, at attempt {len(tried)}"] += 1
+        self.furthest[kind] = max(self.furthest.get(kind, 0.0), min(tried))
+        if min(tried) > NEAR:
+            shown = replace(answer, prompt=answer.prompt[-4:])
+            self.wrong.append(
+                f"{kind}: off by {tried}, prompt of {len(answer.prompt)}, {shown}, {self.cuts[answer.talk]}"
+            )
+
+    def _possible(self, answer: Answer, known: Sequence[Cut]) -> Iterator[Cut]:
+        """How it may have been cut: it goes on from a cut, of which no more is there than was found; or it was cut at this turn,
+        by the process that answered, or by one that was killed and left as much as was found."""
+        last = len(answer.prompt) - 1
+        for before in [*reversed(known), None]:
+            if before is not None and before.dropped == answer.dropped:
+                yield replace(before, kept=min(before.kept, answer.cached))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(answer.prompt, self.before[answer.talk], strict=False)) if a != b), None
+        )
+        shared = min(len(answer.prompt), len(self.before[answer.talk])) if shared is None else shared
+        for before in [*reversed(known), None]:
+            if before is None or before.dropped < answer.dropped:
+                for kept in dict.fromkeys(
+                    (answer.cached, min(answer.cached, max(self.system, min(shared, last) - answer.dropped)))
+                ):
+                    yield Cut(answer.prompt, self.system, answer.dropped, kept, before if kept else None)
+
+    # --------------------------------------------------------------------------------------- what it should be
+
+    def _whole(self, answer: Answer) -> tuple[list[float], list[float]]:
+        if answer.selected is None:
+            return self.exact.logprobs(answer.prompt, answer.reply)
+        with torch.inference_mode():
+            return self._selected(answer, answer.prompt, prefill(self.decoder, answer.prompt[: answer.cached]))
+
+    def _truncated(self, answer: Answer, cut: Cut) -> tuple[list[float], list[float]]:
+        if answer.selected is None:
+            return _of(behind(self.decoder, cut, answer.prompt, answer.reply), answer.reply)
+        compact = cut.compact(answer.prompt)
+        with torch.inference_mode():
+            there = Growing(self.decoder, rows_of(self.decoder, cut) if cut.kept else None)
+            kept, rows = cut.kept, answer.cached
+            if rows > kept:
+                self.decoder.forward(torch.tensor(compact[kept:rows]), torch.arange(kept, rows), there)
+            keys, values = zip(*(there.rows[layer] for layer in range(self.decoder.spec.layers)), strict=True)
+            return self._selected(
+                answer, compact, Prefix(tuple(k[:rows] for k in keys), tuple(v[:rows] for v in values))
+            )
+
+    def _selected(self, answer: Answer, prompt: list[int], prefix: Prefix) -> tuple[list[float], list[float]]:
+        config = EngineConfig()
+        rules = Rules(retention=answer.share, alpha=config.importance_alpha, fallback=config.importance_fallback)
+        attend = SelectingAttend(self.decoder, prefix, rules, system=self.system, renew=True)
+        found, ids = [], prompt[len(prefix) :]
+        for token in answer.reply:
+            found.append(self.decoder.logits(attend.extend(ids)[-1:])[0].float().log_softmax(-1))
+            ids = [token]
+        return _of(torch.stack(found), answer.reply)
+
+    def _tells(self, answer: Answer, cut: Cut) -> bool:
+        """Is it another answer than recomputing what was left would give?"""
+        if answer.selected is not None:
+            return False
+        return self._far(answer, *self._truncated(answer, replace(cut, kept=0, before=None))) > NEAR
+
+    def _far(self, answer: Answer, given: list[float], best: list[float]) -> float:
+        """How far it is from what it should be; infinite where another token should have been drawn."""
+        if answer.greedy and any(top - value > TIE for value, top in zip(given, best, strict=True)):
+            return math.inf
+        told = answer.logprobs if answer.logprobs is not None else given
+        return max((abs(a - b) for a, b in zip(told, given, strict=True)), default=0.0)
+
+
+def _of(found: Tensor, reply: list[int]) -> tuple[list[float], list[float]]:
+    return found[range(len(reply)), reply].tolist(), found.max(-1).values.tolist()
+
+
+def chaos(folder: Path, cycles: int) -> tuple[Chaos, Verifier]:
+    seed = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
+    print(f"CHAOS_SEED={seed}")
+    prompt = folder / "system.txt"
+    prompt.write_text(SYSTEM)
+    server = Server(folder, *OPTIONS, "--system-prompt-file", str(prompt))
+    run = Chaos(server, seed)
+    run.play(cycles)
+    assert run.most_stored <= BUDGET
+    assert "Traceback" not in server.log.read_text()
+    tokenizer = Tokenizer(BUNDLED)
+    system = len(system_prefix(tokenizer, SYSTEM))
+    exact = Exact(folder)
+    try:
+        decoder = load_model(BUNDLED, dtype="float32", device="cpu", max_model_len=None)
+        verifier = Verifier(decoder, exact, system)
+        for answer in run.answers:
+            verifier.look(answer)
+    finally:
+        exact.server.kill()
+    print(
+        f"{server.started} starts, {len(run.answers)} answers, {run.retried} asked again, {run.most_stored:,} bytes on disk"
+    )
+    print(dict(sorted(verifier.tally.items())), {kind: f"{far:.1e}" for kind, far in verifier.furthest.items()})
+    assert not verifier.wrong, "\n".join(verifier.wrong[:10])
+    return run, verifier
+
+
+def reused(run: Chaos, system: int) -> int:
+    """Rows that a process found of what a killed one had computed, the system prompt apart."""
+    return sum(max(0, answer.cached - system) for answer in run.answers if answer.first)
+
+
+@pytest.mark.timeout(180)
+def test_a_few_kills(tmp_path: Path) -> None:
+    run, verifier = chaos(tmp_path, 2)
+    assert reused(run, verifier.system) > 0
+    assert verifier.tally["whole"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_thirty_kills(tmp_path: Path) -> None:
+    run, verifier = chaos(tmp_path, 30)
+    assert reused(run, verifier.system) > 0
+    assert min(verifier.tally[kind] for kind in ("whole", "selected whole", "truncated", "selected truncated")) > 0
+    assert verifier.tally["telling"] > 0

@@ -177,8 +177,7 @@ def test_why_tokens_were_computed(real: Real) -> None:
     assert first[0] == "cold"
     assert ask(text, "why") == {"cold": 1}  # the last token of a prompt is always computed
     assert ask(text, "another tenant") == {"cold": first[1]}
-    real.engine.reset_cache("/why")
-    real.engine.reset_cache("why")
+    real.engine.reset_cache()
     assert set(ask(text, "why")) == {"deleted"}
 
 

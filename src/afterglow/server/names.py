@@ -72,6 +72,8 @@ PLAN_ROWS = (
         "Files of KV that could not be removed: others go in their place, and they are tried again.",
     ),
     Row("plan_probes", "afterglow:probe_loads", "counter", "Loads made to see whether a slow disk has become faster."),
+    Row("plan_merges", "afterglow:merges", "counter", "Stored short turns that were joined with the turn before."),
+    Row("plan_merged_rows", "afterglow:merged_tokens", "counter", "Tokens whose KV was copied for that."),
     Row("plan_thrashed", "afterglow:thrashed_loads", "counter", "Loads of what had been evicted a moment before."),
     Row("plan_holds", "afterglow:prefill_holds", "counter", "Prefills that waited for host memory to be freed."),
     Row("plan_cut_loads", "afterglow:cut_loads", "counter", "Matches cut short for want of host memory."),

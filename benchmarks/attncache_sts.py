@@ -204,7 +204,7 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     if options.shapes:
         rows, goals = shapes.measure(quick=options.quick, seed=options.seed)
-        finish(options.json, options.seed, rows, goals, clock=CLOCK)
+        finish(options, rows, goals, clock=CLOCK)
         return 0
     if options.data is None:
         parser.error("no data: give --data, or set AFTERGLOW_DATA")
@@ -226,7 +226,7 @@ def main() -> int:
                 rows += measure(task, options.steps, options.seed, quick=options.quick)
             print(f"  {now() - began:.0f} s", flush=True)
             if options.json is not None:  # a task takes long: what is known is kept
-                finish(options.json, options.seed, rows, [], complete=False, **settings_of(options))
+                finish(options, rows, [], complete=False, **settings_of(options))
         own = [row for row in rows if row["model"] == model]
         show_model(model, own, options.figure)
         if options.figure is None and model == "minilm":
@@ -235,7 +235,7 @@ def main() -> int:
         from attncache_parts.plots import draw
 
         print("drawn:", *draw(options.plot, rows))
-    finish(options.json, options.seed, rows, goals, clock=CLOCK, **settings_of(options))
+    finish(options, rows, goals, clock=CLOCK, **settings_of(options))
     return 0
 
 

@@ -477,7 +477,7 @@ def _report(
     runs, all_rows, all_goals = _others(options.json, run)
     all_rows += [{"run": run, **row} for row in rows]
     all_goals += [{**found, "name": f"{run}: {found['name']}"} for found in goals]
-    finish(options.json, options.seed, all_rows, all_goals, runs=[*runs, about])
+    finish(options, all_rows, all_goals, runs=[*runs, about])
 
 
 def _others(path: Path | None, run: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:

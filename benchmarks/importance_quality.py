@@ -96,8 +96,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if "cost" in options.tasks:
         report.timed("cost", _cost, options, report)
     _print(report)
-    more = {"quick": options.quick, "cpu_seconds": report.seconds, "skipped": report.skipped}
-    finish(options.json, options.seed, report.rows, report.goals, **more)
+    more = {"cpu_seconds": report.seconds, "skipped": report.skipped}
+    finish(options, report.rows, report.goals, **more)
     return 0
 
 

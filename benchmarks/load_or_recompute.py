@@ -60,7 +60,7 @@ def main(args: list[str]) -> int:
         )
         for r in rows
     ]
-    finish(options.json, options.seed, rows, goals, model=options.model)
+    finish(options, rows, goals, model=options.model)
     return 0
 
 

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from afterglow.bench.report import COUNTED, arguments, commit, hardware, show
+from afterglow.bench.report import COUNTED, about, arguments, commit, show
 from cachedattention_parts import closed, serving, varied
 from cachedattention_parts.runs import PAPER_CONVERSATIONS, Case, Figures, Runs
 from cachedattention_parts.table import Paper, Row, missed, shown
@@ -157,7 +157,7 @@ def _finish(found: Evaluation, base: Case) -> None:
     print(f"{judged - len(wrong)} of {judged} goals met, {found.seconds:.0f} s")
     path: Path | None = found.options.json
     if path is not None:
-        facts = {"hardware": hardware(), "commit": commit(), "seed": found.options.seed}
+        facts = about(found.options)
         goals = [goal_of(r) for r in found.rows if r["met"] is not None]
         everything = {"assumptions": asdict(base), "rows": found.rows, "goals": goals, "runs": found.kept}
         path.write_text(json.dumps(facts | everything, indent=1) + "\n")
@@ -169,7 +169,11 @@ def goal_of(found: Row) -> dict[str, Any]:
     wanted = str(found["printed"]) + (f" +- {found['within']:g}" if found["within"] is not None else "")
     name = f"{found['paper']} {found['figure']}: {found['what']}"
     counted = {"conversations": found["conversations"]} if "conversations" in found else {}
-    return {"name": name, "value": found["simulated"], "goal": wanted, "spread": COUNTED, "met": found["met"]} | counted
+    return (
+        {"name": name, "value": found["simulated"], "goal": wanted, "spread": COUNTED}
+        | {"met": found["met"], "within_noise": False}
+        | counted
+    )
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def _measure(options: Any) -> int:
             rows, goals = rows + more, goals + figure.goals(more)
             figures[name] = {"commit": commit(), "seconds": seconds, "quick": options.quick, **notes}
         facts = {"versions": present, "absent": absent, "settings": plan.settings(doing), "figures": figures}
-    finish(options.json, options.seed, rows, goals, models=options.model, **facts)
+    finish(options, rows, goals, models=options.model, **facts)
     return 0
 
 

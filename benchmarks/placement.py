@@ -70,7 +70,7 @@ def main(args: list[str]) -> int:
     goals.append(goal("backlog: look-ahead's hits from host", share, 0.99, least=True, spread=spread([share, other])))
     apart = 100 * abs(by[False, "lookahead"]["hit_rate"] - by[False, "lru"]["hit_rate"])
     goals.append(goal("one at a time: look-ahead and LRU apart, points", apart, 1, least=False, spread=points[False]))
-    finish(options.json, options.seed, rows, goals)
+    finish(options, rows, goals)
     return 0
 
 

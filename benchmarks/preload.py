@@ -74,7 +74,7 @@ def main(args: list[str]) -> int:
     ]
     bound = max(real["load"], real["compute"]) + min(real["load"], real["compute"]) / layers
     goals.append(goal("TTFT from disk / bound", real["disk"] / bound, 1.10, least=False, spread=real["spread"]))
-    finish(options.json, options.seed, rows, goals, real_disk=real, layers=layers)
+    finish(options, rows, goals, real_disk=real, layers=layers)
     return 0
 
 

@@ -65,7 +65,7 @@ def main(args: list[str]) -> int:
         [(s["name"], s["none"], s["int8"], s["ratio"], f"{100 * s['spread']:.0f} %") for s in speeds],
     )
     goals = [goal(f"int8 / float32, {s['name']}", s["ratio"], FEWER, least=True, spread=s["spread"]) for s in speeds]
-    finish(options.json, options.seed, [row, *speeds], goals, model=options.model)
+    finish(options, [row, *speeds], goals, model=options.model)
     return 0
 
 

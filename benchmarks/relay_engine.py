@@ -141,7 +141,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
         )
         for r in rows
     ]
-    finish(options.json, options.seed, rows, goals, model=options.model, divide=options.divide)
+    finish(options, rows, goals, model=options.model, divide=options.divide)
     return 0
 
 
@@ -241,7 +241,7 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
             for r in rows
         ],
     )
-    finish(options.json, options.seed, rows, [], model=options.model, divide=options.divide, requests=count)
+    finish(options, rows, [], model=options.model, divide=options.divide, requests=count)
     return 0
 
 

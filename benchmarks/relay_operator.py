@@ -101,7 +101,7 @@ def main(args: list[str]) -> int:
             spread=max(wanted["spread"].values()),
         )
     ]
-    finish(options.json, options.seed, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)
+    finish(options, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)
     return 0
 
 

@@ -73,9 +73,7 @@ def main(args: list[str]) -> int:
     goals.append(goal("bytes that differ after reload", reloaded["bytes_that_differ"], 0, least=False, spread=COUNTED))
     worst = reloaded["to_recomputed"] / 1e-4
     goals.append(goal("largest difference to recomputed rows, 1e-4", worst, 1, least=False, spread=COUNTED))
-    finish(
-        options.json, options.seed, rows, goals, reloaded=reloaded, disk_write_bytes=written, decoded=DECODED, next=NEXT
-    )
+    finish(options, rows, goals, reloaded=reloaded, disk_write_bytes=written, decoded=DECODED, next=NEXT)
     return 0
 
 

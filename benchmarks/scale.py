@@ -109,7 +109,7 @@ def main(args: list[str]) -> int:
         _goal("match: slower than the smallest size by", "match_us", last, FLAT, first),
         _goal("evict: slower than the smallest size by", "evict_ms", last, FLAT, first),
     ]
-    finish(options.json, options.seed, rows, goals)
+    finish(options, rows, goals)
     return 0
 
 

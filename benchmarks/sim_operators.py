@@ -356,7 +356,7 @@ def main(args: list[str]) -> int:
     for figure in dict.fromkeys(r["figure"] for r in rows):
         chosen = [r for r in rows if r["figure"] == figure]
         show(figure, ("", "paper", "simulated", "deviation", ""), [_shown(r) for r in chosen])
-    finish(options.json, options.seed, rows, goals(rows), times=times)
+    finish(options, rows, goals(rows), times=times)
     return 0
 
 

@@ -80,7 +80,7 @@ def main(args: list[str]) -> int:
             ("turns", "s", "ms per turn", "turns/s", "events/s", "mean queue", "MB"),
             [_shown(rows[-1])],
         )
-    finish(options.json, options.seed, rows, goals(rows))
+    finish(options, rows, goals(rows))
     return 0
 
 

@@ -340,12 +340,10 @@ def _compared(found: dict[str, float | None], form: str) -> str:
 
 def _finish(options: argparse.Namespace, report: Report) -> int:
     finish(
-        options.json,
-        options.seed,
+        options,
         report.rows,
         report.goals,
         ratio=0.5,
-        quick=options.quick,
         cpu_seconds=report.seconds,
         skipped=report.skipped,
     )

@@ -92,7 +92,7 @@ def main(args: list[str]) -> int:
             spread=100 * abs(again["hit_rate"] - real["hit_rate"]) / 2,
         ),
     ]
-    finish(options.json, options.seed, rows, goals, calibration=found.packed())
+    finish(options, rows, goals, calibration=found.packed())
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from afterglow.bench.report import COUNTED, finish, goal, verdict
+from afterglow.bench.report import COUNTED, arguments, finish, goal, verdict
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,15 @@ def test_a_goal_is_met_or_not_whatever_the_noise(value: float, least: bool, spre
 
 def test_the_three_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     goals = [goal("x", value, 1.0, least=True, spread=0.1) for value in (1.2, 0.95, 0.5, 1.0)]
-    finish(tmp_path / "found.json", 0, [], goals)
+    path = tmp_path / "found.json"
+    finish(arguments("x", "").parse_args(["--quick", "--seed", "3", "--json", str(path)]), [], goals)
     assert "2 met, 1 within noise, 1 MISSED" in capsys.readouterr().out
-    assert json.loads((tmp_path / "found.json").read_text())["goals"] == goals
+    found = json.loads(path.read_text())
+    assert found["goals"] == goals
+    assert (found["quick"], found["seed"], found["rows"]) == (True, 3, [])
+
+
+@pytest.mark.parametrize("value", [0.1000001, 1e-9 + 0.1, 0.1, 0.0999999])
+def test_what_is_written_says_whether_it_is_met(value: float) -> None:
+    found = goal("x", value, 0.1, least=False, spread=COUNTED)
+    assert found["met"] == (found["value"] <= float(found["goal"].split()[1])) == (value <= 0.1)

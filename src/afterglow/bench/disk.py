@@ -82,7 +82,7 @@ def main(args: Sequence[str]) -> int:
         for r in rows
         if r["what"] == "read" or (r["what"] == "write" and key == "ratio")
     ]
-    finish(options.json, options.seed, rows, goals, model=MODEL, mib=options.mib, load=load)
+    finish(options, rows, goals, model=MODEL, mib=options.mib, load=load)
     return 0
 
 

@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> int:
         ("", "tokens/s", "spread"),
         [(r["name"], r["tokens_per_s"], f"{100 * float(str(r['spread'])):.0f} %") for r in rows],
     )
-    finish(options.json, options.seed, rows, _goals(found), model=options.model)
+    finish(options, rows, _goals(found), model=options.model)
     return 0
 
 

@@ -60,7 +60,7 @@ def main(args: Sequence[str]) -> int:
             for r in rows
         ],
     )
-    finish(options.json, options.seed, rows, _goals(rows), model=options.model)
+    finish(options, rows, _goals(rows), model=options.model)
     return 0
 
 

@@ -67,7 +67,7 @@ def main(args: Sequence[str]) -> int:
             spread=rows[4]["spread"],
         ),
     ]
-    finish(options.json, options.seed, rows, wanted)
+    finish(options, rows, wanted)
     return 0
 
 

@@ -181,7 +181,7 @@ def main(args: Sequence[str]) -> int:
                 (f"bound: {row['bound_of']}", row["bound_ms"], f"{100 * row['bound_ms'] / row['ms']:.0f} %"),
             ],
         )
-    finish(options.json, options.seed, rows, [], model=options.model, machine=vars(profile.machine))
+    finish(options, rows, [], model=options.model, machine=vars(profile.machine))
     return 0
 
 

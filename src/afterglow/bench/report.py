@@ -86,12 +86,13 @@ def goal(name: str, value: float, wanted: float, *, least: bool, spread: float) 
     `spread`: what the run's own repeats of the same thing differ by, as a fraction of the goal. A miss by no more than that
     is `within_noise`: neither met nor shown to be missed.
     """
+    value, wanted = float(f"{value:.12g}"), float(f"{wanted:.12g}")  # as they are written: `met` follows from them
     met = value >= wanted if least else value <= wanted
     near = value >= wanted * (1 - spread) if least else value <= wanted * (1 + spread)
     return {
         "name": name,
-        "value": round(value, 4),
-        "goal": f"{'>=' if least else '<='} {wanted:g}",
+        "value": value,
+        "goal": f"{'>=' if least else '<='} {wanted:.12g}",
         "spread": round(spread, 4),
         "met": bool(met),
         "within_noise": bool(near and not met),
@@ -113,8 +114,14 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     Console().print(table)
 
 
-def finish(path: Path | None, seed: int, rows: list[dict[str, Any]], goals: list[dict[str, Any]], **more: Any) -> None:
-    """Print the goals and write the JSON file."""
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """What each result file begins with. `options` are those of `arguments`."""
+    return {"hardware": hardware(), "commit": commit(), "quick": options.quick, "seed": options.seed}
+
+
+def finish(options: argparse.Namespace, rows: list[dict[str, Any]], goals: list[dict[str, Any]], **more: Any) -> None:
+    """Print the goals and write the JSON file, if one was asked for."""
+    path: Path | None = options.json
     if goals:
         show(
             "goals",
@@ -124,7 +131,7 @@ def finish(path: Path | None, seed: int, rows: list[dict[str, Any]], goals: list
         counts = Counter(map(verdict, goals))
         print(", ".join(f"{counts[word]} {word}" for word in ("met", "within noise", "MISSED")))
     if path is not None:
-        facts = {"hardware": hardware(), "commit": commit(), "seed": seed, "rows": rows, "goals": goals, **more}
+        facts = {**about(options), "rows": rows, "goals": goals, **more}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(facts, indent=1) + "\n")
         print(f"written to {path}")

@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test test-long check bench readme clean
+.PHONY: demo serve test test-long check bench results readme clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -40,6 +40,10 @@ bench: $(READY)
 	$(BIN)/afterglow bench disk --json benchmarks/results/disk.json
 	$(BIN)/afterglow bench engine --json benchmarks/results/engine.json
 	$(BIN)/afterglow bench overhead --json benchmarks/results/overhead.json
+
+results: $(READY)  ## quick figures of this commit, and the README's tables from them: about 20 minutes on a quiet machine
+	$(BIN)/python benchmarks/results.py
+	$(BIN)/python scripts/readme.py --write
 
 readme: $(READY)  ## what the README prints, made anew from its sources
 	$(BIN)/python scripts/readme.py --write

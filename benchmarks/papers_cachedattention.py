@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from afterglow.bench.report import COUNTED, about, arguments, commit, show
+from afterglow.bench.report import COUNTED, about, arguments, commit, goal, show
 from cachedattention_parts import closed, serving, varied
 from cachedattention_parts.runs import PAPER_CONVERSATIONS, Case, Figures, Runs
 from cachedattention_parts.table import Paper, Row, missed, shown
@@ -165,15 +165,15 @@ def _finish(found: Evaluation, base: Case) -> None:
 
 
 def goal_of(found: Row) -> dict[str, Any]:
-    """As all benchmarks write their goals."""
-    wanted = str(found["printed"]) + (f" +- {found['within']:g}" if found["within"] is not None else "")
+    """As all benchmarks write their goals: how far what is simulated may lie from what is printed, or, of orders, 1 for one
+    that is as printed."""
     name = f"{found['paper']} {found['figure']}: {found['what']}"
+    if found["within"] is None:
+        judged = goal(name, float(found["met"]), 1, least=True, spread=COUNTED)
+    else:
+        judged = goal(f"{name}, deviation", abs(found["deviation"]), found["within"], least=False, spread=COUNTED)
     counted = {"conversations": found["conversations"]} if "conversations" in found else {}
-    return (
-        {"name": name, "value": found["simulated"], "goal": wanted, "spread": COUNTED}
-        | {"met": found["met"], "within_noise": False}
-        | counted
-    )
+    return judged | {"printed": found["printed"], "simulated": found["simulated"]} | counted
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ A region lies between two comments, and the first one names its source:
     ...
     <!-- end of generated -->
 
-Kinds: `command` is an `afterglow` command line with what it prints. Another kind is another function in `KINDS`.
+Kinds: `command` is an `afterglow` command line with what it prints, `table` a table of `benchmarks/readme_tables.py`, made of
+a file of `benchmarks/results`. Another kind is another function in `KINDS`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from readme_tables import table  # noqa: E402 - it lies beside the benchmarks
+
 DOCUMENTS = ("README.md",)
 REGION = re.compile(
     r"(?P<head><!-- generated: (?P<kind>\w+): (?P<source>.+?) -->\n)(?P<text>.*?)(?=<!-- end of generated -->)",
@@ -56,7 +61,7 @@ def command(source: str) -> str:
     return f"```\n$ {source}\n{lines}\n```\n"
 
 
-KINDS: dict[str, Callable[[str], str]] = {"command": command}
+KINDS: dict[str, Callable[[str], str]] = {"command": command, "table": lambda name: f"\n{table(name)}\n"}
 
 
 def regenerate(text: str) -> str:

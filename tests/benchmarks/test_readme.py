@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +49,40 @@ def test_a_stale_region_is_found_and_mended(readme: ModuleType) -> None:
     )
     assert mended.endswith("\n```\n<!-- end of generated -->\nb\n")
     assert readme.stale("x.md", mended) == []
-    with pytest.raises(ValueError, match="no generated text of kind 'other'; there are command"):
+    with pytest.raises(ValueError, match="no generated text of kind 'other'; there are command, table"):
         readme.regenerate("<!-- generated: other: x -->\n<!-- end of generated -->")
     with pytest.raises(ValueError, match="only afterglow's own commands"):
         readme.command("rm -r x")
+
+
+def test_every_table_of_figures_is_generated(readme: ModuleType) -> None:
+    """Under "Measured" no table is typed by hand, and each says whether its run was a quick one."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    measured = text[text.index("\n## Measured\n") : text.index("\n## Embeddings\n")]
+    regions = [region for region in readme.REGION.finditer(measured) if region["kind"] == "table"]
+    assert len(regions) > 5
+    by_hand = readme.REGION.sub("", measured)
+    assert not re.findall(r"^\|", by_hand, re.MULTILINE)
+    for region in regions:
+        assert region["source"] == "peers over HTTP" or re.search("--quick`|a full run", region["text"].split("\n")[1])
+
+
+def test_a_table_follows_its_file(readme: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import readme_tables
+
+    found = json.loads((readme_tables.RESULTS / "multiturn.json").read_text())
+    found["rows"][0]["ttft_ms"]["device"] = 123456.0
+    found["quick"] = not found["quick"]
+    (tmp_path / "multiturn.json").write_text(json.dumps(found))
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    text = "".join(
+        r[0] + "<!-- end of generated -->"
+        for r in readme.REGION.finditer((ROOT / "README.md").read_text())
+        if r["source"] == "multiturn"
+    )
+    (stale,) = readme.stale("x.md", text)
+    assert "123,456 ms" in stale.difference
+    assert "multiturn --quick`" in stale.difference
+    assert "`, a full run" in stale.difference
+    with pytest.raises(ValueError, match="no table 'none'; there are multiturn"):
+        readme.KINDS["table"]("none")

@@ -1,0 +1,80 @@
+"""The files of benchmarks/results: what they say of themselves, their goals, and the command that makes them anew."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import readme_tables  # noqa: E402 - they lie beside the benchmarks
+import results  # noqa: E402
+
+FILES = sorted((ROOT / "benchmarks/results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_goals_are_judged_as_they_are_written(path: Path) -> None:
+    found: dict[str, Any] = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert re.fullmatch("[0-9a-f]{7,40}", found["commit"])
+    assert isinstance(found["quick"], bool)
+    assert found["rows"]
+    for goal in found["goals"]:
+        assert goal.keys() >= {"name", "value", "goal", "spread", "met", "within_noise"}, goal
+        sign, number = goal["goal"].split()
+        wanted, value, spread = float(number), goal["value"], goal["spread"]
+        assert sign in (">=", "<=")
+        assert goal["met"] is (value >= wanted if sign == ">=" else value <= wanted), goal
+        near = value >= wanted * (1 - spread) if sign == ">=" else value <= wanted * (1 + spread)
+        if spread == 0 or goal["met"]:  # spreads are written with fewer digits than they were judged with
+            assert goal["within_noise"] is (near and not goal["met"]), goal
+
+
+def test_each_file_has_a_command_or_a_reason() -> None:
+    assert not results.RUNS.keys() & results.LEFT_OUT.keys()
+    assert {path.stem for path in FILES} == results.RUNS.keys() | results.LEFT_OUT.keys()
+    assert {file for file, _ in readme_tables.TABLES.values()} <= {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("name", results.RUNS)
+def test_commands_are_understood(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--help` behind all other options: they are parsed first."""
+    _, *words = results.command(name)
+    if words[0] == "-m":
+        run, arguments = partial(runpy.run_module, words[1]), words[1:]
+    else:
+        run, arguments = partial(runpy.run_path, str(ROOT / words[0])), words
+    monkeypatch.setattr(sys, "argv", [*arguments, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        run(run_name="__main__")
+    assert ended.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_files_are_written_and_failures_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = "import sys; open(sys.argv[-1], 'w').write(' '.join(sys.argv[1:-1]))"
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RUNS", {"bad": ["-c", "raise SystemExit(2)"], "good": ["-c", good]})
+    assert results.main([]) == 1
+    assert (tmp_path / "good.json").read_text() == "--quick --json"
+    said = capfd.readouterr().out
+    assert "failed, with the old files in place: bad" in said
+    assert re.search(r"^ +\d+  good$", said, re.MULTILINE)
+    assert results.main(["good"]) == 0
+    assert results.main(["--list"]) == 0
+    said = capfd.readouterr().out
+    assert all(f"  {name}: {why}" in said for name, why in results.LEFT_OUT.items())
+    with pytest.raises(SystemExit):
+        results.main(["none"])

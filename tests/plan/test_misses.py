@@ -71,6 +71,15 @@ def test_what_had_no_room_on_disk_when_the_plan_ended_was_evicted() -> None:
     assert asked(server, [7] * 20, max_tokens=0, write=False) == {"cold": 20}
 
 
+def test_what_was_wanted_in_memory_only_is_not_lost_for_want_of_room() -> None:
+    server = Counting(disk_bytes=10_000, host_slots=100)
+    server.ask([1] * 16, max_tokens=0, volatile=True)
+    server.ask([2] * 16, max_tokens=0)
+    server.flush()
+    assert server.scheduler.give_up() == (0, 0, 0)
+    assert server.scheduler.stats().counters.evicted_host == 0
+
+
 def test_a_note_that_cannot_be_read_makes_misses_cold() -> None:
     ghosts = Ghosts()
     for text in ("", "[]", "7", "{", '{"evicted": 7}', '{"evicted": "abc", "strange": "00"}'):

@@ -170,8 +170,8 @@ class Parts:
     def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
         """Take over what `take_notes` has said before a restart: key to value, by kind. After `restore`."""
         self._epochs.recall(notes.get("epoch", {}))
+        self._registered.recall(notes.get("prefix", {}))  # conversations are pinned as far as that leaves room
         self._sessions.recall(notes.get("session", {}))
-        self._registered.recall(notes.get("prefix", {}))
         self._ghosts.recall(notes.get("ghost", {}))
 
     def sessions(self, tenant: str) -> list[SessionState]:

@@ -287,8 +287,9 @@ class Placement:
                 self.forget(extent, "deleted")
 
     def give_up(self) -> Lost:
-        """Forget what is in host only: the process ends, and there was no room for it on disk."""
-        lost = [e for e in self._index.extents.values() if e.host == "ready" and e.disk == "absent"]
+        """Forget what is in host only, although it was wanted on disk: the process ends, and there was no room for it."""
+        live = self._index.extents.values()
+        lost = [e for e in live if e.host == "ready" and e.disk == "absent" and not e.volatile]
         lost.sort(key=lambda extent: -extent.first_row)  # of a path the head last: a match ends before it
         found = Lost(len(lost), sum(e.rows for e in lost), sum(e.file_bytes for e in lost))
         self._counters.evicted_host += len(lost)

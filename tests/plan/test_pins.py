@@ -1,0 +1,27 @@
+"""What a tenant may keep in the last tier whatever happens: pinned conversations and registered prompts, over restarts."""
+
+from __future__ import annotations
+
+from prefix_kit import Prompting
+
+PROMPT = [3] * 32  # two files of 400 bytes
+
+
+def pinned(server: Prompting) -> int:
+    pins = server.scheduler._placement.pins
+    return sum(pins._kept.values()) + sum(pins.promised.values())
+
+
+def test_conversations_that_grow_leave_a_prompt_its_room_over_a_restart() -> None:
+    server = Prompting(disk_bytes=10_000, tenant_pins=0.2)
+    server.register(PROMPT, salt="")
+    text = [5] * 16
+    server.ask(text, max_tokens=0, session="s")
+    server.scheduler.pin_session("", "s", True)
+    for token in range(6, 12):  # for more than there is room
+        text = [*text, *[token] * 16]
+        server.ask(text, max_tokens=0, session="s")
+    assert pinned(server) == 2000
+    server.restart()
+    assert pinned(server) == 2000
+    assert server.state("").rows == len(PROMPT)

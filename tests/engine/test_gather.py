@@ -59,6 +59,30 @@ def test_queues_of_their_own_change_no_answer(
         assert {(0, 0), (0, 1)} <= set(copied)
 
 
+class Ending:
+    """A store whose load ends right after somebody has waited for it in vain."""
+
+    def __init__(self, well: bool) -> None:
+        self.well, self.asked = well, 0
+
+    def wait_layer(self, move: int, layer: int, timeout: float | None = None) -> bool:
+        self.asked += 1
+        return self.asked > 1 and self.well
+
+    def is_under_way(self, move: int) -> bool:
+        return not self.asked
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_a_load_that_ends_between_two_questions_has_not_failed(well: bool) -> None:
+    torn = Gather("x", 0, 1, (0,), 7)
+    host = HostRows(torch.empty(0), Ending(well), 1.0, torch.device("cpu"))  # type: ignore[arg-type]
+    assert host.ready(torn, 0) == well
+    host = HostRows(torch.empty(0), Ending(well), 1.0, torch.device("cpu"))  # type: ignore[arg-type]
+    assert not host.ready(torn, 0, wait=False)
+    assert host.comes(torn, 0) == well, "late, not lost"
+
+
 @pytest.mark.parametrize("slots", [(0, 1, 2, 3, 4, 5), (7, 0, 3, 5, 1, 2), (4, 5, 6, 7, 0, 1), (3,)])
 def test_pieces_are_the_rows_in_order(slots: tuple[int, ...]) -> None:
     arena = torch.randn(2, 2, 8, 64, 2, 4)

@@ -308,3 +308,13 @@ def test_places_are_forgotten_in_time(kit: Kit, monkeypatch: pytest.MonkeyPatch)
         kept = scene.loader._places.values()
         assert scene.loader._placed == sum(len(places.number) for places in kept) <= 2 * ROWS
     assert len(kept) == 2
+
+
+def test_what_has_changed_is_known_of_as_many_extents_as_importance(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody ever looks at it, because nothing is to be rewritten."""
+    monkeypatch.setattr("afterglow.importance.loader.KNOWN", 4)
+    loader = Scene(kit, "none").loader
+    for number in range(20):
+        loader.learn(Selectable(f"{number:040x}", 64, 0, 64, (0,)), 0, torch.ones(64))
+    assert len(loader.importance) == 4
+    assert loader._changed.keys() == loader.importance.keys()

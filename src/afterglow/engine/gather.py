@@ -72,7 +72,11 @@ class HostRows:
             return True
         began = now = time.monotonic()
         while not self.store.wait_layer(move, layer, LOOK_SECONDS if wait else 0):
-            if not (wait and self.store.is_under_way(move)):
+            if not wait:
+                return False
+            if not self.store.is_under_way(move):
+                if self.store.wait_layer(move, layer, 0):  # it has come between the two questions
+                    break
                 return False
             before, now = now, time.monotonic()
             if company or self.pressed():
@@ -81,6 +85,11 @@ class HostRows:
                 return False
         self.waited[move] = layer
         return True
+
+    def comes(self, gather: Gather, layer: int) -> bool:
+        """Is `layer` on its way, or there by now?"""
+        under_way = gather.move is not None and self.store.is_under_way(gather.move)
+        return under_way or self.ready(gather, layer, wait=False)
 
     def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
         """[rows, kv_heads, head_dim] of keys (`which` 0) or values (1), in pieces, in order: views of the slots, but where
@@ -187,7 +196,7 @@ class Gatherer:
         for gather in part.gathers:
             if not self._host.ready(gather, layer, self._has_company(part, gather)):
                 part.failed = gather.extent
-                part.late = gather.move is not None and self._host.store.is_under_way(gather.move) and self._host.stalls
+                part.late = self._host.stalls and self._host.comes(gather, layer)
                 return
             at = start
             for rows in self._host.rows(gather, layer, 0):

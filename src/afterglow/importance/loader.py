@@ -106,7 +106,8 @@ class Loader:
             known = self.importance[view.extent] = Importance(self.layout.layers, view.rows)
         self.importance.move_to_end(view.extent)
         if len(self.importance) > KNOWN:
-            self.importance.popitem(last=False)
+            oldest, _ = self.importance.popitem(last=False)
+            self._changed.pop(oldest, None)
         known.add(layer, view.start, mean.cpu())
         self._changed[view.extent] = None
 

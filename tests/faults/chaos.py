@@ -35,8 +35,7 @@ PLACES = ("in the mill", "near the river", "behind the door", "on the shelf", "u
 @dataclass
 class Answer:
     """One turn: what was asked as token ids, what came back, and what the server said of it. `logprobs`: of its tokens, where the
-    endpoint tells them. `share`: of the cached prefix that was asked for. `first`: no answer of this process before in the
-    conversation."""
+    endpoint tells them. `share`: of the cached prefix that was asked for. `process`: which one answered, 1 is the first."""
 
     talk: int
     prompt: list[int]
@@ -45,7 +44,7 @@ class Answer:
     greedy: bool
     share: float
     usage: dict[str, Any]
-    first: bool
+    process: int
 
     @property
     def cached(self) -> int:
@@ -131,7 +130,7 @@ class Chaos:
                 if cycle % 5 == 3:  # while it starts
                     time.sleep(rng.uniform(0.3, 3.0))
                 else:
-                    self._serve(rng.randrange(4, 24))
+                    self._serve(rng.randrange(8, 24))
                     time.sleep(rng.uniform(0.0, 0.15))
                 self._serves(False)
                 self.server.kill()
@@ -186,11 +185,11 @@ class Chaos:
             found = self._ask(client, "/v1/chat/completions", body)
             if found is None:
                 return
-            done, first = found
+            done, process = found
             choice = done["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             share = SHARE if share is None else share
-            self._answered(done, body, number, choice["token_ids"], logprobs, share, first)
+            self._answered(done, body, number, choice["token_ids"], logprobs, share, process)
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
             time.sleep(rng.uniform(0.0, 0.1))
 
@@ -201,24 +200,23 @@ class Chaos:
             found = self._ask(client, "/v1/responses", body | drawn(rng, "max_output_tokens"))
             if found is None:
                 return
-            done, first = found
-            self._answered(done, done, number, done["token_ids"], None, 1.0, first)
+            done, process = found
+            self._answered(done, done, number, done["token_ids"], None, 1.0, process)
             previous = done["id"]
             time.sleep(rng.uniform(0.0, 0.1))
 
     def _answered(
         self, done: dict[str, Any], body: dict[str, Any], talk: int, reply: list[int], logprobs: list[float] | None,
-        share: float, first: bool,
+        share: float, process: int,
     ) -> None:  # fmt: skip
         greedy = body["temperature"] == 0
-        answer = Answer(talk, done["prompt_token_ids"], reply, logprobs, greedy, share, done["usage"], first)
+        answer = Answer(talk, done["prompt_token_ids"], reply, logprobs, greedy, share, done["usage"], process)
         with self._changed:
             self.answers.append(answer)
             self._changed.notify_all()
 
-    def _ask(self, client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
-        """The answer of whatever process gives one, and whether it is the first that this one gives to a conversation. None:
-        it is over."""
+    def _ask(self, client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
+        """The answer of whatever process gives one, and which one that is. None: it is over."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._generation or self._over)
@@ -234,9 +232,7 @@ class Chaos:
                     assert gone, "a connection was lost, but the server was not killed"
                 continue
             assert done.status_code == 200, (path, done.status_code, done.text[:500])
-            seen = getattr(client, "seen", 0)
-            client.seen = generation  # type: ignore[attr-defined]
-            return done.json(), seen != generation
+            return done.json(), generation
 
 
 def said(rng: random.Random) -> str:

@@ -16,6 +16,7 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.request import Request, SamplingParams
 from afterglow.server.launch import Service
+from afterglow.server.openapi import document
 from afterglow.server.settings import ServerConfig
 from afterglow.text import Tokenizer
 from tests.server.conftest import wait_for
@@ -283,3 +284,19 @@ def test_token_ids_are_told_where_they_are_asked_for(real: Real, stream: bool) -
     assert len(response["token_ids"]) == response["usage"]["output_tokens"]
     stored = real.client.responses.retrieve(response["id"]).model_dump()
     assert "token_ids" not in stored, "it is no part of the response"
+
+
+@pytest.mark.parametrize("name", ["temperature", "presence_penalty", "priority", "kv_retention", "n", "top_logprobs"])
+def test_the_largest_values_are_as_openapi_json_says(real: Real, name: str) -> None:
+    (said,) = [one for one in document(keys=False)["components"]["schemas"]["ChatBody"]["properties"][name]["anyOf"]
+               if one["type"] != "null"]  # fmt: skip
+    most = said["maximum"]
+    hi = [{"role": "user", "content": "hi"}]
+    real.client.chat.completions.create(
+        model="afterglow", messages=hi, max_tokens=1, extra_body={"logprobs": True, name: most}
+    )
+    with pytest.raises(openai.BadRequestError) as refused:
+        real.client.chat.completions.create(
+            model="afterglow", messages=hi, max_tokens=1, extra_body={"logprobs": True, name: most + 1}
+        )
+    assert refused.value.param == name

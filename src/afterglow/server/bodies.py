@@ -87,20 +87,25 @@ class Bodies:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _elsewhere(self, data: bytearray, kind: type[B]) -> B:
-        if self._idle is not None:
-            self._idle.cancel()
+        self._stay()
         loop = asyncio.get_running_loop()
         name = f"{kind.__module__}:{kind.__qualname__}".encode()
         try:
             body, error = await loop.run_in_executor(self._thread, self._ask, name, data)
         finally:
             if not self._closing:
+                self._stay()  # another body may have ended meanwhile
                 self._idle = loop.call_later(IDLE_SECONDS, lambda: loop.run_in_executor(self._thread, self._end))
         if error is not None:
             message, status, param, code = error
             raise RequestError(message, status=status, param=param, code=code)
         assert isinstance(body, kind)
         return body
+
+    def _stay(self) -> None:
+        """The process is in use: it does not end yet."""
+        if self._idle is not None:
+            self._idle.cancel()
 
     def _ask(self, name: bytes, data: bytearray) -> Any:
         """Errors: RequestError, if the process dies twice over this body."""

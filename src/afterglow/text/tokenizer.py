@@ -167,8 +167,8 @@ class Tokenizer:
         return self._with_turns(prompt, turns, segments, rendered)
 
     def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int], expires: float = inf) -> Reply | None:
-        """Keep the ids of a reply whose text the client got, and of those before it, at least so long; None if no prefix of them decodes to that text
-        (a stop string that ends within a token, hidden special tokens)."""
+        """Keep the ids of a reply whose text the client got, and of those before it, until `expires` at least; None if no
+        prefix of them decodes to that text (a stop string that ends within a token, hidden special tokens)."""
         count = self._matching(prompt.ids, text, generated)
         if count is None:
             return None

@@ -123,6 +123,8 @@ class Faults:
     busy: float = 0.5  # of failed loads and stores: the call hangs on, and a load writes garbage later
     why: str = "damage"  # of failed loads, in the store's words
     delay: int = 3
+    late: float = 0.0  # of passes that need a load that has not ended: others are not to wait for it
+    exhausted: float = 0.0  # of steps: the device has no memory for the last runs
     lazy_saves: float = 0.5
     seconds: float = 1.0  # that a load says it took, for a block
 
@@ -193,26 +195,40 @@ class FakeExecutor:
         for move in step.moves:
             self._start(move)
         self.hurried.update(step.urged)
-        result = StepResult({}, {})
+        late: list[int] = []
+        fit = len(step.runs)
+        if step.runs and self.faults.exhausted and self.rng.random() < self.faults.exhausted:
+            fit = self.rng.randrange(fit)
+        void = step.runs[fit:]
+        result = StepResult({}, {}, exhausted=[run.job for run in void], late=late)
         assert len({run.job for run in step.runs}) == len(step.runs)
-        for run in step.runs:
-            self._run(run, result)
+        for run in step.runs[:fit]:
+            self._run(run, result, late)
             self._check_device()
+        for run in void:
+            if run.admit is not None:
+                self._admit(run, run.admit)
+            self._give_up(run)
         return result
+
+    def _give_up(self, run: Run) -> None:
+        segment = self.segments[run.job]
+        segment.rows = [GARBAGE] * len(segment.rows)
+        self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
 
     def _check_device(self) -> None:
         segments = [*self.segments.values(), *self.contexts.values()]
         assert sum(segment.capacity for segment in segments) <= self.capacity.device_rows
         assert all(len(segment.rows) <= segment.capacity for segment in segments)
 
-    def _run(self, run: Run, result: StepResult) -> None:
+    def _run(self, run: Run, result: StepResult, late: list[int]) -> None:
         text = self.texts[run.job]
         if run.admit is not None:
             self._admit(run, run.admit)
-        failed = self._gather(run)
+        failed = self._gather(run, late)
         if failed is not None:
             result.failed[run.job] = failed
-            self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
+            self._give_up(run)
             return
         segment = self.segments[run.job]
         assert run.capacity >= segment.capacity
@@ -257,13 +273,15 @@ class FakeExecutor:
         self.gathered["device"] += len(rows)
         self.segments[run.job] = Segment(rows, capacity)
 
-    def _gather(self, run: Run) -> str | None:
+    def _gather(self, run: Run, late: list[int]) -> str | None:
         rows = self.segments[run.job].rows
         for gather in run.gathers:
             if gather.move is not None and gather.move in self.pending:
+                if self.faults.late and self.rng.random() < self.faults.late:
+                    late.append(run.job)
+                    return gather.extent
                 self._end(gather.move)
             if gather.move in self.failed:
-                self.segments[run.job].rows = [GARBAGE] * len(rows)
                 return gather.extent
             content = self._read(gather.slots)
             rows += content[gather.start : gather.stop]

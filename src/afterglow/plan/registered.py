@@ -6,6 +6,7 @@ so), nor whose requests begin so. What was registered is known again after a res
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -264,6 +265,7 @@ class Registered:
 
     def recall(self, notes: Mapping[str, str]) -> None:
         """After a restart, when the extents are there again. What cannot be read is ignored."""
+        pinned: dict[Extent, None] = {}
         for key, text in notes.items():
             try:
                 salt, name, last, stop, about = json.loads(text)
@@ -275,11 +277,12 @@ class Registered:
             extent = self._index.extents.get(last)
             if extent is not None and 0 < stop <= extent.rows:
                 prefix = Prefix(found.salt, self._index.before(extent) + extent.tokens[: 4 * stop])
-                try:
-                    self._refuse_too_large(prefix, None)  # a budget may be smaller now
-                    found.prefix = prefix
-                except RequestError:
-                    pass
+                views = self._index.match(prefix.salt, prefix.tokens).views
+                files = pinned | dict.fromkeys(view.extent for view in views)  # with rows that are not the prefix's
+                with contextlib.suppress(RequestError):  # a budget may be smaller now
+                    self._refuse_too_large(prefix, None)
+                    if sum(extent.file_bytes for extent in files) <= self._capacity.disk_bytes:
+                        found.prefix, pinned = prefix, files
             self._all[found.salt, found.name] = found
             if found.prefix is not None:
                 self._index.prefixes.add(found.prefix)

@@ -35,7 +35,8 @@ PLACES = ("in the mill", "near the river", "behind the door", "on the shelf", "u
 @dataclass
 class Answer:
     """One turn: what was asked as token ids, what came back, and what the server said of it. `logprobs`: of its tokens, where the
-    endpoint tells them. `share`: of the cached prefix that was asked for. `process`: which one answered, 1 is the first."""
+    endpoint tells them. `share`: of the cached prefix that was asked for. `process`: which one answered, 1 is the first.
+    `again`: one that was killed had been asked before."""
 
     talk: int
     prompt: list[int]
@@ -45,6 +46,7 @@ class Answer:
     share: float
     usage: dict[str, Any]
     process: int
+    again: bool
 
     @property
     def cached(self) -> int:
@@ -185,11 +187,11 @@ class Chaos:
             found = self._ask(client, "/v1/chat/completions", body)
             if found is None:
                 return
-            done, process = found
+            done, process, again = found
             choice = done["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             share = SHARE if share is None else share
-            self._answered(done, body, number, choice["token_ids"], logprobs, share, process)
+            self._answered(done, body, number, choice["token_ids"], logprobs, share, process, again)
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
             time.sleep(rng.uniform(0.0, 0.1))
 
@@ -200,23 +202,25 @@ class Chaos:
             found = self._ask(client, "/v1/responses", body | drawn(rng, "max_output_tokens"))
             if found is None:
                 return
-            done, process = found
-            self._answered(done, done, number, done["token_ids"], None, 1.0, process)
+            done, process, again = found
+            self._answered(done, done, number, done["token_ids"], None, 1.0, process, again)
             previous = done["id"]
             time.sleep(rng.uniform(0.0, 0.1))
 
     def _answered(
         self, done: dict[str, Any], body: dict[str, Any], talk: int, reply: list[int], logprobs: list[float] | None,
-        share: float, process: int,
+        share: float, process: int, again: bool,
     ) -> None:  # fmt: skip
         greedy = body["temperature"] == 0
-        answer = Answer(talk, done["prompt_token_ids"], reply, logprobs, greedy, share, done["usage"], process)
+        answer = Answer(talk, done["prompt_token_ids"], reply, logprobs, greedy, share, done["usage"], process, again)
         with self._changed:
             self.answers.append(answer)
             self._changed.notify_all()
 
-    def _ask(self, client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-        """The answer of whatever process gives one, and which one that is. None: it is over."""
+    def _ask(self, client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], int, bool] | None:
+        """The answer of whatever process gives one, which one that is, and whether one was asked before that was killed. None:
+        it is over."""
+        again = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._generation or self._over)
@@ -226,13 +230,14 @@ class Chaos:
             try:
                 done = client.post(url + path, json={**body, "return_token_ids": True})
             except httpx.TransportError:
+                again = True
                 with self._changed:
                     self.retried += 1
                     gone = self._changed.wait_for(lambda: self._generation != generation or self._over, 60)  # noqa: B023
                     assert gone, "a connection was lost, but the server was not killed"
                 continue
             assert done.status_code == 200, (path, done.status_code, done.text[:500])
-            return done.json(), generation
+            return done.json(), generation, again
 
 
 def said(rng: random.Random) -> str:

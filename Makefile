@@ -26,7 +26,7 @@ serve: $(READY)  ## the server on the bundled model, http://127.0.0.1:8000/v1
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not long'
 
-test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills: about 20 minutes
+test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills: about a quarter of an hour
 	$(BIN)/python -m pytest -m long
 
 check: $(READY)

@@ -83,10 +83,10 @@ def _run(policy: str, backlog: bool, conversations: int, options: Any) -> dict[s
     cache = {"policy": policy, "source": "load", "device_cache": _room(model, 2 * longest), "disk_cache": 1}
     with engine_of(model, threads=options.threads, cache={**cache, "disk_cache": 0}) as probe:
         block = probe.stats().host_capacity_bytes // probe.capacity.host_slots
-        size = probe.capacity.file_size(TURN + REPLY)
-    blocks = -(-longest // 64) + TURNS  # every turn leaves a block that is not full
+        size = probe.capacity.file_size(longest)
+    blocks = -(-longest // 64) + 1  # short turns are merged: of a conversation one block is not full
     cache["host_cache"] = HOST_CONVERSATIONS * blocks * block
-    cache["disk_cache"] = DISK_CONVERSATIONS * 2 * TURNS * size + 2**23
+    cache["disk_cache"] = DISK_CONVERSATIONS * size + 2**23
     with engine_of(model, threads=options.threads, cache=cache, max_batch=2, journal=journal) as engine:
         return {"policy": policy, "backlog": backlog, **_talk(engine, rng, conversations, backlog)}
 

@@ -156,7 +156,8 @@ REPEATS = 2  # of each size
 
 def _middle(runs: list[Told]) -> Told:
     """Take the median of each figure, and how far the runs are apart."""
-    found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    found = {key: statistics.median([run[key] for run in runs]) for key in runs[0]}
+    found["extents"] = runs[0]["extents"]
     return found | {"spread": {key: round(spread([run[key] for run in runs]), 4) for key in runs[0]}}
 
 

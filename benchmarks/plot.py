@@ -105,8 +105,8 @@ def placement(found: dict[str, Any]) -> None:
     axes.barh(names, disk, left=host, color=COLOURS["disk"], label="from disk")
     axes.invert_yaxis()
     axes.set_xlabel("history that was cached, %")
-    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.85))
-    _finish(figure, axes, "60 conversations, room for 6 in host memory and 18 on disk")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.92))
+    _finish(figure, axes, f"{36 if found['quick'] else 60} conversations, room for 6 in host memory and 18 on disk")
     figure.savefig(IMAGES / "placement.svg")
 
 

@@ -24,7 +24,7 @@ from afterglow.store.kvstore import KVStore
 
 LAYERS_AHEAD = 2  # of the layer being computed, on a device with queues of its own
 STALL_SECONDS = 0.25  # how long others wait, in a step, for rows that are none of theirs
-LOOK_SECONDS = 0.05  # how often to see whether somebody waits
+LOOK_SECONDS = 0.05  # how often to see whether a caller waits
 FEWEST_BLOCKS = (
     4  # in a row, on average: with shorter runs one gather into a temporary is faster than many small copies
 )

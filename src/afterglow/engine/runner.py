@@ -110,7 +110,7 @@ class TorchRunner:
         pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         """`prefill_chunk`: rows that requests with passes of their own may compute in a step while others decode (0: any).
-        `scores`: where to record what attention tokens get, if somebody wants to know. `relay`: read what the jobs of
+        `scores`: where to record what attention tokens get, if the policy asks for it. `relay`: read what the jobs of
         a step share together, always or where that is faster. `important`: for requests that take only a part of their
         prefix. `pressed`: does a caller wait for this thread?"""
         spec = decoder.spec

@@ -27,7 +27,7 @@ class Expiry:
         return len(self._times)
 
     def expire(self, extent: Extent, when: float) -> None:
-        """Nobody needs it after that, unless somebody has said, or says, later."""
+        """No job needs it after that, unless one has said, or says, a later time."""
         if when > extent.expires:
             extent.expires = when
             if when < inf and not extent.timed:

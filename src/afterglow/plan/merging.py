@@ -223,7 +223,7 @@ class Merging:
         self._placement.unpin(merge.whole)
 
     def cancel(self) -> None:
-        """Somebody wants rows to be forgotten: what is being merged must neither keep them nor become more."""
+        """Rows are to be forgotten: what is being merged must neither keep them nor become more."""
         for merge in (*self._copies.values(), *self._stores.values()):
             for part in merge.parts:
                 self._placement.unpin(part)

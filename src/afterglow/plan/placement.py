@@ -226,12 +226,12 @@ class Placement:
         self._disk.touch(extent)
 
     def need(self, extent: Extent, now: float, ttl: float | None = None, volatile: bool = False) -> None:
-        """Somebody needs an extent for `ttl` seconds more (None: for ever); `volatile`: as long as it is in memory."""
+        """A job needs an extent for `ttl` seconds more (None: for ever); `volatile`: as long as it is in memory."""
         self.expire(extent, now + ttl if ttl is not None else inf)
         extent.volatile = extent.volatile and volatile
 
     def expire(self, extent: Extent, when: float) -> None:
-        """Nobody needs it after that, unless somebody has said, or says, later. The catalog is to know."""
+        """No job needs it after that, unless one has said, or says, a later time. The catalog is to know."""
         if when > extent.expires:
             self._expiry.expire(extent, when)
             self._disk.touch(extent)

@@ -68,7 +68,7 @@ class Load(NamedTuple):
 
     `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
     layers (CachedAttention §3.2.1). None: all of them; 0: none. `most_s`: seconds after which it is given up, unless
-    somebody waits for it by then: it is asked for to see how fast the tier is.
+    a job waits for it by then: it is asked for to see how fast the tier is.
     """
 
     move: int
@@ -336,7 +336,7 @@ class JobSpec:
     priority: int = 0
     session: str | None = None  # the conversation's name: its turns run one after the other
     ttl: float | None = None  # seconds for which its rows are kept after the last use; None: for ever
-    volatile: bool = False  # its rows are not written to disk, unless somebody else needs them there
+    volatile: bool = False  # its rows are not written to disk, unless another job needs them there
     truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.truncation`)
     turns: tuple[int, ...] = ()  # prompt rows at which turns end, the first one the system prompt
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)

@@ -1,7 +1,7 @@
 """Parts of an extent's file: some chunks of a layer, and the same rows in another order (SPEC §IV-B, §IV-D; spec S9, S12).
 
 Only files of layouts with probe heads are read in parts and rewritten (`store/rewriting.py`). Chunks are numbered by where
-they are stored, so whoever asks for some says which file it has in mind: by its `edition`, a digest of the head, in which
+they are stored, so a reader of some says which file it has in mind: by its `edition`, a digest of the head, in which
 are the order of the rows and the checksums of all chunks. So a file that was given up and written anew is not taken for
 the one that it was, unless it is the same to the byte.
 """

@@ -276,7 +276,7 @@ class Conversations:
         return gone
 
     def close(self) -> None:
-        """Close the file; may be called twice. One that somebody waits for in vain is left as it is."""
+        """Close the file; may be called twice. One that a call waits for in vain is left as it is."""
         if not self._lock.acquire(timeout=CLOSE_SECONDS):
             log.warning("%s is not closed: the disk does not answer", self._path)
             return

@@ -157,7 +157,7 @@ class DiskTier:
             self._out_of_the_way(folder)
         try:
             folder.mkdir(FOLDER_MODE, exist_ok=True)
-        except FileNotFoundError:  # somebody has removed all of it
+        except FileNotFoundError:  # another process has removed it whole
             log.warning("%s was removed: it is made again", self.folder)
             if self._remake is not None:
                 self._remake()

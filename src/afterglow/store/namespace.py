@@ -132,7 +132,7 @@ class Namespace:
         _close(locks)
 
     def remake(self) -> None:
-        """Make the folder again that somebody has removed under a running process, or moved away; the old one stays locked.
+        """Make the folder again that was removed under a running process, or moved away; the old one stays locked.
         Raises StoreError.
         """
         try:

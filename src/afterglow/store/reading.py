@@ -1,7 +1,7 @@
 """Chunks on request, and rewriting in the background: what SPEC asks of the store besides whole extents.
 
 The same threads and the same order for each extent as for moves; but nothing of it is planned, so that nothing is reported
-to the plan: whoever asked waits for the answer. A new version of a file is made beside the old one, in no order with what is
+to the plan: the caller waits for the answer. A new version of a file is made beside the old one, in no order with what is
 read; only its renaming, which is a moment's work, is in the extent's order.
 """
 

@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test test-long check bench results readme clean
+.PHONY: demo serve test cover test-long check bench results readme wheel clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -26,6 +26,15 @@ serve: $(READY)  ## the server on the bundled model, http://127.0.0.1:8000/v1
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not long'
 
+# Floors of branch coverage in percent.
+PLAN_FLOOR := 95
+STORE_FLOOR := 95
+
+cover: $(READY)  ## the branch coverage of plan and store, by the tests of plan, store and faults, and of the replies' database
+	$(BIN)/python -m pytest -m 'not long' tests/plan tests/store tests/faults tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
+	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/plan/*' --fail-under=$(PLAN_FLOOR)
+	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/store/*' --fail-under=$(STORE_FLOOR)
+
 test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills: about a quarter of an hour
 	$(BIN)/python -m pytest -m long
 
@@ -42,11 +51,15 @@ bench: $(READY)
 	$(BIN)/afterglow bench overhead --json benchmarks/results/overhead.json
 
 results: $(READY)  ## quick figures of this commit, and the README's tables from them: about 20 minutes on a quiet machine
-	$(BIN)/python benchmarks/results.py
-	$(BIN)/python scripts/readme.py --write
+	$(BIN)/python -m benchmarks.rerun
+	$(BIN)/python -m scripts.readme --write
 
 readme: $(READY)  ## what the README prints, made anew from its sources
-	$(BIN)/python scripts/readme.py --write
+	$(BIN)/python -m scripts.readme --write
+
+wheel: $(READY)  ## dist/afterglow_llm-*.whl with the compiled kernels, for any Python 3 on this platform
+	rm -rf build/lib build/bdist.*
+	AFTERGLOW_KERNELS=required $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build dist

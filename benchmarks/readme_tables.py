@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.common.paths import RESULTS
+
 Found = dict[str, Any]
 
 
 def table(name: str) -> str:
-    """A table in Markdown. Errors: ValueError for one that there is not."""
+    """Make a table in Markdown. Raises: ValueError for an unknown name."""
     if name not in TABLES:
         raise ValueError(f"no table {name!r}; there are {', '.join(TABLES)}")
     file, make = TABLES[name]
@@ -74,9 +74,9 @@ def overhead(found: Found) -> str:
 
 def load_or_recompute(found: Found) -> str:
     rows = found["rows"]
-    names = {"load": "loaded", "recompute": "recomputed", "auto": "whichever is predicted to be faster"}
+    names = {"load": "loaded", "recompute": "recomputed", "auto": "the predicted faster of both"}
     speeds = [f"{row['mb_per_s']:,}{' MB/s' if not n else ''}" for n, row in enumerate(rows)]
-    head = f"{run(found, 'benchmarks/load_or_recompute.py')}: TTFT with 2,048 tokens on a disk of"
+    head = f"{run(found, 'python -m benchmarks.engine.load_or_recompute')}: TTFT with 2,048 tokens on a disk of"
     return markdown(
         [head, *speeds],
         [[said, *(f"{row['ttft_ms'][name]:,.0f} ms" for row in rows)] for name, said in names.items()],
@@ -88,10 +88,10 @@ def placement(found: Found) -> str:
     by = {(row["backlog"], row["policy"]): row for row in found["rows"]}
     waiting = by[True, "lookahead"]["mean_queue"]
     backlog = [percent(by[True, policy]["hit_rate"]) for policy in policies]
-    backlog[0] += f", {100 * by[True, 'lookahead']['host_share']:.0f} % of it from host memory"
+    backlog[0] += f", {100 * by[True, 'lookahead']['host_share']:.0f} % of the hits from host memory"
     return markdown(
         [
-            f"{run(found, 'benchmarks/placement.py')}: share of history cached, too many conversations",
+            f"{run(found, 'python -m benchmarks.papers.cachedattention.placement')}: share of history cached, too many conversations",
             *policies.values(),
         ],
         [
@@ -113,7 +113,7 @@ def relay_operator(found: Found) -> str:
         "relay": "one copy, read once for all (relay)",
         "torch": "the same without a C compiler at install",
     }
-    head = f"{run(found, 'benchmarks/relay_operator.py')}: attention of one layer, 32 requests, 128 tokens each behind a prefix of"
+    head = f"{run(found, 'python -m benchmarks.papers.relay.operator')}: attention of one layer, 32 requests, 128 tokens each behind a prefix of"
     return markdown(
         [head, *(f"{row['prefix']:,}" for row in rows)],
         [[said, *(ms(row["seconds"][name]) for row in rows)] for name, said in names.items()],
@@ -129,7 +129,7 @@ def relay_engine(found: Found) -> str:
         "relay": "cached, read once for all (relay)",
         "auto": "as the engine decides (`--relay auto`)",
     }
-    name = run(found, "benchmarks/relay_engine.py")
+    name = run(found, "python -m benchmarks.papers.relay.shared_prompt")
     head = f"{name}: output tokens/s, {batch} requests at once behind a prefix of"
     return markdown(
         [head, *(f"{row['prefix']:,}" for row in rows)],
@@ -140,7 +140,7 @@ def relay_engine(found: Found) -> str:
 def scale(found: Found) -> str:
     first, last = found["rows"][0], found["rows"][-1]
     return markdown(
-        [f"{run(found, 'benchmarks/scale.py')}: a cache of {last['extents']:,} extents", "measured"],
+        [f"{run(found, 'python -m benchmarks.engine.scale')}: a cache of {last['extents']:,} extents", "measured"],
         [
             ["start", f"{last['start_s']:.2g} s"],
             ["memory for each, tokens aside", f"{last['bytes_per_extent']:.0f} B"],
@@ -154,7 +154,7 @@ def truncation(found: Found) -> str:
     by = {(row["table"], row.get("text") or row.get("task")): row for row in found["rows"] if row["model"] == "bundled"}
     replies, prefill = by["perplexity", "dialogues: replies"], by["prefill", "dialogues"]["tokens"]
     facts = by["accuracy", "facts kept"]
-    head = f"{run(found, 'benchmarks/truncation.py')}: after several overflows of a {replies['window']:,}-token window, bundled model"
+    head = f"{run(found, 'python -m benchmarks.papers.cachedattention.truncation')}: after several overflows of a {replies['window']:,}-token window, bundled model"
     dropped = f"{prefill['OF']:,} (the cache dropped at each overflow), {prefill['TT']:,} (no cache)"
     return markdown(
         [head, "KV kept", "recomputed", "KV kept with old positions"],
@@ -193,7 +193,7 @@ def peers(found: Found) -> str:
                 compiled = value.get((model, f"{engine}, compiled", measure), 0.0)
                 cells.append(f"{max(best, compiled):,.0f}" + (" (compiled)" if compiled > best else ""))
             rows.append([f"{size}: {said}" if measure == "prefill" else said, *cells])
-    head = f"{run(found, 'benchmarks/peers.py')}, the same model as libraries, tokens/s"
+    head = f"{run(found, 'python -m benchmarks.peers.compare')}, the same model as libraries, tokens/s"
     return markdown([head, *ENGINES], rows)
 
 

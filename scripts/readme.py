@@ -1,4 +1,4 @@
-"""What the documents print, made from its source: `readme.py --check` compares, `readme.py --write` writes.
+"""What the documents print, made from its source: `python -m scripts.readme --check` compares, `--write` writes.
 
 A region lies between two comments, and the first one names its source:
 
@@ -20,13 +20,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from readme_tables import table  # noqa: E402 - it lies beside the benchmarks
+from benchmarks.common.paths import ROOT
+from benchmarks.readme_tables import table
 
 DOCUMENTS = ("README.md",)
 REGION = re.compile(
@@ -65,7 +62,7 @@ KINDS: dict[str, Callable[[str], str]] = {"command": command, "table": lambda na
 
 
 def regenerate(text: str) -> str:
-    """A document with all its regions made anew. Errors: ValueError for a kind that there is not."""
+    """Make all regions of a document anew. Raises: ValueError for an unknown kind."""
 
     def made(region: re.Match[str]) -> str:
         if region["kind"] not in KINDS:
@@ -90,8 +87,8 @@ def stale(document: str, text: str) -> list[Stale]:
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="say what is stale; exit code 1 if something is")
-    what.add_argument("--write", action="store_true", help="write what is stale anew")
+    what.add_argument("--check", action="store_true", help="name stale regions; exit code 1 if there are any")
+    what.add_argument("--write", action="store_true", help="write stale regions anew")
     chosen = parser.parse_args(args)
     count = 0
     for name in DOCUMENTS:

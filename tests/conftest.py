@@ -15,9 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Where no folder is named: a server that runs on this machine holds the user's own.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="afterglow-tests-")
 
+import hypothesis
 import torch
 
 torch.set_num_threads(1)
+
+# How long an example takes depends on what else runs on the machine.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A shell that starts something in the background has it ignore interrupts, and whatever that starts in turn.

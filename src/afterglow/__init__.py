@@ -1,3 +1,72 @@
-"""Afterglow: an LLM server, and a library, that keeps attention alive after a turn ends."""
+"""LLM serving, and a Python library, that never prefills the same token twice.
 
-__version__ = "0.1.0"
+`load_model` loads a model with its cache; `docs/library.md` has programs. Every name but the version is imported when it
+is first used, so that `import afterglow` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from afterglow.version import __version__
+
+if TYPE_CHECKING:
+    from afterglow.config import CacheConfig, EngineConfig
+    from afterglow.engine.engine import Engine
+    from afterglow.errors import AfterglowError, ConfigError, ModelError, RequestError, UserError
+    from afterglow.library.embedder import load_embedder
+    from afterglow.library.language_model import LanguageModel, load_model
+    from afterglow.library.text_reply import TextReply
+    from afterglow.request import Completion, Request, SamplingParams
+
+__all__ = [
+    "AfterglowError",
+    "CacheConfig",
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "LanguageModel",
+    "ModelError",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "TextReply",
+    "UserError",
+    "__version__",
+    "load_embedder",
+    "load_model",
+]
+
+_HOME = {
+    "AfterglowError": "errors",
+    "CacheConfig": "config",
+    "Completion": "request",
+    "ConfigError": "errors",
+    "Engine": "engine.engine",
+    "EngineConfig": "config",
+    "LanguageModel": "library.language_model",
+    "ModelError": "errors",
+    "Request": "request",
+    "RequestError": "errors",
+    "SamplingParams": "request",
+    "TextReply": "library.text_reply",
+    "UserError": "errors",
+    "load_embedder": "library.embedder",
+    "load_model": "library.language_model",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for. Raises: AttributeError."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'afterglow' has no attribute {name!r}")
+    found: object = getattr(import_module(f"afterglow.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """List the public names, those that have not been imported yet included."""
+    return sorted({*globals(), *__all__})

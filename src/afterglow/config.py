@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import platformdirs
 
+from afterglow.choices import (
+    DtypeName,
+    ImportanceExact,
+    ImportanceFallback,
+    KVSource,
+    PolicyName,
+    Preload,
+    QuantizationName,
+    RelayMode,
+    TruncationPolicy,
+    WritePolicy,
+)
 from afterglow.errors import ConfigError
 
 BLOCK_ROWS = 64  # rows of a chunk and of a block (SPEC §III; CachedAttention leaves it open)
 MAX_EXTENT_ROWS = 1024
 
-PolicyName = Literal["lookahead", "lru", "fifo", "lfu"]
-WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
-SourceName = Literal["auto", "load", "recompute"]
-PreloadName = Literal["layerwise", "whole"]
-TruncationName = Literal["oldest", "sinks_and_recent", "importance"]
-ImportanceFallback = Literal["per_head", "all"]
-ImportanceExact = Literal["idle", "never"]
-RelayName = Literal["auto", "on", "off"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-QuantizationName = Literal["none", "int8"]
-
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from `'8G'`, `'512M'`, `'1.5Gi'` or a plain number. All units are powers of 1024."""
+    """Read a size in bytes: `'8G'`, `'512M'`, `'1.5Gi'` or a plain number. All units are powers of 1024.
+
+    Raises: ConfigError.
+    """
     if isinstance(text, int):
         value = text
     else:
@@ -49,7 +54,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """`1536` -> `'1.5 KiB'`."""
+    """Write a size: `1536` -> `'1.5 KiB'`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -58,13 +63,51 @@ def format_size(num_bytes: float) -> str:
 
 
 def default_cache_dir() -> Path:
-    """Where the disk tier lives unless told otherwise: the user's cache directory (XDG on Linux)."""
+    """Return the default folder of the disk tier: the user's cache directory (XDG on Linux)."""
     return Path(platformdirs.user_cache_dir("afterglow"))
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field whose help text becomes the command-line flag's."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, **more: Any) -> Any:
+    """Make a dataclass field that is an option of the command line, with this help text.
+
+    `more`: `size=True` for bytes that are written such as 8G; `names` instead of the field's name, such as ("--file", "-f");
+    `metavar`, the name of the value in the help.
+    """
+    return field(default=default, metadata={"help": help, **more})
+
+
+def argument(default: Any, metavar: str, help: str) -> Any:
+    """Make a dataclass field that is an argument of the command line; `default` is MISSING where it must be given."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "argument": True})
+
+
+def check_types(config: object) -> None:
+    """Compare the numbers, switches, texts and folders of a dataclass with the types of its fields; a folder may be a str.
+
+    Raises: ConfigError, naming the field and its value.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        kinds = get_args(kind) or (kind,)
+        value = getattr(config, name)
+        if Path in kinds and isinstance(value, str):
+            object.__setattr__(config, name, Path(value))
+        elif get_origin(kind) in (None, UnionType) and all(isinstance(each, type) for each in kinds):
+            fits = kinds if float not in kinds else (*kinds, int)
+            if not isinstance(value, fits) or (isinstance(value, bool) and bool not in kinds):
+                wanted = " or ".join("nothing" if each is type(None) else each.__name__ for each in kinds)
+                raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_choices(config: object) -> None:
+    """Check the fields of a dataclass whose type is a Literal.
+
+    Raises: ConfigError, which names the option.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be one of {', '.join(get_args(kind))}, got {getattr(config, name)!r}"
+            )
 
 
 PINNED = 0.5  # of the last tier, at most, for what all tenants pin together, if the operator says nothing
@@ -78,9 +121,12 @@ class CacheConfig:
         2 * 1024**3,
         "Bytes of ready-to-attend KV (running requests and finished contexts). On a CPU up to 512 MiB of what these "
         "leave are kept besides, for the next ones.",
+        size=True,
     )
-    host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.")
-    disk_cache: int = option(20 * 1024**3, "Bytes of the disk tier, over restarts, per model; 0 switches it off.")
+    host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.", size=True)
+    disk_cache: int = option(
+        20 * 1024**3, "Bytes of the disk tier, over restarts, per model; 0 switches it off.", size=True
+    )
     cache_dir: Path | None = option(None, "Folder of the disk tier; default: the user's cache directory.")
     policy: PolicyName = option(
         "lookahead", "Eviction policy; lookahead also fetches ahead what waiting requests need."
@@ -90,19 +136,20 @@ class CacheConfig:
         "write_back: to disk on eviction and at shutdown. write_through: as soon as computed. write_through_selective: "
         "from the second use on.",
     )
-    source: SourceName = option(
+    source: KVSource = option(
         "auto", "Where cached KV comes from: auto loads or recomputes, whichever is predicted to be faster."
     )
-    preload: PreloadName = option(
-        "layerwise", "layerwise: a layer's compute waits for that layer's KV only. whole: for all of it (a baseline)."
+    preload: Preload = option(
+        "layerwise",
+        "layerwise: a layer's compute waits for that layer's KV only. whole: for the KV of all layers (a baseline).",
     )
     read_buffer: int | None = option(
-        None, "Layers that may be loaded before a request's turn comes (a baseline); default: all of them."
+        None, "Layers that may be loaded before a request's turn comes (a baseline); default: all layers."
     )
     ttl: float | None = option(
         None,
         "Seconds after its last use at which KV, and the text of replies, are erased from all tiers, unless a request says "
-        "otherwise (prompt_cache_retention). What is on disk and was given no end gets this one; default: never.",
+        "otherwise (prompt_cache_retention). Applies to KV on disk as well that has no time of its own; default: never.",
     )
     tenant_quota: int | None = option(
         None, "Bytes of KV that one tenant may have in host and on disk; default: no limit."
@@ -110,13 +157,14 @@ class CacheConfig:
     tenant_pins: float | None = option(
         None,
         "Part of the last tier (disk, or host without one) that one tenant may keep pinned, conversations and registered "
-        "prompts together; default: half of it, in equal parts for all API keys.",
+        "prompts together; default: half of the tier, in equal parts for all API keys.",
     )
-    warm_start: bool = option(True, "After a restart, bring what was used most back to host memory.")
-    reuse: bool = option(True, "Reuse KV at all; off for comparisons.")
+    warm_start: bool = option(True, "After a restart, load the KV that was used most back to host memory.")
+    reuse: bool = option(True, "Reuse KV; off for comparisons.")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        check_types(self)
+        check_choices(self)
         if self.read_buffer is not None and self.read_buffer < 0:
             raise ConfigError(f"--read-buffer is a number of layers, 0 or more, got {self.read_buffer}")
         if self.ttl is not None and not self.ttl > 0:
@@ -132,7 +180,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine needs to know besides the model directory."""
+    """All settings of the engine besides the model directory."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     dtype: DtypeName = option("auto", "Compute dtype; auto is float32 on CPU and the checkpoint's on CUDA.")
@@ -141,7 +189,7 @@ class EngineConfig:
     )
     kv_dtype: DtypeName = option("auto", "Dtype of stored keys and values; auto is the compute dtype (exact).")
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: CUDA where it is there and passes a short self-test.")
-    max_model_len: int | None = option(None, "Longest context in tokens; default: what the model was made for.")
+    max_model_len: int | None = option(None, "Longest context in tokens; default: the model's own limit.")
     max_batch: int = option(24, "Requests that run at the same time (the papers' 24).")
     prefill_chunk: int = option(
         512, "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers."
@@ -160,8 +208,8 @@ class EngineConfig:
     )
     importance_renew: int = option(
         1,
-        "Tokens of a reply after which it selects anew what it attends to, by its own attention: without that it finds little "
-        "that its prompt did not ask for. Costs reads and time while decoding. 0: what the prompt selected stays (SPEC).",
+        "Tokens of a reply after which rows are selected anew, by the reply's own attention: otherwise it finds little that its "
+        "prompt did not ask for. Costs reads and time while decoding. 0: the prompt's selection stays (SPEC).",
     )
     importance_share: float = option(
         0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."
@@ -177,20 +225,22 @@ class EngineConfig:
     truncation_ratio: float = option(
         0.5, "Part of the context window that is cut away where a conversation outgrows it (the papers' 0.5)."
     )
-    truncation_policy: TruncationName = option(
+    truncation_policy: TruncationPolicy = option(
         "oldest",
-        "What is cut. oldest: whole turns. sinks_and_recent: all but the first few and the most recent tokens. importance: "
-        "as that, but half of what is kept are the tokens that were attended to most; slower, as it has to be recorded.",
+        "Tokens to cut away. oldest: whole turns. sinks_and_recent: all but the first few and the most recent tokens. "
+        "importance: likewise, but half of the kept tokens are those that were attended to most; slower, as attention is "
+        "recorded.",
     )
-    relay: RelayName = option(
+    relay: RelayMode = option(
         "auto",
-        "Read rows that running requests have in common once for all of them (RelayAttention). auto: where that is faster, "
+        "Read rows that running requests have in common once for all requests (RelayAttention). auto: where that is faster, "
         "and never with truncation policy importance; on, off.",
     )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        check_types(self)
+        check_choices(self)
         limits = (("max_batch", 1, 4096), ("prefill_chunk", 0, 2**20), ("max_queue", 1, 2**20))
         for name, least, most in (*limits, ("importance_renew", 0, 2**20)):
             if not least <= getattr(self, name) <= most:
@@ -206,7 +256,7 @@ class EngineConfig:
             raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")
         if self.importance is not None and not self.cache.reuse:
             raise ConfigError(
-                "--importance is about cached prefixes, and --no-reuse switches the cache off: use one of them"
+                "--importance is about cached prefixes, and --no-reuse switches the cache off: use one or the other"
             )
         for name in ("importance_alpha", "reorder_interval"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -221,25 +271,3 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.threads is not None and self.threads > 1024:
             raise ConfigError(f"--threads must be at most 1024, got {self.threads}")
-
-
-def _check_choices(config: object) -> None:
-    choices = {
-        "policy": PolicyName,
-        "write_policy": WritePolicy,
-        "source": SourceName,
-        "preload": PreloadName,
-        "truncation_policy": TruncationName,
-        "relay": RelayName,
-        "importance_fallback": ImportanceFallback,
-        "importance_exact": ImportanceExact,
-        "dtype": DtypeName,
-        "kv_dtype": DtypeName,
-        "quantization": QuantizationName,
-    }
-    for f in fields(config):  # type: ignore[arg-type]
-        if f.name in choices and getattr(config, f.name) not in get_args(choices[f.name]):
-            raise ConfigError(
-                f"--{f.name.replace('_', '-')} must be one of {', '.join(get_args(choices[f.name]))}, "
-                f"got {getattr(config, f.name)!r}"
-            )

@@ -1,19 +1,19 @@
 """Every error that Afterglow raises on purpose.
 
 AfterglowError
-├── UserError                 somebody asked for something that cannot be: one clear line, no traceback
+├── UserError                 a mistake of the user: one clear line, no traceback
 │   ├── ModelError            a model directory that is missing, damaged or not supported
 │   ├── ConfigError           an option with an impossible value, a port in use, a locked cache directory
 │   └── RequestError          a request that cannot be served; carries the HTTP status and the parameter
 └── StoreError                a tier failed; the store turns it into a miss and a counter
-    └── DamageError           stored bytes are not what was written (checksum, header, length)
+    └── DamageError           stored bytes differ from the written ones (checksum, header, length)
 """
 
 from __future__ import annotations
 
 
 class AfterglowError(Exception):
-    """Base of all errors raised on purpose."""
+    """The base of all errors raised on purpose."""
 
 
 class UserError(AfterglowError):
@@ -25,7 +25,7 @@ class ModelError(UserError):
 
 
 class ConfigError(UserError):
-    """An option whose value is impossible, or a resource that somebody else holds."""
+    """An option whose value is impossible, or a resource that another process holds."""
 
 
 class RequestError(UserError):
@@ -42,12 +42,12 @@ class RequestError(UserError):
 
 
 class StoreError(AfterglowError):
-    """A tier could not do what was asked (I/O error, no space, time-out)."""
+    """A tier failed (I/O error, no space, time-out)."""
 
 
 class SlowError(StoreError):
-    """A read that was to show how fast a tier is has shown that it is slow."""
+    """A read that measures a tier has shown that the tier is slow."""
 
 
 class DamageError(StoreError):
-    """Stored bytes are not what was written."""
+    """Stored bytes differ from the written ones."""

@@ -17,18 +17,49 @@ MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn. `temperature == 0` is greedy.
+class ContextWindow:
+    """The longest context of a model: `limit` tokens of prompt and reply. A prompt that is truncated leaves a part of
+    the window, one in `reserve`, free for its reply."""
 
-    `stop_token_ids` end the reply and are not part of its text; stop *strings* are the caller's business (text
-    is outside of the engine) and reach it as `Engine.stop(job_id, ...)`.
-    `presence_penalty` is taken from the logit of each token that was generated before, `frequency_penalty` once for each
+    limit: int
+    reserve: int = 8
+
+    def room(self, rows: int) -> int:
+        """Count the tokens that a reply to a prompt of `rows` tokens may have."""
+        return self.limit - rows
+
+    def longest(self, max_tokens: int) -> int:
+        """Count the tokens of the longest prompt beside which `max_tokens` of reply fit, or their reserved part."""
+        return self.limit - max(min(max_tokens, self.limit // self.reserve), min(1, max_tokens))
+
+    def fits(self, rows: int, max_tokens: int) -> bool:
+        """Check whether a prompt need not be truncated for a reply of `max_tokens`."""
+        return rows <= self.longest(max_tokens)
+
+    def refuse(self, rows: int, max_tokens: int = 1, *, param: str = "prompt") -> None:
+        """Refuse a prompt that leaves no room for one token, where a reply of `max_tokens` has any. Raises: RequestError."""
+        if rows + min(1, max_tokens) > self.limit:
+            raise self.error(f"the prompt has {rows} tokens", param)
+
+    def error(self, found: str, param: str) -> RequestError:
+        """Make the error for a request that is too long: `found` says by how much."""
+        said = f"this model's maximum context length is {self.limit} tokens, but {found}"
+        return RequestError(said, param=param, code="context_length_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Set how tokens are drawn. `temperature == 0` is greedy.
+
+    `stop_token_ids` end the reply and are not part of its text. Stop *strings* are above the engine, which knows no text: the
+    caller looks for them and cancels the request (`Engine.cancel`).
+    `presence_penalty` is subtracted from the logit of each token that was generated before, `frequency_penalty` once for each
     time. `repetition_penalty` divides the logits above 0, and multiplies the others, of all tokens in the prompt or
-    generated before; 1 is none. `logit_bias`: what to add to the logit of a token id. Before `min_tokens` were generated no
+    generated before; 1 has no effect. `logit_bias` is added to the logits of token ids. Before `min_tokens` tokens are generated no
     stop token is drawn, and callers look for no stop string.
-    `logprobs`: number of alternatives per generated token, None for no log-probabilities at all. They are the model's own:
-    before penalties, bias, temperature and filters.
-    `prompt_logprobs`: the same for prompt tokens (needs every prompt row computed; switches reuse off).
+    `logprobs`: number of alternatives per generated token; None: no log-probabilities at all. They are the model's own: before
+    penalties, bias, temperature and filters.
+    `prompt_logprobs`: the same for prompt tokens. Every prompt row has to be computed, so reuse is off.
     """
 
     max_tokens: int = 16
@@ -81,8 +112,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One turn, as token ids. KV is only ever shared under equal salts. `salt`: TENANT/SALT, of which the tenant is whose
-    quota, pins and prompts it counts among; without a slash it is a tenant by itself."""
+    """Asks for one turn, as token ids. KV is only ever shared under equal salts.
+
+    `salt`: TENANT/SALT. Quota, pins and prompts are counted for the tenant; a salt without a slash is a tenant by itself.
+    """
 
     id: str
     prompt: tuple[int, ...] | list[int]
@@ -127,8 +160,8 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Prompt tokens that were not in the cache, and why their end of the prompt was not: `cold` (nobody has asked so before,
-    or only another tenant), `evicted`, `expired`, `damaged`, `deleted`."""
+    """Counts prompt tokens that were not in the cache, and says why that end of the prompt was not: `cold` (never asked
+    before, or only by another tenant), `evicted`, `expired`, `damaged`, `deleted`."""
 
     reason: str = "cold"
     tokens: int = 0
@@ -136,7 +169,7 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What was left out of a prompt: `dropped` of its tokens, so that `kept` remained. `reused`: the rest's KV was
+    """Says that `dropped` tokens of a prompt were left out, so that `kept` remained. `reused`: the rest's KV was
     kept and embedded at new positions (CachedAttention §3.4); False: it had to be recomputed. `policy` chose the tokens;
     it is not the one that was configured where that one lacked scores, and `discard` where a caller gave a list."""
 
@@ -163,7 +196,7 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """One conversation in the cache. `tokens`: rows known of it; the tiers count rows where they are fastest to reach."""
+    """Describes a cached conversation. `tokens`: its known rows; the tiers count rows where they are fastest to reach."""
 
     name: str
     tokens: int
@@ -177,9 +210,11 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class PrefixInfo:
-    """A registered prefix: its tokens, and how many of them are in each tier (they are kept in all). `shared`: it is the
-    operator's, for all tenants. `cached`: of its tokens, those that need not be computed when it was registered. `about`:
-    what was to be remembered with it."""
+    """Describes a registered prefix: its tokens, and how many are in each tier (they are kept in all).
+
+    `shared`: the prefix is the operator's, for all tenants. `cached`: tokens that need not be computed when it was
+    registered. `about`: a text that the caller gave, kept with the prefix.
+    """
 
     name: str
     tokens: int
@@ -212,3 +247,23 @@ class Output:
     error: str | None = None
     missed: Missed = Missed()
     waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole reply. `ttft_s`: seconds from submit to its first token.
+
+    `tokens` include a stop token that ended the reply, which is no part of `text`. `text` is empty where an engine
+    without a tokenizer replied.
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    cached: CachedTokens
+    ttft_s: float
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
+    truncation: Truncation | None = None
+    selected: Selected | None = None
+    missed: Missed = Missed()
+    text: str = ""

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.papers.attncache import judging, sts
+from benchmarks.papers.attncache.measures import gamma, read_pairs, spearman, split
+from benchmarks.papers.attncache.shapes import allowed
 
 from afterglow.errors import ConfigError
 from afterglow.model.encoder import BatchAttend
 from afterglow.model.linear import int8_levels
 from tests.memo.tiny import tiny_encoder
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import attncache_sts
-from attncache_parts.measures import gamma, read_pairs, spearman, split
-from attncache_parts.shapes import allowed
 
 # AttnCache, table 1: STS12 to STS16, STS-B, SICK-R; average, speed-up, gamma.
 TABLE_1 = {
@@ -107,7 +104,7 @@ def run(path: Path, folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -
     sizes = ["--quick", "--build", "60", "--pairs", "16", "--steps", "5"]
     words = ["--data", str(data), "--tasks", "sts15", "stsb", "--model", str(folder), *sizes, "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *words])
-    assert attncache_sts.main() == 0
+    assert sts.main() == 0
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
 
@@ -137,9 +134,9 @@ def test_thresholds_do_not_know_the_test_part(data: Path, tmp_path: Path, monkey
 
 
 def test_the_highest_rate_that_validation_allows_is_chosen() -> None:
-    def found(method: str, setting: float, rate: float, validation: float, test: float) -> attncache_sts.Found:
-        judged = [attncache_sts.Judged(score, score, rate, 0.0, 0.0, rate) for score in (validation, test)]
-        return attncache_sts.Found(method, setting, judged[0], judged[1], BatchAttend)
+    def found(method: str, setting: float, rate: float, validation: float, test: float) -> judging.Found:
+        judged = [judging.Judged(score, score, rate, 0.0, 0.0, rate) for score in (validation, test)]
+        return judging.Found(method, setting, judged[0], judged[1], BatchAttend)
 
     settings = [
         found("full", 0, 0.0, 80.0, 70.0),
@@ -149,9 +146,9 @@ def test_the_highest_rate_that_validation_allows_is_chosen() -> None:
         found("all cost more", 4, 0.1, 70.0, 70.0),
         found("all cost more", 5, 0.9, 60.0, 80.0),
     ]
-    chosen = attncache_sts.choose(settings)
+    chosen = judging.choose(settings)
     assert {name: one.setting for name, one in chosen.items()} == {"full": 0, "maps": 2, "all cost more": 4}
-    assert attncache_sts.choose([*settings[:2], found("maps", 2, 0.4, 77.9, 80.0)])["maps"].setting == 1
+    assert judging.choose([*settings[:2], found("maps", 2, 0.4, 77.9, 80.0)])["maps"].setting == 1
 
 
 def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +168,10 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "20",
     ]
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *words, "--steps", "10", "--json", str(path)])
-    assert attncache_sts.main() == 0
+    assert sts.main() == 0
     rows = json.loads(path.read_text())["rows"]
     chosen = {row["method"]: row for row in rows if row["chosen"]}
-    methods = {"full", "SAN", "LazyFormer", "AttnDrop", "BlockDrop", "AttnCache-f", *attncache_sts.VARIANTS}
+    methods = {"full", "SAN", "LazyFormer", "AttnDrop", "BlockDrop", "AttnCache-f", *sts.VARIANTS}
     assert set(chosen) == methods | ({"int8"} if int8_levels() else set())
     assert all(row["speedup_attention"] > 0 for row in chosen.values())
     full = chosen["full"]
@@ -186,7 +183,7 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert all(chosen[name]["error"] > 1e-5 for name in ("AttnDrop", "BlockDrop"))
     assert chosen["AttnCache"]["speedup_attention_hits"] > 0
     for row in rows:  # the made-up parts have the same pairs: some are in the database
-        if row["method"] in attncache_sts.VARIANTS:
+        if row["method"] in sts.VARIANTS:
             share = row["known_sentences_asked"]
             assert 0 < share < 1
             apart = share * row["known_hit_rate"] + (1 - share) * row["unseen_hit_rate"]
@@ -196,12 +193,12 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     written = path.read_bytes()
     again = [*words, "--steps", "10", "--json", str(path), "--resume"]
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *again])
-    monkeypatch.setattr(attncache_sts, "measure", None)  # nothing is left to measure
-    assert attncache_sts.main() == 0
+    monkeypatch.setattr(sts, "measure", None)  # nothing is left to measure
+    assert sts.main() == 0
     assert json.loads(path.read_text())["rows"] == json.loads(written)["rows"]
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *again, "--seed", "3"])
     with pytest.raises(ConfigError, match="other settings"):
-        attncache_sts.main()
+        sts.main()
     whole = [row for row in rows if row["method"] == "AttnCache"]
     assert max(row["hit_rate"] for row in whole) == 1.0
     assert max(row["error"] for row in whole) > 1e-4
@@ -230,7 +227,7 @@ def test_distances(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = tiny_encoder(tmp_path / "model")
     words = ["--data", str(data), "--tasks", "stsb", "--model", str(folder), "--build", "40", "--figure", "distances"]
     monkeypatch.setattr(sys, "argv", ["attncache_sts", *words, "--json", str(path)])
-    assert attncache_sts.main() == 0
+    assert sts.main() == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["of"] for row in rows] == ["all layers", "nearest", "layer 0", "layer 1"]
     assert all(0 <= row["p5"] <= row["p50"] <= row["p95"] <= 1 for row in rows)

@@ -29,7 +29,7 @@ def test_all_rows_and_goals_are_there(tmp_path: Path) -> None:
 
 
 def test_where_the_page_cache_cannot_be_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("afterglow.store.disk.supports_direct", lambda _: False)
+    monkeypatch.setattr("afterglow.store.extents.extent_folder.supports_direct", lambda _: False)
     with pytest.raises(ConfigError, match="O_DIRECT"):
         disk.main(["--quick", "--cache-dir", str(tmp_path)])
     assert not list(tmp_path.iterdir())

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
+from benchmarks.papers.spec import cost, judged, observations, prefixes, quality, runs
+from benchmarks.papers.spec.attend import prefill
+from benchmarks.papers.spec.baselines import attend_as
+from benchmarks.papers.spec.runs import EXACT, Protocol, Session, Variant
+from scripts.small_model.tokenizer import ASSISTANT, BOS
 
-from afterglow.importance.attend import prefill
-from afterglow.importance.baselines import attend_as
-from afterglow.importance.order import Importance
+from afterglow.importance.row_layout import RowImportance
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import importance_quality
-from importance_parts import cost, judged, observations, prefixes, runs
-from importance_parts.runs import EXACT, Protocol, Session, Variant
-from truncation_parts import dialogues
 
 DIRECTORY = Path(str(files("afterglow") / "assets" / "model"))
 SENTENCES = ["Return the value of the object.", "This is a list of names.", "Raise an error if the file is missing."]
@@ -38,17 +33,16 @@ def shared(tokens: int = 500, count: int = 1) -> list[prefixes.Shared]:
 
 
 def test_facts_are_in_the_prefix_and_questions_end_before_the_reply() -> None:
-    script = dialogues.training_script()
     fast = tokenizers.Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
     for each in shared(count=3):
         assert 500 <= len(each.prefix) < 900
-        assert each.prefix[0] == script.BOS
+        assert each.prefix[0] == BOS
         facts = [query for query in each.queries if query.value is not None]
         assert 6 <= len(facts) <= 8
         assert sum(query.value is None for query in each.queries[each.earlier :]) == 2
         text = fast.decode(each.prefix)
         for query in facts:
-            assert query.prompt[-1] == script.ASSISTANT
+            assert query.prompt[-1] == ASSISTANT
             assert query.value is not None
             assert query.reply[query.value] in each.prefix
             assert fast.decode([query.reply[query.value]]).strip() in text
@@ -102,7 +96,7 @@ def test_a_renewed_reply_is_decoded_token_by_token(decoder: Decoder) -> None:
 
 
 def session(requests: list[torch.Tensor], before: torch.Tensor) -> Session:
-    importance = Importance(len(before), before.shape[1])
+    importance = RowImportance(len(before), before.shape[1])
     importance.mean = before
     return Session(before.shape[1], importance, requests)
 
@@ -130,7 +124,7 @@ def test_observations_of_attention_that_is_known() -> None:
 
 
 def test_caching_by_policy() -> None:
-    """Every prefix's first rows are wanted by all requests, others by one each: what is wanted densely is worth more."""
+    """Every prefix's first rows are wanted by all requests, others by one each: densely wanted rows are worth more."""
     generator = torch.Generator().manual_seed(0)
     sessions = []
     for _ in range(6):
@@ -211,11 +205,11 @@ def test_the_cost_of_identification(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_data_it_says_what_it_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AFTERGLOW_DATA", raising=False)
     path = tmp_path / "found.json"
-    assert importance_quality.main(["--quick", "--tasks", "stories,choices", "--json", str(path)]) == 0
+    assert quality.main(["--quick", "--tasks", "stories,choices", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["rows"] == found["goals"] == []
     assert len(found["skipped"]) == 2
     assert "AFTERGLOW_DATA" in found["skipped"][0]
     arguments = ["--tasks", "stories,choices", "--data", str(tmp_path), "--json", str(path)]
-    assert importance_quality.main(arguments) == 0
+    assert quality.main(arguments) == 0
     assert len(json.loads(path.read_text())["skipped"]) == 4

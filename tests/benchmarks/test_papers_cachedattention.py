@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from benchmarks.papers.cachedattention import closed, figures, serving, varied
+from benchmarks.papers.cachedattention.runs import GB, TB, Case, Runs, simulate
+from benchmarks.papers.cachedattention.table import Paper, holds, row
 
-from afterglow.sim.catalogue import model, prices
+from afterglow.sim.machine.catalogue import model, prices
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import papers_cachedattention
-from cachedattention_parts import closed, serving, varied
-from cachedattention_parts.runs import GB, TB, Case, Runs, simulate
-from cachedattention_parts.table import Paper, holds, row
-
-SMALL = Case(conversations=50, rate=5.0, think=1.0, shrinks=False)  # most of them wait
+SMALL = Case(conversations=50, rate=5.0, think=1.0, shrinks=False)  # most conversations wait
 
 
 def test_storage_and_savings_are_the_printed_ones() -> None:
@@ -70,7 +65,7 @@ def test_a_conversation_takes_a_whole_windows_rows_at_most(name: str, window_gib
 
 
 def test_with_room_for_all_of_a_unit_time_every_later_turn_hits() -> None:
-    """Room of CCpUT is enough for all, whose TTL is the unit time; with a part of it, fewer hit (ATC 4.3.6)."""
+    """Room of CCpUT is enough for all, whose TTL is the unit time; with less room, fewer hit (ATC 4.3.6)."""
     light = Case(conversations=80, rate=0.25, think=20.0, ttl=300.0, shrinks=False)
     full = light.rate * 300.0 * serving.ccput(light) / (light.rate * serving.TTL_S)
     found = []
@@ -184,15 +179,15 @@ def test_rows_say_what_is_missed() -> None:
 def test_the_command_writes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "found.json"
     asked = ["--conversations", "8", "--paper", "ATC", "--figure", "13", "--figure", "19", "--json", str(path)]
-    assert papers_cachedattention.main(asked) == 0
+    assert figures.main(asked) == 0
     found = json.loads(path.read_text())
     assert {each["figure"] for each in found["rows"]} == {"13", "19"}
     assert len(found["runs"]) == 4
     assert capsys.readouterr().out.count(" later turns), queue") == 4
-    assert papers_cachedattention.main([*asked, "--resume"]) == 0
+    assert figures.main([*asked, "--resume"]) == 0
     assert capsys.readouterr().out.count(" later turns), queue") == 0
     assert json.loads(path.read_text())["rows"] == found["rows"]
-    assert papers_cachedattention.main([*asked, "--figure", "22", "--kept"]) == 0
+    assert figures.main([*asked, "--figure", "22", "--kept"]) == 0
     kept = json.loads(path.read_text())["rows"]
     assert {each["figure"] for each in kept} == {"13", "19"}
     assert {each.get("conversations") for each in kept if each["figure"] == "13"} == {8}
@@ -200,15 +195,15 @@ def test_the_command_writes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_figures_that_lack_a_run_are_made_of_shorter_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(papers_cachedattention, "QUICK", 6)
+    monkeypatch.setattr(figures, "QUICK", 6)
     path = tmp_path / "found.json"
     asked = ["--paper", "ATC", "--figure", "13", "--json", str(path)]
-    assert papers_cachedattention.main([*asked, "--quick"]) == 0
+    assert figures.main([*asked, "--quick"]) == 0
     longer = [*asked, "--conversations", "8", "--figure", "14", "--kept"]
-    assert papers_cachedattention.main(longer) == 0
+    assert figures.main(longer) == 0
     assert {each["conversations"] for each in json.loads(path.read_text())["rows"]} == {6}
-    assert papers_cachedattention.main([*asked, "--conversations", "8", "--resume"]) == 0
-    assert papers_cachedattention.main(longer) == 0
+    assert figures.main([*asked, "--conversations", "8", "--resume"]) == 0
+    assert figures.main(longer) == 0
     found = json.loads(path.read_text())
     assert {each["conversations"] for each in found["rows"]} == {8}
     assert len(found["runs"]) == 8  # the shorter ones are kept

@@ -9,28 +9,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.peers import agree, compare, environments, page, plan, rounds
+from benchmarks.peers.client import Client, all_of
+from benchmarks.peers.figures import engine, multi_turn, repeat, shared_prefix
+from benchmarks.peers.figures.common import agreement
+from benchmarks.peers.processes import Child, PeerError, ended_by_signals
+from benchmarks.peers.server import MIB, Budget, available, server
+from benchmarks.peers.weights import Weights, tokens_in, word
+from benchmarks.peers.worker import Answer, library
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import peers
 from afterglow.bench.report import goal
 from afterglow.errors import ConfigError
-from peers_parts import agree, environments, page, plan, rounds
-from peers_parts.client import Client, all_of
-from peers_parts.figures import engine, multi_turn, repeat, shared_prefix
-from peers_parts.figures.common import agreement
-from peers_parts.processes import Child, PeerError, ended_by_signals
-from peers_parts.server import MIB, Budget, available, server
-from peers_parts.weights import Weights, tokens_in, word
-from peers_parts.worker import Answer, library
+from tests.waiting import wait_for
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 SPAWNS = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
 
 
@@ -57,34 +54,25 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 # Processes
 
 
 def test_a_child_ends_with_all_that_it_has_started(tmp_path: Path) -> None:
     child = Child([sys.executable, "-c", SPAWNS], tmp_path / "child.log")
-    assert eventually(lambda: bool(child.log.read_text()))
+    wait_for(lambda: bool(child.log.read_text()))
     grandchild = int(child.log.read_text())
     assert alive(grandchild)
     child.stop()
     child.stop()
     assert not child.running
-    assert eventually(lambda: not alive(grandchild))
+    wait_for(lambda: not alive(grandchild))
 
 
 def test_a_child_that_ignores_sigterm_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peers_parts.processes.PATIENCE", 0.2)
+    monkeypatch.setattr("benchmarks.peers.processes.PATIENCE", 0.2)
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     child = Child([sys.executable, "-c", deaf], tmp_path / "deaf.log")
-    assert eventually(lambda: "deaf" in child.log.read_text())
+    wait_for(lambda: "deaf" in child.log.read_text())
     child.stop()
     assert child.process.returncode == -signal.SIGKILL
 
@@ -102,7 +90,7 @@ def test_processor_time_is_counted(tmp_path: Path) -> None:
     busy = Child([sys.executable, "-c", "while True: pass"], tmp_path / "busy.log")
     idle = Child(["sleep", "60"], tmp_path / "idle.log")
     try:
-        assert eventually(lambda: busy.cpu_seconds() > 0.1, 30)
+        wait_for(lambda: busy.cpu_seconds() > 0.1, 30)
         assert idle.cpu_seconds() < 0.1
     finally:
         busy.stop()
@@ -113,7 +101,7 @@ def test_processor_time_is_counted(tmp_path: Path) -> None:
 def test_no_child_outlives_the_benchmark(tmp_path: Path, number: signal.Signals) -> None:
     log = tmp_path / "child.log"
     program = (
-        "import sys, time; from pathlib import Path; from peers_parts.processes import Child, ended_by_signals\n"
+        "import sys, time; from pathlib import Path; from benchmarks.peers.processes import Child, ended_by_signals\n"
         "with ended_by_signals():\n"
         f"    child = Child([sys.executable, '-c', {SPAWNS!r}], Path({str(log)!r}))\n"
         "    try:\n"
@@ -121,15 +109,15 @@ def test_no_child_outlives_the_benchmark(tmp_path: Path, number: signal.Signals)
         "    finally:\n"
         "        child.stop()\n"
     )
-    running = subprocess.Popen([sys.executable, "-c", program], cwd=BENCHMARKS, stderr=subprocess.DEVNULL)
-    assert eventually(lambda: log.exists() and bool(log.read_text()), 30)
+    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: log.exists() and bool(log.read_text()), 30)
     grandchild = int(log.read_text())
     parent = int(Path(f"/proc/{grandchild}/stat").read_text().rpartition(")")[2].split()[1])
     running.send_signal(number)
     running.wait(30)
-    assert eventually(lambda: not alive(parent))
+    wait_for(lambda: not alive(parent))
     if number != signal.SIGKILL:
-        assert eventually(lambda: not alive(grandchild))
+        wait_for(lambda: not alive(grandchild))
     else:
         os.kill(grandchild, signal.SIGKILL)
 
@@ -346,11 +334,11 @@ def test_absent_peers_are_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_unknown_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert peers.main(["--peer", "sglang"]) == 1
+    assert compare.main(["--peer", "sglang"]) == 1
     assert "--peer sglang is not known; peers: transformers" in capsys.readouterr().err
 
 
-# Afterglow through all of it
+# Afterglow through all steps
 
 
 def test_words_name_tokens(tmp_path: Path) -> None:
@@ -397,7 +385,7 @@ def test_the_command_without_any_peer(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "peers.json"
     kept = {"figure": "repeat", "value": 1.0}
     old = {
-        "hardware": {"cpu": peers.hardware()["cpu"]},
+        "hardware": {"cpu": compare.hardware()["cpu"]},
         "rows": [kept, {"figure": "engine"}],
         "figures": {"repeat": {}},
     }
@@ -408,7 +396,7 @@ def test_the_command_without_any_peer(tmp_path: Path, capsys: pytest.CaptureFixt
         )
     )
     arguments = ["--figure", "engine", "--peer", "llama-cpp", "--environments", str(tmp_path), "--model", "tiny"]
-    assert peers.main([*arguments, "--quick", "--threads", "1", "--json", str(path)]) == 0
+    assert compare.main([*arguments, "--quick", "--threads", "1", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["rows"][0] == kept
     measured = [r for r in found["rows"] if r["figure"] == "engine"]
@@ -450,5 +438,5 @@ def test_the_page_is_filled_and_filled_again() -> None:
 
 
 def test_the_real_page_has_a_place_for_the_tables() -> None:
-    text = (BENCHMARKS.parent / "docs" / "compare.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
     assert text.index(page.BEGIN) < text.index(page.END)

@@ -29,7 +29,7 @@ def test_a_caller_is_charged_without_what_it_calls() -> None:
     thread.start()
     thread.join()
     took = time.perf_counter() - began
-    outer()  # on the main thread: nobody asked
+    outer()  # on the main thread: not timed
     assert watch.seconds["inner"] >= 0.04
     assert watch.seconds["outer"] >= 0.01
     assert sum(watch.seconds.values()) <= took

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import readme
+
+from benchmarks import readme_tables
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def readme() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "scripts/readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_what_is_printed_is_what_the_sources_say(readme: ModuleType) -> None:
+def test_what_is_printed_is_what_the_sources_say() -> None:
     for name in readme.DOCUMENTS:
         found = readme.stale(name, (ROOT / name).read_text("utf-8"))
-        assert not found, "\n".join(region.difference for region in found) + "\nscripts/readme.py --write mends it"
+        assert not found, (
+            "\n".join(region.difference for region in found) + "\npython -m scripts.readme --write mends it"
+        )
 
 
-def test_every_printed_command_is_generated(readme: ModuleType) -> None:
+def test_every_printed_command_is_generated() -> None:
     """A block that begins with a prompt shows what a command printed: it must not be typed by hand."""
     for name in readme.DOCUMENTS:
         text = (ROOT / name).read_text("utf-8")
@@ -38,7 +31,7 @@ def test_every_printed_command_is_generated(readme: ModuleType) -> None:
         assert text.count("<!-- generated: ") == len(readme.REGION.findall(text))
 
 
-def test_a_stale_region_is_found_and_mended(readme: ModuleType) -> None:
+def test_a_stale_region_is_found_and_mended() -> None:
     text = "a\n<!-- generated: command: afterglow --version -->\nold\n<!-- end of generated -->\nb\n"
     (region,) = readme.stale("x.md", text)
     assert (region.kind, region.source) == ("command", "afterglow --version")
@@ -55,7 +48,7 @@ def test_a_stale_region_is_found_and_mended(readme: ModuleType) -> None:
         readme.command("rm -r x")
 
 
-def test_every_table_of_figures_is_generated(readme: ModuleType) -> None:
+def test_every_table_of_figures_is_generated() -> None:
     """Under "Measured" no table is typed by hand, and each says whether its run was a quick one."""
     text = (ROOT / "README.md").read_text("utf-8")
     measured = text[text.index("\n## Measured\n") : text.index("\n## Embeddings\n")]
@@ -67,9 +60,7 @@ def test_every_table_of_figures_is_generated(readme: ModuleType) -> None:
         assert region["source"] == "peers over HTTP" or re.search("--quick`|a full run", region["text"].split("\n")[1])
 
 
-def test_a_table_follows_its_file(readme: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import readme_tables
-
+def test_a_table_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads((readme_tables.RESULTS / "multiturn.json").read_text())
     found["rows"][0]["ttft_ms"]["device"] = 123456.0
     found["quick"] = not found["quick"]

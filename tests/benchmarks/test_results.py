@@ -6,19 +6,15 @@ import json
 import re
 import runpy
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.common.paths import RESULTS
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks import readme_tables, rerun
 
-import readme_tables  # noqa: E402 - they lie beside the benchmarks
-import results  # noqa: E402
-
-FILES = sorted((ROOT / "benchmarks/results").glob("*.json"))
+FILES = sorted(RESULTS.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -39,24 +35,24 @@ def test_goals_are_judged_as_they_are_written(path: Path) -> None:
 
 
 def test_each_file_has_a_command_or_a_reason() -> None:
-    assert not results.RUNS.keys() & results.LEFT_OUT.keys()
-    assert {path.stem for path in FILES} == results.RUNS.keys() | results.LEFT_OUT.keys()
+    assert not rerun.RUNS.keys() & rerun.LEFT_OUT.keys()
+    assert {path.stem for path in FILES} == rerun.RUNS.keys() | rerun.LEFT_OUT.keys()
     assert {file for file, _ in readme_tables.TABLES.values()} <= {path.stem for path in FILES}
 
 
-@pytest.mark.parametrize("name", results.RUNS)
+@pytest.mark.parametrize("name", rerun.RUNS)
 def test_commands_are_understood(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--help` behind all other options: they are parsed first."""
-    _, *words = results.command(name)
-    if words[0] == "-m":
-        run, arguments = partial(runpy.run_module, words[1]), words[1:]
-    else:
-        run, arguments = partial(runpy.run_path, str(ROOT / words[0])), words
-    monkeypatch.setattr(sys, "argv", [*arguments, "--help"])
+    _, _, module, *options = rerun.command(name)
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that was imported before
+    package, _, last = module.rpartition(".")
+    if hasattr(sys.modules.get(package), last):  # a package that is imported anew would stay there
+        monkeypatch.setattr(sys.modules[package], last, getattr(sys.modules[package], last))
+    monkeypatch.setattr(sys, "argv", [module, *options, "--help"])
     with pytest.raises(SystemExit) as ended:
-        run(run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     assert ended.value.code == 0
     assert "--quick" in capsys.readouterr().out
 
@@ -65,16 +61,16 @@ def test_files_are_written_and_failures_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good = "import sys; open(sys.argv[-1], 'w').write(' '.join(sys.argv[1:-1]))"
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "RUNS", {"bad": ["-c", "raise SystemExit(2)"], "good": ["-c", good]})
-    assert results.main([]) == 1
+    monkeypatch.setattr(rerun, "RESULTS", tmp_path)
+    monkeypatch.setattr(rerun, "RUNS", {"bad": ["-c", "raise SystemExit(2)"], "good": ["-c", good]})
+    assert rerun.main([]) == 1
     assert (tmp_path / "good.json").read_text() == "--quick --json"
     said = capfd.readouterr().out
     assert "failed, with the old files in place: bad" in said
     assert re.search(r"^ +\d+  good$", said, re.MULTILINE)
-    assert results.main(["good"]) == 0
-    assert results.main(["--list"]) == 0
+    assert rerun.main(["good"]) == 0
+    assert rerun.main(["--list"]) == 0
     said = capfd.readouterr().out
-    assert all(f"  {name}: {why}" in said for name, why in results.LEFT_OUT.items())
+    assert all(f"  {name}: {why}" in said for name, why in rerun.LEFT_OUT.items())
     with pytest.raises(SystemExit):
-        results.main(["none"])
+        rerun.main(["none"])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import sim_speed
-from cachedattention_parts.runs import Case
+from benchmarks.papers.cachedattention.runs import Case
+from benchmarks.sim import speed
 
 
 def test_turns_and_events_are_counted() -> None:
-    small, large = (sim_speed.measured(Case(conversations=n, rate=sim_speed.STEADY, shrinks=False)) for n in (4, 12))
+    small, large = (speed.measured(Case(conversations=n, rate=speed.STEADY, shrinks=False)) for n in (4, 12))
     assert large["turns"] > small["turns"] >= 4
     assert large["events"] > large["turns"]
     assert large["steps"] >= large["events"] / 10
@@ -22,7 +19,7 @@ def test_turns_and_events_are_counted() -> None:
 
 def test_goals_are_of_the_longest_run() -> None:
     shape = {
-        "rate": sim_speed.STEADY,
+        "rate": speed.STEADY,
         "seconds": 1.0,
         "turns": 100,
         "ms_per_turn": 1.0,
@@ -31,12 +28,12 @@ def test_goals_are_of_the_longest_run() -> None:
     }
     shape["spread_rss"] = 0.0
     rows = [shape, shape | {"turns": 1000, "ms_per_turn": 2.0, "max_rss": 2 * 10**9}, shape | {"rate": 1.0}]
-    assert [found["met"] for found in sim_speed.goals(rows)] == [False, True, False]
+    assert [found["met"] for found in speed.goals(rows)] == [False, True, False]
 
 
 def test_the_command_writes(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    assert sim_speed.main(["--turns", "20,40", "--without-paper", "--json", str(path)]) == 0
+    assert speed.main(["--turns", "20,40", "--without-paper", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2
     assert all(row["turns_per_s"] > 0 for row in rows)

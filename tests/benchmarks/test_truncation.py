@@ -7,26 +7,24 @@ import json
 import math
 import os
 import re
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.common import stories260k
+from benchmarks.common.model_texts import knows_markers
+from benchmarks.common.paired import Paired, mean_and_error
+from benchmarks.papers.cachedattention import truncation
+from benchmarks.papers.cachedattention.overflow import choices, dialogues, perplexity
+from benchmarks.papers.cachedattention.overflow.context import VARIANTS, Context, Session, chosen, truncate
 from torch import Tensor
 
 from afterglow.model.decoder import Attention, Decoder, PlainAttend
 from afterglow.model.families import Names
 from afterglow.model.loader import load_model
 from afterglow.model.presets import PRESETS, RandomSource, random_model
-from afterglow.model.weights import Assembler
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import truncation
-from truncation_parts import choices, dialogues, stories, texts
-from truncation_parts.context import VARIANTS, Context, Session, chosen, truncate
-from truncation_parts.stats import Paired, mean_and_error
+from afterglow.model.weights import WeightAssembler
 
 HEAD, WINDOW, PIECE = [1], 64, 8
 
@@ -40,7 +38,7 @@ class Strong(RandomSource):
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Assembler(PRESETS["tiny"], Names(), Strong(3), torch.float32, torch.device("cpu")).decoder()
+    return WeightAssembler(PRESETS["tiny"], Names(), Strong(3), torch.float32, torch.device("cpu")).decoder()
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -227,7 +225,7 @@ def test_errors_of_differences_are_clustered() -> None:
 
 def test_streams_of_a_text_are_spaced() -> None:
     text = "".join(f"line {n:04d}\n" for n in range(1000))
-    parts = texts.spaced(text, lambda piece: [ord(c) for c in piece], 4, 100)
+    parts = perplexity.spaced(text, lambda piece: [ord(c) for c in piece], 4, 100)
     assert ["".join(map(chr, part))[:10] for part in parts] == [
         "line 0000\n",
         "line 0251\n",
@@ -235,12 +233,12 @@ def test_streams_of_a_text_are_spaced() -> None:
         "line 0751\n",
     ]
     with pytest.raises(ValueError, match="too short"):
-        texts.spaced("short", lambda piece: [1] * len(piece), 2, 100)
+        perplexity.spaced("short", lambda piece: [1] * len(piece), 2, 100)
 
 
 def test_dialogues_of_the_bundled_model() -> None:
     directory = Path(str(files("afterglow") / "assets" / "model"))
-    assert dialogues.knows_markers(directory)
+    assert knows_markers(directory)
     sentences = ["Return the value of the object.", "This is a list of names."]
     found = dialogues.run(
         load_model(directory), directory, sentences, window=384, facts=12, sessions=2, overflows=2, seed=1
@@ -294,12 +292,12 @@ def test_stories260k_writes_its_golden_text(tmp_path: Path) -> None:
     source = Path(os.environ.get("AFTERGLOW_DATA", "")) / "stories260k"
     if not (source / "stories260K.bin").is_file():
         pytest.skip("no AFTERGLOW_DATA with stories260k")
-    stories.convert(source / "stories260K.bin", tmp_path)
+    stories260k.convert(source / "stories260K.bin", tmp_path)
     decoder = load_model(tmp_path)
-    pieces = stories.Pieces(source / "tok512.bin", decoder.spec.vocab)
+    pieces = stories260k.Pieces(source / "tok512.bin", decoder.spec.vocab)
     golden = re.search(r"Once upon.*?(?=\n```)", (source / "README_stories260K.md").read_text(), re.DOTALL)
     assert golden is not None
-    context, ids = Context(decoder), [stories.BOS]
+    context, ids = Context(decoder), [stories260k.BOS]
     while len(ids) < 257:
         hidden = context.extend(ids[-1:])
         ids.append(int(decoder.logits(hidden[-1:]).argmax()))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from afterglow.cli.environment import PACKAGED, find_embedding_model
 from afterglow.errors import ModelError
+from afterglow.library.locate import PACKAGED, find_embedding_model
 from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
 from afterglow.text import Tokenizer
-from tests.cli.test_cli import SMALL, Served, afterglow, inside
+from tests.cli.kit import SMALL, Served, afterglow, inside
 from tests.memo.tiny import tiny_encoder
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -52,7 +52,7 @@ def test_texts_of_a_file_and_of_standard_input(folder: Path, tmp_path: Path) -> 
     of_file = inside("embed", "--file", str(path), "--model", str(folder)).stdout
     assert [json.loads(line)["text"] for line in of_file.splitlines()] == wanted
     piped = afterglow("embed", "--model", str(folder), input=path.read_text(), LC_ALL="C")
-    assert piped.stdout.encode() == of_file.encode() or piped.stdout == of_file
+    assert piped.stdout == of_file
 
 
 def test_vectors_as_a_file(folder: Path, model: TextEmbedder, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_by_default_it_embeds_as_the_server_does(tmp_path: Path) -> None:
 
 
 def test_no_advice_names_a_package_that_there_is_not() -> None:
-    """Afterglow is on no index: whoever follows an advice to install it from there would get something else."""
+    """The name `afterglow` on the package index is another project's: an advice to install it from there would be wrong."""
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")]
     assert not [path for path in texts if re.search(r"install [^\n]*afterglow\[", path.read_text("utf-8"))]

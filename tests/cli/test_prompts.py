@@ -1,4 +1,4 @@
-"""Registered system prompts on the command line, and over the end of a process that nobody asked."""
+"""Registered system prompts on the command line, and over the end of a killed process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.test_cli import BUNDLED, Served, afterglow, inside
+from tests.cli.kit import BUNDLED, Served, afterglow, inside
 
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
 

@@ -234,6 +234,7 @@ def install() -> None:
     torch.utils.backend_registration._setup_privateuseone_for_python_backend()
     torch.inference_mode = lambda mode=True: torch.no_grad()  # views of tensors made outside would be refused
     from afterglow.engine.engine import Engine
+    from afterglow.engine.loop import EngineLoop
 
     device_module = types.SimpleNamespace(
         Stream=_Stream, Event=_Event, current_stream=lambda device=None: _Stream(),
@@ -250,15 +251,15 @@ def install() -> None:
     cuda.synchronize = lambda device=None: None
     cuda.empty_cache = lambda: None
     cuda.cudart = lambda: runtime
-    load, main = Engine.load.__func__, Engine._main
+    load, main = Engine.load.__func__, EngineLoop.run
 
     def loaded(cls: type[Engine], *args: Any, **kwargs: Any) -> Engine:
         with _Functions(), _Dispatch():
             return load(cls, *args, **kwargs)
 
-    def run(self: Engine) -> None:
+    def run(self: EngineLoop) -> None:
         with _Functions(), _Dispatch():
             main(self)
 
     Engine.load = classmethod(loaded)  # type: ignore[assignment, method-assign]
-    Engine._main = run  # type: ignore[method-assign]
+    EngineLoop.run = run  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine import runner, setup
+from afterglow.engine import hardware, token_outputs
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
 from afterglow.request import Request, SamplingParams
@@ -72,7 +72,7 @@ def importance(device: str, folder: Path) -> list[Any]:
 
 def choice(device: str, folder: Path) -> list[Any]:
     """What `auto` takes, and what it takes when the device gives other answers."""
-    sample = runner.sample
+    sample = token_outputs.sample
 
     def other(logits: Any, samplers: Any) -> list[int]:
         tokens = sample(logits, samplers)
@@ -80,7 +80,7 @@ def choice(device: str, folder: Path) -> list[Any]:
 
     found = []
     for how in (sample, other):
-        with mock.patch.object(runner, "sample", how):
+        with mock.patch.object(token_outputs, "sample", how):
             engine = load("auto", folder / how.__name__)
         found.append(engine.decoder.device.type)
         engine.close()
@@ -91,13 +91,13 @@ def memory(device: str, folder: Path) -> list[Any]:
     """How much memory is locked, whether it is let go, and what a limit says."""
     from tests.device.pretend import runtime
 
-    arena = setup.allocate(3 * MiB + 4096, pin=True)
+    arena = hardware.allocate(3 * MiB + 4096, pin=True)
     found: list[Any] = [list(runtime.locked.values())]
     del arena
     found.append(list(runtime.locked.values()))
     runtime.limit = MiB
     try:
-        setup.allocate(2 * MiB, pin=True)
+        hardware.allocate(2 * MiB, pin=True)
     except ConfigError as error:
         found.append(str(error))
     return found

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from afterglow.engine.setup import choose_device
+from afterglow.engine.hardware import choose_device
 from afterglow.errors import ConfigError
-from afterglow.kernels import attention
+from tests import doors
 
 
 def play(scene: str, device: str, folder: Path) -> tuple[Any, str]:
@@ -78,9 +78,9 @@ def test_a_triton_that_cannot_build_is_done_without(
     monkeypatch.setitem(sys.modules, "afterglow.kernels.triton_merge", Module)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: zeros(*args, **kwargs))
-    attention._fused.cache_clear()
+    doors.fused_merge().cache_clear()
     try:
-        assert attention._fused() is None
+        assert doors.fused_merge()() is None
     finally:
-        attention._fused.cache_clear()
+        doors.fused_merge().cache_clear()
     assert "Failed to find C compiler" in caplog.text

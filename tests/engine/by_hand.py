@@ -18,7 +18,7 @@ from torch import Tensor
 from afterglow.engine.engine import Engine
 from afterglow.kernels.attention import attend
 from afterglow.model.decoder import Attention, Decoder
-from afterglow.plan.ranges import Rows, complement
+from afterglow.plan.prefix.ranges import Rows, complement
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.conftest import VOCAB
 
@@ -67,8 +67,8 @@ def importance(decoder: Decoder, seen: Sequence[int]) -> Tensor:
 @dataclass
 class Cut:
     """A conversation was cut when it had these tokens: those between `first` and `first + dropped` are out since. The first
-    `kept` rows of what was left were taken from what there was `before` (None: as it was never cut); the others were
-    computed on top of them."""
+    `kept` rows of the rest were taken from the context `before` (None: it was never cut); the others were computed on
+    top."""
 
     text: Sequence[int]
     first: int
@@ -77,7 +77,7 @@ class Cut:
     before: Cut | None = None
 
     def compact(self, text: Sequence[int]) -> list[int]:
-        """What is left of a text that goes on from there."""
+        """Cut a text that goes on from there."""
         return [*text[: self.first], *text[self.first + self.dropped :]]
 
 
@@ -86,7 +86,7 @@ def rows_of(decoder: Decoder, cut: Cut) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys and values of the rows that were kept, computed from the beginning."""
     before = cut.before
     text = before.compact(cut.text) if before is not None else cut.text
-    out = cut.dropped - (before.dropped if before is not None else 0)  # of what was left before
+    out = cut.dropped - (before.dropped if before is not None else 0)  # in the rest from before
     stop = cut.kept if cut.kept <= cut.first else cut.kept + out
     there = Growing(decoder, rows_of(decoder, before) if before is not None else None)
     begin = before.kept if before is not None else 0
@@ -108,7 +108,7 @@ def behind(decoder: Decoder, cut: Cut, prompt: Sequence[int], reply: Sequence[in
 
 @torch.inference_mode()
 def reference(decoder: Decoder, seen: Sequence[int], dropped: Sequence[Rows], new: Sequence[int]) -> Tensor:
-    """Log-probabilities after `new`, when `dropped` of `seen` has been cut out after all of it was computed."""
+    """Log-probabilities after `new`, when `dropped` was cut out of `seen` after all rows were computed."""
     full = Growing(decoder)
     decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
     left = torch.tensor([row for a, b in complement(dropped, len(seen)) for row in range(a, b)])

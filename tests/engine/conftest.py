@@ -1,4 +1,4 @@
-"""Small engines over random models of every family, and what the tests ask of them."""
+"""Make small engines over random models of every family, and ask them."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def start() -> Iterator[Callable[..., Handle]]:
 
     yield begin
     for engine in engines:
-        assert engine._failure is None
+        assert engine.loop.failure is None
         engine.close(flush=False)
-        engine._scheduler.check()
+        engine.parts.scheduler.check()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from afterglow.errors import RequestError
 from afterglow.model.loader import load_model
-from afterglow.plan.ranges import keep
+from afterglow.plan.prefix.ranges import keep
 from afterglow.request import Request, SamplingParams
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import VOCAB, Handle
@@ -71,20 +71,20 @@ def test_what_remains_is_embedded_at_new_positions(
     expected = reference(decoder, text[:-1], SCATTERED, [text[-1], *new])  # the last token was never fed
     assert (logprobs(outputs) - expected).abs().max() < 1e-4
     plain = reference(decoder, compact(text, SCATTERED), [], new)
-    assert (logprobs(outputs) - plain).abs().max() > 1e-4, "what remains has seen what was discarded"
+    assert (logprobs(outputs) - plain).abs().max() > 1e-4, "remaining rows have seen the discarded ones"
 
 
-def test_nobody_else_ever_finds_it(start: Start, model_of: Models) -> None:
+def test_no_other_prompt_ever_finds_it(start: Start, model_of: Models) -> None:
     handle = start(model_of("llama"))
     text = converse(handle, random.Random(1))
     handle.engine.discard(text, SCATTERED, system_rows=SYSTEM)
     ask_truncated(handle.engine, [*text, 1, 2, 3])
     cut = compact(text, SCATTERED)
     same = handle.ask([*cut, 1, 2, 3], max_tokens=1)  # exactly those tokens, never cut
-    assert same.cached.total <= SCATTERED[0][0], "of what is before the first that was discarded"
+    assert same.cached.total <= SCATTERED[0][0], "the rows before the first discarded one"
     cold = handle.ask([*cut, 1, 2, 3], max_tokens=1, reuse=False)
     assert dict(same.logprobs[0].top) == pytest.approx(dict(cold.logprobs[0].top), abs=1e-4)
-    whole = handle.ask([*text, 1, 2, 3], max_tokens=1)  # and whoever does not let it be cut has all of it
+    whole = handle.ask([*text, 1, 2, 3], max_tokens=1)  # and a request that must not be cut has all rows
     assert whole.cached.total == len(text) - 1
     assert whole.truncation is None
 
@@ -121,7 +121,7 @@ def test_what_remains_can_outgrow_the_window(start: Start, model_of: Models) -> 
     assert told is not None
     assert told.policy == "oldest"
     assert told.kept == 128
-    assert outputs[0].cached.total == 128 - 90, "taken from what remained, and not from what was there before"
+    assert outputs[0].cached.total == 128 - 90, "taken from the remaining rows, not from the old ones"
 
 
 def test_the_system_prompt_goes_only_if_it_is_meant_to(start: Start, model_of: Models) -> None:
@@ -156,7 +156,7 @@ def test_impossible_lists(start: Start, model_of: Models, dropped: list[tuple[in
 def test_unknown_conversations(start: Start, model_of: Models) -> None:
     handle = start(model_of("llama"))
     text = converse(handle, random.Random(7), turns=1)
-    for context, salt in ((text, "somebody else"), ([(token + 1) % VOCAB for token in text], "")):
+    for context, salt in ((text, "another"), ([(token + 1) % VOCAB for token in text], "")):
         with pytest.raises(RequestError, match="nothing of this conversation is cached") as raised:
             handle.engine.discard(context, [(20, 30)], system_rows=0, salt=salt)
         assert raised.value.status == 404
@@ -185,10 +185,10 @@ def test_what_remains_goes_with_the_conversation(start: Start, model_of: Models)
     text = converse(handle, random.Random(10))
     handle.engine.discard(text, SCATTERED, system_rows=SYSTEM, session_id="mine")
     handle.engine.settle()
-    before = handle.engine.stats().host_used_bytes
+    before = handle.engine.stats().tiers.host.used
     assert [session.name for session in handle.engine.sessions("")] == ["mine"]
     assert handle.engine.forget_session("", "mine")
     handle.engine.settle()
-    assert handle.engine.stats().host_used_bytes < before
+    assert handle.engine.stats().tiers.host.used < before
     outputs = ask_truncated(handle.engine, [*text, 7])
     assert outputs[0].cached.total == 0, "of the copy nothing is left"

@@ -51,7 +51,7 @@ def test_requests_that_share_a_prefix_and_arrive_together(start: Start, model_of
 
 @pytest.mark.parametrize("reply", [5, 40, 70])
 def test_the_next_turn_may_follow_at_once(start: Start, model_of: Models, reply: int) -> None:
-    """The last token is told before its rows are saved; whoever goes on at once still finds all of them."""
+    """The last token is told before its rows are saved; a request that goes on at once still finds all rows."""
     handle = start(model_of("llama"))
     text, known = prompt(3, 30), 0
     for _ in range(4):
@@ -89,7 +89,8 @@ def test_cancel_frees_everything(start: Start, model_of: Models) -> None:
         assert output.finish_reason == "cancelled"
     handle.engine.settle()
     stats = handle.engine.stats()
-    assert (stats.running, stats.waiting, stats.requests_cancelled) == (0, 0, 4)
+    assert (stats.plan.running, stats.plan.waiting, stats.plan.loading) == (0, 0, 0)
+    assert stats.engine.finished["cancelled"] == 4
     handle.engine.cancel("r0")  # again, and unknown: nothing happens
     handle.engine.cancel("never")
     same(handle.ask(prompt(0, 100)), handle.ask(prompt(0, 100), reuse=False))
@@ -103,10 +104,26 @@ def test_queue_limit(start: Start, model_of: Models) -> None:
     assert error.value.status == 429
 
 
+def test_what_is_refused_takes_no_place_in_the_queue(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"), max_batch=1, max_queue=2)
+    for i in range(5):
+        for name, odd in (("share", {"kv_retention": 0.5}), ("key", {"cache_key": "\ud800"})):
+            with pytest.raises(RequestError) as error:
+                handle.engine.submit(Request(f"{name}{i}", prompt(i, 20), greedy(1), **odd), lambda output: None)
+            assert error.value.status == 400
+    assert handle.ask(prompt(0, 20)).finish_reason == "length"
+
+
+def test_an_engine_that_cannot_start_gives_its_folder_back(start: Start, model_of: Models, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--journal"):
+        start(model_of("llama"), tmp_path / "cache", journal=tmp_path / "none" / "journal")
+    assert start(model_of("llama"), tmp_path / "cache").ask(prompt(0, 20)).finish_reason == "length"
+
+
 def test_limits_are_said_before_any_work(start: Start, model_of: Models) -> None:
     handle = start(model_of("llama"), max_model_len=128)
     for bad, words in (
-        (Request("a", prompt(0, 128), greedy(1)), "context is 128 tokens"),
+        (Request("a", prompt(0, 128), greedy(1)), "context length is 128 tokens"),
         (Request("b", [VOCAB], greedy(1)), "outside the vocabulary"),
         (Request("c", [-1], greedy(1)), "outside the vocabulary"),
         (Request("d", [], greedy(1)), "empty"),
@@ -114,7 +131,7 @@ def test_limits_are_said_before_any_work(start: Start, model_of: Models) -> None
         with pytest.raises(RequestError, match=words):
             handle.engine.submit(bad, lambda output: None)
     assert handle.ask(prompt(0, 127)).finish_reason == "length"
-    assert handle.engine.stats().requests_length == 1
+    assert handle.engine.stats().engine.finished["length"] == 1
 
 
 def test_generation_ends_at_the_context_limit(start: Start, model_of: Models) -> None:
@@ -172,9 +189,9 @@ def test_tiny_tiers_change_nothing_but_speed(start: Start, model_of: Models, tmp
             same(answer, handle.ask(history, reuse=False, max_tokens=12))
             history += answer.tokens
         stats = handle.engine.stats()
-        assert stats.host_used_bytes <= stats.host_capacity_bytes
-        assert stats.device_used_bytes <= stats.device_capacity_bytes
-        assert stats.disk_used_bytes <= stats.disk_capacity_bytes
+        assert stats.tiers.host.used <= stats.tiers.host.capacity
+        assert stats.tiers.device.used <= stats.tiers.device.capacity
+        assert stats.tiers.disk.used <= stats.tiers.disk.capacity
     on_disk = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
     assert on_disk <= 1 << 20
 
@@ -207,7 +224,7 @@ def test_many_threads_submit(start: Start, model_of: Models) -> None:
     assert wrong == []
 
 
-def test_close_while_running_answers_everybody(start: Start, model_of: Models, tmp_path: Path) -> None:
+def test_close_while_running_answers_every_request(start: Start, model_of: Models, tmp_path: Path) -> None:
     handle = start(model_of("llama"), tmp_path)
     box = collect(handle, Request("long", prompt(0, 100), greedy(400)))
     box.get(timeout=10)

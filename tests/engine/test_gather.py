@@ -1,4 +1,4 @@
-"""Gathering ahead and saving through a queue of its own, as on a CUDA device: the same code on the CPU, whose queues do
+"""Gathering ahead and saving through another queue, as on a CUDA device: the same code on the CPU, whose queues do
 everything at once. So a layer that is gathered before it has come, or a row that is saved before it was computed, shows."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from afterglow.engine import runner
-from afterglow.engine.gather import Gatherer, HostRows
+from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.tee import Tee
 from afterglow.plan.step import Gather
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
@@ -30,9 +30,9 @@ def test_queues_of_their_own_change_no_answer(
     copied: list[tuple[int, int]] = []  # (layers computed, layer copied)
 
     class Watched(Gatherer):
-        def _copy(self, part: runner.Part, layer: int) -> None:
+        def _copy(self, entry: BatchEntry, layer: int) -> None:
             copied.append((self._computed, layer))
-            super()._copy(part, layer)
+            super()._copy(entry, layer)
 
         def begin(self, *args: object) -> None:
             self._computed = 0
@@ -60,7 +60,7 @@ def test_queues_of_their_own_change_no_answer(
 
 
 class Ending:
-    """A store whose load ends right after somebody has waited for it in vain."""
+    """Pretend to be a store whose load ends right after a wait for it was in vain."""
 
     def __init__(self, well: bool) -> None:
         self.well, self.asked = well, 0

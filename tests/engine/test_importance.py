@@ -1,4 +1,4 @@
-"""Policy `importance`: what is attended to most survives, and how much that is is known exactly, over any turns."""
+"""Policy `importance`: the tokens with the most attention survive, and scores are exact over any turns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from afterglow.engine.runner import TorchRunner
 from afterglow.engine.scores import STRIDE, Scores, ScoringAttend
 from afterglow.model.loader import load_model
-from afterglow.plan.ranges import complement, count
+from afterglow.plan.prefix.ranges import complement, count
+from afterglow.plan.prefix.truncation import Cut, Origin
 from afterglow.plan.step import Run
-from afterglow.plan.truncation import Cut, Origin
+from tests import doors
 from tests.engine.by_hand import ask_truncated, importance, logprobs, reference
 from tests.engine.conftest import LLAMA, VOCAB, Handle
 from tests.engine.test_truncation import ROTARY
@@ -43,8 +44,8 @@ def converse(handle: Handle, rng: random.Random, turns: int = 5) -> list[int]:
 
 
 def scores_of(handle: Handle, salt: str, tokens: list[int]) -> torch.Tensor:
-    assert handle.engine._scores is not None
-    return handle.engine._scores.of(salt, pack(tokens))
+    assert handle.engine.parts.scores is not None
+    return handle.engine.parts.scores.of(salt, pack(tokens))
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -66,7 +67,7 @@ def test_what_is_attended_to_most_survives(start: Start, model_of: Models, tmp_p
     told = outputs[0].truncation
     assert told is not None
     assert (told.kept, told.reused, told.policy) == (MOST, True, "importance")
-    (epoch,) = handle.engine._scheduler._epochs._epochs.values()
+    (epoch,) = doors.epochs_of(handle.engine.parts.scheduler).values()
     dropped = epoch.dropped
     rows = len(text) + len(new)
     kept = [row for a, b in complement(dropped, rows) for row in range(a, b)]
@@ -93,13 +94,13 @@ def test_scores_go_on_in_what_survived(start: Start, model_of: Models) -> None:
         assert outputs[0].truncation is not None
         assert outputs[0].truncation.policy == "importance"
         text += [token for output in outputs for token in output.tokens]
-    first, *_, last = handle.engine._scheduler._epochs._epochs.values()
+    first, *_, last = doors.epochs_of(handle.engine.parts.scheduler).values()
     assert count(last.dropped) > count(first.dropped), "the window has overflowed again"
     kept = complement(first.dropped, first.rows)
     survivors = torch.cat([before[a:b] for a, b in kept])
     after = scores_of(handle, first.salt, [text[row] for a, b in kept for row in range(a, b)])
     assert bool((after[: len(survivors)] >= survivors).all()), "what they had, and what they got since"
-    assert handle.engine.stats().plan.counters.truncations_unscored == 0  # type: ignore[union-attr]
+    assert handle.engine.stats().plan.counters.truncations_unscored == 0
 
 
 def test_every_row_counts_once_however_it_comes(start: Start, model_of: Models, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_every_row_counts_once_however_it_comes(start: Start, model_of: Models, 
         handle.engine.settle()
         if tier != "device":
             handle.engine.demote("host" if tier == "host" else "disk")
-    text += handle.ask(text, reuse=False).tokens  # all of it is computed anew
+    text += handle.ask(text, reuse=False).tokens  # all rows are computed anew
     found = scores_of(handle, "", text)
     assert len(found) == len(text) - 1
     assert float(found.sum()) == pytest.approx(len(found) * WEIGHTS, rel=1e-4)
@@ -156,14 +157,14 @@ def test_other_policies_record_nothing(
     handle.ask([1, 2, 3])
     assert made
     assert ScoringAttend not in made
-    assert handle.engine._scores is None
+    assert handle.engine.parts.scores is None
 
 
 def test_resetting_a_tenants_cache_forgets_its_scores(start: Start, model_of: Models) -> None:
     handle = start(model_of("llama"), truncation_policy="importance")
     text = converse(handle, random.Random(5), turns=1)
     assert len(scores_of(handle, "", text))
-    handle.engine.reset_cache("somebody else")
+    handle.engine.reset_cache("another")
     handle.engine.settle()
     assert len(scores_of(handle, "", text))
     handle.engine.reset_cache("")
@@ -175,7 +176,7 @@ def test_resetting_a_tenants_cache_forgets_its_scores(start: Start, model_of: Mo
 
 
 def computed(scores: Scores, job: int, tokens: list[int], salt: str = "", value: float = 1.0) -> None:
-    """A job that computes all of its prompt at once."""
+    """Make a job that computes its whole prompt at once."""
     scores.begin(job, salt, pack(tokens), None)
     assert scores.counted(job) <= len(tokens)
     scores.add(Run(job, 0, tuple(tokens), True, len(tokens)), torch.full((len(tokens),), value))
@@ -183,7 +184,7 @@ def computed(scores: Scores, job: int, tokens: list[int], salt: str = "", value:
 
 
 def test_memory_is_bounded_and_the_oldest_go_first() -> None:
-    scores = Scores(torch.device("cpu"), most_rows=1000)
+    scores = Scores(torch.device("cpu"), max_rows=1000)
     texts = [[number] * 64 for number in range(40)]
     for job, text in enumerate(texts):
         computed(scores, job, text)
@@ -191,9 +192,9 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     assert scores.rows <= 1000
     assert len(scores.of("", pack(texts[0]))) == 64
     assert len(scores.of("", pack(texts[1]))) == 0
-    assert len(scores._places) == scores.rows // STRIDE
+    assert len(doors.score_places(scores)) == scores.rows // STRIDE
     scores.forget_all(None)
-    assert (scores.rows, len(scores._places), len(scores._kept)) == (0, 0, 0)
+    assert (scores.rows, len(doors.score_places(scores)), len(doors.kept_scores(scores))) == (0, 0, 0)
 
 
 def test_a_longer_context_takes_the_place_of_its_beginning() -> None:
@@ -203,7 +204,7 @@ def test_a_longer_context_takes_the_place_of_its_beginning() -> None:
     computed(scores, 2, text)
     assert scores.rows == 100
     computed(scores, 3, [*text[:70], *range(200, 230)])
-    assert scores.rows == 200, "a branch takes nobody's"
+    assert scores.rows == 200, "a branch takes no scores of another"
     assert len(scores.of("", pack([*text[:70], 999]))) == 64, "as far as they agree, by strides"
     assert len(scores.of("other", pack(text))) == 0
 

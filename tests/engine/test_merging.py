@@ -67,13 +67,13 @@ def test_answers_are_the_same_after_merges(start: Start, model_of: Models, tmp_p
         assert answer.cached.total == max(0, len(context) - 41)
         context += answer.tokens
         handle.engine.settle()
-        merges += handle.engine._scheduler.stats().counters.merges if tier == "restart" else 0
+        merges += handle.engine.parts.scheduler.stats().counters.merges if tier == "restart" else 0
         if tier == "restart":
             handle.engine.close()
             handle = start(model, tmp_path)
         elif tier != "device":
             handle.engine.demote(tier)
-    merges += handle.engine._scheduler.stats().counters.merges
+    merges += handle.engine.parts.scheduler.stats().counters.merges
     assert merges >= 3
 
 
@@ -86,7 +86,7 @@ def test_twenty_short_turns_leave_four_files(start: Start, long_model: Path, tmp
         context += [rng.randrange(VOCAB) for _ in range(40)]
         context += handle.ask(context, max_tokens=20).tokens
         handle.engine.settle()
-    stats = handle.engine._scheduler.stats()
+    stats = handle.engine.parts.scheduler.stats()
     assert stats.host_slots * 64 <= 1.2 * len(context)
     assert stats.extents <= 4
     handle.engine.close()

@@ -16,7 +16,8 @@ from afterglow.engine.engine import Completion, Engine
 from afterglow.engine.requests import completion_of
 from afterglow.engine.tee import Tee
 from afterglow.errors import RequestError
-from afterglow.plan.journal import replay, step_digest
+from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.step_digest import step_digest
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.conftest import VOCAB, Handle
 from tests.engine.test_exact_reuse import same
@@ -30,7 +31,7 @@ _ids = count()
 
 @contextmanager
 def room_for(rows: int, layer: int = 1) -> Iterator[list[int]]:
-    """Fail each pass over more than `rows` rows in this layer; gives the rows of those that failed."""
+    """Fail each pass over more than `rows` rows in this layer. Returns the rows of the failed passes."""
     failed: list[int] = []
     tee = Tee.layer
 
@@ -60,7 +61,7 @@ def at_once(engine: Engine, prompts: list[list[int]], max_tokens: int = 20) -> l
         for request in requests:
             engine.submit(request, sink)
 
-    engine._send(submit_all)
+    engine.parts.inbox.send(submit_all)
     for _ in requests:
         ended.get(timeout=60)
     return [completion_of(found[request.id], 0.0) for request in requests]
@@ -75,11 +76,11 @@ def test_the_newest_wait_and_every_answer_is_right(start: Start, model_of: Model
     with room_for(160, layer) as failed:
         found = at_once(handle.engine, prompts)
     assert failed, "nothing ran out of memory"
-    assert handle.engine.stats().preemptions >= 2
+    assert handle.engine.stats().plan.counters.preemptions >= 2
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
     handle.engine.settle()
-    handle.engine.demote("disk")  # what was saved meanwhile is right too
+    handle.engine.demote("disk")  # rows that were saved meanwhile are right too
     for prompt, theirs in zip(prompts, wanted, strict=True):
         again = handle.ask(prompt, max_tokens=20)
         assert again.cached.disk >= 64
@@ -108,13 +109,13 @@ def test_room_that_cannot_be_had_for_a_context_is_the_same(start: Start, model_o
 
     real, made = runner.DeviceContext, count()
 
-    def scarce(shape: object, capacity: int) -> object:
+    def scarce(shape: object, capacity: int, pool: object) -> object:
         if next(made) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
-        return real(shape, capacity)
+        return real(shape, capacity, pool)
 
     with mock.patch.object(runner, "DeviceContext", scarce):
         found = at_once(handle.engine, prompts)
-    assert handle.engine.stats().preemptions == 1
+    assert handle.engine.stats().plan.counters.preemptions == 1
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)

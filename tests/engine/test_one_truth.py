@@ -38,7 +38,7 @@ def test_a_journal_replayed_takes_the_same_steps(
     journal = tmp_path / "journal.jsonl"
     model = model_of("llama")
     probe = start(model, tmp_path / "probe")
-    block = probe.engine.stats().host_capacity_bytes // probe.engine.capacity.host_slots
+    block = probe.engine.stats().tiers.host.capacity // probe.engine.capacity.host_slots
     handle = start(
         model,
         tmp_path / "cache",
@@ -56,7 +56,7 @@ def test_a_journal_replayed_takes_the_same_steps(
         for text, (tokens, ended) in zip(texts, runs, strict=True):
             assert ended.wait(60)
             text += [*tokens, *(rng.randrange(VOCAB) for _ in range(WORDS))]
-    counters = handle.engine.stats().plan.counters  # type: ignore[union-attr]
+    counters = handle.engine.stats().plan.counters
     handle.engine.close(flush=False)
     assert min(counters.stores, counters.loads, counters.evicted_host) > 0
     one_by_one = replay_journal(journal.read_text().splitlines(), limit=1)

@@ -14,8 +14,6 @@ from afterglow.engine.engine import Engine
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.conftest import VOCAB, Handle, model_of, start  # noqa: F401  (fixtures)
 
-CONSTANT = ("rules", "relative", "max_model_len", "capacity")  # of the plan: never change
-
 
 class Watched:
     """The plan, and which threads use it."""
@@ -26,8 +24,6 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
-        if name in CONSTANT:
-            return found
         if not callable(found):
             self.seen.add((threading.current_thread().name, name))
             return found
@@ -65,8 +61,8 @@ def test_only_the_engines_thread_uses_the_plan(
 ) -> None:
     engine = start(model_of("llama"), tmp_path).engine
     engine.settle()
-    plan = Watched(engine._scheduler)
-    monkeypatch.setattr(engine, "_scheduler", plan)
+    plan = Watched(engine.parts.scheduler)
+    monkeypatch.setattr(engine.parts, "scheduler", plan)
     talk = words(1, 100)
     engine.generate([request("a", talk, session_id="talk")])
     engine.settle()
@@ -92,7 +88,7 @@ def test_what_a_caller_is_told_of_is_counted(start: Callable[..., Handle], model
 
     def sink(output: Output) -> None:
         stats = engine.stats()
-        seen.put((stats.generation_tokens, stats.requests_length, output.finish_reason))
+        seen.put((stats.engine.generation_tokens, stats.engine.finished["length"], output.finish_reason))
 
     engine.submit(request("a", words(1, 50), 3), sink)
     assert [seen.get(timeout=30) for _ in range(3)] == [(1, 0, None), (2, 0, None), (3, 1, "length")]
@@ -105,7 +101,7 @@ def test_published_numbers_do_not_change(start: Callable[..., Handle], model_of:
     told = repr(before)
     handle.ask(words(2, 50))
     assert repr(before) == told
-    assert handle.engine.stats().prompt_tokens == before.prompt_tokens + 50
+    assert handle.engine.stats().engine.prompt_tokens == before.engine.prompt_tokens + 50
 
 
 @pytest.mark.parametrize("when", ["first token", "last token", "always"])
@@ -127,7 +123,9 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(
     assert engine.healthy
     stats = engine.stats()
     assert len(heard) == (5 if when == "last token" else 1)
-    assert (stats.requests_cancelled, stats.requests_length) == ((0, 3) if when == "last token" else (1, 2))
-    assert stats.running == stats.waiting == 0
+    assert (stats.engine.finished["cancelled"], stats.engine.finished["length"]) == (
+        (0, 3) if when == "last token" else (1, 2)
+    )
+    assert stats.plan.running == stats.plan.waiting == stats.plan.loading == 0
     assert "the sink of request broken has failed" in caplog.text
     engine.submit(request("broken", words(2, 60)), heard.append)  # its id is free again

@@ -70,7 +70,7 @@ def same(answer: object, wanted: tuple[list[int], list[float]]) -> None:
 
 
 def test_over_turns_in_a_batch(start: Start, model_of: Models, tmp_path: Path) -> None:
-    """Tiny tiers: prefixes come from every one of them, and other requests run beside."""
+    """Tiny tiers: prefixes come from every tier, and other requests run beside."""
     folder = model_of("llama")
     by_hand = ByHand(folder)
     handle = start(folder, tmp_path, device_cache=128 * 1024, host_cache=512 * 1024, disk_cache=8 << 20, max_batch=6)
@@ -97,12 +97,12 @@ def test_over_preemptions(start: Start, model_of: Models) -> None:
     requests = [Request(f"r{i}", text(i, 60), asking(130, min_tokens=130)) for i in range(4)]
     for request, answer in zip(requests, handle.engine.generate(requests), strict=True):
         same(answer, by_hand.reply(list(request.prompt), request.sampling))
-    assert handle.engine.stats().preemptions > 0
+    assert handle.engine.stats().plan.counters.preemptions > 0
 
 
 def test_what_was_left_out_of_a_prompt_is_not_repeated(start: Start, model_of: Models) -> None:
     """The repetition penalty looks at the prompt that the model sees."""
-    folder = model_of("opt")  # learned positions: the rest of a cut prompt is computed as a prompt of its own
+    folder = model_of("opt")  # learned positions: the rest of a cut prompt is computed as another prompt
     handle = start(folder, max_model_len=128)
     prompt = [1] * 100 + [2, 4, 6] * 9
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=VOCAB, ignore_eos=True, repetition_penalty=3.0)

@@ -1,4 +1,4 @@
-"""Retention on a real engine: over restarts, and what is wanted in memory only."""
+"""Retention on a real engine: over restarts, and of requests for memory only."""
 
 from __future__ import annotations
 

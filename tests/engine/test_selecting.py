@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.papers.spec import prefixes
+from benchmarks.papers.spec.attend import SelectingAttend, prefill
 
 from afterglow.engine.engine import Completion
 from afterglow.engine.requests import completion_of
 from afterglow.errors import RequestError
-from afterglow.importance.attend import SelectingAttend, prefill
-from afterglow.importance.identify import Rules
-from afterglow.importance.loader import Loader
-from afterglow.plan.admission import LEAST_ASKING
+from afterglow.importance.chunk_loader import ChunkLoader
+from afterglow.importance.select import SelectionRules
+from afterglow.plan.batching.admission import MIN_ASKING_ROWS
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
@@ -42,13 +42,13 @@ def ask(handle: Handle, prompt: list[int], retention: float | None, max_tokens: 
     return done
 
 
-def loader_of(handle: Handle) -> Loader:
-    important = handle.engine._parts.important
+def loader_of(handle: Handle) -> ChunkLoader:
+    important = handle.engine.parts.selective
     assert important is not None
     return important.loader
 
 
-def rewritten(loader: Loader) -> int:
+def rewritten(loader: ChunkLoader) -> int:
     """Have all extents rewritten now whose rows would lie otherwise; how many that are. On the engine's thread."""
     before = loader.stats.reordered
     loader.look()
@@ -59,7 +59,7 @@ def rewritten(loader: Loader) -> int:
 
 
 def reorder(handle: Handle) -> int:
-    return handle.engine._ask(lambda: rewritten(loader_of(handle)))
+    return handle.engine.ask(lambda: rewritten(loader_of(handle)))
 
 
 def draw(seed: object, n: int) -> list[int]:
@@ -70,7 +70,7 @@ def draw(seed: object, n: int) -> list[int]:
 def expected(handle: Handle, prefix: list[int], new: list[int], retention: float, steps: int) -> list[torch.Tensor]:
     """Log-probabilities of the tokens to come, drawing greedily, from rows that are all in memory."""
     decoder, config = handle.engine.decoder, handle.engine.config
-    rules = Rules(retention=retention, alpha=config.importance_alpha, fallback=config.importance_fallback)
+    rules = SelectionRules(retention=retention, alpha=config.importance_alpha, fallback=config.importance_fallback)
     with torch.inference_mode():
         attend = SelectingAttend(decoder, prefill(decoder, prefix), rules, renew=config.importance_renew > 0)
         ids, found = new, []
@@ -220,8 +220,8 @@ def test_a_prompt_that_is_known_asks_with_its_last_tokens(start: Start, model_of
     handle.engine.settle()
     done = ask(handle, prompt, 0.3)
     assert done.selected is not None
-    assert done.selected.rows == ROWS - LEAST_ASKING
-    agree(done, expected(handle, prompt[:-LEAST_ASKING], prompt[-LEAST_ASKING:], 0.3, 3))
+    assert done.selected.rows == ROWS - MIN_ASKING_ROWS
+    agree(done, expected(handle, prompt[:-MIN_ASKING_ROWS], prompt[-MIN_ASKING_ROWS:], 0.3, 3))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
@@ -256,20 +256,20 @@ def test_of_a_truncated_conversation_all_is_what_it_is_without(
 def test_a_registered_prompt_is_attended_to_as_a_whole(
     start: Start, model_of: Models, tmp_path: Path, retention: float
 ) -> None:
-    """X8: it is not among what is selected from, and takes its share of the attention."""
+    """X8: rows are not selected from the system prompt, and it takes its share of the attention."""
     handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
     prompt, rest, new = draw("system", 90), draw(1, 140), draw(2, NEW)
     handle.engine.register_prefix("system", prompt, salt=None)
     prefix = [*prompt, *rest]
-    ask(handle, prefix, 1.0, salt="somebody")
+    ask(handle, prefix, 1.0, salt="another")
     handle.engine.settle()
     handle.engine.demote("disk")
-    done = ask(handle, [*prefix, *new], retention, salt="somebody")
+    done = ask(handle, [*prefix, *new], retention, salt="another")
     assert done.selected is not None
     assert done.selected.kept == 90 + round(retention * 140)
     decoder = handle.engine.decoder
     with torch.inference_mode():
-        attend = SelectingAttend(decoder, prefill(decoder, prefix), Rules(retention=retention), system=90)
+        attend = SelectingAttend(decoder, prefill(decoder, prefix), SelectionRules(retention=retention), system=90)
         wanted = decoder.logits(attend.extend(new)[-1:])[0].log_softmax(-1)
     agree(replace(done, logprobs=done.logprobs[:1]), [wanted])
 
@@ -277,7 +277,7 @@ def test_a_registered_prompt_is_attended_to_as_a_whole(
 def test_a_registered_prompt_is_loaded_as_a_whole_after_a_restart(
     start: Start, model_of: Models, tmp_path: Path
 ) -> None:
-    """Also where requests select from what is cached unless they say otherwise."""
+    """Also where requests select from cached rows by default."""
     prompt = draw("system", 90)
     for cached in (0, 89):
         handle = start(model_of("llama"), tmp_path, importance=0.4, warm_start=False)
@@ -286,7 +286,7 @@ def test_a_registered_prompt_is_loaded_as_a_whole_after_a_restart(
         handle.engine.close()
 
 
-# ---------------------------------------------------------------------------------------- asking what is being decoded
+# ---------------------------------------------------------------------------------------- selecting by decoded tokens
 
 BUNDLED = Path(str(files("afterglow") / "assets" / "model"))
 
@@ -334,7 +334,7 @@ def test_every_so_many_tokens(start: Start, model_of: Models, tmp_path: Path) ->
 
 
 def test_what_is_renewed_stays_where_it_is(start: Start, model_of: Models, tmp_path: Path) -> None:
-    """Host slots that a reply selects from are nobody else's until it ends, however many want them."""
+    """Host slots that a reply selects from are kept for it until it ends, however many requests need slots."""
     every, steps = 16, 40
     handle = start(
         model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_share=0.0,
@@ -359,7 +359,7 @@ def _renewed_every(
     handle: Handle, prefix: list[int], new: list[int], retention: float, steps: int, every: int
 ) -> list[torch.Tensor]:
     decoder = handle.engine.decoder
-    rules = Rules(retention=retention, alpha=handle.engine.config.importance_alpha)
+    rules = SelectionRules(retention=retention, alpha=handle.engine.config.importance_alpha)
     with torch.inference_mode():
         attend, ids, found = SelectingAttend(decoder, prefill(decoder, prefix), rules), new, []
         for step in range(steps):
@@ -486,9 +486,6 @@ def ask_plainly(handle: Handle, prompt: list[int], retention: float, max_tokens:
 
 def _facts() -> tuple[list[int], list[tuple[list[int], int, int]]]:
     """A dialogue in which facts are told, and a question about each: its tokens, and which token of the reply is the value."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from importance_parts import prefixes
-
     sentences = [
         "Return the value of the object.",
         "This is a list of names.",
@@ -567,7 +564,7 @@ def test_of_the_whole_prefix_the_answer_is_exact(
 def test_what_is_important_to_one_tenant_moves_nothing_of_another(
     start: Start, model_of: Models, tmp_path: Path
 ) -> None:
-    """X4: what is known of rows, their order on disk, and chunks in the caches are extents', and those are one tenant's."""
+    """X4: importance of rows, their order on disk, and cached chunks belong to extents, and an extent belongs to one tenant."""
     handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_share=0.25)
     prefix, new = draw(1, ROWS), draw(2, NEW)
     files: dict[str, set[Path]] = {}
@@ -584,7 +581,7 @@ def test_what_is_important_to_one_tenant_moves_nothing_of_another(
     of_a = {path.stem for path in files["a"]}
     assert set(loader.importance) <= of_a
     assert loader.importance
-    assert {name.extent for place in ("device", "host") for name in loader.shelf.cache.members(place)} <= of_a
+    assert {name.extent for place in ("device", "host") for name in loader.cache.placement.members(place)} <= of_a
     assert reorder(handle) == 1
     assert {path: (path.read_bytes(), path.stat().st_ino) for path in files["b"]} == theirs
     done = ask(handle, [*prefix, *new], 0.1, salt="b")

@@ -1,4 +1,4 @@
-"""Requests that attend to a part of their prefix, and others in the same steps: nobody waits for somebody else's disk."""
+"""Requests that attend to a part of their prefix, and others in the same steps: no request waits for another request's reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 
 from afterglow.engine.engine import Completion
 from afterglow.engine.requests import completion_of
-from afterglow.plan.journal import replay, step_digest
+from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.step_digest import step_digest
 from afterglow.request import Output, Request, SamplingParams
+from tests import doors
 from tests.engine.conftest import VOCAB, Handle
 from tests.engine.test_exact_reuse import same
 from tests.engine.test_selecting import NEW, ROWS, agree, draw, expected, loader_of
@@ -26,7 +28,7 @@ Models = Callable[[str], Path]
 @contextmanager
 def held(handle: Handle) -> Iterator[Callable[[], None]]:
     """Reads of chunks do not end before what it yields is called, or the block ends."""
-    tier = handle.engine._store._tier
+    tier = doors.tier_of(handle.engine.parts.store)
     assert tier is not None
     real, gate = tier.read_chunks, threading.Event()
 
@@ -78,7 +80,7 @@ def on_disk(start: Start, model_of: Models, folder: Path, **more: Any) -> tuple[
 
 @pytest.mark.parametrize("chunk", [0, 64])
 @pytest.mark.parametrize("first", ["selecting", "others"])
-def test_a_prompt_that_waits_for_the_disk_keeps_nobody_waiting(
+def test_a_prompt_that_waits_for_the_disk_delays_no_other_request(
     start: Start, model_of: Models, tmp_path: Path, first: str, chunk: int
 ) -> None:
     handle, prefix = on_disk(start, model_of, tmp_path, prefill_chunk=chunk)
@@ -99,19 +101,21 @@ def test_a_prompt_that_waits_for_the_disk_keeps_nobody_waiting(
     same(later, handle.ask(draw("later", 150), reuse=False, max_tokens=3))
 
 
-def test_a_token_that_waits_for_the_disk_keeps_nobody_waiting(start: Start, model_of: Models, tmp_path: Path) -> None:
+def test_a_token_that_waits_for_the_disk_delays_no_other_request(
+    start: Start, model_of: Models, tmp_path: Path
+) -> None:
     handle, prefix = on_disk(start, model_of, tmp_path, importance_alpha=2.0)
     new = draw("new", NEW)
     fast = Told(handle, "fast", draw("other", 100), 150)
     fast.first()
     told: list[int] = []
     with held(handle) as go_on:
-        tier = handle.engine._store._tier
+        tier = doors.tier_of(handle.engine.parts.store)
         held_read = tier.read_chunks  # type: ignore[union-attr]
         del tier.read_chunks  # type: ignore[union-attr]
         slow = Told(handle, "slow", [*prefix, *new], 12, kv_retention=0.05)
         slow.first()
-        handle.engine._on_thread(lambda: setattr(tier, "read_chunks", held_read))
+        handle.engine.ask(lambda: setattr(tier, "read_chunks", held_read))
         later = Told(handle, "later", draw("later", 100), 20).end()
         told += [len(slow.outputs), slow._queue.qsize()]
         assert sum(told) < 12
@@ -145,7 +149,7 @@ def test_others_read_together_what_they_share_and_decode_as_always(
     handle.ask(shared, max_tokens=1)
     counts: dict[bool, int] = {}
     for beside in (False, True):
-        relayed = handle.engine._parts.relayed
+        relayed = handle.engine.parts.runner.relayed
         before = relayed.groups
         told = [Told(handle, f"{i}{beside}", [*shared, i], 40, cache_key="together") for i in range(2)]
         if beside:

@@ -1,9 +1,8 @@
-"""What requests that attend to a part of their prefix leave behind: it goes with what it was of, and is bounded; and what is
-done aside gets its share of an engine that is never idle."""
+"""Traces of requests that attend to a part of their prefix go with the prefix, and are bounded; idle work gets a share of an
+engine that is never idle."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -13,27 +12,25 @@ from typing import Any
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.plan.jobs import Job, JobQueue
+from afterglow.plan.batching.batch import Batch
+from afterglow.plan.batching.drafts import Drafts
+from afterglow.plan.batching.merging import Merging
+from afterglow.plan.batching.queue import RequestQueue
+from afterglow.plan.cache import Cache
+from afterglow.plan.options import Capacity, SchedulerOptions
+from afterglow.plan.prefix.truncation import Cut
 from afterglow.plan.step import JobSpec
-from afterglow.plan.truncation import Cut
 from afterglow.request import Output, Request, SamplingParams
+from tests import doors
 from tests.engine.conftest import Handle
 from tests.engine.test_exact_reuse import same
 from tests.engine.test_selecting import NEW, ROWS, ask, draw, loader_of, reorder
 from tests.engine.test_selecting_beside import Told, held, on_disk
+from tests.waiting import wait_for
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
 _ids = count()
-
-
-def until(true: Callable[[], bool], timeout: float = 10) -> bool:
-    deadline = time.monotonic() + timeout
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @contextmanager
@@ -57,7 +54,7 @@ def load(handle: Handle, prompts: Callable[[int], list[int]] = lambda i: draw(("
         yield
     finally:
         running[0] = False
-        assert until(lambda: len(ended) == 2)
+        wait_for(lambda: len(ended) == 2)
 
 
 @pytest.mark.parametrize("how", ["reset", "reset of a tenant", "session", "expiry"])
@@ -78,14 +75,14 @@ def test_what_is_deleted_leaves_the_caches_of_chunks_too(
     engine.settle()
     engine.demote("disk")
     ask(handle, [*prefix, *draw(2, NEW)], 0.3, **more)
-    shelf = loader_of(handle).shelf
+    shelf = loader_of(handle).cache
     assert sum(shelf.bytes) > 0
     if how == "session":
         assert engine.forget_session("a", "s")
     elif how != "expiry":
         engine.reset_cache("a" if how == "reset of a tenant" else None)
-    assert until(lambda: engine._ask(lambda: (sum(shelf.bytes), len(shelf.cache)) == (0, 0)))
-    assert until(lambda: not list(tmp_path.glob("*/extents/*/*.safetensors")))
+    wait_for(lambda: engine.ask(lambda: (sum(shelf.bytes), len(shelf.placement)) == (0, 0)))
+    wait_for(lambda: not list(tmp_path.glob("*/extents/*/*.safetensors")))
 
 
 def test_what_is_evicted_leaves_the_caches_of_chunks_too(start: Start, model_of: Models, tmp_path: Path) -> None:
@@ -93,7 +90,7 @@ def test_what_is_evicted_leaves_the_caches_of_chunks_too(start: Start, model_of:
         model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_share=0.25,
         disk_cache=1 << 21, host_cache=3 << 18,
     )  # fmt: skip
-    cache = loader_of(handle).shelf.cache
+    cache = loader_of(handle).cache.placement
     for i in range(20):
         prefix = draw(("evicted", i), ROWS)
         handle.ask(prefix, max_tokens=1)
@@ -102,7 +99,7 @@ def test_what_is_evicted_leaves_the_caches_of_chunks_too(start: Start, model_of:
         ask(handle, [*prefix, *draw(i, NEW)], 0.3)
         handle.engine.settle()
         there = {path.stem for path in tmp_path.glob("*/extents/*/*.safetensors")}
-        known = handle.engine._ask(lambda: {name.extent for name in cache._chunks})
+        known = handle.engine.ask(lambda: {name.extent for name in doors.known_chunks(cache)})
         assert known
         assert known <= there
     assert len(there) < 20
@@ -119,28 +116,28 @@ def test_a_prompt_that_waits_to_be_computed_exactly_goes_with_a_reset(
     if when == "has not ended":
         with held(handle):
             slow = Told(handle, "slow", prompt, 2, kv_retention=0.3)
-            assert until(lambda: engine._ask(lambda: len(engine._scheduler._batch.running)) == 2)
+            wait_for(lambda: engine.ask(lambda: len(doors.running_of(engine.parts.scheduler))) == 2)
             engine.reset_cache()
-            engine._on_thread(lambda: None)
+            engine.ask(lambda: None)
         slow.end()
     else:
         Told(handle, "quick", prompt, 2, kv_retention=0.3).end()
         if when == "is under way":
-            engine._on_thread(lambda: _begin_exact(engine))
+            engine.ask(lambda: _begin_exact(engine))
         engine.reset_cache()
     other.end()
     engine.settle()
     again = ask(handle, [*prompt, 1, 2], 1.0)
-    assert again.cached.total <= (ROWS if when == "has not ended" else 0)  # what is in use stays
+    assert again.cached.total <= (ROWS if when == "has not ended" else 0)  # rows in use stay
     same(again, handle.ask([*prompt, 1, 2], reuse=False, max_tokens=3))
 
 
 def _begin_exact(engine: Engine) -> None:
-    aside = engine._aside
+    aside = engine.loop.idle_work
     aside.computed(10_000)
-    assert aside.turn(engine._now(), False, engine._submit_own)
-    assert len(aside._under_way) == 1
-    engine._reset(None)
+    assert aside.begin(engine.parts.clock(), False, engine.loop.submit_own)
+    assert len(doors.work_under_way(aside)) == 1
+    engine.loop.reset(None)
 
 
 def test_a_conversation_is_forgotten_with_what_was_computed_aside(
@@ -167,21 +164,22 @@ def test_what_is_computed_aside_is_its_conversations_and_no_turn_of_it(
 ) -> None:
     handle, prefix = on_disk(start, model_of, tmp_path, importance_exact="idle")
     specs: list[JobSpec] = []
-    submit = handle.engine._scheduler.submit
+    submit = handle.engine.parts.scheduler.submit
 
     def noted(spec: JobSpec, now: float) -> Cut | None:
         specs.append(spec)
         return submit(spec, now)
 
-    handle.engine._scheduler.submit = noted  # type: ignore[method-assign]
+    handle.engine.parts.scheduler.submit = noted  # type: ignore[method-assign]
     ask(handle, [*prefix, *draw(2, NEW)], 0.3, session_id="s")
     handle.engine.settle()
     turn, own = specs
     assert (own.session, own.aside, turn.aside) == ("s", True, False)
-    line = JobQueue()
-    jobs = [Job(spec, number, number, bytearray(spec.prompt)) for number, spec in enumerate((own, turn))]
-    for job in jobs:
-        line.add(job)
+    cache = Cache(Capacity(device_rows=64, host_slots=0), SchedulerOptions())
+    line = RequestQueue(cache, Batch(cache, Drafts(cache), Merging(cache, 0)), SchedulerOptions())
+    for spec in (own, turn):
+        line.arrive(spec, 0, None, unscored=False)
+    jobs = list(line.jobs.values())
     assert line.is_next_turn(jobs[1])
     assert jobs[0].owner == jobs[1].owner == jobs[1].conversation
 
@@ -190,12 +188,12 @@ def test_exact_rows_and_orders_come_under_load_too(start: Start, model_of: Model
     handle, prefix = on_disk(
         start, model_of, tmp_path, importance_exact="idle", reorder_interval=0.05, importance_share=0.25
     )
-    loader, aside = loader_of(handle), handle.engine._aside
+    loader, aside = loader_of(handle), handle.engine.loop.idle_work
     with load(handle):
         prompt = [*prefix, *draw(2, NEW)]
         ask(handle, prompt, 0.3)
-        assert until(lambda: not aside._waiting and not aside._under_way)
-        assert until(lambda: loader.stats.reordered >= 1)
+        wait_for(lambda: not doors.waiting_work(aside) and not doors.work_under_way(aside))
+        wait_for(lambda: loader.stats.reordered >= 1)
         exact = ask(handle, [*prompt, 1, 2], 1.0)
         assert exact.cached.total == ROWS + NEW
     same(exact, handle.ask([*prompt, 1, 2], reuse=False, max_tokens=3))
@@ -205,18 +203,18 @@ def test_under_load_what_is_computed_aside_is_a_share_of_all(start: Start, model
     handle, prefix = on_disk(start, model_of, tmp_path, importance_exact="idle", reorder_interval=0.0)
     own: list[int] = []
     others: list[int] = []
-    run = handle.engine._runner.run
+    run = handle.engine.parts.runner.run
 
     def counted(step):  # type: ignore[no-untyped-def]
         for each in step.runs:
-            (own if handle.engine._live[each.job].spec.aside else others).append(len(each.tokens))
+            (own if handle.engine.loop.requests.by_job[each.job].spec.aside else others).append(len(each.tokens))
         return run(step)
 
-    handle.engine._runner.run = counted  # type: ignore[method-assign]
+    handle.engine.parts.runner.run = counted  # type: ignore[method-assign]
     with load(handle):
         for i in range(12):
             ask(handle, [*prefix, *draw(("many", i), 60)], 0.3)
-        assert until(lambda: len(own) >= 3)
+        wait_for(lambda: len(own) >= 3)
         assert sum(own) <= 0.1 * sum(others) + 2 * 64
 
 
@@ -248,11 +246,11 @@ def test_what_is_known_of_chunks_does_not_grow_with_versions(start: Start, model
     for i in range(4):
         for j in range(3):
             ask(handle, [*prefix, *draw((i, j), NEW)], 0.2)
-        known.append(len(loader.shelf.cache))
-        handle.engine._ask(lambda: loader.importance.clear())  # so that the next order is another one
+        known.append(len(loader.cache.placement))
+        handle.engine.ask(lambda: loader.importance.clear())  # so that the next order is another one
         ask(handle, [*prefix, *draw((i, "other"), NEW)], 0.2)
         assert reorder(handle) == 1
-    assert len(loader.shelf.cache) == 0, "of a file that is gone"
+    assert len(loader.cache.placement) == 0, "of a file that is gone"
     most = 2 * (2 * 4 + 1)  # layers; chunks of keys and values, and the probe keys of each
     assert max(known) <= most
-    assert len(loader._orders) <= 5
+    assert len(doors.layout_orders(loader)) <= 5

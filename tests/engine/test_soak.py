@@ -1,6 +1,6 @@
 """Thousands of turns on tiny tiers, with aborts, deletions, pins, expiry and truncation: nothing grows, nothing is wrong.
 
-Answers of prompts that were cut are compared with what is computed by hand, from the turn on where the conversation was cut:
+Answers of prompts that were cut are compared with a computation by hand, from the turn on where the conversation was cut:
 how many rows were kept then, and were there since, the engine tells. Where some were lost and computed again (they have not
 seen the same then), or a job was sent back, nothing is known of the rows, until the conversation begins anew.
 """
@@ -23,8 +23,7 @@ from afterglow.engine.engine import Engine
 from afterglow.errors import RequestError
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
-from afterglow.plan.truncation import Rules
-from afterglow.request import Output, Request, SamplingParams
+from afterglow.request import ContextWindow, Output, Request, SamplingParams
 from tests.engine.by_hand import Cut, behind
 from tests.engine.conftest import VOCAB, Handle
 
@@ -37,7 +36,7 @@ TENANTS = ("", "a", "b")
 
 @dataclass(frozen=True)
 class Unknown:
-    """A conversation was cut, and nobody outside knows what its rows have seen."""
+    """A conversation was cut, and from outside it is unknown which tokens its rows have seen."""
 
     text: list[int]
     dropped: int
@@ -55,8 +54,8 @@ class Talk:
         self.compared = 0
         self.cuts: list[list[Cut | Unknown]] = [[] for _ in range(CONVERSATIONS)]
         self.compared_cut = 0
-        self.often = 1.0  # how many of those that could be compared are
-        self.telling = 0  # of them, answers that are not what recomputing what was left gives
+        self.often = 1.0  # the share of comparable answers that are compared
+        self.telling = 0  # compared answers that recomputing the rest would not give
         self.loading = False  # whatever is cached, whatever that takes
         self.aborted = 0
         self.reused = 0
@@ -78,14 +77,14 @@ class Talk:
     def _disturbances(self) -> tuple[int, ...]:
         """How often jobs were sent back, and cached rows were computed again. While all that can be loaded is, those are the
         last ones, which the engine tells."""
-        found = self.engine._ask(lambda: self.engine._scheduler.stats().counters)
+        found = self.engine.ask(lambda: self.engine.parts.scheduler.stats().counters)
         return found.preemptions, found.failed_loads, 0 if self.loading else found.recomputed
 
     def _ask(self, number: int) -> tuple[Request, list[Output], threading.Event]:
         rng = self.rng
         text = self.texts[number]
         if rng.random() < 0.1:
-            del text[rng.randrange(SYSTEM, len(text) + 1) :]  # somebody edits what was said
+            del text[rng.randrange(SYSTEM, len(text) + 1) :]  # the user edits earlier text
         text += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
         sampling = SamplingParams(max_tokens=rng.randint(1, 12), temperature=0, ignore_eos=True)
         outputs: list[Output] = []
@@ -127,7 +126,7 @@ class Talk:
             self.texts[number] = self.texts[number][:SYSTEM]
 
     def _went_cut(self, number: int, request: Request, outputs: list[Output], tokens: list[int], sure: bool) -> None:
-        """Follow what is known of a conversation that was cut, and compare some answers."""
+        """Follow a conversation that was cut, and compare some answers."""
         text, cuts = list(request.prompt), self.cuts[number]
         cuts[:] = [cut for cut in cuts if text[: len(cut.text)] == list(cut.text)]
         before = cuts[-1] if cuts else None
@@ -135,7 +134,7 @@ class Talk:
         gone = before.dropped if before is not None else 0
         found = outputs[0].cached.total
         if told is None:
-            if not Rules(WINDOW).fits(
+            if not ContextWindow(WINDOW).fits(
                 len(text) - gone, request.sampling.max_tokens
             ):  # it was given up early, but was cut
                 cuts.append(Unknown(text, len(text) - WINDOW // 2))
@@ -181,9 +180,9 @@ class Talk:
 
     def check_budgets(self, folder: Path, disk_budget: int) -> None:
         stats = self.engine.stats()
-        assert stats.device_used_bytes <= stats.device_capacity_bytes
-        assert stats.host_used_bytes <= stats.host_capacity_bytes
-        assert stats.disk_used_bytes <= disk_budget
+        assert stats.tiers.device.used <= stats.tiers.device.capacity
+        assert stats.tiers.host.used <= stats.tiers.host.capacity
+        assert stats.tiers.disk.used <= disk_budget
         on_disk = 0
         for path in folder.rglob("*.safetensors"):
             try:
@@ -225,7 +224,7 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
     marks: list[tuple[int, int, int]] = []
     switch = 0
     while talk.turns < turns:
-        if talk.turns >= switch:  # cached rows are computed again half of the time: nobody outside knows which
+        if talk.turns >= switch:  # cached rows are computed again half the time: from outside it is unknown which
             talk.loading, switch = not talk.loading, switch + 100
             handle.engine.baseline(source="load" if talk.loading else "auto")
         talk.round(talk.rng.randint(1, 10))
@@ -235,7 +234,7 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
             talk.check_budgets(folder, budget)
         if len(marks) < 10 * talk.turns // turns:
             handle.engine.settle()
-            handle.engine._on_thread(handle.engine._scheduler.check)
+            handle.engine.ask(handle.engine.parts.scheduler.check)
             gc.collect()
             marks.append((threading.active_count(), open_files(), resident()))
     threads, files, memory = zip(*marks, strict=True)

@@ -1,6 +1,6 @@
 """CachedAttention's Figures 6, 7 and 8 as orders of events: a real model of 3 layers, a slow tier of real bytes.
 
-Nothing is timed. Whoever comes to an event that the test holds back stops there until it is let go, so that what must
+Nothing is timed. A thread that comes to an event that the test holds back stops there until it is let go, so that what must
 not depend on it is seen to happen meanwhile, and what must wait for it is seen to come after it.
 """
 
@@ -17,8 +17,9 @@ import pytest
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine import gather
 from afterglow.engine.engine import Engine
-from afterglow.store import parts
-from afterglow.store.throttle import Throttle
+from afterglow.store.extents.throttle import Throttle
+from afterglow.store.moving import move_work
+from tests import doors
 from tests.engine.conftest import LLAMA, VOCAB
 from tests.engine.timeline_kit import LAYERS, Scene
 
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(gather, "STALL_SECONDS", 60.0)  # what is held back here stands for a layer that comes in time
+    monkeypatch.setattr(gather, "STALL_SECONDS", 60.0)  # the layer that is held back here comes in time
     scenes: list[Scene] = []
 
     def begin(**more: Any) -> Scene:
@@ -63,9 +64,9 @@ def make(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield begin
     for scene in scenes:
         scene.timeline.let_go()
-        assert scene.engine._failure is None
+        assert scene.engine.loop.failure is None
         scene.engine.close(flush=False)
-        scene.engine._scheduler.check()
+        scene.engine.parts.scheduler.check()
 
 
 def words(seed: int, number: int) -> list[int]:
@@ -145,9 +146,11 @@ def test_a_layer_waits_for_its_own_rows_and_a_read_buffer_takes_the_first_ones_e
 
 def test_a_layer_of_all_extents_comes_before_the_next_layer_of_any(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of several turns lies in as many files and more, and its layers wait for their own rows all the same."""
-    monkeypatch.setattr(parts, "LEAST_BYTES", 1)  # of a model this small a whole extent would be read at once
+    monkeypatch.setattr(move_work, "MIN_READ_BYTES", 1)  # of a model this small a whole extent would be read at once
     scene = make()
-    monkeypatch.setattr(scene.engine._scheduler._merging, "_small", 0)  # turns this short would be one extent
+    monkeypatch.setattr(
+        doors.merging_of(scene.engine.parts.scheduler), "_small", 0
+    )  # turns this short would be one extent
     line = scene.timeline
     text = [*history(scene, turns=4, rows=70), 1]
     extents = range(len(line.of("write")))
@@ -203,12 +206,12 @@ def test_neither_a_reply_nor_the_next_job_waits_for_saves(make: Make) -> None:
 def test_a_full_write_buffer_makes_computing_wait_and_loses_nothing(make: Make) -> None:
     scene = make()
     line = scene.timeline
-    scene.engine._store._saver._limit = 1  # room for nothing but what is being copied
+    doors.limit_saves(doors.saver_of(scene.engine.parts.store), 1)  # no room beyond the rows that are being copied
     line.hold(("save", 0, 0))
     prompt = words(1, 40)
     scene.submit("A", prompt, 24)
     line.wait_held("save", 0, 0)
-    scene.until(lambda: scene.engine._store.stats().save_waits == 1)  # the second layer's rows do not get in
+    scene.until(lambda: scene.engine.parts.store.stats().save_waits == 1)  # the second layer's rows do not get in
     assert ("computed", "A", 0, 1) not in line
     line.let_go()
     line.wait("ended", "A")
@@ -261,9 +264,8 @@ def test_rows_that_do_not_come_stall_only_who_needs_them(
         line.wait("ended", "B")
     assert scene.answers()
     assert ("ended", "B") in line or who_waits != "a cancellation"
-    stats = scene.engine.stats()
-    assert stats.plan is not None
-    assert (stats.plan.counters.stalled, stats.load_failures) == (1, 0)
+    counters = scene.engine.stats().plan.counters
+    assert (counters.stalled, counters.failed_loads) == (1, 0)
     line.let_go(("load", 0, 1))
     line.wait("ended", "B")
     if who_waits != "a cancellation":  # it has waited for its rows, and not computed them
@@ -272,7 +274,7 @@ def test_rows_that_do_not_come_stall_only_who_needs_them(
 
 
 def test_who_waits_alone_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks for the engine: the pass goes on with the next layer as soon as that comes."""
+    """No caller waits for the engine: the pass goes on with the next layer as soon as that comes."""
     monkeypatch.setattr(gather, "STALL_SECONDS", 0.1)
     scene = make()
     line = scene.timeline

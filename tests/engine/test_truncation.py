@@ -14,6 +14,7 @@ import pytest
 from afterglow.errors import RequestError
 from afterglow.model.loader import load_model
 from afterglow.request import Output
+from tests import doors
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle
 
@@ -53,7 +54,7 @@ def test_what_survives_is_embedded_at_new_positions(
         handle = start(model, tmp_path, max_model_len=WINDOW)
     elif tier != "device":
         handle.engine.demote(tier)
-    new = [(reply.tokens[0] + 1) % VOCAB, *(rng.randrange(VOCAB) for _ in range(TURN - 1))]  # not what was replied
+    new = [(reply.tokens[0] + 1) % VOCAB, *(rng.randrange(VOCAB) for _ in range(TURN - 1))]  # not the reply
     outputs = ask(handle, text + new, turns_of(len(text) + TURN))
     told = outputs[0].truncation
     assert told is not None
@@ -66,7 +67,7 @@ def test_what_survives_is_embedded_at_new_positions(
     expected = reference(decoder, text, [dropped], new)
     assert (logprobs(outputs) - expected).abs().max() < 1e-4
     plain = reference(decoder, text[:SYSTEM] + text[dropped[1] :], [], new)
-    assert (logprobs(outputs) - plain).abs().max() > 1e-4, "what survives has seen what was dropped"
+    assert (logprobs(outputs) - plain).abs().max() > 1e-4, "surviving rows have seen the dropped ones"
     again = ask(handle, text + new + [1] * TURN, turns_of(len(text) + 2 * TURN))
     assert again[0].cached.total >= survived + TURN, "the next turn goes on from there"
 
@@ -105,8 +106,8 @@ def test_a_recomputed_head_and_a_loaded_tail_give_the_same_logits(
     for kept in (slice(1, None, 2), slice(0, None, 2), slice(3, None), slice(0, 0)):
         handle.engine.settle()
         handle.engine.demote("disk")
-        admission = handle.engine._scheduler._admission
-        monkeypatch.setattr(admission, "_choose", lambda job, views, row, now, kept=kept: views[kept])
+        decision = doors.admission_of(handle.engine.parts.scheduler).decision
+        monkeypatch.setattr(decision, "choose", lambda job, views, row, now, kept=kept: views[kept])
         found = handle.ask([*text[:-1], text[-1]], max_tokens=3)
         assert found.tokens == expected.tokens
         for a, b in zip(found.logprobs, expected.logprobs, strict=True):

@@ -38,7 +38,7 @@ def test_what_the_disk_had_no_room_for_is_told_and_missed_as_evicted(
     assert found is not None, said
     lost = int(found[1])
     stats = first.engine.stats()
-    assert stats.disk_evictions + stats.host_evictions >= int(found[2]) > 0
+    assert stats.plan.counters.evicted_disk + stats.plan.counters.evicted_host >= int(found[2]) > 0
 
     again = start(model_of("llama"), tmp_path, disk_cache=1024 * 700, device_cache=1024**2 * 8)
     cached = 0

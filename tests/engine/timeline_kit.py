@@ -1,22 +1,23 @@
-"""What happens inside a real engine, as events in the order in which they happen; any of them can be held back."""
+"""Record what happens inside a real engine, as events in their order. Any event can be held back."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.runner import RunOutput, TorchRunner
+from afterglow.engine.runner import TorchRunner
+from afterglow.engine.token_outputs import RunOutput
 from afterglow.model.decoder import Attend, Attention, Decoder, Hidden
 from afterglow.plan.step import ExtentRecord, Step
 from afterglow.request import CachedTokens, Output, Request, SamplingParams
-from afterglow.store.extent import Head
-from afterglow.store.tier import HostArena, Tier
+from afterglow.store.extents.tier import ExtentRead, HostArena, Tier
+from tests import doors
 from tests.engine.conftest import VOCAB
+from tests.waiting import wait_for
 
 LAYERS = 3
 SECONDS = 30.0  # after which a test gives up
@@ -25,11 +26,11 @@ Moment = tuple[Any, ...]
 
 
 class Timeline:
-    """What happened, in order, and what is held back."""
+    """Record events in order, and hold some back."""
 
     def __init__(self) -> None:
         self._happened: dict[Moment, int] = {}
-        self._held: dict[Moment, bool] = {}  # has somebody come to it?
+        self._held: dict[Moment, bool] = {}  # has a thread come to it?
         self._changed = threading.Condition()
 
     def come(self, *moment: Any) -> None:
@@ -60,15 +61,15 @@ class Timeline:
             assert self._changed.wait_for(lambda: moment in self._happened, SECONDS), f"{moment} did not happen: {self}"
 
     def wait_held(self, *moment: Any) -> None:
-        """Until somebody stands before it."""
+        """Wait until a thread has come to a held moment."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._held[moment], SECONDS), f"nobody came to {moment}: {self}"
+            assert self._changed.wait_for(lambda: self._held[moment], SECONDS), f"no thread came to {moment}: {self}"
 
     def __contains__(self, moment: Moment) -> bool:
         return moment in self._happened
 
     def ordered(self, *moments: Moment) -> bool:
-        """All of them happened, in this order."""
+        """Tell whether all these moments happened, in this order."""
         places = [self._happened[moment] for moment in moments]
         return places == sorted(places)
 
@@ -95,29 +96,19 @@ class RecordingTier:
         self.timeline.come("write", name)
         return self.real.write(record, arena, slots, progress)
 
-    def read(
-        self,
-        extent: str,
-        rows: int,
-        arena: HostArena,
-        slots: Sequence[int],
-        layer_done: Callable[[int], None],
-        first: int = 0,
-        stop: int | None = None,
-        heads: dict[str, Head] | None = None,
-    ) -> int:
+    def read(self, read: ExtentRead, layer_done: Callable[[int], None], first: int = 0, stop: int | None = None) -> int:
         there = first
         for layer in range(LAYERS)[first:stop]:
-            self.timeline.come("ask", self.names[extent], layer)
+            self.timeline.come("ask", self.names[read.extent], layer)
 
         def arrived(layers: int) -> None:
             nonlocal there
             for layer in range(there, layers):
-                self.timeline.come("load", self.names[extent], layer)
+                self.timeline.come("load", self.names[read.extent], layer)
                 layer_done(layer + 1)
             there = max(there, layers)
 
-        return self.real.read(extent, rows, arena, slots, arrived, first, stop, heads)
+        return self.real.read(read, arrived, first, stop)
 
     def delete(self, extent: str) -> None:
         self.real.delete(extent)
@@ -207,11 +198,11 @@ class Scene:
         self.engine = engine
         self.timeline = Timeline()
         self.outputs: dict[str, list[Output]] = {}
-        store = engine._store
-        if store._tier is not None:
-            store._tier = RecordingTier(store._tier, self.timeline)
-        store._saver._arena = RecordingRows(store._saver._arena, self.timeline)  # type: ignore[assignment]
-        engine._runner = RecordingRunner(engine._runner, self.timeline)  # type: ignore[arg-type]
+        store = engine.parts.store
+        if doors.tier_of(store) is not None:
+            doors.put_tier(store, RecordingTier(doors.tier_of(store), self.timeline))
+        doors.wrap_arena(doors.saver_of(store), lambda arena: RecordingRows(arena, self.timeline))
+        engine.parts.runner = RecordingRunner(engine.parts.runner, self.timeline)  # type: ignore[arg-type]
         engine.start()
 
     def submit(self, who: str, prompt: list[int], max_tokens: int = 1, reuse: bool = True) -> None:
@@ -240,11 +231,8 @@ class Scene:
         return self.engine.sessions("") == []
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what is no moment."""
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"it never came to that: {self.timeline}"
-            time.sleep(0.002)
+        """Wait for a condition that is no moment."""
+        wait_for(condition, SECONDS, self.timeline)
 
     def check(self, who: str, prompt: list[int]) -> None:
         """What `who` was told is what it is told without any cache."""

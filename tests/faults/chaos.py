@@ -34,9 +34,11 @@ PLACES = ("in the mill", "near the river", "behind the door", "on the shelf", "u
 
 @dataclass
 class Answer:
-    """One turn: what was asked as token ids, what came back, and what the server said of it. `logprobs`: of its tokens, where the
-    endpoint tells them. `share`: of the cached prefix that was asked for. `process`: which one answered, 1 is the first.
-    `again`: one that was killed had been asked before."""
+    """Records one turn: the prompt as token ids, the reply, and the server's account of the reply.
+
+    `logprobs`: of the reply's tokens, where the endpoint tells them. `share`: the share of the cached prefix that was asked
+    for. `process`: the number of the process that answered, from 1. `again`: a process killed before had got the same turn.
+    """
 
     talk: int
     prompt: list[int]
@@ -241,7 +243,7 @@ class Chaos:
 
 
 def said(rng: random.Random) -> str:
-    """What somebody says: facts, and a question."""
+    """Make a user's message: facts, and a question."""
     facts = [
         f"{rng.choice(NAMES)} keeps the {rng.choice(THINGS)} {rng.choice(PLACES)}." for _ in range(rng.randint(1, 3))
     ]
@@ -249,6 +251,6 @@ def said(rng: random.Random) -> str:
 
 
 def drawn(rng: random.Random, limit: str) -> dict[str, Any]:
-    """How a reply is drawn: greedily, or so that it becomes something that nobody has trained."""
+    """Choose how a reply is drawn: greedily, or so that it becomes a text unlike any in training."""
     greedy = rng.random() < 0.5
     return {"temperature": 0 if greedy else 1.5, "seed": rng.getrandbits(30), limit: rng.randint(4, 16)}

@@ -13,7 +13,7 @@ from tests.faults.syscalls import ALL, Rule, Syscalls, error, kill_half_way, slo
 TIMEOUT = 1.0  # the server's own is half a minute
 STUCK = 4.0  # seconds for which a hanging read hangs
 DEAD = 30.0  # and each call of whatever kind, of a disk that is dead
-SWITCH = ".dead"  # what is added to the folder's name; a disk is dead while there is such a file
+SWITCH = ".dead"  # added to the folder's name; a disk is dead while there is such a file
 
 RULES: dict[str, Callable[[str], Rule]] = {
     "none": lambda folder: Rule([], error(0)),
@@ -27,7 +27,7 @@ RULES: dict[str, Callable[[str], Rule]] = {
 
 def main(fault: str, folder: str, *arguments: str) -> None:
     from afterglow import cli
-    from afterglow.cli.environment import set_up_threads
+    from afterglow.library.threads import set_up_threads
 
     set_up_threads(1)
     if fault == "hang":

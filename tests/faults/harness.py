@@ -28,13 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.plan.extent import Capacity
-from afterglow.plan.index import extent_id
-from afterglow.plan.journal import RecordingScheduler
+from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.options import Capacity, SchedulerOptions
+from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.step import (
     Admit,
     Admitted,
-    Completion,
     Drop,
     Event,
     ExtentRecord,
@@ -47,13 +46,15 @@ from afterglow.plan.step import (
     Step,
     StepResult,
     Store,
+    TransferDone,
 )
-from afterglow.store import admin, disk
-from afterglow.store.extent import crc32c, encode_head
+from afterglow.store import admin
+from afterglow.store.extents import pieces
+from afterglow.store.extents.head import crc32c, encode_head
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.tier import arena_bytes
 from afterglow.store.kvstore import KVStore
-from afterglow.store.layout import KVLayout
-from afterglow.store.namespace import Namespace, holder
-from afterglow.store.tier import arena_bytes
+from afterglow.store.namespace.namespace import Namespace, holder
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -76,7 +77,7 @@ class WrongRow(AssertionError):
 
 
 class Hang(AssertionError):
-    """Nothing has happened for a long time, and somebody waits."""
+    """Says that nothing has happened for a long time although a request waits."""
 
 
 # ------------------------------------------------------------------------------------------------- contents
@@ -135,13 +136,13 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def words(name: str, turn: int, count: int) -> list[int]:
-    """What somebody says in a turn: a function of who and when."""
+    """Make the tokens said in a turn: a function of the speaker and the turn."""
     seed = int.from_bytes(hashlib.blake2b(f"{name}/{turn}".encode(), digest_size=8).digest(), "little")
     return [int(token) for token in np.random.default_rng(seed).integers(0, VOCABULARY, count)]
 
 
 class Talk:
-    """A conversation: what was said so far, the last reply included."""
+    """Holds a conversation: all tokens so far, the last reply included."""
 
     def __init__(self, name: str, salt: str = "a") -> None:
         self.name = name
@@ -171,7 +172,7 @@ class Talk:
 
 @dataclass
 class Segment:
-    """Rows of one context on the device: uint8 [layers, 2, capacity, row_bytes], the first `rows` of them valid."""
+    """Holds rows of one context on the device: uint8 [layers, 2, capacity, row_bytes]; the first `rows` are valid."""
 
     data: Bytes
     rows: int = 0
@@ -377,7 +378,12 @@ class World:
         source: str = "load",
         timeout: float = TIMEOUT,
     ) -> None:
-        """Opens the namespace and restores what is there, as `engine.setup` does. Errors: StoreError, ConfigError."""
+        """Open the namespace and restore its extents, as `engine.setup` does.
+
+        Raises:
+            StoreError: the namespace cannot be made or written.
+            ConfigError: another process, version or layout has the namespace.
+        """
         self.capacity = Capacity(device_rows, host_slots, disk_bytes, FILE_BYTES, EXTENT_ROWS, layers=LAYOUT.layers)
         self._bell = threading.Event()
         memory = mmap.mmap(-1, max(arena_bytes(LAYOUT, host_slots), 4096))
@@ -394,15 +400,17 @@ class World:
         self.journal: list[str] = []  # the plan's inputs
         self.scheduler = RecordingScheduler(
             self.capacity,
-            write=self.journal.append,
-            policy=policy,
-            write_policy=write_policy,
-            max_batch=max_batch,
-            prefill_chunk=128,
-            max_model_len=1200,
-            digest=digest,
-            source=source,
-            small_rows=small_rows,
+            SchedulerOptions(
+                policy=policy,
+                write_policy=write_policy,
+                max_batch=max_batch,
+                prefill_chunk=128,
+                max_model_len=1200,
+                digest=digest,
+                source=source,
+                small_rows=small_rows,
+            ),
+            self.journal.append,
         )
         self.runner = Runner(self.capacity, self.store, timeout)
         self.flying: dict[int, tuple[Phase, Move]] = {}  # moves under way, and what they are part of
@@ -449,7 +457,7 @@ class World:
         return job
 
     def finish(self) -> None:
-        """Until nobody waits."""
+        """Run until no request waits."""
         self.until(lambda: not self.scheduler.unfinished)
 
     def settle(self, hung: bool = True) -> None:
@@ -513,7 +521,7 @@ class World:
         for number in step.urged:
             self.store.release(number)
 
-    def _completed(self) -> list[Completion]:
+    def _completed(self) -> list[TransferDone]:
         done = self.store.finished()
         for item in done:
             if isinstance(item, MoveDone):
@@ -546,7 +554,7 @@ class World:
     # --------------------------------------------------------------------------------------------- looking on
 
     def phases(self) -> list[tuple[Phase, Move]]:
-        """What is under way; also for the store's threads."""
+        """List the moves under way and their phases; also for the store's threads."""
         while True:
             try:
                 return list(self.flying.values())
@@ -554,8 +562,10 @@ class World:
                 continue
 
     def _check_files(self) -> None:
-        """At any time: files, whole or half written, are within the budget, but for those that the plan never knew and
-        that go at the start. What is above it after a start only goes."""
+        """Check that files, whole or half written, are within the budget at any time.
+
+        Files that the plan never knew do not count: they go at the start. An excess after a start only shrinks.
+        """
         sizes: dict[int, int] = {}
         for folder in os.scandir(self.path / "extents"):
             for file in os.scandir(folder) if folder.is_dir() else ():
@@ -581,15 +591,15 @@ class World:
         assert found <= believed, f"{found} bytes of extents on disk, the plan believes {believed}"
 
     def close(self, flush: bool = True) -> None:
-        """An orderly end; without `flush`, what is only in host is lost."""
+        """End in order; without `flush`, rows that are only in host are lost."""
         if self._closed:
             return
         self.settle()
         if flush:
             self.scheduler.flush(self.now)
             self.settle()
-        self.store.touch(self.scheduler.take_touched())
-        for kind, key, value in self.scheduler.take_notes():
+        self.store.touch(self.scheduler.cache.disk.take_touched())
+        for kind, key, value in self.scheduler.cache.take_notes():
             self.store.note(kind, [(key, value)])
         self.abandon()
 
@@ -643,7 +653,7 @@ def encode(record: ExtentRecord, contents: Bytes, digest: str = DIGEST) -> bytes
 
 @dataclass
 class Truth:
-    """What is wrong with a namespace, found out without the store's own readers."""
+    """Holds the faults of a namespace, found without the store's own readers."""
 
     bad: set[str] = field(default_factory=set)  # files with a row whose bytes are not those of their name
     orphan: set[str] = field(default_factory=set)
@@ -718,8 +728,8 @@ def facts_of(record: ExtentRecord) -> tuple[Any, ...]:
 def read_catalog(namespace: Path) -> dict[str, tuple[Any, ...]]:
     """The catalog's rows, read with nothing but SQLite.
 
-    Beside the process that serves it as it is, otherwise from a copy: whoever opens a catalog that nobody has open
-    mends it, if it was left in the middle of something.
+    The catalog is read in place beside the process that serves it, otherwise from a copy: opening a catalog that no process
+    has open mends it, if it was left in the middle of a transaction.
     """
     with tempfile.TemporaryDirectory() as folder:
         if holder(namespace) is not None:
@@ -758,9 +768,9 @@ def place(part: str, rows: int) -> int:
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
     """Reads and writes go layer by layer, so that there is something between the first and the last call."""
-    before = disk.READ_BYTES, disk.WRITE_BYTES
-    disk.READ_BYTES = disk.WRITE_BYTES = 1  # type: ignore[misc]
+    before = pieces.READ_BYTES, pieces.WRITE_BYTES
+    pieces.READ_BYTES = pieces.WRITE_BYTES = 1  # type: ignore[misc]
     try:
         yield
     finally:
-        disk.READ_BYTES, disk.WRITE_BYTES = before  # type: ignore[misc]
+        pieces.READ_BYTES, pieces.WRITE_BYTES = before  # type: ignore[misc]

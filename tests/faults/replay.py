@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from afterglow.plan import journal
+from afterglow.plan.journal.replaying import replay as replay_journal
+from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.scheduler import Scheduler
 
 
@@ -32,9 +33,9 @@ def replay(lines: Sequence[str]) -> int:
         before = f"{plan.stats()}"
 
     try:
-        for step, recorded in journal.replay(numbered(), look):
+        for step, recorded in replay_journal(numbered(), look):
             steps += 1
-            assert not recorded or journal.step_digest(step) == recorded, "not what the plan did: is it other code?"
+            assert not recorded or step_digest(step) == recorded, "not what the plan did: is it other code?"
     except Exception as error:
         error.add_note(f"line {at} of {len(lines)}: {lines[at - 1][:400]}")
         error.add_note(f"the plan before: {before}")

@@ -1,4 +1,4 @@
-"""`docs/faults.md`: what was injected, where it was met, what happened. Written from what was seen, never by hand."""
+"""`docs/faults.md`: each injected fault, where it was met, what followed. Written from observations, never by hand."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ NOTES = (
     "Reading takes no space: `ENOSPC` at a load or a prefetch is met where a damaged extent is to be removed.",
     "A start whose folder does not answer at all waits for it, as every program would. What may hang is the sweep of"
     " orphans, which runs in the background.",
-    "Whoever can write a file with right checksums, this extent's id and this model's digest can put anything into it:"
+    "A program that writes files with right checksums, this extent's id and this model's digest can put anything into it:"
     " a load does not notice, `cache check` does as long as its tokens or its tenant are others.",
 )
 
 INTRODUCTION = """# What happens when something breaks
 
 Written by the tests (`AFTERGLOW_WRITE_DOCS=1 pytest tests/faults`), which compare it word for word otherwise, but for
-evictions and late disks: what is told there is one of several stories that timing allows. Each line was played on the
+evictions and late disks: there the document tells one of several outcomes that timing allows. Each line was played on the
 real scheduler and the real store, with real files and threads: conversations of several turns in tiny tiers, the fault
 injected at the system call or into the file, in the phase that the line names and counted there.
 
@@ -88,11 +88,11 @@ def documented() -> dict[Key, str]:
 
 
 def happened(key: Key, story: Iterable[str]) -> None:
-    """Compare what was seen with the file, or keep it for writing.
+    """Compare the observed story with the file, or keep it for writing.
 
-    Who is evicted next and whether somebody reads it before, and what else is late where a disk is, is a matter of
-    timing: there the file tells one of the stories that are possible. What must never happen is asserted while the
-    story is played.
+    Some things depend on timing: which extent is evicted next, whether it is read before, and which other calls are late
+    where a disk is. There the file tells one of the possible stories. Events that must never happen are asserted while
+    the story is played.
     """
     text = "; ".join(story)
     _outcomes[key] = text
@@ -118,7 +118,7 @@ def verdict(text: str) -> str:
 
 
 def write() -> None:
-    """The whole file, from what was seen in this session and what it said before of lines not played now."""
+    """Write the whole file: from this session's observations, and from its former text for lines not played now."""
     lines = {key: text for key, text in {**documented(), **_outcomes}.items() if key in _known}
     out = [INTRODUCTION, "", f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
     for fault in FAULTS:

@@ -1,6 +1,6 @@
-"""What a cell of the fault matrix is played on: a cache directory, conversations, an engine of `harness`, a story.
+"""The scene of a cell of the fault matrix: a cache directory, conversations, an engine of `harness`, a story.
 
-A scene drives conversations so that one phase really happens, with a fault in it, and writes down what was seen. Hard
+A scene drives conversations so that one phase really happens, with a fault in it, and writes down the observations. Hard
 promises are asserted here, in every cell: no wrong row, no failed request, no hang, budgets, and a `cache check` that
 says what a reader of its own (`harness.Library`) finds.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import ConfigError, StoreError
-from afterglow.plan.loading import LOAD_RETRY_LATE_S
 from afterglow.plan.step import ExtentRecord, Load
+from afterglow.plan.tiers.loading import LOAD_RETRY_LATE_S
 from afterglow.store import admin
-from afterglow.store.namespace import holder
+from afterglow.store.namespace.namespace import holder
 from tests.faults.harness import (
     FILE_BYTES,
     TIMEOUT,
@@ -43,13 +43,13 @@ EVICT: dict[str, Any] = {
 
 
 def prepare(folder: Path) -> None:
-    """Two tenants who begin alike, three turns each, all of it on disk."""
+    """Store two tenants' conversations that begin alike, three turns each, all on disk."""
     world = World(folder)
     first, second = Talk("Ada", "a"), Talk("Ada", "b")
     for _ in range(3):
         for talk in (first, second):
             world.say(talk)
-            world.settle()  # or the next turn may not find all of it, and be cut elsewhere
+            world.settle()  # or the next turn may not find all its rows, and be cut elsewhere
     world.close()
 
 
@@ -104,13 +104,13 @@ class Scene:
     # ----------------------------------------------------------------------------------------------- telling
 
     def tell(self, *words: str) -> None:
-        """Add to the story what is not there yet."""
+        """Add words to the story that are not there yet."""
         self.story += [word for word in words if word and word not in self.story]
 
     def hit(self, rule: Rule, phase: str) -> None:
         """The fault was met, and in its phase."""
         assert rule.hits, "the fault was never met"
-        assert phase in rule.phases[0], f"first met outside of {phase}: {rule.phases}"  # later: what is tried again
+        assert phase in rule.phases[0], f"first met outside of {phase}: {rule.phases}"  # later hits: retries
 
     def served(self, job: Asked, known: int, victim: ExtentRecord | None = None) -> None:
         """How many of the `known` rows that were cached before came from the cache."""
@@ -125,7 +125,7 @@ class Scene:
 
     def counted(self, world: World) -> None:
         kinds = sorted(world.store.stats().errors)
-        if "timeout" in kinds:  # what is refused while a call hangs is chance
+        if "timeout" in kinds:  # which moves are refused while a call hangs is chance
             kinds = [kind for kind in kinds if kind != "refused"]
         if not self.brief:
             self.tell(f"counted as {' and '.join(kinds)}" if kinds else "nothing was counted")
@@ -210,7 +210,7 @@ class Scene:
         done: Callable[[World], bool] | None = None,
         quiet: int = 0,
     ) -> None:
-        """Four conversations take turns in a host tier, and soon a disk tier, that hold less than all of them.
+        """Play four conversations in turns, in a host tier, and soon a disk tier, that hold less than all four.
 
         `done`: when the fault counts as met, where it is no rule. `quiet`: so many, from the first on, say nothing meanwhile.
         """
@@ -234,7 +234,7 @@ class Scene:
         self.rest(world, flush=False, **EVICT)
 
     def unharmed(self, world: World, rule: Rule | None, phase: str) -> None:
-        """The fault was met and ends now: tell what it did to writes, and to whoever reads what was written."""
+        """The fault was met and ends now: tell its effect on writes, and on later reads of the written rows."""
         world.settle()
         if rule is not None:
             self.hit(rule, phase)
@@ -301,7 +301,7 @@ class Scene:
         return reopened
 
     def restarted(self, world: World, known: int) -> None:
-        """The first thing after a restart; what was lost, if anything."""
+        """Play the first turn after a restart; tell whether rows were lost."""
         hits = world.say(self.first).hits
         self.tell(
             "after a restart: all rows" if hits == known else "after a restart: rows before it, the rest is computed"
@@ -309,7 +309,7 @@ class Scene:
         assert hits > 0
 
     def end(self) -> None:
-        """A last turn of everybody, the last check, and all threads end."""
+        """Play a last turn of every conversation and a last check, and end all threads."""
         if self._ended:
             return
         self._ended = True
@@ -325,7 +325,7 @@ class Scene:
         return Library([*self.talks, *self.ahead]).truth(namespace or self.namespace)
 
     def check(self) -> set[str]:
-        """`cache check` says what is so; returns the kinds of problems it names."""
+        """Expect that `cache check` tells the truth; return the kinds of problems that it names."""
         report = admin.check(self.namespace)
         truth = self.truth()
         named: dict[str, set[str]] = {}

@@ -60,7 +60,7 @@ class Rule:
     skip: int = 0
     limit: int = 1 << 30
     hits: int = 0
-    phases: list[list[str]] = field(default_factory=list)  # what was under way, at each hit
+    phases: list[list[str]] = field(default_factory=list)  # the phases under way, at each hit
 
 
 class Syscalls:

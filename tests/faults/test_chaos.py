@@ -1,6 +1,6 @@
-"""kill -9, again and again, under four conversations that select from what is cached and outgrow their window.
+"""kill -9, again and again, under four conversations that select from cached rows and outgrow their window.
 
-Whatever was answered is computed again afterwards from its token ids: exact turns by a server that reuses nothing, those that
+Every answer is computed again afterwards from its token ids: exact turns by a server that reuses nothing, those that
 attended to a part of their prefix or whose prompt was cut by hand (`tests/engine/by_hand.py`, `SelectingAttend`).
 
 `CHAOS_SEED=N` asks the same and kills after as many answers; what each process is doing just then the system decides.
@@ -15,27 +15,28 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from benchmarks.papers.spec.attend import Prefix, SelectingAttend, prefill
 from torch import Tensor
 
 from afterglow.config import EngineConfig
-from afterglow.importance.attend import Prefix, SelectingAttend, prefill
-from afterglow.importance.identify import Rules
+from afterglow.importance.select import SelectionRules
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
 from afterglow.text import Tokenizer
-from afterglow.text.prefix import system_prefix
+from afterglow.text.system_prefix import system_prefix
 from tests.engine.by_hand import Cut, Growing, behind, rows_of
 from tests.faults.chaos import BUDGET, OPTIONS, SYSTEM, Answer, Chaos, Server
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
 TIE = 1e-3  # a gap of log-probabilities below which float rounding may choose either token
-NEAR = 1e-2  # between log-probabilities that are equal
+NEAR = 1e-3  # between log-probabilities that are equal
 
 
 class Exact:
@@ -79,7 +80,7 @@ class Verifier:
         if not answer.dropped:
             known = []
             tried.append(self._far(answer, *self._whole(answer)))
-        for cut in self._possible(answer, known) if answer.dropped else ():
+        for cut in chain(self._possible(answer, known), self._anywhere(answer, known)) if answer.dropped else ():
             tried.append(self._far(answer, *self._truncated(answer, cut)))
             if tried[-1] <= NEAR:
                 known = [*(each for each in known if each.dropped < cut.dropped), cut]
@@ -99,8 +100,11 @@ class Verifier:
             )
 
     def _possible(self, answer: Answer, known: Sequence[Cut]) -> Iterator[Cut]:
-        """How it may have been cut: it goes on from a cut, of which no more is there than was found; or it was cut at this turn,
-        by the process that answered, or by one that was killed and left as much as was found."""
+        """Yield how an answer may have been cut.
+
+        Either it goes on from a known cut, with no more rows left than were found. Or it was cut at this turn: by the
+        process that answered, or by one that was killed and left as many rows as were found.
+        """
         for before in [*reversed(known), None]:
             if before is not None and before.dropped == answer.dropped:
                 yield replace(before, kept=min(before.kept, answer.cached))
@@ -111,6 +115,16 @@ class Verifier:
             if before is None or before.dropped < answer.dropped:
                 for kept in dict.fromkeys(rows for rows in found if rows >= self.system or rows == answer.cached):
                     yield Cut(answer.prompt, self.system, answer.dropped, kept, before if kept else None)
+
+    def _anywhere(self, answer: Answer, known: Sequence[Cut]) -> Iterator[Cut]:
+        """Yield a cut for each number of kept rows that may be left.
+
+        Rows that were evicted, or that a killed process had not saved, have been computed again, on top of the others.
+        """
+        text = next((cut.text for cut in known if cut.dropped == answer.dropped), answer.prompt)
+        for before in [*(cut for cut in reversed(known) if cut.dropped < answer.dropped), None]:
+            for kept in range(min(answer.cached, len(text) - answer.dropped), self.system - 1, -1):
+                yield Cut(text, self.system, answer.dropped, kept, before)
 
     def _ends(self, answer: Answer) -> list[int]:
         """Where the rows that were there may have ended when a process began that was killed before it answered: behind an
@@ -146,7 +160,9 @@ class Verifier:
 
     def _selected(self, answer: Answer, prompt: list[int], prefix: Prefix) -> tuple[list[float], list[float]]:
         config = EngineConfig()
-        rules = Rules(retention=answer.share, alpha=config.importance_alpha, fallback=config.importance_fallback)
+        rules = SelectionRules(
+            retention=answer.share, alpha=config.importance_alpha, fallback=config.importance_fallback
+        )
         attend = SelectingAttend(self.decoder, prefix, rules, system=self.system, renew=True)
         found, ids = [], prompt[len(prefix) :]
         for token in answer.reply:
@@ -155,7 +171,7 @@ class Verifier:
         return _of(torch.stack(found), answer.reply)
 
     def _tells(self, answer: Answer, cut: Cut) -> bool:
-        """Is it another answer than recomputing what was left would give?"""
+        """Tell whether the answer differs from the one that recomputing the remaining tokens would give."""
         if answer.selected is not None:
             return False
         return self._far(answer, *self._truncated(answer, replace(cut, kept=0, before=None))) > NEAR
@@ -182,6 +198,7 @@ def chaos(folder: Path, cycles: int) -> tuple[Chaos, Verifier]:
     run.play(cycles)
     assert run.most_stored <= BUDGET
     assert "Traceback" not in server.log.read_text()
+    (folder / "answers.json").write_text(json.dumps([asdict(answer) for answer in run.answers]))  # to look at them
     tokenizer = Tokenizer(BUNDLED)
     system = len(system_prefix(tokenizer, SYSTEM))
     exact = Exact(folder)
@@ -196,8 +213,6 @@ def chaos(folder: Path, cycles: int) -> tuple[Chaos, Verifier]:
         f"{server.started} starts, {len(run.answers)} answers, {run.retried} asked again, {run.most_stored:,} bytes on disk"
     )
     print(dict(sorted(verifier.tally.items())), {kind: f"{far:.1e}" for kind, far in verifier.furthest.items()})
-    if verifier.wrong:
-        (folder / "answers.json").write_text(json.dumps([asdict(answer) for answer in run.answers]))  # to look at them
     assert not verifier.wrong, "\n".join(verifier.wrong[:10])
     return run, verifier
 

@@ -53,7 +53,7 @@ def answers_as_without_cache(handle: Handle) -> int:
     same(first, handle.ask(prompt, reuse=False, max_tokens=8))
     second = handle.ask(prompt, max_tokens=8)
     same(second, first)
-    assert second.cached.total == len(prompt) - 1  # what was lost has been computed and kept again
+    assert second.cached.total == len(prompt) - 1  # the lost rows have been computed and kept again
     return first.cached.disk
 
 
@@ -176,7 +176,7 @@ def test_save_without_space(
     monkeypatch.setattr(os, "write", full)
     handle.ask(PROMPT)
     handle.engine.settle()
-    assert handle.engine.stats().store_failures > 0
+    assert handle.engine.stats().plan.counters.store_failures > 0
     monkeypatch.undo()
     answers_as_without_cache(handle)
     handle.engine.close()
@@ -187,7 +187,7 @@ def test_save_without_space(
 def test_a_registration_without_space_leaves_no_trace(
     start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused as soon as the disk says so; what was registered under its name stays; later it is possible."""
+    """It is refused as soon as the disk says so; the prompt registered under its name stays; later it is possible."""
 
     def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,5 @@
-"""The fault matrix: what is injected x where it is met. Each cell is played on the real scheduler and the real store.
+"""The fault matrix: the injected fault x the phase where it is met. Each cell is played on the real scheduler
+and the real store.
 
 What happened is compared with `docs/faults.md`, word for word; `AFTERGLOW_WRITE_DOCS=1` writes that file anew.
 """
@@ -25,11 +26,11 @@ import pytest
 from afterglow.errors import StoreError
 from afterglow.plan.step import Drop, ExtentRecord, Store
 from afterglow.store import admin
-from afterglow.store.disk import DiskTier
+from afterglow.store.database.recovery import open_catalog
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.tier import arena_bytes
 from afterglow.store.kvstore import KVStore
-from afterglow.store.namespace import Namespace
-from afterglow.store.recovery import open_catalog
-from afterglow.store.tier import arena_bytes
+from afterglow.store.namespace.namespace import Namespace
 from tests.faults import report
 from tests.faults.harness import (
     DIGEST,
@@ -68,7 +69,7 @@ FULL, BROKEN = error(errno.ENOSPC), error(errno.EIO)
 
 @dataclass(frozen=True)
 class Cell:
-    """`how`: what is done, in words; `play`: does it."""
+    """Describes a cell. `how`: the fault in words; `play` injects it."""
 
     fault: str
     phase: str
@@ -191,7 +192,7 @@ def dropped(what: Callable[[ExtentRecord], bytes]) -> Callable[[Scene], None]:
         def done(world: World) -> bool:
             return any(isinstance(move, Drop) and move.extent in harmed for _, move in world.started)
 
-        scene.brief = True  # how many of them go is chance
+        scene.brief = True  # how many go is chance
         scene.tell("removed without being read")
         scene.evict(harm, done, quiet=1)
 
@@ -354,13 +355,13 @@ def reading(fault: str, how: str, harm: Harm, **more: Any) -> Iterator[Cell]:
 
 
 def writing(fault: str, how: str, harm: InWrites, **more: Any) -> Iterator[Cell]:
-    """A cell for writing new rows, and one for writing what is evicted."""
+    """Yield a cell for writing new rows, and one for writing evicted rows."""
     yield Cell(fault, "save", how, partial(Scene.save, harm=harm), **more)
     yield Cell(fault, "evict", how, partial(Scene.evict, harm=harm), **more)
 
 
 def either_commit(scene: Scene, harm: InWrites) -> None:
-    """Which of the catalog's transactions is met is chance, and so is what comes of it."""
+    """Play evictions: chance decides which transaction of the catalog is met, and so the outcome."""
     scene.brief = True
     scene.evict(harm)
     failed = {done.why for _, move, done in scene.worlds[0].failed_moves if isinstance(move, Store | Drop)}
@@ -507,7 +508,7 @@ def test_the_harness_sees_a_flip_that_the_store_lets_pass(scene: Scene, monkeypa
     world = scene.open()
     victim = scene.victim()
     flip(scene.file(victim), place("keys", victim.rows))
-    monkeypatch.setattr("afterglow.store.disk.DiskTier._compare", lambda *_: None)
+    monkeypatch.setattr("afterglow.store.extents.extent_reader._compare", lambda *_: None)
     with pytest.raises(WrongRow, match=victim.id[:16]):
         world.say(scene.first)
 

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from afterglow.store import admin
-from afterglow.store.disk import DiskTier
-from afterglow.store.extent import crc32c, encode_head
-from afterglow.store.namespace import read_description
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.head import crc32c, encode_head
+from afterglow.store.namespace.namespace import read_description
 from tests.faults import report
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def namespace(folder: Path) -> Path:
 
 
 def check(folder: Path) -> list[admin.Problem]:
-    """What `cache check` says once nobody holds the directory."""
+    """Return the problems that `cache check` names once no process holds the directory."""
     return admin.check(namespace(folder)).problems
 
 

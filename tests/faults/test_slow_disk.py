@@ -1,4 +1,4 @@
-"""A disk that is full, or that does not answer at all, under a whole server: what has nothing to do with it goes on."""
+"""A disk that is full, or that does not answer at all, under a whole server: requests that need no disk go on."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 What one fault does in one place `test_matrix` says; here is what must hold whatever comes together: no wrong row, no
 failed request, no hang, no file over the budget, and afterwards a cache that is what `cache check` says it is.
 
-A seed decides what is asked, and what happens to which call; in what order threads end the system decides. So the plan's
+A seed decides the requests, and the fault of each call; the system decides in what order threads end. So the plan's
 inputs are recorded: a storm that fails says how to play them again, and how to raise the same storm.
 """
 
@@ -15,6 +15,7 @@ import random
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from tests.faults.scenes import Scene
 from tests.faults.syscalls import Call, Rule, Syscalls, error, slow
 
 CALLS = ("open", "preadv", "pwritev", "rename", "sql")
-# Seeds of the storms: fixed ones, and others each time, unless STORM_SEEDS names some.
+# Seeds of the storms: fixed ones, and in a long run others each time, unless STORM_SEEDS names some.
 NAMED = [int(seed) for seed in os.environ.get("STORM_SEEDS", "").split()]
-FIXED, LONG = ([], NAMED) if NAMED else (range(3), range(100, 160))
+FIXED, LONG = (NAMED, NAMED) if NAMED else (range(6), range(100, 160))
 DRAWN = [] if NAMED else [int(time.time()) * 10 + number for number in range(3)]
 
 
@@ -83,12 +84,13 @@ def turn(rng: random.Random, world: World, talks: list[Talk]) -> None:
     world.finish()
 
 
-def live(folder: Path, seed: int, restarts: int) -> None:
+def live(folder: Path, seed: int, restarts: int) -> int:
+    """Returns how many calls failed or were late: none where all rows stay in memory and the process ends."""
     rng = random.Random(seed)
     with Syscalls(folder) as calls, small_pieces():
         scene = Scene(folder / "cache", folder, calls)
         try:
-            play(scene, rng, f"{seed}", restarts)
+            return play(scene, rng, f"{seed}", restarts)
         except BaseException as failure:
             journal = folder / f"storm-{seed}.jsonl"
             journal.write_text("".join(f"{line}\n" for world in scene.worlds[-1:] for line in world.journal))
@@ -100,7 +102,7 @@ def live(folder: Path, seed: int, restarts: int) -> None:
                 world.abandon()
 
 
-def play(scene: Scene, rng: random.Random, seed: str, restarts: int) -> None:
+def play(scene: Scene, rng: random.Random, seed: str, restarts: int) -> int:
     scene.talks = talks = [Talk(name, rng.choice("ab")) for name in ("Ada", "Ada", "Bob", "Eve", "Zoe")]
     for one, other in zip(talks, talks[1:], strict=False):
         other.salt = other.salt if one.name != other.name else {"a": "b", "b": "a"}[one.salt]
@@ -115,7 +117,8 @@ def play(scene: Scene, rng: random.Random, seed: str, restarts: int) -> None:
                 world.settle()
                 files = [file for file in files if file.exists()]
                 for file in rng.sample(files, min(len(files), 2)):
-                    flip(file, rng.randrange(file.stat().st_size))
+                    with suppress(FileNotFoundError):  # a call that hung may end now, and remove it
+                        flip(file, rng.randrange(file.stat().st_size))
         world.settle()
         hits += rule.hits
         scene.calls.clear()
@@ -128,17 +131,17 @@ def play(scene: Scene, rng: random.Random, seed: str, restarts: int) -> None:
             world.close()
         world.abandon()
         scene.check()
-    assert hits
     scene.open()
     scene.end()
     for world in scene.worlds:
         assert replay(world.journal), "a journal says all that the plan was told"
+    return hits
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", [*FIXED, *DRAWN])
+@pytest.mark.parametrize("seed", FIXED)
 def test_storm(tmp_path: Path, seed: int) -> None:
-    live(tmp_path, seed, restarts=2)
+    assert live(tmp_path, seed, restarts=2) or NAMED
 
 
 @pytest.mark.long

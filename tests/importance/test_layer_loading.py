@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.store.store_kit import Kit, contents, extent_name
 
-from afterglow.importance import loader
-from afterglow.importance.identify import Selection
-from afterglow.importance.loader import Loader, Lost
-from afterglow.importance.prefix import Prefix, waited
-from afterglow.importance.prior import Prior
-from afterglow.importance.shelf import Name, Shelf
-from afterglow.plan.score import ScoreCache
+from afterglow.importance import chunk_loader
+from afterglow.importance.chunk_cache import ChunkCache, ChunkKey, ChunkPlacement
+from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
+from afterglow.importance.prefix_loader import PrefixLoader
+from afterglow.importance.select import Selection
+from afterglow.importance.speculation import Prior
+from afterglow.importance.waits import waited
 from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
-from afterglow.store.chunks import ChunkRead
-from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
-from afterglow.store.reading import Reading, Rewrite
-from afterglow.store.rewriting import Ranks
+from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.rewriting import Ranks
+from afterglow.store.moving.reading import Reading, Rewrite
+from tests import doors
+from tests.store.store_kit import Kit, contents, extent_name
 
 LAYOUT = KVLayout(3, 4, 16, "F32", probe_heads=3)
 FIRST, SECOND, IN_HOST = 640, 300, 200
@@ -82,8 +83,8 @@ class Scene:
         )
         self.reader = RecordingReader(store.chunks)
         arena = torch.from_numpy(store.arena.view).view(torch.float32).view(3, 2, 64, 64, 4, 16)
-        shelf = Shelf(ScoreCache(device, host), torch.device("cpu"))
-        self.loader = Loader(
+        shelf = ChunkCache(ChunkPlacement(device, host), torch.device("cpu"))
+        self.loader = ChunkLoader(
             arena,
             LAYOUT,
             self.reader,
@@ -106,8 +107,8 @@ class Scene:
             return Selection("per_head", ROWS, rows, union[mean[union].argsort(descending=True)], mean, 0.1, 0.2)
         return Selection("shared", ROWS, ranked.sort().values, ranked, mean, 0.9, 0.2)
 
-    def check(self, prefix: Prefix, layer: int) -> None:
-        """One layer, against what is held."""
+    def check(self, prefix: PrefixLoader, layer: int) -> None:
+        """Check one layer against the rows that were written."""
         assert torch.equal(waited(prefix.probe_keys(layer), 20), self.held[layer, KEYS, :, :3])
         selection = self.select(layer)
         all_keys = waited(prefix.all_keys(layer), 20) if selection.kind == "per_head" else None
@@ -123,8 +124,8 @@ class Scene:
                 assert torch.equal(found, whole[selection.rows.T, heads])
 
 
-def opened(scene: Scene, views: Sequence[Selectable] | None = None) -> Prefix:
-    prefix = Prefix(scene.loader, scene.views if views is None else views)
+def opened(scene: Scene, views: Sequence[Selectable] | None = None) -> PrefixLoader:
+    prefix = PrefixLoader(scene.loader, scene.views if views is None else views)
     waited(prefix.open(), 20)
     return prefix
 
@@ -154,7 +155,7 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
         for layer in range(3):
             scene.check(prefix, layer)
         prefix.close()
-        scene.loader.shelf.cache.check()
+        scene.loader.cache.placement.check()
     tally = scene.loader.stats.tally
     tally.check()
     assert (tally.predicted > 0) == (prior != "none")
@@ -167,7 +168,7 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
 
 
 def test_the_next_layer_is_asked_for_while_one_computes(kit: Kit) -> None:
-    """Figure 10: probe keys first, then what is likely, then, when the layer knows, what is missing."""
+    """Figure 10: probe keys first, then likely chunks, then, once the layer has selected, missing ones."""
     scene = Scene(kit, "prior")
     prefix = opened(scene)
     for layer in range(3):
@@ -205,7 +206,7 @@ def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:
     prefix = opened(scene)
     scene.check(prefix, 0)
     scene.check(prefix, 1)
-    with pytest.raises(Lost) as lost:
+    with pytest.raises(RowsLost) as lost:
         scene.check(prefix, 2)
     assert lost.value.extent == extent_name(1)
 
@@ -216,7 +217,7 @@ def test_what_was_important_becomes_an_order(kit: Kit) -> None:
     for layer in range(3):
         scene.check(prefix, layer)
     first = scene.loader.stats.read_bytes
-    assert rewritten(scene) == 2  # the third is in host alone; nothing is known to be on disk of it
+    assert rewritten(scene) == 2  # the third is in host alone; none is known to be on disk
     scene.loader.prior = "none"
     prefix = opened(scene)
     before = scene.loader.stats.read_bytes
@@ -231,7 +232,7 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, shelf: int, remembered: int
 ) -> None:
     """Its versions count from the start again, and its rows may lie in another order; also where that has been forgotten."""
-    monkeypatch.setattr(loader, "KNOWN", remembered)
+    monkeypatch.setattr(chunk_loader, "MAX_EXTENTS", remembered)
     scene = Scene(kit, "none", shelf, shelf)
     scene.loader.reader = kit.store.chunks
     for turn in range(3):
@@ -250,7 +251,7 @@ def test_an_extent_that_was_written_anew_is_not_taken_for_what_it_was(
             for layer in range(3):
                 scene.check(prefix, layer)
             prefix.close()
-        scene.loader.shelf.cache.check()
+        scene.loader.cache.placement.check()
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -268,18 +269,18 @@ def test_a_file_that_is_rewritten_while_a_prompt_reads_it(kit: Kit, at: int) -> 
 
 
 def test_nothing_is_kept_of_a_file_that_is_gone_or_another_one(kit: Kit) -> None:
-    """A request that goes on with what it had read brings nothing of it back."""
+    """A request that goes on with rows it has read brings none back."""
     scene = Scene(kit, "none", 10_000_000, 10_000_000)
-    shelf = scene.loader.shelf
+    shelf = scene.loader.cache
     prefix = opened(scene)
     scene.check(prefix, 0)
     assert sum(shelf.bytes) > 0
     for number in (0, 1):
         scene.loader.forget(extent_name(number))
-    assert (shelf.bytes, len(shelf.cache), shelf._rows) == ((0, 0), 0, {})
+    assert (shelf.bytes, len(shelf.placement), doors.cached_rows(shelf)) == ((0, 0), 0, {})
     scene.check(prefix, 1)
     scene.check(prefix, 2)
-    assert (shelf.bytes, len(shelf.cache), shelf._rows) == ((0, 0), 0, {})
+    assert (shelf.bytes, len(shelf.placement), doors.cached_rows(shelf)) == ((0, 0), 0, {})
     again = opened(scene)
     scene.check(again, 0)
     assert sum(shelf.bytes) > 0
@@ -291,30 +292,30 @@ def test_keys_that_a_fallback_reads_are_all_wanted(kit: Kit) -> None:
     prefix = opened(scene)
     for layer in range(3):
         scene.check(prefix, layer)
-    cache, edition = scene.loader.shelf.cache, prefix._editions[0]
+    cache, edition = scene.loader.cache.placement, doors.editions_of(prefix)[0]
     for chunk in range(FIRST // 64):
-        assert cache.score(Name(extent_name(0), edition, 1, KEYS, chunk)) == 1, "layer 1 falls back"
-    assert cache.score(Name(extent_name(0), edition, 0, KEYS, 0)) < 1
+        assert cache.score(ChunkKey(extent_name(0), edition, 1, KEYS, chunk)) == 1, "layer 1 falls back"
+    assert cache.score(ChunkKey(extent_name(0), edition, 0, KEYS, 0)) < 1
 
 
 def test_places_are_forgotten_in_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(kit, "none")
-    monkeypatch.setattr(loader, "PLACED", 2 * ROWS)
+    monkeypatch.setattr(chunk_loader, "MAX_LAYOUT_ROWS", 2 * ROWS)
     for views in (scene.views, scene.views[:1], scene.views[:2], scene.views, scene.views[1:]):
         prefix = opened(scene, views)
         rows = prefix.rows
         selection = Selection("shared", rows, torch.arange(rows), torch.arange(rows))
         waited(prefix.take(0, selection, None), 20)
-        kept = scene.loader._places.values()
-        assert scene.loader._placed == sum(len(places.number) for places in kept) <= 2 * ROWS
+        kept = doors.layouts_of(scene.loader).values()
+        assert doors.layout_rows_of(scene.loader) == sum(len(places.number) for places in kept) <= 2 * ROWS
     assert len(kept) == 2
 
 
 def test_what_has_changed_is_known_of_as_many_extents_as_importance(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody ever looks at it, because nothing is to be rewritten."""
-    monkeypatch.setattr("afterglow.importance.loader.KNOWN", 4)
+    """Also where it is never looked at, because no file is to be rewritten."""
+    monkeypatch.setattr("afterglow.importance.chunk_loader.MAX_EXTENTS", 4)
     loader = Scene(kit, "none").loader
     for number in range(20):
         loader.learn(Selectable(f"{number:040x}", 64, 0, 64, (0,)), 0, torch.ones(64))
     assert len(loader.importance) == 4
-    assert loader._changed.keys() == loader.importance.keys()
+    assert doors.changed_layouts(loader).keys() == loader.importance.keys()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.papers.spec.accounting import Layer, amplification
 
-from afterglow.importance.accounting import Layer, amplification
-from afterglow.importance.identify import similarity
-from afterglow.importance.order import Order
-from afterglow.importance.places import Places, View
+from afterglow.importance.row_layout import ExtentView, RowLayout, RowOrder
+from afterglow.importance.select import similarity
 from afterglow.model.spec import ModelSpec
 
 OPT_30B = ModelSpec(
@@ -30,7 +29,7 @@ def test_figure_2_a_prefix_makes_a_request_4_times_as_long_and_is_worth_3_4_gb()
     assert (prefix + query) / query > 4
     size = prefix * OPT_30B.kv_bytes_per_token("float16")
     assert size / 2**30 == pytest.approx(3.4, abs=0.1)
-    # Of the three layers that are drawn each waits for its own rows from disk: all of them, or a quarter and the probe keys.
+    # Each of the three drawn layers waits for its own rows from disk: all rows, or a quarter and the probe keys.
     layer = Layer(kv_heads=56, probe_heads=3, vector_bytes=256)
     whole = layer.bytes("all", prefix, prefix)
     assert whole * 48 == size
@@ -45,7 +44,7 @@ def test_figure_7_similarity_of_two_heads() -> None:
 
 
 def test_figure_9_vectors_to_load() -> None:
-    """32 heads, 4 tokens, one of them important: 160 vectors from all heads, 76 with three probe heads."""
+    """32 heads, 4 tokens, one important: 160 vectors from all heads, 76 with three probe heads."""
     layer = Layer(kv_heads=32, probe_heads=3, vector_bytes=256, reread=True)
     fallback = layer.vectors("per_head", 4, 1)
     assert (fallback.probe_keys + fallback.keys, fallback.values, fallback.total) == (128, 32, 160)
@@ -57,12 +56,12 @@ def test_figure_9_vectors_to_load() -> None:
 
 
 def test_figure_12_one_chunk_instead_of_two() -> None:
-    important, view = torch.tensor([0, 3]), [View(4, 0, 4)]
-    before = Places(view, chunk=2)
+    important, view = torch.tensor([0, 3]), [ExtentView(4, 0, 4)]
+    before = RowLayout(view, chunk=2)
     assert before.chunks(important).tolist() == [0, 1]
     assert amplification(2, 2, 2) == 2
-    order = Order.by(torch.tensor([0.9, 0.1, 0.1, 0.8]))
-    after = Places(view, [order], chunk=2)
+    order = RowOrder.by(torch.tensor([0.9, 0.1, 0.1, 0.8]))
+    after = RowLayout(view, [order], chunk=2)
     assert after.chunks(important).tolist() == [0]
     assert after.hits(important).tolist() == [2, 0]
     assert amplification(1, 2, 2) == 1
@@ -70,17 +69,17 @@ def test_figure_12_one_chunk_instead_of_two() -> None:
 
 def test_figure_13_orders_within_nodes() -> None:
     """Two prefixes of eight tokens share the first four; t0, t3, t4 and t9 are important. Chunks have two tokens."""
-    shared = Order.by(torch.tensor([1.0, 0.1, 0.1, 1.0]))
-    first = Order.by(torch.tensor([1.0, 0.1, 0.1, 0.1]))  # t4 .. t7
-    second = Order.by(torch.tensor([0.1, 1.0, 0.1, 0.1]))  # t8 .. t11
+    shared = RowOrder.by(torch.tensor([1.0, 0.1, 0.1, 1.0]))
+    first = RowOrder.by(torch.tensor([1.0, 0.1, 0.1, 0.1]))  # t4 .. t7
+    second = RowOrder.by(torch.tensor([0.1, 1.0, 0.1, 0.1]))  # t8 .. t11
     tokens = torch.tensor([100, 101, 102, 103])
     assert shared.order.tolist() == [0, 3, 1, 2]
     assert shared.mapping.tolist() == [0, 2, 3, 1]
-    assert shared.pack(tokens).tolist() == [100, 103, 101, 102]
-    assert shared.pack(tokens)[shared.mapping].tolist() == tokens.tolist()
+    assert tokens[shared.order].tolist() == [100, 103, 101, 102]
+    assert tokens[shared.order][shared.mapping].tolist() == tokens.tolist()
     assert first.mapping.tolist() == [0, 1, 2, 3]
     assert second.mapping.tolist() == [1, 0, 2, 3]
-    views = [View(4, 0, 4), View(4, 0, 4)]
+    views = [ExtentView(4, 0, 4), ExtentView(4, 0, 4)]
     for last, important in ((first, [0, 3, 4]), (second, [0, 3, 5])):
-        assert len(Places(views, chunk=2).chunks(torch.tensor(important))) == 3
-        assert Places(views, [shared, last], chunk=2).chunks(torch.tensor(important)).tolist() == [0, 2]
+        assert len(RowLayout(views, chunk=2).chunks(torch.tensor(important))) == 3
+        assert RowLayout(views, [shared, last], chunk=2).chunks(torch.tensor(important)).tolist() == [0, 2]

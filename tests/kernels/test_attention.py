@@ -13,6 +13,7 @@ from torch import Tensor
 
 from afterglow.kernels import attention
 from afterglow.kernels.attention import attend, merge, merge_into
+from tests import doors
 
 D = 16
 SCALE = 0.3
@@ -140,7 +141,7 @@ def weighed(parts: Parts) -> tuple[Tensor, Tensor]:
 def test_merging_in_any_order_and_grouping(
     empty: list[list[bool]], spread: float, data: st.DataObject, seed: int
 ) -> None:
-    """Parts of which some have seen nothing for some queries and heads; two random neighbours merge until one is left."""
+    """Some parts have seen no row for some queries and heads; two random neighbours merge until one part is left."""
     generator = torch.Generator().manual_seed(seed)
     parts: Parts = []
     for flags in empty:
@@ -189,7 +190,7 @@ def test_bfloat16_rounds_once_and_keeps_its_dtype() -> None:
 
 
 def test_the_fallback_for_other_devices_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_attention", attention._explicit)
+    monkeypatch.setattr(attention, "_attention", doors.attention_by_formula())
     for n, rows in ((1, 50), (20, 50), (9, 9)):
         q, keys, values = draw(n, rows, 8, 2)
         close(attend(q, keys, values, scale=SCALE, causal=True), reference(q, keys, values, SCALE, True))
@@ -197,7 +198,7 @@ def test_the_fallback_for_other_devices_is_the_formula(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("queries", [1, 33])
 def test_what_the_cuda_operators_return(queries: int) -> None:
-    """Their LSEs, as far as that can be seen without such a device: float32, one of them padded to 32 queries."""
+    """Their LSEs, as far as they can be seen without such a device: float32, one padded to 32 queries."""
     q = torch.empty(2, 4, queries, 64, device="meta", dtype=torch.bfloat16)
     k = torch.empty(2, 4, 70, 64, device="meta", dtype=torch.bfloat16)
     flash = torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, False, False, scale=0.1)

@@ -14,7 +14,7 @@ from afterglow.kernels.column_sums import column_sums
 @pytest.mark.parametrize(("n", "rows"), [(1, 1), (1, 40), (7, 7), (13, 50), (50, 50)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_the_formula(n: int, rows: int, heads: int, kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST", most)
+    monkeypatch.setattr(module, "MAX_WEIGHTS", most)
     generator = torch.Generator().manual_seed(rows)
     q = torch.randn(n, heads, 8, generator=generator)
     keys, values = (torch.randn(rows, kv_heads, 8, generator=generator) for _ in range(2))

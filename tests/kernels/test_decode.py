@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from afterglow.kernels import built, decode
+from afterglow.kernels import decode
 from afterglow.kernels.attention import attend
 from afterglow.kernels.built import native
 from afterglow.kernels.decode import Appends, Read, Reads, rows_at
+from tests import doors
 
 LAYERS, SCALE = 2, 0.3
 HEADS = [(4, 4), (8, 2), (8, 1), (1, 1), (16, 2)]  # groups of 1, 4 and 8
@@ -27,7 +26,7 @@ WAYS = ["torch", *([16, 8] if native() is not None else [])]
 
 @pytest.fixture(params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | str:
-    """Without what has been built, and with it, at each width of vectors that this processor has."""
+    """Without the compiled kernels, and with them, at each width of vectors that this processor has."""
     use(request.param, monkeypatch)
     return request.param  # type: ignore[no-any-return]
 
@@ -38,15 +37,15 @@ def use(way: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     library = native()
     assert library is not None
-    if library.afterglow_width_3() < int(way):
+    if library.width < int(way):
         pytest.skip(f"this processor has no vectors of {way} floats")
-    made = decode._Native.__init__
+    made = decode._NativeReads.__init__
 
-    def narrowed(self: decode._Native, *args: object) -> None:
+    def narrowed(self: decode._NativeReads, *args: object) -> None:
         made(self, *args)  # type: ignore[arg-type]
         self._width = int(way)
 
-    monkeypatch.setattr(decode._Native, "__init__", narrowed)
+    monkeypatch.setattr(decode._NativeReads, "__init__", narrowed)
 
 
 def context(rows: int, kv_heads: int, head_dim: int, generator: torch.Generator, spare: int = 3) -> Tensor:
@@ -109,7 +108,7 @@ def test_any_split_at_any_levels(
     seed: int,
     chosen: int | str,
 ) -> None:
-    """Rows of its own for each job, and rows that any of them share, some of them empty."""
+    """Rows of its own for each request, and rows that several share; some segments are empty."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(len(jobs), heads[0], head_dim, generator=generator)
     reads = []
@@ -140,7 +139,7 @@ NEW = st.one_of(st.sampled_from([1, 2, 63, 64, 65, 129]), st.integers(1, 200))
 def test_new_rows_see_none_after_themselves(
     parts: list[tuple[int, int]], shared: int, heads: tuple[int, int], head_dim: int, threads: int, chosen: int | str
 ) -> None:
-    """Prefills: several new rows for each part, after rows of its own, some of them behind rows that parts share."""
+    """Prefills: several new rows for each part, after rows of its own, some behind rows that parts share."""
     generator = torch.Generator().manual_seed(len(parts))
     edges = [0, *itertools.accumulate(new for _, new in parts)]
     q = torch.randn(edges[-1], heads[0], head_dim, generator=generator)
@@ -223,7 +222,7 @@ def test_bfloat16_and_odd_heads_go_the_general_way(head_dim: int) -> None:
     q = torch.randn(3, 4, head_dim, generator=generator).to(dtype)
     out, lse = torch.zeros(3, 4, head_dim), torch.full((3, 4), -torch.inf)
     reads = Reads([Read(data, 0, 40, range(3)), Read(data, 5, 9, (1,))])
-    assert reads._native is None
+    assert doors.compiled_reads(reads) is None
     reads.attend(1, q, SCALE, out, lse)
     exact = whole(q, [[(data, 0, 40)], [(data, 0, 40), (data, 5, 9)], [(data, 0, 40)]], 1)
     torch.testing.assert_close(out.double(), exact[0], atol=0.03 if head_dim == 16 else 1e-5, rtol=0)
@@ -254,14 +253,6 @@ def test_an_accumulator_of_another_dtype_is_refused() -> None:
         Reads([Read(data, 0, 4, (0,))]).attend(
             0, torch.zeros(1, 1, 16), 1.0, torch.zeros(1, 1, 16).bfloat16(), torch.zeros(1, 1)
         )
-
-
-def test_what_was_not_built_or_for_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file, and a file that is no library: the general way, not an error."""
-    monkeypatch.setattr(built, "__file__", str(tmp_path / "built.py"))
-    assert native.__wrapped__() is None
-    (tmp_path / f"_native{EXTENSION_SUFFIXES[0]}").write_text("not a library")
-    assert native.__wrapped__() is None
 
 
 def test_rows_side_by_side_are_a_slice() -> None:

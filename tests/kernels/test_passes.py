@@ -21,9 +21,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int 
         return "torch"
     library = native()
     assert library is not None
-    if library.afterglow_width_3() < request.param:
+    if library.width < request.param:
         pytest.skip(f"this processor has no vectors of {request.param} floats")
-    monkeypatch.setattr(library, "afterglow_width_3", lambda: request.param)
+    monkeypatch.setattr(library, "width", request.param)
     return request.param  # type: ignore[no-any-return]
 
 

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.memo.tiny import CONFIG, Large
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.memo.build import Builder
 from afterglow.memo.database import MemoDatabase
-from afterglow.memo.encoder import Embedder
+from afterglow.memo.options import MemoOptions
 from afterglow.memo.pooling import Pooling
-from afterglow.memo.settings import MemoOptions
+from afterglow.memo.sequence_embedder import Embedder
 from afterglow.model.encoder import Model
 from afterglow.model.encoder_families import encoder_from_config
 from afterglow.model.families import Names
 from afterglow.model.presets import PRESETS
-from afterglow.model.weights import Assembler
+from afterglow.model.weights import WeightAssembler
+from tests.memo.tiny import CONFIG, Large
 
 CPU = torch.device("cpu")
 EXACT = MemoOptions(projector="binned", accept="sentence", neighbours=1, dtype="float32", steps=20)
@@ -26,9 +26,9 @@ EXACT = MemoOptions(projector="binned", accept="sentence", neighbours=1, dtype="
 
 def model(kind: str, seed: int = 0, quantization: QuantizationName = "none") -> Model:
     if kind == "decoder":
-        return Assembler(PRESETS["tiny"], Names(), Large(seed), torch.float32, CPU, quantization).decoder()
+        return WeightAssembler(PRESETS["tiny"], Names(), Large(seed), torch.float32, CPU, quantization).decoder()
     spec, names = encoder_from_config(CONFIG)
-    return Assembler(spec, names, Large(seed), torch.float32, CPU, quantization).encoder()
+    return WeightAssembler(spec, names, Large(seed), torch.float32, CPU, quantization).encoder()
 
 
 def embedder(kind: str, seed: int = 0, quantization: QuantizationName = "none") -> Embedder:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memo.tiny import POOLING, tiny_encoder, write
 from torch import Tensor
 
 from afterglow.errors import ConfigError, ModelError, RequestError
-from afterglow.memo.encoder import Embedder
 from afterglow.memo.pooling import Pooling
+from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.template import BARE, ONE_WORD, Template
 from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
 from afterglow.model.decoder import Attention, PlainAttend
 from afterglow.model.encoder import BatchAttend, Model
 from afterglow.model.loader import load_encoder, load_model
 from afterglow.text import Tokenizer
+from tests.memo.tiny import POOLING, tiny_encoder, write
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 TEXTS = ["the cat sat on the mat", "a dog", "the red kite is near the old mill.", "a cat", "a dog ran in the rain"]
@@ -84,8 +84,7 @@ def test_a_template_of_ones_own(bundled: TextEmbedder) -> None:
 
 def test_encoders_read_the_text_alone(tiny: TextEmbedder) -> None:
     assert tiny.template == BARE
-    vocab = tiny.tokenizer.token_id
-    assert tiny.tokens("The cat!") == [vocab(t) for t in ("[CLS]", "the", "cat", "!", "[SEP]")]
+    assert [*map(tiny.tokenizer.token_bytes, tiny.tokens("The cat!"))] == [b"[CLS]", b"the", b"cat", b"!", b"[SEP]"]
 
 
 # ------------------------------------------------------------------------------------------------------ pooling
@@ -311,6 +310,5 @@ def test_case_and_names_of_the_configuration_count(folder: Path, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("a Cat")
-    assert ids[0] == tokenizer.token_id("<s>")
-    assert ids[-1] == tokenizer.token_id("</s>")
-    assert ids[2] == tokenizer.token_id("[UNK]")  # there is no capital letter in it
+    # There is no capital letter in the vocabulary.
+    assert [tokenizer.token_bytes(ids[i]) for i in (0, 2, -1)] == [b"<s>", b"[UNK]", b"</s>"]

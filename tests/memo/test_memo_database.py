@@ -16,12 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.memo.kit import EXACT, build, builder, embedder, sentences
-
-from afterglow.errors import ConfigError, DamageError
-from afterglow.memo import attend
-from afterglow.memo.attend import AttentionMemo, MapsAttend, RecordingAttend
-from afterglow.memo.baselines import (
+from benchmarks.papers.attncache.baselines import (
     DropAttend,
     SharedAttend,
     build_layers,
@@ -32,14 +27,20 @@ from afterglow.memo.baselines import (
     san_sharing,
     without_layers,
 )
+
+from afterglow.errors import ConfigError, DamageError
+from afterglow.memo import map_attention
 from afterglow.memo.database import Fetched, MemoDatabase, vectors_file
-from afterglow.memo.encoder import Embedder
+from afterglow.memo.map_attention import AttentionMemo, MapsAttend, RecordingAttend
 from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key
+from afterglow.memo.options import MemoOptions
 from afterglow.memo.packing import pack
-from afterglow.memo.settings import MemoOptions
+from afterglow.memo.sequence_embedder import Embedder
 from afterglow.model.decoder import Attention, Decoder
 from afterglow.model.encoder import BatchAttend
 from afterglow.model.linear import int8_levels
+from tests import doors
+from tests.memo.kit import EXACT, build, builder, embedder, sentences
 
 KINDS = ["decoder", "encoder"]
 
@@ -116,10 +117,10 @@ def test_hits_compute_neither_queries_nor_keys(kind: str, tmp_path: Path, monkey
 def test_value_alone_costs_its_part_of_the_weights() -> None:
     for kind in KINDS:
         attention = embedder(kind).model.layers[0].attention
-        x = torch.randn(7, attention._qkv.inputs)
+        x = torch.randn(7, doors.fused_projection(attention).inputs)
         torch.testing.assert_close(attention.value(x), attention.project(x)[2])
-        assert attention._values is not None
-        assert attention._values.outputs == attention.kv_heads * attention.head_dim
+        assert doors.value_projection(attention) is not None
+        assert doors.value_projection(attention).outputs == attention.kv_heads * attention.head_dim
 
 
 @pytest.mark.parametrize("few", [0, 1 << 30])
@@ -128,7 +129,7 @@ def test_hits_among_misses_leave_each_other_alone(
     kind: str, few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second sentence of each length has its own maps, in one layer or in both."""
-    monkeypatch.setattr(attend, "FEW", few)
+    monkeypatch.setattr(map_attention, "FEW", few)
     model = embedder(kind).model
     lengths = [4, 4, 4, 7, 7, 9]
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -207,7 +208,7 @@ def test_a_damaged_record_is_a_miss_and_is_reported(tmp_path: Path) -> None:
     build(plain, tmp_path, texts).close()
     store = MapStore.open(tmp_path)
     number = store.keys().index(token_key(texts[3]))
-    at = int(store._entries["offset"][number]) + 50
+    at = int(doors.map_entries(store)["offset"][number]) + 50
     store.close()
     with (tmp_path / MAPS).open("r+b") as file:
         file.seek(at)
@@ -260,7 +261,7 @@ def test_a_byte_budget_holds(tmp_path: Path) -> None:
 def test_of_two_that_add_at_once_none_loses_what_the_other_has_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has looked at what is there, and another begins, before it has the lock."""
+    """One process has looked at the store, and another begins, before the first has the lock."""
     plain = embedder("encoder")
     build(plain, tmp_path, sentences(20)).close()
     first, second = builder(plain, tmp_path), builder(plain, tmp_path)
@@ -269,7 +270,7 @@ def test_of_two_that_add_at_once_none_loses_what_the_other_has_added(
 
     def another() -> MemoDatabase:
         found = look()
-        with contextlib.suppress(ConfigError):  # it is told that somebody else writes
+        with contextlib.suppress(ConfigError):  # the other process writes
             added.append(first.add(sentences(7, seed=2)))
         return found
 
@@ -327,7 +328,7 @@ KILLED = """
 
 
 def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
-    """kill -9 in the midst of collecting; the resumed build computes only what is missing, and yields the same."""
+    """kill -9 in the midst of collecting; the resumed build computes only missing maps, and yields the same."""
     plain, texts = embedder("decoder"), sentences(60)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     root = Path(__file__).parents[2]
@@ -350,10 +351,7 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     assert 8 <= kept < 60
     began: list[int] = []
     made = builder(plain, killed)
-    record = made._record
-    made._record = lambda store, missing, keep, **more: (
-        began.append(len(missing)) or record(store, missing, keep, **more)
-    )  # type: ignore[method-assign,func-returns-value]
+    doors.watch_records(made, lambda missing: began.append(len(missing)))
     resumed = made.run(texts)
     assert began[0] == 60 - kept
     expected = build(plain, whole, texts)
@@ -368,8 +366,8 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_damaged_record_of_an_unfinished_build_is_computed_anew(tmp_path: Path) -> None:
     plain, texts = embedder("decoder"), sentences(20)
     made = builder(plain, tmp_path)
-    store = MapStore.create(tmp_path, made._identity)
-    made._collect(store, texts[:12])
+    store = MapStore.create(tmp_path, doors.memo_identity(made))
+    doors.collect_maps(made, store, texts[:12])
     store.close()
     with (tmp_path / MAPS).open("r+b") as file:
         file.seek(HEADER_BYTES + 5)
@@ -382,8 +380,8 @@ def test_a_damaged_record_of_an_unfinished_build_is_computed_anew(tmp_path: Path
 def test_an_unfinished_build_of_other_texts_is_refused(tmp_path: Path) -> None:
     plain = embedder("decoder")
     made = builder(plain, tmp_path)
-    store = MapStore.create(tmp_path, made._identity)
-    made._collect(store, sentences(5))
+    store = MapStore.create(tmp_path, doors.memo_identity(made))
+    doors.collect_maps(made, store, sentences(5))
     store.close()
     with pytest.raises(ConfigError, match="unfinished build of other texts"):
         made.run(sentences(9, seed=3))
@@ -459,8 +457,7 @@ def test_what_is_left_out_is_what_changes_least(kind: str) -> None:
     for which in (without_layers(model, [0, 1]), cut, model):
         if isinstance(which, Decoder):
             which = copy.copy(which)
-            which._norms = (*which._norms[:-1], lambda x: x)  # type: ignore[assignment]
-            which._blocks = [None] * len(which.layers)
+            doors.leave_out_last_norm(which)
         states.append(
             torch.cat(
                 [
@@ -487,7 +484,7 @@ def test_dropped_attention_and_layers(kind: str) -> None:
     torch.testing.assert_close(none, exact)
     dropped = model.forward(ids, positions, DropAttend([1], BatchAttend(model, positions, lengths)))
     assert float((dropped - exact).abs().max()) > 1e-3
-    # A token without attention depends on no other: where all of it is dropped, order is nothing but the positions.
+    # A token without attention depends on no other: where all attention is dropped, order is nothing but the positions.
     alone = model.forward(ids[:1], positions[:1], DropAttend([0, 1], BatchAttend(model, positions[:1], [1])))
     among = model.forward(ids, positions, DropAttend([0, 1], BatchAttend(model, positions, lengths)))
     torch.testing.assert_close(among[:1], alone)

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError, DamageError
-from afterglow.memo.calibrate import isotonic
-from afterglow.memo.index import VectorIndex, weights_of
-from afterglow.memo.labels import labels
+from afterglow.memo.distances import labels
+from afterglow.memo.isotonic import isotonic
+from afterglow.memo.memo_settings import MemoSettings
+from afterglow.memo.options import MemoOptions
 from afterglow.memo.projector import Projector, ProjectorSpec
-from afterglow.memo.settings import MemoOptions, Settings
 from afterglow.memo.training import train
+from afterglow.memo.vector_index import VectorIndex, weights_of
 
 KINDS = ["positions", "binned", "public"]
 
@@ -115,7 +116,7 @@ def test_search_is_exact_and_never_crosses_lengths() -> None:
     apart = np.linalg.norm(vectors[None] - queries[:, None], axis=2)
     np.testing.assert_array_equal(numbers, 1000 + np.argsort(apart, 1)[:, :3])
     np.testing.assert_allclose(distances, np.sort(apart, 1)[:, :3], rtol=1e-5)
-    assert distances[20, 0] == 0  # not what is left of two squares
+    assert distances[20, 0] == 0  # not the difference of two squares
     assert index.search(8, queries, 9)[0].shape == (22, 5)
     assert index.search(9, queries, 3)[0].shape == (22, 0)
 
@@ -156,10 +157,10 @@ def test_weights() -> None:
     np.testing.assert_allclose(found, [[1, 0, 0], [4 / 9, 4 / 9, 1 / 9]], atol=1e-6)
 
 
-def settings(accept: str, similarity: str = "1-d") -> Settings:
+def settings(accept: str, similarity: str = "1-d") -> MemoSettings:
     steep, flat = isotonic([0, 1], [0, 1]), isotonic([0, 1], [0, 0.1])
     options = MemoOptions(accept=accept, similarity=similarity)  # type: ignore[arg-type]
-    return Settings(
+    return MemoSettings(
         records=1, trained_on=1, vectors_crc=0, options=options, variation=steep, errors=(flat, steep, flat)
     )
 
@@ -188,10 +189,10 @@ def test_layers_are_taken_as_long_as_their_errors_add_up_to_less() -> None:
 def test_settings_come_back(tmp_path: Path) -> None:
     kept = settings("layers")
     kept.save(tmp_path)
-    assert Settings.load(tmp_path) == kept
+    assert MemoSettings.load(tmp_path) == kept
     (tmp_path / "memo.json").write_text("{}")
     with pytest.raises(DamageError, match="build the database anew"):
-        Settings.load(tmp_path)
+        MemoSettings.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.presets import RandomSource
-from afterglow.model.weights import Assembler
+from afterglow.model.weights import WeightAssembler
 
 WORDS = [
     "the",
@@ -71,7 +71,7 @@ def tiny_encoder(folder: Path, *, modules: bool = True, max_tokens: int | None =
             drawn[name] = source.get(name, shape).contiguous()
             return drawn[name]
 
-    Assembler(spec, names, Keeping(), torch.float32, torch.device("cpu")).encoder()
+    WeightAssembler(spec, names, Keeping(), torch.float32, torch.device("cpu")).encoder()
     save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
     write(folder / "config.json", CONFIG)
     (folder / "vocab.txt").write_text("\n".join(dict.fromkeys(PIECES)) + "\n", "utf-8")

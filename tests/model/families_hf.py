@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every family, and directories of them."""
+"""Tiny random Hugging Face models of every family, and their directories."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_hf import save_case
 from torch import Tensor
 
 from afterglow.kernels.attention import attend, merge
 from afterglow.kernels.rope import rotate_into
 from afterglow.model.decoder import Attention, Decoder, PlainAttend
 from afterglow.model.loader import load_model
+from tests.model.families_hf import save_case
 
 
 class Recorder(PlainAttend):

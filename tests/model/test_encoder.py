@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from families_hf import save_case
 
 from afterglow.errors import ModelError
 from afterglow.model.decoder import Decoder, PlainAttend
@@ -18,6 +17,7 @@ from afterglow.model.encoder import BatchAttend, Encoder, runs
 from afterglow.model.encoder_families import ENCODERS
 from afterglow.model.loader import is_encoder, load_encoder, load_model, read_spec
 from afterglow.model.spec import EncoderSpec
+from tests.model.families_hf import save_case
 
 LENGTHS = (1, 23, 23, 40)
 

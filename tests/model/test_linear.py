@@ -28,11 +28,17 @@ from afterglow.model.linear import (
     keeping,
 )
 from afterglow.model.loader import load_model
+from tests import doors
 
 CPU = torch.device("cpu")
 Int8 = Callable[[Tensor, Tensor | None], Linear]
 SHAPES = [(8, 8), (96, 40), (7, 13)]
 ROWS = [0, 1, 2, 3, 4, 5, 64, 300]
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_each_time() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=[Int8Linear, BytePanelLinear])
@@ -80,10 +86,10 @@ def test_reordered_products_are_right_for_every_row_count(
 @pytest.mark.parametrize("width", [16, 8])
 def test_a_row_of_panels_is_the_same_whatever_its_batch(width: int, threads: int) -> None:
     library = native()
-    if library is None or library.afterglow_width_3() < width:
+    if library is None or library.width < width:
         pytest.skip("no such products on this machine")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "afterglow_width_3", lambda: width)
+        patch.setattr(library, "width", width)
         matrix = PanelLinear(torch.randn(1000, 512), torch.randn(1000))
     x = torch.randn(500, 1024)[:, :512]  # rows 4 KiB apart
     before = torch.get_num_threads()
@@ -127,21 +133,21 @@ def test_the_fastest_way_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPatch,
         tried.append(type(which))
         return 1.0 if isinstance(which, fast) else 2.0
 
-    linear._fastest.cache_clear()
+    doors.forget_trials_of_matrices()
     monkeypatch.setattr(linear, "_seconds", seconds)
     keep = keeping(torch.float32, CPU)
     assert {type(keep(torch.randn(24, 8), None)) for _ in range(3)} == {fast}
     assert len(tried) == 3 * len(linear.TRIAL_ROWS)
-    linear._fastest.cache_clear()
+    doors.forget_trials_of_matrices()
 
 
 def test_a_little_faster_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_keep(PackedLinear):
         pytest.skip("no such products on this machine")
-    linear._fastest.cache_clear()
+    doors.forget_trials_of_matrices()
     monkeypatch.setattr(linear, "_seconds", lambda which, x: 1.0 if isinstance(which, PlainLinear) else 1.05)
     assert type(keeping(torch.float32, CPU)(torch.randn(24, 8), None)) is not PlainLinear
-    linear._fastest.cache_clear()
+    doors.forget_trials_of_matrices()
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_hf import save_case
 from safetensors.torch import load_file, save_file
 
 from afterglow.errors import ModelError
@@ -15,6 +14,7 @@ from afterglow.model.decoder import PlainAttend
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import INDEX, load_model
 from afterglow.model.presets import PRESETS, random_model, save_hf
+from tests.model.families_hf import save_case
 
 MODE = numeric_mode("float32", "float32")
 

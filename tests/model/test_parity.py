@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_hf import CASES, save_case
 
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.loader import load_model, read_spec
+from tests.model.families_hf import CASES, save_case
 
 LENGTHS = (1, 40, 23)
 WINDOWED = {"llama-longrope": 128}

@@ -1,4 +1,4 @@
-"""What is not honoured is refused, by name and before any weight is read."""
+"""A key that is not honoured is refused, by name and before any weight is read."""
 
 from __future__ import annotations
 

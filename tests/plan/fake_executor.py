@@ -12,12 +12,12 @@ import random
 import struct
 from dataclasses import dataclass, field
 
-from afterglow.plan.extent import Capacity
-from afterglow.plan.prefixes import OPERATOR
-from afterglow.plan.salts import client_salt
+from afterglow.plan.options import Capacity
+from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
+from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.step import (
     Admit,
-    Completion,
     Copy,
     Drop,
     ExtentRecord,
@@ -31,8 +31,8 @@ from afterglow.plan.step import (
     Step,
     StepResult,
     Store,
+    TransferDone,
 )
-from afterglow.plan.truncation import is_private
 
 Row = bytes
 GARBAGE: Row = b"garbage"
@@ -66,8 +66,8 @@ class Text:
 
 @dataclass
 class PrivateText:
-    """A prompt that was cut. What its rows contain depends on what of them could be kept, so only their tokens and their
-    tenant are known; what is computed on top of kept rows is marked with the epoch, and so is nothing else."""
+    """A prompt that was cut. The content of its rows depends on how many could be kept, so only their tokens and their
+    tenant are known; rows computed on top of kept rows are marked with the epoch, and no others are."""
 
     salt: str
     tokens: list[int]
@@ -169,7 +169,7 @@ class FakeExecutor:
         self.tees: list[Tee] = []
         self.failed: set[int] = set()  # loads
         self.hurried: set[int] = set()
-        self.done: list[Completion] = []
+        self.done: list[TransferDone] = []
         self.gathered = {"device": 0, "host": 0, "computed": 0}
 
     @property
@@ -315,7 +315,7 @@ class FakeExecutor:
         if isinstance(move, Load):
             assert len(move.slots) == self.capacity.blocks(move.rows)
             pending.content = list(self.files[move.extent])
-            self._put(move.slots, 0, [GARBAGE] * move.rows)  # a slot that is loaded must be nobody else's
+            self._put(move.slots, 0, [GARBAGE] * move.rows)  # a slot that is loaded must have no other owner
         elif isinstance(move, Store):
             record = move.record
             assert record.id not in self.files, "a file of that name is there"
@@ -371,7 +371,7 @@ class FakeExecutor:
             self.catalog[move.record.id] = move.record
         elif isinstance(move, Copy):
             again = [row for slots, a, b in move.pieces for row in self._read(slots)[a:b]]
-            if again != pending.content:  # then nobody may use the copy
+            if again != pending.content:  # then no job may use the copy
                 pending.content = [GARBAGE] * move.rows
             if self.rng.random() < self.faults.store:
                 self.done.append(MoveDone(number, ok=False, error="gone"))
@@ -389,8 +389,8 @@ class FakeExecutor:
         seconds = self.capacity.blocks(rows) * self.faults.seconds
         self.done.append(MoveDone(number, ok=True, bytes=self.capacity.file_size(rows) if rows else 0, seconds=seconds))
 
-    def tick(self) -> list[Completion]:
-        """Time passes; what has ended since the last tick."""
+    def tick(self) -> list[TransferDone]:
+        """Let time pass; returns the completions since the last tick."""
         for number, pending in list(self.pending.items()):
             pending.ticks -= 1
             if pending.ticks < 0:

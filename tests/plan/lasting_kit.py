@@ -1,15 +1,14 @@
-"""A server whose notes outlive it, as the catalog keeps them; and what is left of a conversation, tier by tier."""
+"""A server whose notes outlive it, as the catalog keeps them; and the rows left of a conversation, tier by tier."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fake_executor import FakeExecutor, pack
-from server_kit import Server, Steady
-
-from afterglow.plan.sessions import SessionState
+from afterglow.plan.retention.sessions import SessionState
 from afterglow.plan.step import Step
+from tests.plan.fake_executor import FakeExecutor, pack
+from tests.plan.server_kit import Server, Steady
 
 
 class Lasting(Server):
@@ -21,7 +20,7 @@ class Lasting(Server):
 
     def remember(self) -> None:
         """As the engine does now and then: what the plan wants to know after a restart goes to the catalog."""
-        for kind, key, value in self.scheduler.take_notes():
+        for kind, key, value in self.scheduler.cache.take_notes():
             if value is None:
                 self.notes.get(kind, {}).pop(key, None)
             else:
@@ -29,7 +28,7 @@ class Lasting(Server):
 
     def note_uses(self) -> None:
         """As the engine does now and then: the catalog is told how extents were used."""
-        for use in self.scheduler.take_touched():
+        for use in self.scheduler.cache.disk.take_touched():
             self.executor.catalog[use.extent] = replace(
                 self.executor.catalog[use.extent], last_used=use.last_used, hits=use.hits, expires=use.expires
             )
@@ -51,7 +50,7 @@ class Lasting(Server):
         self.remember()
         old = self.executor
         self.executor = FakeExecutor(self.capacity, Steady(), self.faults)
-        if disk_bytes is not None:  # to the executor it does not matter: what is too much has yet to go
+        if disk_bytes is not None:  # to the executor it does not matter: files above the budget have yet to go
             self.capacity = replace(self.capacity, disk_bytes=disk_bytes)
         self.executor.files, self.executor.catalog, self.executor.texts = old.files, old.catalog, old.texts
         self.settings |= changed
@@ -62,12 +61,12 @@ class Lasting(Server):
         self.scheduler.check()
 
     def to_host(self) -> None:
-        """Nothing of what has ended stays on the device."""
+        """No row of ended jobs stays on the device."""
         self.scheduler.drop_contexts()
         self.finish()
 
     def to_disk(self) -> None:
-        """Nothing of what has ended stays in host, nor on the device."""
+        """No row of ended jobs stays in host, nor on the device."""
         self.scheduler.drop_contexts()
         self.flush()
         self.scheduler.drop_clean_host()
@@ -77,15 +76,15 @@ class Lasting(Server):
 
     def session(self, name: str, tenant: str = "") -> SessionState:
         """A conversation as its tenant sees it."""
-        (found,) = (state for state in self.scheduler.sessions(tenant) if state.name == name)
+        (found,) = (state for state in self.scheduler.cache.sessions.listing(tenant) if state.name == name)
         return found
 
     def names(self, tenant: str = "") -> list[str]:
-        return [state.name for state in self.scheduler.sessions(tenant)]
+        return [state.name for state in self.scheduler.cache.sessions.listing(tenant)]
 
     def known(self, tokens: Sequence[int], salt: str = "") -> int:
         """Rows of a token string that are cached anywhere."""
-        return self.scheduler._index.match(salt, pack(list(tokens))).rows
+        return self.scheduler.cache.index.match(salt, pack(list(tokens))).rows
 
     def is_empty(self) -> bool:
         """Is nothing left in any tier?"""

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import fake_executor
 import pytest
-from fake_executor import TENANT, Text, next_row, pack
-from lasting_kit import Lasting
 
-from afterglow.plan.prefixes import OPERATOR
-from afterglow.plan.registered import PrefixState
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
+from afterglow.plan.retention.registered import PrefixState
+from tests.plan import fake_executor
+from tests.plan.fake_executor import TENANT, Text, next_row, pack
+from tests.plan.lasting_kit import Lasting
 
 PROMPTS: list[list[int]] = []  # the operator's, in this test
 
@@ -56,7 +56,7 @@ def prompted(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Prompting(Lasting):
-    """An engine that somebody registers prefixes with."""
+    """An engine with registered prefixes."""
 
     def __init__(self, **more: object) -> None:
         super().__init__(**{"disk_bytes": 100_000, "source": "load", **more})
@@ -70,7 +70,7 @@ class Prompting(Lasting):
         return self.ask(tokens, max_tokens=0, salt=salt)
 
     def state(self, salt: str = OPERATOR, name: str = "prompt") -> PrefixState:
-        (found,) = (each for each in self.scheduler.prefixes()[salt] if each.name == name)
+        (found,) = (each for each in self.scheduler.cache.registered.listing()[salt] if each.name == name)
         return found
 
     def cached(self, prompt: Sequence[int], salt: str = "") -> int:

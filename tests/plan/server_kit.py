@@ -9,19 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from fake_executor import FakeExecutor, Faults, answer, pack
-from tiers_kit import FILE_BYTES
-
-from afterglow.plan.extent import Capacity
+from afterglow.plan.options import Capacity, SchedulerOptions
+from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import Admitted, Completion, Emitted, Event, JobSpec, Load, Run, Step, StepResult
-from afterglow.plan.truncation import is_private
+from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Load, Run, Step, StepResult, TransferDone
+from tests import doors
+from tests.plan.fake_executor import FakeExecutor, Faults, answer, pack
+from tests.plan.tiers_kit import FILE_BYTES
 
 FOREVER = 10**9
 
 
 class Steady(random.Random):
-    """What has a chance of 0 never happens, of 1 always; and everything takes as long as it may."""
+    """Chances of faults: 0 is never, 1 always; and everything takes as long as it may."""
 
     def random(self) -> float:
         return 0.5
@@ -54,10 +54,10 @@ class Server:
         self.ends: dict[int, str] = {}
         self.admitted: dict[int, Admitted] = {}
         self.row_seconds: float | None = None  # what computing a row takes; None: every step takes a second
-        self.withheld: list[Completion] | None = None  # completions that are kept back, if any are
+        self.withheld: list[TransferDone] | None = None  # completions that are kept back, if any are
 
     def make(self) -> Scheduler:
-        return Scheduler(self.capacity, **self.settings)  # type: ignore[arg-type]
+        return Scheduler(self.capacity, SchedulerOptions(**self.settings))
 
     # ------------------------------------------------------------------------------------------------ wishes
 
@@ -65,7 +65,7 @@ class Server:
         job = len(self.specs) + 1
         spec = JobSpec(job, pack(list(prompt)), max_tokens, **more)  # type: ignore[arg-type]
         self.scheduler.submit(spec, self.now)
-        spec = self.scheduler._jobs[job].spec  # as it was cut, if it was
+        spec = doors.jobs_of(self.scheduler)[job].spec  # as it was cut, if it was
         self.specs[job], self.made[job] = spec, []
         self.executor.submit(spec)
         return job
@@ -120,7 +120,7 @@ class Server:
             if not self.scheduler.unfinished:
                 break
             self.step()
-        assert self.scheduler.unfinished == 0, "somebody waits for what will never come"
+        assert self.scheduler.unfinished == 0, "a job waits for a move that will never end"
         self.faults.delay = 0
         for pending in self.executor.pending.values():
             pending.ticks = 0
@@ -128,7 +128,7 @@ class Server:
             pass
         for job, why in self.ends.items():
             if is_private(self.specs[job].salt):
-                continue  # depends on what could be kept
+                continue  # depends on the rows that could be kept
             expected = answer(self.specs[job], self.scheduler.max_model_len)
             if why == "cancelled":
                 assert self.made[job] == expected[0][: len(self.made[job])]
@@ -147,7 +147,7 @@ class Server:
         self.executor = FakeExecutor(self.capacity, Steady(), self.faults)
         self.executor.files, self.executor.catalog, self.executor.texts = old.files, old.catalog, old.texts
         notes: dict[str, dict[str, str]] = {}
-        for kind, key, value in self.scheduler.take_notes():
+        for kind, key, value in self.scheduler.cache.take_notes():
             if value is not None:
                 notes.setdefault(kind, {})[key] = value
         self.scheduler = self.make()

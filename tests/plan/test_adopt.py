@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fake_executor import pack
-from tiers_kit import FILE_BYTES, make_extent
-
-from afterglow.plan.extent import Capacity, Extent
-from afterglow.plan.index import Index
+from afterglow.plan.options import Capacity, SchedulerOptions
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.index import Index
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
+from tests.plan.fake_executor import pack
+from tests.plan.tiers_kit import FILE_BYTES, make_extent
 
 TOKENS = list(range(10))
 
@@ -25,7 +25,7 @@ def another(*cuts: int, tokens: Sequence[int] = TOKENS) -> list[Extent]:
 
 
 def one(disk_bytes: int = 100_000) -> Scheduler:
-    return Scheduler(Capacity(400, 100, disk_bytes, FILE_BYTES, 16, 4), digest="m")
+    return Scheduler(Capacity(400, 100, disk_bytes, FILE_BYTES, 16, 4), SchedulerOptions(digest="m"))
 
 
 def adopted(scheduler: Scheduler, path: list[Extent], ttl: float | None = None, now: float = 1.0) -> list[str]:
@@ -48,7 +48,7 @@ def test_only_rows_that_are_not_there_are() -> None:
     own = another(5)
     assert adopted(scheduler, own) == [own[0].id]
     assert adopted(scheduler, theirs) == [theirs[1].id, theirs[2].id], "the second begins before the own one ends"
-    assert scheduler._index.match("", pack(TOKENS)).rows == 10
+    assert scheduler.cache.index.match("", pack(TOKENS)).rows == 10
 
 
 def test_what_has_nothing_above_it_is_not() -> None:
@@ -79,6 +79,6 @@ def test_the_tokens_before_an_extent_are_told_as_long_as_they_are_there() -> Non
     scheduler, path = one(), another(3, 7, 10)
     taken = scheduler.adopt("", pack(TOKENS), path, None, 1.0)
     records = [extent.record() for extent in taken]
-    assert [scheduler.prefix_of(record) for record in records] == [pack(TOKENS[:n]) for n in (0, 3, 7)]
+    assert [scheduler.cache.prefix_of(record) for record in records] == [pack(TOKENS[:n]) for n in (0, 3, 7)]
     scheduler.reset(2.0)
-    assert [scheduler.prefix_of(record) for record in records] == [b"", None, None]
+    assert [scheduler.cache.prefix_of(record) for record in records] == [b"", None, None]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server_kit import FOREVER, Server, jobs_of, words
 
 from afterglow.plan.step import Emitted, Event, Release
+from tests.plan.server_kit import FOREVER, Server, jobs_of, words
 
 
 def told(job: int) -> list[Event]:
@@ -66,7 +66,7 @@ def test_a_prefilling_job_between_steps() -> None:
     assert jobs_of(step) == [decoding]
     assert [release.job for release in step.releases] == [job]
     server.finish()
-    # What was computed for it is of use to others.
+    # Its computed rows are of use to others.
     assert sum(server.hits(server.ask(words(40, 1000)))) == 16
     server.nothing_left_behind()
 

@@ -1,4 +1,4 @@
-"""Learning what loading and computing take, and the read buffer's formula."""
+"""Learning what loading and computing take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afterglow.plan.cost import Cost, Fit, Work, read_buffer_layers, stall, write_buffer_bytes
+from afterglow.plan.tiers.cost import Cost, Fit, Work
 
 
 def test_a_fit_finds_the_weights() -> None:
@@ -184,44 +184,3 @@ def test_a_pass_that_fits_waits_for_a_layers_computing_time_at_most(
         for layer in range(layers):
             clock = max(clock, (layer + 1) * load - ago) + compute
         assert clock - layers * compute <= compute * (1 + 1e-9)
-
-
-LAYERS = st.integers(1, 60)
-SECONDS = st.floats(0.01, 10)
-
-
-@given(LAYERS, SECONDS, SECONDS)
-def test_the_exact_buffer_is_the_least_without_a_stall(layers: int, load: float, compute: float) -> None:
-    # Spec A4: stall(k*) = 0 and stall(k* - 1) > 0, up to rounding.
-    wanted = read_buffer_layers(layers, load, compute)
-    assert stall(layers, load, compute, wanted) <= 1e-9 * layers * load
-    if wanted > 1 or layers * load > (layers - 1) * compute:
-        assert stall(layers, load, compute, wanted - 1) > 0
-
-
-@given(LAYERS, SECONDS, SECONDS)
-def test_the_papers_buffer_leaves_at_most_one_layers_compute(layers: int, load: float, compute: float) -> None:
-    buffered = read_buffer_layers(layers, load, compute, exact=False)
-    assert buffered <= read_buffer_layers(layers, load, compute)
-    assert stall(layers, load, compute, buffered) <= compute + load * 1e-6
-
-
-def test_the_papers_example() -> None:
-    # 13B, 40 layers, 16 x 1K history and 100 new tokens (Fig. 19): no buffer -37 %, 15 layers -61 % and no stall.
-    layers, load, ratio = 40, 0.504 / 40, 0.6376
-    compute = ratio * load
-    sequential = layers * (load + compute)
-
-    def saved(buffered: int) -> float:
-        return 1 - (layers * compute + stall(layers, load, compute, buffered)) / sequential
-
-    assert saved(0) == pytest.approx(0.37, abs=0.02)
-    assert saved(15) == pytest.approx(0.61, abs=0.01)
-    assert read_buffer_layers(layers, load, compute) == 16
-    assert stall(layers, load, compute, 16) == 0
-
-
-def test_the_write_buffer_holds_what_is_left() -> None:
-    assert write_buffer_bytes(2.0, 0.5, 100.0, limit=1000) == 150
-    assert write_buffer_bytes(2.0, 3.0, 100.0, limit=1000) == 0
-    assert write_buffer_bytes(90.0, 0.5, 100.0, limit=1000) == 1000

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_executor import pack
-from tiers_kit import Tiers
 
-from afterglow.plan.device import MAX_CANDIDATES, Context, Device
-from afterglow.plan.extent import Capacity
+from afterglow.plan.options import Capacity
 from afterglow.plan.stats import Counters
+from afterglow.plan.tiers.device import MAX_CANDIDATES, Context, Device
+from tests.plan.fake_executor import pack
+from tests.plan.tiers_kit import Tiers
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_context_vanishes_with_any_of_its_extents() -> None:
 
 
 def best(tiers: Tiers, tokens: list[int]) -> tuple[Context | None, int]:
-    return tiers.device.best("", pack(tokens), tiers.index.match("", pack(tokens)))
+    return tiers.device.best(pack(tokens), tiers.index.match("", pack(tokens)))
 
 
 def test_the_best_context_has_most_of_the_match() -> None:
@@ -118,7 +118,7 @@ def test_rows_of_a_context_count_only_as_far_as_the_index_knows_them() -> None:
     tiers = Tiers()
     head = tiers.add(1)
     context = tiers.context(head)
-    context.tokens += pack([5] * 4)  # not saved (yet): nobody may match them
+    context.tokens += pack([5] * 4)  # not saved (yet): no job may match them
     context.rows += 4
     assert best(tiers, [1] * 4 + [5] * 4) == (context, 4)
 

@@ -6,17 +6,20 @@ import random
 from itertools import pairwise
 
 import pytest
-from fake_executor import pack
 from hypothesis import given
 from hypothesis import strategies as st
-from server_kit import Server, words
-from test_journal import Recorded
 
+from afterglow.choices import TruncationPolicy
 from afterglow.errors import RequestError
-from afterglow.plan.journal import replay, step_digest
-from afterglow.plan.ranges import checked, complement, count, union
+from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.prefix.ranges import checked, complement, count, union
+from afterglow.plan.prefix.truncation import SINK_TOKENS, Epochs, Rules, cut, outgrown
 from afterglow.plan.step import Copy, JobSpec
-from afterglow.plan.truncation import SINKS, Epochs, Rules, TruncationPolicy, cut, outgrown
+from afterglow.request import ContextWindow
+from tests.plan.fake_executor import pack
+from tests.plan.server_kit import Server, words
+from tests.plan.test_journal import Recorded
 
 WINDOW = 100
 GONE = st.lists(st.tuples(st.integers(8, 90), st.integers(1, 9)), max_size=4)
@@ -27,7 +30,7 @@ def members(ranges: tuple[tuple[int, int], ...]) -> set[int]:
     return {row for start, stop in ranges for row in range(start, stop)}
 
 
-# ---------------------------------------------------------------------------------------------- what is chosen
+# ---------------------------------------------------------------------------------------------- the choice of rows
 
 
 @given(
@@ -41,13 +44,13 @@ def members(ranges: tuple[tuple[int, int], ...]) -> set[int]:
 def test_what_a_choice_of_tokens_promises(
     policy: TruncationPolicy, rows: int, system: int, ratio: float, gone: list[tuple[int, int]], scores: list[float]
 ) -> None:
-    rules = Rules(WINDOW, ratio, policy)
+    rules = Rules(ContextWindow(WINDOW), ratio, policy)
     before = union([(max(start, system), start + size) for start, size in gone])
     dropped = rules.drop(rows, (system,), before, scores)
     assert all(start < stop for start, stop in dropped)
     assert all(a[1] < b[0] for a, b in pairwise(dropped)), "sorted, and apart"
     assert members(before) <= members(dropped) <= set(range(rows))
-    head = max(system, SINKS)
+    head = max(system, SINK_TOKENS)
     assert members(dropped).isdisjoint(set(range(head)) - members(before)), (
         "the system prompt stays, and so do the sinks"
     )
@@ -58,21 +61,21 @@ def test_what_a_choice_of_tokens_promises(
 
 @given(st.integers(101, 300), st.integers(0, 40), SCORES)
 def test_the_best_and_the_most_recent_are_kept(rows: int, system: int, scores: list[float]) -> None:
-    rules = Rules(WINDOW, policy="importance")
+    rules = Rules(ContextWindow(WINDOW), policy="importance")
     dropped = members(rules.drop(rows, (system,), (), scores))
     if not scores:
-        assert dropped == members(Rules(WINDOW, policy="sinks_and_recent").drop(rows, (system,), ()))
+        assert dropped == members(Rules(ContextWindow(WINDOW), policy="sinks_and_recent").drop(rows, (system,), ()))
         return
     assert rows - len(dropped) == rules.most
     assert dropped.isdisjoint(range(rows - rules.most // 2 + 1, rows)) or rows - len(scores) > rules.most // 2
-    older = set(range(max(system, SINKS), len(scores))) - set(range(rows - rules.most // 2, rows))
+    older = set(range(max(system, SINK_TOKENS), len(scores))) - set(range(rows - rules.most // 2, rows))
     for row in older - dropped:
         for lost in older & dropped:
             assert (scores[row], -row) > (scores[lost], -lost), "of equals the older stays"
 
 
 def test_scores_go_by_what_was_left_before() -> None:
-    rules, epochs = Rules(WINDOW, policy="importance"), Epochs()
+    rules, epochs = Rules(ContextWindow(WINDOW), policy="importance"), Epochs()
     tokens = pack(list(range(110)))
     assert outgrown(epochs, rules, "a", tokens, 1, True) == ("a", tokens)
     first = cut(epochs, rules, "a", tokens, 1, (), True, scores=[float(row) for row in range(90)])
@@ -86,7 +89,7 @@ def test_scores_go_by_what_was_left_before() -> None:
     scores = [9.0 if row == 70 else 0.0 for row in kept]
     second = cut(epochs, rules, "a", longer, 1, (), True, scores=scores)
     assert second is not None
-    assert second.prompt == pack([*range(4), *range(124, 170)]), "what has no score is newer than anything that has"
+    assert second.prompt == pack([*range(4), *range(124, 170)]), "rows without a score are newer than all others"
     nearer = pack(list(range(165)))
     assert outgrown(epochs, rules, "a", nearer[: 4 * 140], 1, True) is None
     other = cut(epochs, rules, "a", nearer, 1, (), True, scores=scores + [1.0] * 40)
@@ -95,11 +98,14 @@ def test_scores_go_by_what_was_left_before() -> None:
 
 
 def test_without_scores_it_is_said() -> None:
-    found = cut(Epochs(), Rules(WINDOW, policy="importance"), "a", pack(list(range(110))), 1, (), True)
+    found = cut(Epochs(), Rules(ContextWindow(WINDOW), policy="importance"), "a", pack(list(range(110))), 1, (), True)
     assert found is not None
     assert found.reason == "sinks_and_recent"
     for policy in ("oldest", "sinks_and_recent"):
-        assert outgrown(Epochs(), Rules(WINDOW, policy=policy), "a", pack(list(range(110))), 1, True) is None
+        assert (
+            outgrown(Epochs(), Rules(ContextWindow(WINDOW), policy=policy), "a", pack(list(range(110))), 1, True)
+            is None
+        )
 
 
 # ----------------------------------------------------------------------------------------- what a caller discards
@@ -118,7 +124,7 @@ def test_lists_are_taken_as_they_are_or_refused(ranges: list[tuple[int, int]], r
 
 
 def conversation() -> tuple[Server, list[int]]:
-    server = Server(max_model_len=200, disk_bytes=100_000, small_rows=0)  # nothing is copied but what is discarded
+    server = Server(max_model_len=200, disk_bytes=100_000, small_rows=0)  # only discarding copies
     server.ask(words(8), truncation=True)
     job = server.ask([*words(8), *words(30, 1000)], max_tokens=3, truncation=True)
     return server, server.text(job)
@@ -200,7 +206,7 @@ def test_anything_in_any_order(seed: int) -> None:
         try:
             job = server.submit(text, rng.randrange(3), truncation=True, turns=(4,), session=session, **more)
         except RequestError:
-            continue  # what is left would be nothing, or too much
+            continue  # nothing would be left, or too much
         for _ in range(rng.randrange(4)):
             server.step()
         if rng.random() < 0.1:

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fake_executor import pack
-from tiers_kit import FILE_BYTES, Tiers, drops, stores
-
-from afterglow.plan.disk import STORE_BACKOFF_S
-from afterglow.plan.extent import Capacity
+from afterglow.plan.options import Capacity
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop, ExtentRecord, Move, MoveDone, StepResult
+from afterglow.plan.tiers.disk import STORE_BACKOFF_S
+from tests.plan.fake_executor import pack
+from tests.plan.tiers_kit import FILE_BYTES, Tiers, drops, stores
 
 CAPACITY = Capacity(400, 100, 100_000, FILE_BYTES, 16, 4)
 
@@ -69,7 +68,7 @@ def test_others_go_in_place_of_files_that_cannot_be_removed() -> None:
     plan.end(plan.step(50), 50, ok=lambda name: name not in stuck)
     assert plan.over == 200
     moves = plan.step(51)
-    assert drops(moves) == [f"{number:040x}" for number in (10, 11)], "those that are worth least of what is left"
+    assert drops(moves) == [f"{number:040x}" for number in (10, 11)], "the least valuable that are left"
     plan.end(moves, 51, ok=lambda name: name not in stuck)
     assert plan.over == 0
     assert plan.scheduler.stats().counters.drop_failures == 2
@@ -95,16 +94,18 @@ def test_where_nothing_can_be_removed_the_cache_is_not_forgotten_for_nothing() -
 def test_a_write_that_was_given_up_counts_until_its_call_returns() -> None:
     tiers = Tiers(disk_bytes=250)
     late, other, third = (tiers.add(number) for number in (1, 2, 3))
-    assert tiers.placement.store(late, now=0, why="evict") == "now"
+    assert tiers.placement.disk.store(late, now=0, why="evict") == "now"
     (store,) = tiers.planned()
     tiers.end(store, ok=False, busy=True)
-    assert tiers.placement.disk_used == 100, "its temporary file may still be growing"
-    assert tiers.placement.store(late, now=0, why="evict") == "never", "the call may still make a file of that name"
-    assert tiers.placement.store(other, now=0, why="evict") == "now"
-    assert tiers.placement.store(third, now=0, why="evict") == "never", "there would be three files"
+    assert tiers.placement.disk.used == 100, "its temporary file may still be growing"
+    assert tiers.placement.disk.store(late, now=0, why="evict") == "never", (
+        "the call may still make a file of that name"
+    )
+    assert tiers.placement.disk.store(other, now=0, why="evict") == "now"
+    assert tiers.placement.disk.store(third, now=0, why="evict") == "never", "there would be three files"
     assert stores(tiers.planned()) == [other.id]
     tiers.placement.complete(MoveDone(store.move, ok=False), now=1)
-    assert tiers.placement.disk_used == 100
-    assert tiers.placement.store(late, now=1, why="evict") == "now"
+    assert tiers.placement.disk.used == 100
+    assert tiers.placement.disk.store(late, now=1, why="evict") == "now"
     tiers.end_all()
-    assert tiers.placement.disk_used == 200
+    assert tiers.placement.disk.used == 200

@@ -1,17 +1,17 @@
-"""Rows are erased when nobody has used them for as long as was asked for (spec A15): when, and when not yet."""
+"""Rows are erased when no job has used them for as long as was asked for (spec A15): when, and when not yet."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from lasting_kit import Lasting
-from server_kit import jobs_of, words
-from tiers_kit import Tiers
 
-from afterglow.plan.expiry import EXPIRY_RETRY_S, Expiry
-from afterglow.plan.extent import Extent
+from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.step import Drop, Store
+from afterglow.plan.tiers.expiry import EXPIRY_RETRY_S, Expiry
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import jobs_of, words
+from tests.plan.tiers_kit import Tiers
 
 TTL = 1000.0
 TURNS = tuple(range(8, 61, 12))
@@ -142,7 +142,7 @@ def test_rows_that_survived_a_truncation_expire_too() -> None:
     later(server, TTL / 2)
     server.ask(words(68), ttl=TTL, truncation=True, turns=TURNS)
     later(server, TTL / 2 + 1)
-    assert 0 < server.scheduler.stats().extents < 5, "what has been cut is gone, what was kept has been used again"
+    assert 0 < server.scheduler.stats().extents < 5, "cut rows are gone, kept rows have been used again"
     later(server, TTL / 2)
     assert server.is_empty()
 
@@ -531,11 +531,11 @@ def test_what_is_put_off_while_it_is_being_written_is_noted_when_it_is_there() -
     for _ in range(50):
         if any(isinstance(move, Store) for move in server.step().moves):
             break
-    (extent,) = server.scheduler._index.extents.values()
-    server.scheduler._placement.touch(extent, server.now, 9 * TTL)
-    assert server.scheduler.take_touched() == [], "there is no row yet"
+    (extent,) = server.scheduler.cache.index.extents.values()
+    server.scheduler.cache.placement.touch(extent, server.now, 9 * TTL)
+    assert server.scheduler.cache.disk.take_touched() == [], "there is no row yet"
     server.finish()
-    (use,) = server.scheduler.take_touched()
+    (use,) = server.scheduler.cache.disk.take_touched()
     assert use.expires == extent.expires > 8 * TTL
 
 

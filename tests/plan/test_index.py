@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fake_executor import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tiers_kit import make_extent
 
-from afterglow.plan.extent import Extent
-from afterglow.plan.index import Index, common_rows, extent_id
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.index import Index, common_rows, extent_id
+from tests.plan.fake_executor import pack
+from tests.plan.tiers_kit import make_extent
 
 Path = tuple[int, ...]
 TOKENS = st.lists(st.integers(0, 2), max_size=9)  # few different ones: almost everything has something in common
@@ -29,7 +29,7 @@ class IndexMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------ the model
 
     def matched(self, salt: str, tokens: list[int]) -> list[tuple[Extent, int]]:
-        """(holder, row of it) of each row of the longest known prefix, found one token after the other."""
+        """(holder, its row) of each row of the longest known prefix, found one token after the other."""
         rows: list[tuple[Extent, int]] = []
         for end in range(1, len(tokens) + 1):
             holder = self.holders.get((salt, tuple(tokens[:end])))
@@ -39,7 +39,7 @@ class IndexMachine(RuleBasedStateMachine):
         return rows
 
     def below(self, extent: Extent) -> list[Extent]:
-        """The extent, and whoever has rows behind one of its rows."""
+        """The extent, and the extents with rows behind one of its rows."""
         own = {path for (salt, path), holder in self.holders.items() if holder is extent and salt == extent.salt}
         return [
             other

@@ -1,4 +1,4 @@
-"""Whose rows are found by whom: tenants share nothing (X5), truncated rows are nobody's prefix (X2), and nothing that
+"""Which rows which tenant finds: tenants share nothing (X5), truncated rows are no prefix (X2), and nothing that
 is only nearly right is taken for exact (X3)."""
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from lasting_kit import Lasting
-from server_kit import jobs_of, words
 
-from afterglow.plan.extent import Extent
-from afterglow.plan.salts import client_salt
-from afterglow.plan.truncation import is_private
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.truncation import is_private
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import jobs_of, words
 
 WINDOW = 64
 TURNS = (8, 20, 32, 44)  # a system prompt of 8 tokens, turns of 12
@@ -27,7 +27,7 @@ def move_to(server: Lasting, where: str) -> None:
 
 
 def extents(server: Lasting) -> list[Extent]:
-    return list(server.scheduler._index.extents.values())
+    return list(server.scheduler.cache.index.extents.values())
 
 
 # ------------------------------------------------------------------------------------------------ tenants (X5)
@@ -156,7 +156,7 @@ def test_a_reset_of_one_tenant_leaves_the_running_jobs_of_others() -> None:
 
 
 def cut_server(**settings: object) -> tuple[Lasting, list[int]]:
-    """A server that has cut a conversation of tenant "a"; and the tokens that were left of it, reply included."""
+    """A server that has cut a conversation of tenant "a"; and the tokens that are left, reply included."""
     server = serving(max_model_len=WINDOW, **settings)
     server.ask(words(56), salt="a", truncation=True, turns=TURNS)
     job = server.ask(words(68), max_tokens=4, salt="a", truncation=True, turns=(*TURNS, 56))
@@ -177,7 +177,7 @@ def test_what_was_left_of_a_cut_prompt_is_nobodys_prefix(truncation: bool, where
 
 
 def test_the_same_tokens_left_of_another_conversation_find_nothing() -> None:
-    # What was dropped differs, and the rows that were kept have seen it.
+    # The dropped rows differ, and the kept rows have seen them.
     server, left = cut_server()
     other = [*words(8), *words(36, 5000), *words(24, 144)]
     job = server.ask(other, max_tokens=4, salt="a", truncation=True, turns=(*TURNS, 56))
@@ -224,7 +224,7 @@ def test_a_private_extent_never_hangs_in_the_tree_of_its_tenant() -> None:
         assert all(node.parent is not None for node in extent.nodes)
 
 
-# ------------------------------------------------------------------------------------------ only what is exact (X3)
+# ------------------------------------------------------------------------------------------ exact rows only (X3)
 
 
 def test_rows_are_exact_unless_they_are_private() -> None:
@@ -256,7 +256,7 @@ def test_nor_a_private_file_for_a_prefix(kind: str) -> None:
 
 
 def test_the_rows_of_a_reply_are_their_tenants_too() -> None:
-    """A truncated prompt keeps them, and the executor knows whose they are: nobody has resent them before."""
+    """A truncated prompt keeps them, and the executor knows whose they are: no client has resent them before."""
     server = serving(max_model_len=WINDOW)
     first = server.ask(words(44), max_tokens=12, salt="a")
     job = server.ask([*server.text(first), *words(12, 1000)], salt="a", truncation=True, turns=(*TURNS, 56))

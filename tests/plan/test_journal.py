@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
-from server_kit import FOREVER, Server, words
 
 from afterglow.errors import RequestError
-from afterglow.plan.journal import RecordingScheduler, replay, step_digest
+from afterglow.plan.journal.inputs import INPUTS
+from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import replay, replay_repeated
+from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import JobSpec, Step
+from afterglow.plan.step import JobSpec, Load, Step
+from tests.plan.fake_executor import pack
+from tests.plan.server_kit import FOREVER, Server, words
 
 
 class Recorded(Server):
@@ -23,14 +31,14 @@ class Recorded(Server):
     def make(self) -> Scheduler:
         lines: list[str] = []
         self.journals.append(lines)
-        return RecordingScheduler(self.capacity, write=lines.append, **self.settings)  # type: ignore[arg-type]
+        return RecordingScheduler(self.capacity, SchedulerOptions(**self.settings), lines.append)
 
 
 def eventful() -> Recorded:
     """Two lives with everything that can happen in them."""
     server = Recorded(device_rows=96, host_slots=24, disk_bytes=10_000, prefill_chunk=8)
     server.submit(words(12), max_tokens=40)
-    server.submit(words(12, 1000), max_tokens=40, salt="a")  # one of them has to be sent back
+    server.submit(words(12, 1000), max_tokens=40, salt="a")  # one job has to be sent back
     server.submit(words(20, 2000), max_tokens=3, stop_tokens=frozenset([1, 2, 3]), read=False, session="s")
     with pytest.raises(RequestError):
         server.scheduler.submit(JobSpec(99, b"", 1), server.now)
@@ -86,12 +94,34 @@ def test_the_journal_names_every_input() -> None:
         "plan", "submit", "cancel", "restore", "reset", "drop_contexts", "drop_clean_host", "flush", "schedule", "recall",
         "commit", "complete",
     }  # fmt: skip
-    assert sum(line["op"] == "submit" for line in lines) == len(server.specs), "what was refused is no input"
+    assert sum(line["op"] == "submit" for line in lines) == len(server.specs), "a refused job is no input"
     assert any(line["op"] == "commit" and line["failed"] for line in lines)
     assert server.scheduler.stats().counters.store_failures > 0
     done = [item for line in lines for item in line.get("done", ())]
     assert any(item["kind"] == "MoveDone" and item["slots_busy"] for item in done)
     assert not any("\n" in line for journal in server.journals for line in journal)
+
+
+def test_every_method_of_a_scheduler_that_changes_it_is_an_input() -> None:
+    looks = {"knows", "stats", "check", "flushed", "unfinished", "queued", "open_step"}
+    public = {name for name in vars(Scheduler) if not name.startswith("_")}
+    assert public == looks | INPUTS.keys()
+    for name, kind in INPUTS.items():
+        parameters = list(inspect.signature(getattr(Scheduler, name)).parameters)[1:]
+        assert [field.name for field in fields(kind)] == parameters
+
+
+def test_extents_of_another_engine_are_an_input_too() -> None:
+    other, lines = Server(disk_bytes=10_000), []
+    other.ask(words(40))
+    tokens = pack(words(40))
+    path = [view.extent for view in other.scheduler.cache.match("", tokens).views]
+    taker = RecordingScheduler(other.capacity, SchedulerOptions(digest="m"), lines.append)
+    assert taker.adopt("", tokens, path, None, 1.0)
+    taker.submit(JobSpec(1, tokens, 1), 2.0)
+    step = taker.schedule(2.0)
+    assert any(isinstance(move, Load) for move in step.moves)
+    assert [found for found, _ in replay(lines)] == [step]
 
 
 def test_another_input_gives_other_steps() -> None:
@@ -103,9 +133,53 @@ def test_another_input_gives_other_steps() -> None:
     assert any(step_digest(step) != digest for step, digest in list(replay(lines))[:6])
 
 
+def test_an_input_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its replay fails too; one that is refused is no input."""
+    server = Recorded()
+    with pytest.raises(RequestError):
+        server.scheduler.submit(JobSpec(1, b"", 1), server.now)
+    assert len(server.journals[0]) == 1
+
+    def fails(*_: object) -> Step:
+        raise ValueError("not in the list")
+
+    monkeypatch.setattr(Scheduler, "schedule", fails)
+    with pytest.raises(ValueError, match="not in the list"):
+        server.scheduler.schedule(server.now)
+    assert json.loads(server.journals[0][-1])["op"] == "schedule"
+
+
 def test_equal_steps_have_equal_digests() -> None:
     assert step_digest(Step(1, frees=(2,))) == step_digest(Step(1, frees=(2,)))
     assert step_digest(Step(1, frees=(2,))) != step_digest(Step(1, frees=(3,)))
+
+
+JOURNALS = sorted((Path(__file__).parent / "journals").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", JOURNALS, ids=lambda path: path.stem)
+def test_recorded_journals_lead_to_the_steps_that_were_recorded(path: Path) -> None:
+    """Journals of engines and of random plans, recorded once (journals/record.py): structure changes, steps do not."""
+    lines = path.read_text().splitlines()
+    replayed = [(step_digest(step), digest) for step, digest in replay(lines)]
+    assert len(replayed) > 50
+    assert [now for now, _ in replayed] == [then for _, then in replayed]
+    repeated = [(step_digest(step), digest) for step, digest in replay_repeated(lines, 1000)]
+    assert repeated == replayed
+
+
+def test_the_recorded_journals_cover_the_plans_inputs() -> None:
+    lines = [json.loads(line) for path in JOURNALS for line in path.read_text().splitlines()]
+    assert {line["op"] for line in lines} >= {
+        "plan", "submit", "cancel", "restore", "reset", "recall", "flush", "schedule", "commit", "complete", "give_up",
+        "pin_session", "forget_session", "register_prefix", "forget_prefix",
+    }  # fmt: skip
+    assert {line["settings"]["policy"] for line in lines if line["op"] == "plan"} >= {"lookahead", "lru", "fifo", "lfu"}
+    specs = [line["spec"] for line in lines if line["op"] == "submit"]
+    assert any(spec["selects"] for spec in specs)
+    assert any(spec["scores"] for spec in specs)
+    commits = [line for line in lines if line["op"] == "commit"]
+    assert all(any(line.get(key) for line in commits) for key in ("failed", "exhausted", "late", "waiting"))
 
 
 PLAN = Recorded().journals[0][0]
@@ -120,7 +194,7 @@ PLAN = Recorded().journals[0][0]
         ([PLAN, '{"now":1}'], "line 2 of the journal has no `op`"),
         ([PLAN, '{"op":"dance","now":1}'], "a journal has no 'dance' lines"),
         (['{"op":"flush","now":1}', PLAN], "a journal begins with a `plan` line"),
-        ([PLAN.replace('"format":1', '"format":7')], "has format 7; this program reads format 1"),
+        ([PLAN.replace('"format":2', '"format":7')], "has format 7; this program reads format 2"),
     ],
 )
 def test_a_line_that_is_no_journals_is_named(lines: list[str], message: str) -> None:

@@ -1,13 +1,13 @@
-"""Whichever is predicted to be faster: loading what is on disk, computing it again, or some of both at once."""
+"""Whichever is predicted to be faster: loading rows from disk, computing them again, or some of both at once."""
 
 from __future__ import annotations
 
 import pytest
-from fake_executor import pack
-from server_kit import Server, words
 
-from afterglow.plan.cost import PROBE_PART, PROBE_SHARE, Cost, Work
 from afterglow.plan.step import Run
+from afterglow.plan.tiers.cost import PROBE_PART, PROBE_SHARE, Cost, Work
+from tests.plan.fake_executor import pack
+from tests.plan.server_kit import Server, words
 
 HISTORY = 64  # rows: four extents of sixteen
 
@@ -191,8 +191,8 @@ def test_nobody_waits_for_a_probe() -> None:
 
 def test_a_job_that_comes_to_need_what_a_probe_loads_gets_all_of_it() -> None:
     server = taught(load_seconds=1.6)
-    tail = server.scheduler._index.match("", pack(words(HISTORY, 9000))).views[-1].extent
-    server.scheduler._placement.probe(tail, 0.1, server.now)  # it takes 1.6 s
+    tail = server.scheduler.cache.index.match("", pack(words(HISTORY, 9000))).views[-1].extent
+    server.scheduler.cache.placement.loading.probe(tail, 0.1, server.now)  # it takes 1.6 s
     job = server.ask([*words(HISTORY, 9000), 7])
     assert server.ends[job] == "length"
     assert server.hits(job)[2] > 0
@@ -201,16 +201,16 @@ def test_a_job_that_comes_to_need_what_a_probe_loads_gets_all_of_it() -> None:
 
 def test_nothing_is_evicted_for_a_probe() -> None:
     server = taught(load_seconds=100.0)
-    placement = server.scheduler._placement
-    tail = server.scheduler._index.match("", pack(words(HISTORY, 9000))).views[-1].extent
-    taken = placement.pool.take(placement.pool.free - 3)
+    placement = server.scheduler.cache.placement
+    tail = server.scheduler.cache.index.match("", pack(words(HISTORY, 9000))).views[-1].extent
+    taken = placement.host.pool.take(placement.host.pool.free - 3)
     assert taken is not None
-    placement.probe(tail, 0.1, server.now)
+    placement.loading.probe(tail, 0.1, server.now)
     assert not placement.has_moves
-    placement.pool.give(taken[:1])
-    placement.probe(tail, 0.1, server.now)
+    placement.host.pool.give(taken[:1])
+    placement.loading.probe(tail, 0.1, server.now)
     assert placement.has_moves
-    placement.pool.give(taken[1:])
+    placement.host.pool.give(taken[1:])
     server.finish()
 
 

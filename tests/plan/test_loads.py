@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server_kit import FOREVER, Server, jobs_of, tokens_of, words
 
 from afterglow.plan.step import Release, Store
+from tests.plan.server_kit import FOREVER, Server, jobs_of, tokens_of, words
 
 # ------------------------------------------------------------------------------------- from disk
 
@@ -190,7 +190,7 @@ def test_rows_for_which_slots_are_being_freed_are_waited_for() -> None:
 
 
 def test_moves_and_tokens_do_not_depend_on_each_other() -> None:
-    """A Store that never ends holds nobody up."""
+    """A Store that never ends holds no job up."""
     server = Server(disk_bytes=10_000, write_policy="write_through")
     server.faults.delay = FOREVER
     first = server.submit(words(20), max_tokens=3)

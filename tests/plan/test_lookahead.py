@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from bisect import insort
 
 import pytest
-from fake_executor import pack
-from server_kit import Server, words
-from tiers_kit import BLOCK, Tiers, drops, stores
 
-from afterglow.plan.extent import Extent
-from afterglow.plan.jobs import Job, JobQueue
-from afterglow.plan.lookahead import LookAhead
-from afterglow.plan.policy import POLICIES
+from afterglow.plan.batching.job import Job
+from afterglow.plan.batching.lookahead import LookAhead
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.truncation import Origin
 from afterglow.plan.step import PREFETCH, JobSpec, Load
-from afterglow.plan.truncation import Origin
+from afterglow.plan.tiers.policy import POLICIES
+from tests.plan.fake_executor import pack
+from tests.plan.server_kit import Server, words
+from tests.plan.tiers_kit import BLOCK, Tiers, drops, stores
 
 ROWS = 4 * BLOCK  # of every item here: one extent of four blocks, four slots, 400 bytes on disk
 
@@ -23,9 +24,9 @@ class Waiting:
     """Tiers, a queue, and look-ahead; conversation n has one extent whose tokens are all n."""
 
     def __init__(self, host_slots: int, disk_bytes: int) -> None:
-        self.tiers = Tiers(host_slots, disk_bytes, policy="lookahead")
-        self.queue = JobQueue()
-        self.ahead = LookAhead(self.tiers.capacity, self.tiers.index, self.tiers.placement, self.queue, True, ROWS)
+        self.tiers = Tiers(host_slots, disk_bytes, policy="lookahead", max_model_len=ROWS)
+        self.queue: list[Job] = []
+        self.ahead = LookAhead(self.tiers.cache, self.queue, windows=True)
         self.extents: dict[int, Extent] = {}
 
     def cached(self, number: int, where: str) -> None:
@@ -35,9 +36,16 @@ class Waiting:
     def submit(self, number: int) -> Job:
         spec = JobSpec(number, pack([number] * ROWS + [99]), 1)
         job = Job(spec, number, 0, bytearray(spec.prompt))
-        self.queue.add(job)
-        self.ahead.joined(job)
+        self.join(job)
         return job
+
+    def join(self, job: Job) -> None:
+        insort(self.queue, job, key=lambda each: each.key)
+        self.ahead.joined(job)
+
+    def leave(self, job: Job) -> None:
+        self.queue.remove(job)
+        self.ahead.left(job)
 
     def names(self, ids: list[str]) -> list[int]:
         return [number for name in ids for number, extent in self.extents.items() if extent.id == name]
@@ -83,14 +91,14 @@ def test_figure_9_of_the_paper() -> None:
 def test_windows_have_the_papers_lengths() -> None:
     world = Waiting(host_slots=40, disk_bytes=4000)
     world.ahead.watch()
-    low = world.tiers.placement.low
+    low = world.tiers.placement.host.low
     assert world.ahead.prefetch_window == (40 - low) // 4
     assert world.ahead.eviction_window == (40 - low) // 4 + 10
     world.ahead.finished(2 * ROWS)  # from now on the mean of what jobs leave behind
     assert world.ahead.item_rows == 2 * ROWS
     assert world.ahead.prefetch_window == (40 - low) // 8
     world.ahead.watch()
-    assert world.tiers.placement.low == 10  # two items would be sixteen, but a quarter of the tier is the most
+    assert world.tiers.placement.host.low == 10  # two items would be sixteen, but a quarter of the tier is the most
 
 
 def test_what_a_cut_context_keeps_is_fetched_and_protected_too() -> None:
@@ -101,8 +109,7 @@ def test_what_a_cut_context_keeps_is_fetched_and_protected_too() -> None:
     spec = JobSpec(7, pack([2] * 4 + [99]), 1, salt="~epoch")  # of what it was, the last four rows are left
     job = Job(spec, 7, 0, bytearray(spec.prompt))
     job.origin = Origin("", text, ((2 * ROWS - 4, 2 * ROWS),))
-    world.queue.add(job)
-    world.ahead.joined(job)
+    world.join(job)
     assert job.path == (below,)
     world.ahead.watch()
     world.ahead.prefetch(now=1, reserve=0)
@@ -110,8 +117,7 @@ def test_what_a_cut_context_keeps_is_fetched_and_protected_too() -> None:
     assert isinstance(load, Load)
     assert load.extent == below.id
     assert world.ahead.coming(1) == 3, "its rows are copied, so that they take slots of their own"
-    world.queue.remove(job)
-    world.ahead.left(job)
+    world.leave(job)
     assert below.rank is None
 
 
@@ -119,15 +125,14 @@ def test_windows_shrink_if_what_is_queued_for_is_larger_than_what_has_finished()
     world = Waiting(host_slots=40, disk_bytes=4000)
     world.ahead.finished(ROWS // 2)
     world.ahead.watch()
-    low = world.tiers.placement.low
+    low = world.tiers.placement.host.low
     assert world.ahead.prefetch_window == (40 - low) // 2
     world.cached(1, "disk")
     first = world.submit(1)
     world.submit(9)  # which waits for nothing that is known
     assert world.ahead.prefetch_window == (40 - low) // 4
     assert world.ahead.eviction_window == (40 - low) // 4 + 10
-    world.queue.remove(first)
-    world.ahead.left(first)
+    world.leave(first)
     assert world.ahead.prefetch_window == (40 - low) // 2
 
 
@@ -137,15 +142,12 @@ def test_a_shared_extent_has_the_rank_of_its_first_job() -> None:
     first, second = world.submit(1), None
     spec = JobSpec(7, pack([1] * ROWS + [5]), 1)
     second = Job(spec, 7, 0, bytearray(spec.prompt))
-    world.queue.add(second)
-    world.ahead.joined(second)
+    world.join(second)
     extent = world.extents[1]
     assert extent.rank == first.key
-    world.queue.remove(first)
-    world.ahead.left(first)
+    world.leave(first)
     assert extent.rank == second.key
-    world.queue.remove(second)
-    world.ahead.left(second)
+    world.leave(second)
     assert extent.rank is None
     world.ahead.check()
 
@@ -154,12 +156,12 @@ def test_what_is_waited_for_is_evicted_last_and_from_the_tail_of_the_queue() -> 
     world = Waiting(host_slots=40, disk_bytes=8000)
     for number in (1, 2, 3, 4, 5):
         world.cached(number, "both")
-    world.tiers.placement.touch(world.extents[5], now=9)  # the last used, but nobody waits for it
+    world.tiers.placement.touch(world.extents[5], now=9)  # the last used, but no job waits for it
     for number in (2, 1, 4):
         world.submit(number)
     order = []
     for free in range(24, 44, 4):
-        world.tiers.placement.evict(free, now=10)
+        world.tiers.placement.host.evict(free, now=10)
         order += [n for n, extent in world.extents.items() if extent.host == "absent" and n not in order]
     assert order == [3, 5, 4, 2, 1]  # equal priorities and steps: by number
 
@@ -170,8 +172,8 @@ def test_nothing_goes_for_a_job_that_an_earlier_one_waits_for() -> None:
     world.cached(2, "both")
     world.cached(3, "disk")
     jobs = {number: world.submit(number) for number in (1, 2, 3)}
-    assert not world.tiers.placement.prefetch(world.extents[3], 1, jobs[3].key)
-    assert world.tiers.placement.load(world.extents[3], 1, None), "unless nobody asks whose turn it is"
+    assert not world.tiers.placement.loading.prefetch(world.extents[3], 1, jobs[3].key)
+    assert world.tiers.placement.loading.load(world.extents[3], 1, None), "unless no turn is given"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -185,8 +187,7 @@ def test_victims_are_those_of_a_full_scan(seed: int) -> None:
         world.submit(number)
     queue = list(world.queue)
     for job in rng.sample(queue, 5):
-        world.queue.remove(job)
-        world.ahead.left(job)
+        world.leave(job)
     position = {job.spec.job: place for place, job in enumerate(world.queue)}
 
     def scan(number: int) -> tuple[float, ...]:
@@ -196,10 +197,10 @@ def test_victims_are_those_of_a_full_scan(seed: int) -> None:
         return (1, -position[number], 0)
 
     expected = sorted(world.extents, key=scan)
-    pool = world.tiers.placement.pool
+    pool = world.tiers.placement.host.pool
     found: list[int] = []
     while pool.free < pool.total:
-        world.tiers.placement.evict(pool.free + 1, now=10)
+        world.tiers.placement.host.evict(pool.free + 1, now=10)
         found += [n for n, extent in world.extents.items() if extent.host == "absent" and n not in found]
     assert found == expected
 

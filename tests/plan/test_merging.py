@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from fake_executor import pack
-from lasting_kit import Lasting
-from server_kit import Server, words
 
-from afterglow.plan.extent import Capacity
-from afterglow.plan.journal import RecordingScheduler, replay, step_digest
-from afterglow.plan.merging import SMALL
+from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.options import MERGED_ROWS, Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Copy, Drop, ExtentRecord, Store
+from tests import doors
+from tests.plan.fake_executor import pack
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import Server, words
 
 FILES = tuple(1000 * blocks for blocks in range(1, 17))
 
@@ -30,7 +32,7 @@ class Real(Server):
 
 
 def converse(server: Server, turns: int, prompt: int = 40, reply: int = 20, **more: object) -> list[int]:
-    """So many turns, each resending all before it. What was said."""
+    """So many turns, each resending all before it. Returns the text."""
     text: list[int] = []
     for turn in range(turns):
         text = [*text, *words(prompt, 1000 * (turn + 1))]
@@ -40,7 +42,7 @@ def converse(server: Server, turns: int, prompt: int = 40, reply: int = 20, **mo
 
 def extents(server: Server) -> list[int]:
     """Rows of each, in order."""
-    return [e.rows for e in sorted(server.scheduler._index.extents.values(), key=lambda e: e.first_row)]
+    return [e.rows for e in sorted(server.scheduler.cache.index.extents.values(), key=lambda e: e.first_row)]
 
 
 def copied(server: Server) -> int:
@@ -101,7 +103,7 @@ def test_a_reply_and_its_prompt_are_one_file() -> None:
 
 def test_long_turns_are_left_alone() -> None:
     server = Real()
-    converse(server, 3, prompt=SMALL, reply=SMALL + 1)
+    converse(server, 3, prompt=MERGED_ROWS, reply=MERGED_ROWS + 1)
     assert copied(server) == 0
 
 
@@ -132,16 +134,16 @@ def test_what_was_merged_is_found_in_every_tier(where: str) -> None:
 
 
 def test_what_was_merged_has_the_name_that_it_would_have_had_in_one_turn() -> None:
-    """Whoever computes the same tokens at once finds them, and on disk there is one file of them."""
+    """Jobs that compute the same tokens at once find them, and on disk there is one file."""
     server = Real(disk_bytes=10**6)
     text = converse(server, 2)
     other = Real(disk_bytes=10**6)
     other.ask([*text[:-1], 7], max_tokens=0)
     other.ask(text[:-1], max_tokens=0)
-    (merged,) = server.scheduler._index.extents.values()
+    (merged,) = server.scheduler.cache.index.extents.values()
     fresh = Real(disk_bytes=10**6)
     fresh.ask(text[:-1], max_tokens=0)
-    (whole,) = fresh.scheduler._index.extents.values()
+    (whole,) = fresh.scheduler.cache.index.extents.values()
     assert (merged.id, merged.tokens, merged.parent) == (whole.id, whole.tokens, whole.parent)
 
 
@@ -154,7 +156,7 @@ def test_what_two_conversations_share_is_not_merged() -> None:
     server.ask(system, max_tokens=0)
     for number in (1, 2):
         server.ask([*system, *words(30, 1000 * number)], max_tokens=5)
-    shared = server.scheduler._index.match("", pack(system))
+    shared = server.scheduler.cache.index.match("", pack(system))
     assert len(shared.views) == 1
     # The first conversation had taken the prefix for its own; the second hangs below the middle of that.
     assert extents(server) == [84, 34]
@@ -205,12 +207,12 @@ def test_a_conversation_keeps_its_name_and_its_pin() -> None:
     text = converse(server, 2, session="s")
     assert server.scheduler.pin_session("", "s", True)
     text = list(server.text(server.ask([*text, *words(40, 5000)], max_tokens=20, session="s")))
-    (state,) = server.scheduler.sessions("")
+    (state,) = server.scheduler.cache.sessions.listing("")
     assert (state.name, state.rows, state.pinned) == ("s", len(text) - 1, True)
-    (extent,) = server.scheduler._index.extents.values()
-    assert extent.kept == 1
+    (extent,) = server.scheduler.cache.index.extents.values()
+    assert extent.pin_count == 1
     server.restart()
-    (state,) = server.scheduler.sessions("")
+    (state,) = server.scheduler.cache.sessions.listing("")
     assert (state.rows, state.pinned) == (len(text) - 1, True)
     assert server.scheduler.forget_session("", "s")
     assert extents(server) == []
@@ -268,7 +270,7 @@ def test_what_is_forgotten_while_it_is_copied_is_gone(how: str) -> None:
         assert server.scheduler.forget_session("", "s")
     server.ask(words(60, 30_000), salt="b")  # others take the slots
     server.finish()
-    assert server.scheduler._index.match("", pack(text)).rows == 0
+    assert server.scheduler.cache.index.match("", pack(text)).rows == 0
     assert len(server.executor.files) == 1
     server.nothing_left_behind()
 
@@ -290,7 +292,7 @@ def test_a_replay_takes_the_same_steps() -> None:
     class Recorded(Real):
         def make(self) -> Scheduler:
             super().make()
-            return RecordingScheduler(self.capacity, write=lines.append, **self.settings)  # type: ignore[arg-type]
+            return RecordingScheduler(self.capacity, SchedulerOptions(**self.settings), lines.append)
 
     server = Recorded(disk_bytes=10**6, write_policy="write_through")
     converse(server, 4)
@@ -307,7 +309,7 @@ def test_after_a_crash_at_any_step_no_row_that_had_a_file_is_gone(write_policy: 
     server = Real(disk_bytes=10**6, write_policy=write_policy)
     text = converse(server, 2)
     flush(server)
-    server.scheduler._flushing = False
+    doors.end_flush(server.scheduler)
     known = 0
     server.faults.delay = 2
     job = server.submit([*text, *words(40, 9000)], max_tokens=20)
@@ -319,10 +321,10 @@ def test_after_a_crash_at_any_step_no_row_that_had_a_file_is_gone(write_policy: 
             seen.add(files)
             after = Lasting(disk_bytes=10**6)
             after.capacity = server.capacity
-            after.scheduler = Scheduler(server.capacity, digest="m")
+            after.scheduler = Scheduler(server.capacity, SchedulerOptions(digest="m"))
             after.scheduler.restore(list(server.executor.catalog.values()), server.now)
             after.scheduler.check()
-            rows = after.scheduler._index.match("", pack(server.text(job))).rows
+            rows = after.scheduler.cache.index.match("", pack(server.text(job))).rows
             assert rows >= max(known, len(text) - 1)
             known = rows
     assert len(seen) > 2

@@ -1,19 +1,19 @@
-"""Why prompt tokens had to be computed, and whether what was fetched ahead was of use: each reason is counted."""
+"""Why prompt tokens had to be computed, and whether prefetches were of use: each reason is counted."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 import pytest
-from fake_executor import pack
-from lasting_kit import Lasting
-from server_kit import FOREVER, words
-from tiers_kit import Tiers, make_extent
 
-from afterglow.plan.ghosts import MOST, NOTED, Ghosts
-from afterglow.plan.index import NO_MATCH, Index
-from afterglow.plan.loading import THRASH_S
+from afterglow.plan.prefix.ghosts import MAX_GHOSTS, MAX_NOTED, Ghosts
+from afterglow.plan.prefix.index import NO_MATCH, Index
 from afterglow.plan.stats import Counters
+from afterglow.plan.tiers.loading import THRASH_S
+from tests.plan.fake_executor import pack
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import FOREVER, words
+from tests.plan.tiers_kit import Tiers, make_extent
 
 REASONS = ("cold", "evicted", "expired", "damaged", "deleted", "salt")
 
@@ -34,7 +34,7 @@ class Counting(Lasting):
         return found
 
     def missed(self) -> dict[str, int]:
-        """Tokens by reason; what was not counted is left out. It all adds up."""
+        """Tokens by reason; reasons without tokens are left out. The sum is right."""
         found = {reason: self.since(f"missed_{reason}") for reason in REASONS}
         hits = self.since("hit_device") + self.since("hit_host") + self.since("hit_disk")
         assert self.since("query_tokens") == hits + self.since("recomputed") + sum(found.values())
@@ -55,7 +55,7 @@ def restarted(server: Counting) -> None:
     server.flush()
     server.scheduler.give_up()
     server.notes["ghost"] = {
-        key: value or "" for kind, key, value in server.scheduler.take_notes(True) if kind == "ghost"
+        key: value or "" for kind, key, value in server.scheduler.cache.take_notes(True) if kind == "ghost"
     }
     server.restart()
 
@@ -90,14 +90,14 @@ def test_a_note_that_cannot_be_read_makes_misses_cold() -> None:
 
 def test_many_ghosts_are_remembered_in_short_notes() -> None:
     ghosts = Ghosts()
-    for number in range(NOTED + 100):
+    for number in range(MAX_NOTED + 100):
         ghosts.add(make_extent([number] * 4), "evicted")
     notes = {key: text for key, text in ghosts.take_notes() if text is not None}
     assert max(map(len, notes.values())) < 2048, "a small disk takes no longer ones"
     later = Ghosts()
     later.recall(notes)
-    reasons = [later.why("", pack([number] * 4), NO_MATCH, Index()) for number in range(NOTED + 100)]
-    assert reasons == ["cold"] * 100 + ["evicted"] * NOTED
+    reasons = [later.why("", pack([number] * 4), NO_MATCH, Index()) for number in range(MAX_NOTED + 100)]
+    assert reasons == ["cold"] * 100 + ["evicted"] * MAX_NOTED
     assert dict(later.take_notes()) == notes
 
 
@@ -279,7 +279,7 @@ def test_misses_are_counted_once_even_of_a_job_that_comes_twice() -> None:
 
 def test_ghosts_are_bounded_and_the_oldest_go_first() -> None:
     ghosts = Ghosts()
-    for i in range(MOST + 10):
+    for i in range(MAX_GHOSTS + 10):
         ghosts.add(make_extent([i, 1, 2, 3]), "evicted")
     index = Index()
     assert ghosts.why("", pack([9, 1, 2, 3, 4]), NO_MATCH, index) == "cold"
@@ -330,10 +330,10 @@ def test_rows_that_found_no_slots_are_no_misses() -> None:
 def test_what_is_wanted_soon_after_it_was_evicted_thrashes(after: float, thrashed: int) -> None:
     tiers = Tiers(disk_bytes=1000)
     extent = tiers.clean(1, now=5)
-    tiers.placement.evict(8, now=100)
+    tiers.placement.host.evict(8, now=100)
     assert extent.host == "absent"
     before = tiers.counters.thrashed
-    tiers.placement.load(extent, now=100 + after)
+    tiers.placement.loading.load(extent, now=100 + after)
     assert tiers.counters.thrashed - before == thrashed
 
 
@@ -341,11 +341,11 @@ def test_what_went_before_its_turn_was_evicted_then_and_not_when_it_was_last_use
     tiers = Tiers(host_slots=2, disk_bytes=1000)
     tiers.add(1, now=1)
     clean = tiers.clean(2, now=2)
-    slots = tiers.placement.urge_slots(1, now=1000)
+    slots = tiers.placement.host.urge_slots(1, now=1000)
     assert slots is not None
     assert clean.host == "absent"
-    tiers.placement.pool.give(slots)
-    tiers.placement.load(clean, now=1001)
+    tiers.placement.host.pool.give(slots)
+    tiers.placement.loading.load(clean, now=1001)
     assert tiers.counters.thrashed == 1
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from lasting_kit import Lasting
-from server_kit import words
 
-from afterglow.plan.loading import LOAD_RETRY_LATE_S, LOAD_RETRY_S, MAX_LOAD_FAILURES
+from afterglow.plan.tiers.loading import LOAD_RETRY_LATE_S, LOAD_RETRY_S, MAX_LOAD_FAILURES
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import words
 
 
 def on_disk(**more: object) -> Lasting:
@@ -19,7 +19,7 @@ def on_disk(**more: object) -> Lasting:
 
 
 def fail(server: Lasting, why: str, prompt: int = 49) -> int:
-    """A job all of whose loads fail; nothing of it stays on the device."""
+    """A job whose loads all fail; none of its rows stays on the device."""
     server.faults.load, server.faults.why = 1.0, why
     job = server.ask(words(prompt), write=False)
     server.faults.load = 0.0
@@ -81,7 +81,7 @@ def test_an_error_that_does_not_pass_costs_the_extent() -> None:
     assert server.known(words(48)) == 0
     assert not server.executor.catalog
     server.ask(words(48), max_tokens=0)
-    assert server.known(words(48)) == 48, "what was lost has been computed, and kept again"
+    assert server.known(words(48)) == 48, "lost rows have been computed, and kept again"
 
 
 def test_a_load_that_succeeds_makes_up_for_those_that_failed() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from prefix_kit import Prompting
+from tests import doors
+from tests.plan.prefix_kit import Prompting
 
 PROMPT = [3] * 32  # two files of 400 bytes
 
 
 def pinned(server: Prompting) -> int:
-    pins = server.scheduler._placement.pins
-    return sum(pins._kept.values()) + sum(pins.promised.values())
+    pins = server.scheduler.cache.placement.pins
+    return sum(doors.pins_held(pins).values()) + sum(pins.promised.values())
 
 
 def test_conversations_that_grow_leave_a_prompt_its_room_over_a_restart() -> None:

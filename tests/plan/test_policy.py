@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers_kit import make_extent
 
-from afterglow.plan.extent import Extent
-from afterglow.plan.policy import POLICIES, Ranking
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.tiers.policy import POLICIES, Ranking
+from tests import doors
+from tests.plan.tiers_kit import make_extent
 
 
-def extent(serial: int, *, first_row: int = 0, born: float = 0.0, used: float = 0.0) -> Extent:
-    made = make_extent([serial], [0] * first_row, serial=serial, now=born)
+def extent(serial: int, *, first_row: int = 0, created_at: float = 0.0, used: float = 0.0) -> Extent:
+    made = make_extent([serial], [0] * first_row, serial=serial, now=created_at)
     made.last_used = used
     return made
 
@@ -21,7 +22,9 @@ def victims(policy: str, extents: list[Extent]) -> list[int]:
 
 
 def test_lru_takes_what_was_not_used_for_longest() -> None:
-    assert victims("lru", [extent(1, born=9, used=1), extent(2, born=1, used=9), extent(3, born=5, used=5)]) == [
+    assert victims(
+        "lru", [extent(1, created_at=9, used=1), extent(2, created_at=1, used=9), extent(3, created_at=5, used=5)]
+    ) == [
         1,
         3,
         2,
@@ -29,7 +32,9 @@ def test_lru_takes_what_was_not_used_for_longest() -> None:
 
 
 def test_fifo_takes_what_is_oldest_however_often_it_was_used() -> None:
-    assert victims("fifo", [extent(1, born=9, used=1), extent(2, born=1, used=9), extent(3, born=5, used=5)]) == [
+    assert victims(
+        "fifo", [extent(1, created_at=9, used=1), extent(2, created_at=1, used=9), extent(3, created_at=5, used=5)]
+    ) == [
         2,
         3,
         1,
@@ -56,7 +61,7 @@ ACTIONS = st.tuples(
 @settings(max_examples=150, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=120), policy=st.sampled_from(sorted(POLICIES)))
 def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str, int, int]], policy: str) -> None:
-    extents = [extent(i, first_row=i % 3, born=float(i % 4)) for i in range(8)]
+    extents = [extent(i, first_row=i % 3, created_at=float(i % 4)) for i in range(8)]
     ranking = Ranking(POLICIES[policy])
     members: set[int] = set()
 
@@ -102,7 +107,7 @@ def test_outdated_entries_do_not_pile_up() -> None:
     for tick in range(10_000):
         one.last_used = float(tick)
         ranking.update(one)
-    assert len(ranking._heap) < 100
+    assert len(doors.heap_of(ranking)) < 100
     assert ranking.members() == [one]
 
 
@@ -110,13 +115,13 @@ def test_many_at_once_have_no_entries_of_their_own() -> None:
     ranking = Ranking(POLICIES["lookahead"])
     extents = [extent(i, first_row=i % 5, used=float(i % 7)) for i in range(500)]
     ranking.fill(extents)
-    assert len(ranking._heap) == 0
+    assert len(doors.heap_of(ranking)) == 0
     for item in extents[:100]:
         item.last_used = 9.0
         ranking.update(item)
     for item in extents[100:200]:
         ranking.set(item, False)
-    assert len(ranking._heap) == 100, "those whose order has changed"
+    assert len(doors.heap_of(ranking)) == 100, "those whose order has changed"
     assert ranking.members() == sorted(extents[:100] + extents[200:], key=POLICIES["lookahead"].order)
     seen: list[Extent] = []
 
@@ -136,7 +141,7 @@ def test_who_has_left_the_line_is_not_held_for_ever() -> None:
         ranking.set(item, False)
     extents[0].last_used = 1.0
     ranking.update(extents[0])
-    assert len(ranking._line) + len(ranking._heap) <= 2
+    assert len(doors.line_of(ranking)) + len(doors.heap_of(ranking)) <= 2
     assert ranking.members() == extents[:1]
 
 

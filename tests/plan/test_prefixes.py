@@ -7,16 +7,19 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from fake_executor import pack
-from lasting_kit import Lasting
-from prefix_kit import PROMPTS, Prompting, prompted
-from server_kit import words
 
 from afterglow.errors import RequestError
-from afterglow.plan.journal import RecordingScheduler, replay, step_digest
-from afterglow.plan.prefixes import OPERATOR
-from afterglow.plan.registered import MOST
+from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
+from afterglow.plan.retention.registered import MAX_PREFIXES
 from afterglow.plan.step import Copy, Store
+from tests.plan.fake_executor import pack
+from tests.plan.lasting_kit import Lasting
+from tests.plan.prefix_kit import PROMPTS, Prompting, prompted
+from tests.plan.server_kit import words
 
 PROMPT = words(22, 1000)  # two extents of 16 and 6 rows, in blocks of 4
 
@@ -61,7 +64,7 @@ def test_a_part_of_it_is_nobodys_hit_or_it_could_be_guessed_token_by_token(rows:
     server = Prompting()
     server.register(PROMPT)
     assert server.cached([*PROMPT[:rows], *words(20)], "a") == 0
-    assert server.cached(PROMPT, "b") == 0  # of which the last token would be computed anyway
+    assert server.cached(PROMPT, "b") == 0  # its last token would be computed anyway
 
 
 def test_a_tenants_prefix_is_the_tenants() -> None:
@@ -161,7 +164,7 @@ def test_a_restart_loads_it_and_computes_one_token() -> None:
     server.restart()
     assert server.state().rows == len(PROMPT)
     assert server.state().about == "about it"
-    crowd(server)  # it is kept before anybody asks for it
+    crowd(server)  # it is kept before a request asks for it
     job = server.register(PROMPT)
     assert server.computed(job) == 1
     assert server.state().disk == len(PROMPT)
@@ -201,7 +204,7 @@ def test_after_a_change_the_old_one_and_what_hung_below_it_are_found_by_nobody_a
     assert server.cached([*new, *words(9)], "a") == len(new)
     crowd(server, 60)
     old = {pack(PROMPT[:16]), pack(PROMPT[16:])}
-    assert not any(e.tokens in old and e.salt == OPERATOR for e in server.scheduler._index.extents.values())
+    assert not any(e.tokens in old and e.salt == OPERATOR for e in server.scheduler.cache.index.extents.values())
     assert server.cached([*new, 5, 6], "b") == len(new)
 
 
@@ -255,8 +258,8 @@ def test_of_contexts_that_are_no_more_kept_the_device_frees_itself() -> None:
     server.register(PROMPT)
     server.scheduler.forget_prefix(OPERATOR, "prompt")
     crowd(server)
-    assert server.scheduler._device.contexts
-    assert not any(context.salt == OPERATOR for context in server.scheduler._device.contexts.values())
+    assert server.scheduler.cache.device.contexts
+    assert not any(context.salt == OPERATOR for context in server.scheduler.cache.device.contexts.values())
 
 
 # ------------------------------------------------------------------------------------------------------ budgets
@@ -274,7 +277,7 @@ def test_one_that_is_too_large_is_refused_by_name(settings: dict[str, int], name
     server = Prompting(**settings)
     with pytest.raises(RequestError, match=f"22 tokens.*{named}"):
         server.register(PROMPT, "a")
-    assert "a" not in server.scheduler.prefixes()
+    assert "a" not in server.scheduler.cache.registered.listing()
     server.register(PROMPT[:12], "a")
     with pytest.raises(RequestError, match=named):
         server.register(words(16, 3000), "a", name="another")
@@ -289,9 +292,9 @@ def test_the_operators_is_on_nobodys_quota() -> None:
 
 def test_so_many_and_no_more() -> None:
     server = Prompting()
-    for number in range(MOST):
+    for number in range(MAX_PREFIXES):
         server.register(words(5, 3000 + 10 * number), "a", name=str(number))
-    with pytest.raises(RequestError, match=f"{MOST} prefixes"):
+    with pytest.raises(RequestError, match=f"{MAX_PREFIXES} prefixes"):
         server.register(words(5), "a", name="one more")
     server.register(words(6, 3000), "a", name="0")  # in place of another
     server.register(words(5), "b")
@@ -330,7 +333,7 @@ def test_truncation_leaves_it_and_does_not_copy_it(policy: str, salt: str) -> No
             assert sum(server.hits(job)) >= len(PROMPT)
     assert server.scheduler.stats().counters.truncations > 0
     copied = [move for step in server.steps for move in step.moves if isinstance(move, Copy)]
-    stored = [e for e in server.scheduler._index.extents.values() if e.kind == "session"]
+    stored = [e for e in server.scheduler.cache.index.extents.values() if e.kind == "session"]
     assert copied
     assert stored
     assert all(extent.first_row >= len(PROMPT) for extent in stored)
@@ -357,7 +360,7 @@ def test_a_journal_has_what_was_registered() -> None:
 
     class Journaled(Prompting):
         def make(self) -> RecordingScheduler:
-            return RecordingScheduler(self.capacity, write=lines.append, **self.settings)
+            return RecordingScheduler(self.capacity, SchedulerOptions(**self.settings), lines.append)
 
     server = Journaled(relay=True)
     server.register(PROMPT)
@@ -417,5 +420,5 @@ def test_without_any_nothing_has_changed() -> None:
     server = Lasting(disk_bytes=100_000, source="load")
     server.ask(words(40), salt="a")
     assert server.hits(server.ask(words(40), salt="b")) == (0, 0, 0)
-    assert server.scheduler.prefixes() == {}
+    assert server.scheduler.cache.registered.listing() == {}
     assert not any(isinstance(move, Store) for step in server.steps for move in step.moves)

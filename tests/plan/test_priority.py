@@ -1,9 +1,10 @@
-"""Who comes first: priority, then arrival; and of those that arrive together, equal cache keys side by side."""
+"""Who comes first: priority, then arrival; and jobs that arrive together with equal cache keys side by side."""
 
 from __future__ import annotations
 
 import pytest
-from server_kit import Server, jobs_of, words
+
+from tests.plan.server_kit import Server, jobs_of, words
 
 
 def busy(**settings: object) -> Server:
@@ -112,7 +113,7 @@ def test_priority_goes_before_the_key() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_side_by_side_they_use_what_is_in_a_tier_too_small_for_both(tied: bool) -> None:
-    """What keys are for: two prefixes take turns on a device that holds one of them."""
+    """What keys are for: two prefixes take turns on a device that holds one."""
     server = Server(max_batch=1, device_rows=60, host_slots=12)
     prefix = {"a": words(28, 1000), "b": words(28, 2000)}
     server.submit(words(5, 90_000), max_tokens=2, write=False)

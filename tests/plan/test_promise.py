@@ -1,4 +1,4 @@
-"""The promise of load-or-recompute, on a simulated clock: once rates are learned, what is chosen takes at most a tenth
+"""The promise of load-or-recompute, on a simulated clock: once rates are learned, the chosen way takes at most a tenth
 longer than the better of loading everything and recomputing everything.
 
 The clock knows the truth: a disk that reads at some rate after some latency, layers that come one after the other,
@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from fake_executor import FakeExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lasting_kit import Lasting
-from server_kit import Steady, words
 
-from afterglow.plan.admission import Source
+from afterglow.choices import KVSource
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import Completion, Event, Load, MoveDone, Step, StepResult
+from afterglow.plan.step import Event, Load, MoveDone, Step, StepResult, TransferDone
+from tests.plan.fake_executor import FakeExecutor
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import Steady, words
 
 BLOCK = 16  # rows; an extent has at most four blocks, and a file 100 bytes for each
 ROW = 0.001  # seconds that computing a row takes, without its attention
@@ -72,7 +72,7 @@ class Disk(FakeExecutor):
             assert isinstance(done, MoveDone)
             self.done[-1] = done._replace(seconds=last - began)
 
-    def tick(self) -> list[Completion]:
+    def tick(self) -> list[TransferDone]:
         for number, pending in self.pending.items():
             late = number in self.reads and self.reads[number][2] > self.now + 1e-12
             pending.ticks = 1 if late else 0
@@ -128,7 +128,7 @@ class Timed(Lasting):
         return events
 
     def finish(self) -> None:
-        """Until nothing runs and nothing moves. (What is answered, others test.)"""
+        """Until nothing runs and nothing moves. (Other tests look at the answers.)"""
         while self.scheduler.unfinished or self.executor.busy or self.scheduler.stats().moves_in_flight:
             self.step()
 
@@ -145,9 +145,9 @@ class Timed(Lasting):
             number += 1
             self.ask([*words(rows, 1000 * (number - 6)), 7], max_tokens=1, write=False)
 
-    def first_token(self, history: int, new: int, source: Source) -> float:
+    def first_token(self, history: int, new: int, source: KVSource) -> float:
         """Seconds to the first token of a turn whose history is on disk."""
-        assert self.scheduler._cost.known
+        assert self.scheduler.cache.cost.known
         prompt = words(history, 10_000 * (len(self.specs) + 1))
         self.scheduler.baseline("layerwise", None, "load")
         self.ask(prompt, max_tokens=0)
@@ -170,14 +170,14 @@ def learned(world: World) -> Timed:
 
 
 def check(world: World, history: int, new: int) -> None:
-    """First what is chosen, so that nothing was learned of this very turn."""
+    """First the chosen way, so that nothing was learned of this very turn."""
     server = learned(world)
     chosen, load, recompute = (server.first_token(history, new, source) for source in ("auto", "load", "recompute"))
     assert chosen <= 1.1 * min(load, recompute), (chosen / min(load, recompute), load, recompute)
 
 
 def stalls(world: World, history: int, new: int) -> list[tuple[float, float]]:
-    """Of each step beside somebody who decodes: seconds that it waited for rows, and that it computed."""
+    """Of each step beside a job that decodes: seconds that it waited for rows, and that it computed."""
     server = learned(world)
     prompt = words(history, 50_000)
     server.ask(prompt, max_tokens=0)

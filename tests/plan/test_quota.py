@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from lasting_kit import Lasting
-from server_kit import words
 
-from afterglow.plan.salts import tenant_of
+from afterglow.plan.prefix.salts import tenant_of
 from afterglow.plan.step import Step
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import words
 
 # Files of extents of one to four blocks (of four rows) have 100 to 400 bytes.
 
@@ -32,7 +32,7 @@ class Limited(Lasting):
     def usage(self) -> dict[str, int]:
         """Bytes of each tenant, counted one by one."""
         found: dict[str, int] = {}
-        for extent in self.scheduler._index.extents.values():
+        for extent in self.scheduler.cache.index.extents.values():
             tenant = tenant_of(extent.salt)
             found[tenant] = found.get(tenant, 0) + extent.file_bytes
         return found
@@ -162,7 +162,7 @@ def test_truncated_rows_count_as_their_tenants() -> None:
         history = words(68, 1000 * i)
         server.ask(history[:56], salt="a", truncation=True, turns=turns[:4])
         server.ask(history, salt="a", truncation=True, turns=turns)
-    assert any("~" in extent.salt for extent in server.scheduler._index.extents.values())
+    assert any("~" in extent.salt for extent in server.scheduler.cache.index.extents.values())
     assert set(server.usage()) == {"a"}
 
 

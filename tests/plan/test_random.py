@@ -7,15 +7,18 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
 
 from afterglow.errors import RequestError
-from afterglow.plan.extent import Capacity
-from afterglow.plan.journal import RecordingScheduler, replay, replay_repeated, step_digest
-from afterglow.plan.salts import client_salt
+from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import replay, replay_repeated
+from afterglow.plan.journal.step_digest import step_digest
+from afterglow.plan.options import Capacity, SchedulerOptions
+from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
-from afterglow.plan.truncation import is_private
+from tests import doors
+from tests.plan.fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
 
 
 class World:
@@ -65,7 +68,7 @@ class World:
         self.executor = FakeExecutor(self.capacity, rng, self.faults)
         self.cancels = rng.choice([0.0, 0.02])
         self.arrivals = rng.choice([0.05, 0.3])
-        self.volatile = rng.choice([0.0, 0.0, 0.5])  # of those that are wanted in memory only
+        self.volatile = rng.choice([0.0, 0.0, 0.5])  # a chance of rows that are wanted in memory only
         self.journals: list[list[str]] = []
         self.digests: list[str] = []
         self.now = 0.0
@@ -88,7 +91,7 @@ class World:
     def start(self) -> Scheduler:
         lines: list[str] = []
         self.journals.append(lines)
-        return RecordingScheduler(self.capacity, write=lines.append, **self.settings)  # type: ignore[arg-type]
+        return RecordingScheduler(self.capacity, SchedulerOptions(**self.settings), lines.append)
 
     # ---------------------------------------------------------------------------------------------- input
 
@@ -96,7 +99,7 @@ class World:
         rng = self.rng
         salt, history = rng.choice(self.histories)
         prompt = [*history, *self.words(rng.randint(1, rng.choice([2, 40])))]
-        if rng.random() < 0.15:  # somebody edits what was said
+        if rng.random() < 0.15:  # a client edits the conversation
             prompt = prompt[: rng.randint(1, len(prompt))]
         longest = min(self.max_model_len - 1, self.capacity.device_rows // self.capacity.block_rows * 4, 130)
         cut = self.max_model_len < 1000 and rng.random() < 0.3
@@ -128,7 +131,7 @@ class World:
             assert cut
             return
         self.originals[spec.job] = prompt
-        self.specs[spec.job] = spec = self.scheduler._jobs[spec.job].spec  # as it was cut
+        self.specs[spec.job] = spec = doors.jobs_of(self.scheduler)[spec.job].spec  # as it was cut
         self.answers[spec.job] = []
         self.executor.submit(spec)
 
@@ -196,7 +199,7 @@ class World:
             self.take(self.scheduler.complete(done, self.now))
         self.scheduler.check()
         if quiet:
-            assert self.scheduler.unfinished == 0, "nothing moves and somebody waits"
+            assert self.scheduler.unfinished == 0, "nothing moves and a job waits"
 
     def cancel(self) -> None:
         live = [job for job in self.specs if job not in self.ends]
@@ -225,7 +228,7 @@ class World:
     def manage(self) -> None:
         """What an operator may do with conversations."""
         tenant, name = self.rng.choice(["", "a", "b"]), self.rng.choice(["s", "t", "u"])
-        known = {state.name for state in self.scheduler.sessions(tenant)}
+        known = {state.name for state in self.scheduler.cache.sessions.listing(tenant)}
         if self.rng.random() < 0.5:
             assert self.scheduler.forget_session(tenant, name) == (name in known)
         else:
@@ -242,7 +245,7 @@ class World:
         assert all(job in self.ends for job in self.specs)
 
     def restart(self) -> None:
-        """With or without a flush; what is on disk survives."""
+        """With or without a flush; files survive."""
         self.drain()
         if self.rng.random() < 0.7:
             self.scheduler.flush(self.now)
@@ -253,7 +256,7 @@ class World:
             else:
                 raise AssertionError("the flush never ends")
         else:
-            self.turn()  # hands out what is left over
+            self.turn()  # hands out the rest
         while self.executor.busy:
             self.executor.tick()
         old = self.executor
@@ -262,7 +265,7 @@ class World:
         self.executor = FakeExecutor(self.capacity, self.rng, self.faults)
         self.executor.files, self.executor.catalog = old.files, old.catalog
         self.executor.most = sum(record.file_bytes for record in old.catalog.values())
-        for kind, key, value in self.scheduler.take_notes():
+        for kind, key, value in self.scheduler.cache.take_notes():
             if value is None:
                 self.notes.get(kind, {}).pop(key, None)
             else:

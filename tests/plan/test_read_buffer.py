@@ -1,4 +1,4 @@
-"""The papers' baselines: all rows before a job joins, or so many layers before its turn; nobody waits for ever.
+"""The papers' baselines: all rows before a job joins, or so many layers before its turn; no job waits for ever.
 
 The executor here is strict: of a load that stops at the read buffer nothing more comes before the plan has urged it.
 """
@@ -9,12 +9,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from fake_executor import FakeExecutor
-from lasting_kit import Lasting
-from server_kit import FOREVER, Steady, jobs_of, words
 
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import Completion, Copy, Load, Step, StepResult
+from afterglow.plan.step import Copy, Load, Step, StepResult, TransferDone
+from tests import doors
+from tests.plan.fake_executor import FakeExecutor
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import FOREVER, Steady, jobs_of, words
 
 TURNS = tuple(range(8, 61, 12))
 
@@ -42,7 +43,7 @@ class Gated(FakeExecutor):
         assert self.is_open(number), "a job waits for what will never come"
         super()._end(number)
 
-    def tick(self) -> list[Completion]:
+    def tick(self) -> list[TransferDone]:
         for number, pending in self.pending.items():
             if not self.is_open(number):
                 pending.ticks = max(pending.ticks, 1)
@@ -75,7 +76,7 @@ class Strict(Lasting):
         assert isinstance(self.executor, Gated)
         coming = self.executor.came or self.executor.busy or self.withheld
         if step.idle and not coming and self.scheduler.unfinished:
-            assert step.wake_at is not None, "it sleeps for ever, and somebody waits"
+            assert step.wake_at is not None, "it sleeps for ever, and a job waits"
         return step
 
     def finish(self) -> None:
@@ -91,7 +92,7 @@ class Strict(Lasting):
             if not self.scheduler.stats().moves_in_flight and not self.executor.busy:
                 break
             self.step()
-        assert not self.scheduler.stats().moves_in_flight, "a load that nobody lets go on"
+        assert not self.scheduler.stats().moves_in_flight, "a load that is never let go on"
         super().finish()
 
     def gates(self) -> list[int]:
@@ -202,7 +203,7 @@ def test_whole_the_tail_of_a_split_prefill_is_waited_for_too() -> None:
         loading = [pending.move.move for pending in server.executor.pending.values()]
         for run in step.runs:
             seen.append(run.start)
-            assert not any(gather.move in loading for gather in run.gathers), "not one layer of it may be missing"
+            assert not any(gather.move in loading for gather in run.gathers), "not one layer may be missing"
     assert seen == [0, 30], "the head was computed while the tail was loaded"
     server.finish()
 
@@ -279,7 +280,7 @@ def test_the_buffer_is_filled_for_the_next_job_only() -> None:
     server.step()
     server.step()
     names = {load.extent for load in server.loads()}
-    (first,) = (s for s in server.scheduler._sessions._sessions.values() if s.name == "s1")
+    (first,) = (s for s in doors.sessions_of(server.scheduler).values() if s.name == "s1")
     assert names == {extent.id for extent in first.extents}
     server.finish()
 
@@ -314,7 +315,7 @@ def test_a_warm_start_knows_no_buffer() -> None:
     assert server.scheduler.stats().host_slots == 8
 
 
-# ------------------------------------------------------------------------------------------------ nobody for ever
+# ------------------------------------------------------------------------------------------------ no wait for ever
 
 
 def waiting(policy: str = "lru", layers: int = 2, **settings: object) -> tuple[Strict, int, int]:
@@ -335,7 +336,7 @@ def test_when_the_job_is_cancelled_its_loads_go_on(policy: str, layers: int) -> 
     assert server.step().urged == ()
     server.finish()
     assert server.known(words(30, 1000)) == 30
-    assert server.scheduler.stats().host_slots == 8, "what was read may stay"
+    assert server.scheduler.stats().host_slots == 8, "the rows read may stay"
 
 
 @pytest.mark.parametrize("which", ["its own", "another"])

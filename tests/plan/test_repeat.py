@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from server_kit import words
-from test_journal import Recorded, eventful
 
-from afterglow.plan.journal import replay_repeated, step_digest
+from afterglow.plan.journal.replaying import replay_repeated
+from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Run
+from tests.plan.server_kit import words
+from tests.plan.test_journal import Recorded, eventful
 
 
 def busy(disk_bytes: int) -> Recorded:
-    """Conversations whose turns decode side by side, on tiers that hold half of them."""
+    """Conversations whose turns decode side by side, on tiers that hold half of their rows."""
     server = Recorded(device_rows=400, host_slots=60, disk_bytes=disk_bytes, prefill_chunk=8, policy="lookahead")  # type: ignore[arg-type]
     for turn in range(3):
         for talk in range(5):
@@ -52,7 +53,7 @@ def test_uneventful_steps_are_advanced_together(monkeypatch: pytest.MonkeyPatch)
 
 def test_jobs_that_need_room_soon_are_given_it_together() -> None:
     server = Recorded(device_rows=400, host_slots=60, prefill_chunk=32)
-    for length in (8, 7, 1):  # two of them reach the end of their blocks of four rows one after the other
+    for length in (8, 7, 1):  # two jobs reach the end of their blocks of four rows one after the other
         server.submit(words(length, 100 * length), max_tokens=60)
     server.finish()
     first, second, third = ([run for step in server.steps for run in step.runs if run.job == job] for job in (1, 2, 3))

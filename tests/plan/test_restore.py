@@ -1,4 +1,4 @@
-"""After a restart: what the catalog says is matched again, and what is of no use is named."""
+"""After a restart: records of the catalog are matched again, and useless ones are named."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 from itertools import takewhile
 
 import pytest
-from fake_executor import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_kit import Server, words
-from tiers_kit import FILE_BYTES, make_extent
 
-from afterglow.plan.extent import Capacity
-from afterglow.plan.index import Index
+from afterglow.plan.options import Capacity
+from afterglow.plan.prefix.index import Index
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop, ExtentRecord, MoveDone, StepResult
+from tests.plan.fake_executor import pack
+from tests.plan.server_kit import Server, words
+from tests.plan.tiers_kit import FILE_BYTES, make_extent
 
 CAPACITY = Capacity(400, 100, 100_000, FILE_BYTES, 16, 4)
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
@@ -39,7 +39,7 @@ def restored(records: list[ExtentRecord], disk_bytes: int = 100_000, now: float 
 
 
 def matched(scheduler: Scheduler, tokens: list[int], salt: str = "") -> list[tuple[str, int, int]]:
-    views = scheduler._index.match(salt, pack(tokens)).views
+    views = scheduler.cache.index.match(salt, pack(tokens)).views
     return [(view.extent.id, view.start, view.stop) for view in views]
 
 
@@ -104,7 +104,7 @@ def test_what_was_matched_before_is_matched_after(overlapping: bool, texts: list
     scheduler, useless = restored(records)
     assert useless == []
     for text in texts:
-        assert scheduler._index.match("", pack(text)).rows == len(text)
+        assert scheduler.cache.index.match("", pack(text)).rows == len(text)
 
 
 def test_a_longer_extent_does_not_cost_the_shorter_one_that_was_there_first() -> None:
@@ -156,11 +156,11 @@ def test_without_a_disk_nothing_is_restored() -> None:
 def test_a_clock_that_was_set_back_makes_nothing_last_for_ever() -> None:
     future, past = record([1], used=1e9), record([2], used=40.0)
     scheduler, _ = restored([future, past], now=50.0)
-    used = {extent.id: extent.last_used for extent in scheduler._index.extents.values()}
+    used = {extent.id: extent.last_used for extent in scheduler.cache.index.extents.values()}
     assert used == {future.id: 50.0, past.id: 40.0}
-    # What is used from now on outlives it.
+    # Extents used from now on outlive it.
     scheduler, _ = restored([replace(future, last_used=60.0), future], now=50.0)
-    assert [extent.last_used for extent in scheduler._index.extents.values()] == [50.0]
+    assert [extent.last_used for extent in scheduler.cache.index.extents.values()] == [50.0]
 
 
 def test_matches_after_a_restart_count_as_disk() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tracemalloc
 
-from fake_executor import pack
-
-from afterglow.plan.extent import Capacity
+from afterglow.plan.options import Capacity
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentRecord
+from tests.plan.fake_executor import pack
 
 COUNT = 4000
 TURNS = 8
@@ -46,7 +45,7 @@ def test_an_extent_costs_little_besides_its_tokens() -> None:
 def test_names_and_first_rows_are_there_once() -> None:
     scheduler = Scheduler(Capacity(400, 100, 100 * COUNT, (100,) * 16, 1024, 64))
     scheduler.restore(records(), 1e4)
-    extents = scheduler._index.extents
+    extents = scheduler.cache.index.extents
     for extent in extents.values():
         if extent.parent is not None:
             assert extent.parent is extents[extent.parent].id

@@ -1,17 +1,17 @@
-"""Whatever was cut, branched and forgotten before a restart: what could be matched can be matched after it."""
+"""Tokens that could be matched before a restart can be matched after it, however they were cut, branched and forgotten."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-from fake_executor import pack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_restore import CAPACITY, record, restored
-from tiers_kit import make_extent
 
-from afterglow.plan.index import Index
+from afterglow.plan.prefix.index import Index
+from tests.plan.fake_executor import pack
+from tests.plan.test_restore import CAPACITY, record, restored
+from tests.plan.tiers_kit import make_extent
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 STEP = st.tuples(TEXT, st.integers(0, 12), st.booleans(), st.integers(0, 99))
@@ -29,7 +29,7 @@ STEP = st.tuples(TEXT, st.integers(0, 12), st.booleans(), st.integers(0, 99))
     seed=0,
 )
 def test_what_was_matched_before_is_matched_after(steps: list[tuple[list[int], int, bool, int]], seed: int) -> None:
-    """Each text is inserted from some row on, as by jobs that use what is there or compute it anew; or one is forgotten."""
+    """Each text is inserted from some row on, as by jobs that use cached rows or compute them anew; or one is forgotten."""
     index = Index()
     for number, (text, start, forget, which) in enumerate(steps):
         extents = list(index.extents.values())
@@ -45,7 +45,7 @@ def test_what_was_matched_before_is_matched_after(steps: list[tuple[list[int], i
     random.Random(seed).shuffle(records)
     scheduler, useless = restored(records)
     assert useless == []
-    assert {text: scheduler._index.match("", pack(list(text))).rows for text in before} == before
+    assert {text: scheduler.cache.index.match("", pack(list(text))).rows for text in before} == before
 
 
 def test_a_branch_off_the_middle_comes_before_what_goes_on_from_where_it_ends() -> None:
@@ -58,5 +58,5 @@ def test_a_branch_off_the_middle_comes_before_what_goes_on_from_where_it_ends() 
     below = record([4, 4], branch)
     scheduler, useless = restored([through, below, branch, long])
     assert useless == []
-    assert scheduler._index.match("", pack([1, 1, 1, 2, 2, 4, 4])).rows == 7
-    assert scheduler._index.match("", pack([1, 1, 1, 2, 2, 3])).rows == 6
+    assert scheduler.cache.index.match("", pack([1, 1, 1, 2, 2, 4, 4])).rows == 7
+    assert scheduler.cache.index.match("", pack([1, 1, 1, 2, 2, 3])).rows == 6

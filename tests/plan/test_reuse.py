@@ -1,10 +1,9 @@
-"""What a job finds of earlier jobs: whose rows, and what is kept on the device."""
+"""Rows of earlier jobs that a job finds, and contexts that are kept on the device."""
 
 from __future__ import annotations
 
-from server_kit import Server, jobs_of, words
-
 from afterglow.plan.step import Release
+from tests.plan.server_kit import Server, jobs_of, words
 
 # ------------------------------------------------------------------------------------- whose rows
 
@@ -15,8 +14,8 @@ def test_salts_never_share() -> None:
     yours = server.ask(words(30), salt="yours")
     assert server.hits(yours) == (0, 0, 0)
     assert server.computed(yours) == 30
-    nobody = server.ask(words(30))
-    assert server.hits(nobody) == (0, 0, 0)
+    first = server.ask(words(30))
+    assert server.hits(first) == (0, 0, 0)
     assert sum(server.hits(server.ask(server.text(mine), salt="mine"))) == 30
 
 
@@ -82,7 +81,7 @@ def test_a_conversation_goes_on_in_the_context_that_it_has_left() -> None:
 def test_a_branch_copies_a_long_context() -> None:
     server = Server()
     first = server.ask(words(100))
-    branch = server.ask([*words(20), 7])  # less than half of it
+    branch = server.ask([*words(20), 7])  # less than half
     admit = server.runs(branch)[0].admit
     assert admit is not None
     assert (admit.take, admit.device_rows) == (False, 20)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_executor import pack
-from lasting_kit import Lasting
-from server_kit import FOREVER, Server, jobs_of, words
 
-from afterglow.plan.scheduler import LOOK_AHEAD
+from afterglow.plan.batching.compose import MAX_TRIED_JOBS
 from afterglow.plan.step import Copy
+from tests.plan.fake_executor import pack
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import FOREVER, Server, jobs_of, words
 
 
 def serving(**settings: object) -> Lasting:
@@ -177,7 +177,7 @@ def test_other_conversations_pass_a_turn_that_waits_for_the_one_before() -> None
 def test_many_waiting_turns_of_one_conversation_hold_nobody_else_up() -> None:
     server = serving()
     first = server.submit(words(20), max_tokens=40, session="s")
-    for i in range(LOOK_AHEAD + 5):
+    for i in range(MAX_TRIED_JOBS + 5):
         server.submit(words(5, 1000 * (i + 1)), session="s")
     other = server.submit(words(20, 900), session="t")
     assert jobs_of(server.step()) == [first, other]
@@ -343,7 +343,7 @@ def test_a_shared_prefix_is_listed_with_each_conversation() -> None:
     for name, first in (("s", 1000), ("t", 2000)):
         server.ask(words(16), max_tokens=0)
         server.ask([*words(16), *words(8, first)], max_tokens=0, session=name)
-    assert [sum((s.device, s.host, s.disk)) for s in server.scheduler.sessions("")] == [24, 24]
+    assert [sum((s.device, s.host, s.disk)) for s in server.scheduler.cache.sessions.listing("")] == [24, 24]
 
 
 # --------------------------------------------------------------------------------------------------- deletion
@@ -382,7 +382,7 @@ def test_a_conversation_that_branched_off_keeps_what_it_is_made_of() -> None:
     server.scheduler.forget_session("", "mine")
     server.finish()
     assert server.known(server.text(branch)) == 44
-    assert server.known(server.text(first)) <= 30, "what was said after the branch is gone, as far as extents go"
+    assert server.known(server.text(first)) <= 30, "text after the branch is gone, as far as extents go"
     server.scheduler.forget_session("", "yours")
     server.finish()
     assert server.is_empty()
@@ -645,9 +645,9 @@ def test_names_outlive_a_restart() -> None:
     server.ask(words(20), max_tokens=5, session="s", salt="a")
     server.ask(words(30), max_tokens=5, session="t", salt="a")
     server.scheduler.pin_session("a", "s", True)
-    before = server.scheduler.sessions("a")
+    before = server.scheduler.cache.sessions.listing("a")
     server.restart()
-    after = server.scheduler.sessions("a")
+    after = server.scheduler.cache.sessions.listing("a")
     for old, new in zip(before, after, strict=True):
         assert (new.name, new.rows, new.used, new.pinned) == (old.name, old.rows, old.used, old.pinned)
         assert (new.device, new.host, new.disk) == (0, 0, old.rows)
@@ -688,7 +688,7 @@ def test_pins_outlive_a_restart_with_a_smaller_disk() -> None:
     server = Lasting(disk_bytes=2000)
     server.ask(words(30), max_tokens=0, session="s")
     server.scheduler.pin_session("", "s", True)
-    fill(server, 3)  # all of them used later
+    fill(server, 3)  # all used later
     server.restart(disk_bytes=1000)
     server.finish()
     assert server.known(words(30)) == 30
@@ -709,10 +709,10 @@ def test_only_what_has_changed_is_noted() -> None:
     server = serving()
     server.ask(words(20), session="s")
     server.ask(words(20, 1000), session="t")
-    assert len(server.scheduler.take_notes()) == 2
-    assert server.scheduler.take_notes() == []
+    assert len(server.scheduler.cache.take_notes()) == 2
+    assert server.scheduler.cache.take_notes() == []
     server.scheduler.pin_session("", "t", True)
-    assert len(server.scheduler.take_notes()) == 1
+    assert len(server.scheduler.cache.take_notes()) == 1
 
 
 def test_notes_that_cannot_be_read_cost_a_name_and_no_more() -> None:
@@ -736,7 +736,7 @@ def test_the_plain_server_of_these_tests_starts_again_as_the_engine_does() -> No
     server = Server(disk_bytes=100_000)
     server.ask(words(20), session="s")
     server.restart()
-    assert [state.name for state in server.scheduler.sessions("")] == ["s"]
+    assert [state.name for state in server.scheduler.cache.sessions.listing("")] == ["s"]
 
 
 def test_a_conversation_whose_rows_were_lost_is_not_listed_after_a_restart() -> None:
@@ -761,9 +761,9 @@ def test_a_truncated_conversation_outlives_a_restart_whole() -> None:
 
 
 def test_names_hold_the_text_of_nobody() -> None:
-    # What is noted goes to the catalog: names of extents, never tokens.
+    # Notes go to the catalog: names of extents, never tokens.
     server = serving()
     server.ask(words(20), session="s")
-    ((kind, key, value),) = server.scheduler.take_notes()
+    ((kind, key, value),) = server.scheduler.cache.take_notes()
     assert (kind, value is not None) == ("session", True)
     assert pack(words(20)).hex() not in f"{key}{value}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fake_executor import pack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afterglow.plan.shares import Sharer, shares
+from afterglow.plan.batching.shares import Sharer, shares
 from afterglow.plan.step import Share
+from tests.plan.fake_executor import pack
 
 
 def sharer(job: int, tokens: list[int], salt: str = "", rows: int | None = None) -> Sharer:

@@ -1,18 +1,19 @@
-"""Prompts that do not fit: what is left out, and that the KV of the rest is found again, and by nobody else."""
+"""Prompts that do not fit: rows left out, and KV of the rest that is found again, and by no other tenant."""
 
 from __future__ import annotations
 
 import pytest
-from fake_executor import pack
 from hypothesis import given
 from hypothesis import strategies as st
-from server_kit import Server, words
 
 from afterglow.errors import RequestError
-from afterglow.plan.ranges import complement, count, keep, ranges_of, union
-from afterglow.plan.salts import tenant_of
+from afterglow.plan.prefix.ranges import complement, count, keep, ranges_of, union
+from afterglow.plan.prefix.salts import tenant_of
+from afterglow.plan.prefix.truncation import MAX_EPOCHS, MAX_RANGES, Epoch, Epochs, Rules, cut, digest_of
 from afterglow.plan.step import Copy, Run
-from afterglow.plan.truncation import EPOCHS, MAX_RANGES, Epoch, Epochs, Rules, cut, digest_of
+from afterglow.request import ContextWindow
+from tests.plan.fake_executor import pack
+from tests.plan.server_kit import Server, words
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)
 
@@ -36,53 +37,53 @@ def test_a_discarding_list_is_checked() -> None:
             ranges_of(bad, 9)
 
 
-# --------------------------------------------------------------------------------------------- what is left out
+# --------------------------------------------------------------------------------------------- rows left out
 
 
 def test_whole_turns_go_the_oldest_first_and_never_the_system_prompt() -> None:
-    rules = Rules(window=100)
+    rules = Rules(ContextWindow(100))
     assert rules.drop(110, (10, 30, 50, 70, 90), ()) == ((10, 70),)
     assert rules.drop(110, (0, 60, 90), ()) == ((0, 60),)
     assert rules.drop(110, (10, 90), ()) == ((10, 90),)  # of the last turn nothing
 
 
 def test_without_turns_the_plain_half_of_the_window_is_kept() -> None:
-    assert Rules(window=100).drop(110, (), ()) == ((0, 60),)
-    assert Rules(window=100).drop(110, (10,), ()) == ((10, 70),)  # after the system prompt
-    assert Rules(window=100, ratio=0.25).drop(110, (), ()) == ((0, 35),)
+    assert Rules(ContextWindow(100)).drop(110, (), ()) == ((0, 60),)
+    assert Rules(ContextWindow(100)).drop(110, (10,), ()) == ((10, 70),)  # after the system prompt
+    assert Rules(ContextWindow(100), ratio=0.25).drop(110, (), ()) == ((0, 35),)
 
 
 def test_sinks_and_recent() -> None:
-    assert Rules(window=100, policy="sinks_and_recent").drop(110, (), ()) == ((4, 64),)
+    assert Rules(ContextWindow(100), policy="sinks_and_recent").drop(110, (), ()) == ((4, 64),)
 
 
 def test_what_was_dropped_stays_dropped() -> None:
-    dropped = Rules(window=100).drop(180, (10, 30, 50, 70, 90, 130, 160), ((10, 70),))
+    dropped = Rules(ContextWindow(100)).drop(180, (10, 30, 50, 70, 90, 130, 160), ((10, 70),))
     assert dropped == ((10, 160),)
 
 
 @given(st.integers(1, 300), st.lists(st.integers(0, 300), unique=True), st.integers(0, 40))
 def test_a_cut_prompt_fits_or_is_refused(rows: int, turns: list[int], max_tokens: int) -> None:
-    rules, epochs, tokens = Rules(window=100), Epochs(), pack(list(range(rows)))
+    rules, epochs, tokens = Rules(ContextWindow(100)), Epochs(), pack(list(range(rows)))
     turns = sorted(turn for turn in turns if turn < rows)
     try:
         found = cut(epochs, rules, "a", tokens, max_tokens, turns, relative=True)
     except RequestError:
         return  # even the last turn is too long
     if found is None:
-        assert rules.fits(rows, max_tokens)
+        assert rules.window.fits(rows, max_tokens)
         return
-    assert rules.fits(len(found.prompt) // 4, max_tokens)
+    assert rules.window.fits(len(found.prompt) // 4, max_tokens)
     assert found.dropped == rows - len(found.prompt) // 4
     assert tenant_of(found.salt) == "a"
-    if rules.fits(len(found.prompt) // 4 + 1, max_tokens):
+    if rules.window.fits(len(found.prompt) // 4 + 1, max_tokens):
         again = cut(epochs, rules, "a", tokens + pack([7]), max_tokens, turns, relative=True)
         assert again is not None
         assert (again.salt, again.prompt) == (found.salt, found.prompt + pack([7]))
 
 
 def test_a_second_truncation_starts_from_the_first() -> None:
-    rules, epochs = Rules(window=100), Epochs()
+    rules, epochs = Rules(ContextWindow(100)), Epochs()
     tokens = pack(list(range(110)))
     first = cut(epochs, rules, "a", tokens, 1, (10, 30, 50, 70, 90), relative=True)
     assert first is not None
@@ -101,16 +102,16 @@ def test_a_second_truncation_starts_from_the_first() -> None:
 
 def test_epochs_are_remembered_over_a_restart_and_bounded() -> None:
     epochs = Epochs()
-    for i in range(EPOCHS + 5):
+    for i in range(MAX_EPOCHS + 5):
         epochs.add(Epoch("t", 3, digest_of(pack([i, 2, 3])), ((0, 1),)))
-    assert len(epochs) == EPOCHS
+    assert len(epochs) == MAX_EPOCHS
     notes = epochs.take_notes()
     assert sum(value is None for _, value in notes) == 5
     later = Epochs()
     later.recall({key: value for key, value in notes if value is not None} | {"bad": "{", "worse": "[1]"})
-    assert later.find("t", pack([EPOCHS, 2, 3, 4])) is not None
-    assert later.find("other", pack([EPOCHS, 2, 3, 4])) is None
-    assert later.find("t", pack([EPOCHS, 2])) is None
+    assert later.find("t", pack([MAX_EPOCHS, 2, 3, 4])) is not None
+    assert later.find("other", pack([MAX_EPOCHS, 2, 3, 4])) is None
+    assert later.find("t", pack([MAX_EPOCHS, 2])) is None
     assert later.take_notes() == []
     later.forget_all("t")
     assert len(later) == 0
@@ -245,7 +246,7 @@ def test_learned_positions_are_computed_anew_and_say_so() -> None:
     assert (told.dropped, told.embedded) == (36, False)
     assert sum(server.hits(job)) == 8, "the system prompt is a prefix like any other"
     again = talk(server, 80)
-    assert sum(server.hits(again)) == 32, "and so is what was computed"
+    assert sum(server.hits(again)) == 32, "and so are computed rows"
     assert copies(server) == []
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server_kit import Server, jobs_of, words
 
 from afterglow.plan.step import SaveDone
+from tests.plan.server_kit import Server, jobs_of, words
 
 BLOCK = 64  # as in the engine
 
@@ -94,7 +94,7 @@ def test_a_turn_that_follows_at_once_finds_all_of_the_turn_before(prompt: int, r
     first = server.submit(words(prompt), max_tokens=reply)
     while first not in server.ends:
         server.step()
-    assert server.scheduler.stats().extents == 0, "nothing of it can be matched yet"
+    assert server.scheduler.stats().extents == 0, "no row can be matched yet"
     second = next_turn(server, first)
     server.withheld = []
     step = server.step()

@@ -1,12 +1,12 @@
-"""After a restart an idle engine brings back to host what was used most."""
+"""After a restart an idle engine brings the most used extents back to host."""
 
 from __future__ import annotations
 
 import pytest
-from lasting_kit import Lasting
-from server_kit import FOREVER, jobs_of, words
 
 from afterglow.plan.step import BACKGROUND, Load, Step
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import FOREVER, jobs_of, words
 
 
 def serving(**settings: object) -> Lasting:
@@ -22,14 +22,14 @@ def talk(server: Lasting, number: int, rows: int = 16, uses: int = 0) -> None:
 
 def warmed(server: Lasting) -> list[int]:
     """The conversations whose extents were brought back, in order; each several times if it has several."""
-    names = server.scheduler._index.extents
+    names = server.scheduler.cache.index.extents
     loads = [load for load in server.loads() if load.why == "warm start" and load.extent in names]
     return [int.from_bytes(names[load.extent].tokens[:4], "little") // 1000 for load in loads]
 
 
 def first_rows(server: Lasting) -> list[int]:
     """Where the extents that were brought back begin in their conversations."""
-    names = server.scheduler._index.extents
+    names = server.scheduler.cache.index.extents
     return [names[load.extent].first_row for load in server.loads()]
 
 
@@ -204,7 +204,7 @@ def test_nothing_is_wasted_on_what_is_gone(how: str) -> None:
     server = serving()
     server.ask(words(30), max_tokens=0, session="s", ttl=1e6)
     talk(server, 5)
-    gone = {extent.id for extent in server.scheduler._index.extents.values() if extent.sessions}
+    gone = {extent.id for extent in server.scheduler.cache.index.extents.values() if extent.sessions}
     server.restart(after=2e6 if how == "expired" else 0)
     if how == "deleted":
         server.step()  # it is decided what to bring back
@@ -268,8 +268,8 @@ def test_it_is_no_use_of_what_it_brings() -> None:
     server = serving()
     for number in range(3):
         talk(server, number)
-    before = {e.id: (e.last_used, e.hits) for e in server.scheduler._index.extents.values()}
+    before = {e.id: (e.last_used, e.hits) for e in server.scheduler.cache.index.extents.values()}
     server.restart()
     server.finish()
-    assert {e.id: (e.last_used, e.hits) for e in server.scheduler._index.extents.values()} == before
-    assert server.scheduler.take_touched() == []
+    assert {e.id: (e.last_used, e.hits) for e in server.scheduler.cache.index.extents.values()} == before
+    assert server.scheduler.cache.disk.take_touched() == []

@@ -1,15 +1,14 @@
-"""What is written as soon as it is there: parents first, and again when it failed; but not for ever."""
+"""Writes as soon as rows are there: parents first, and again when it failed; but not for ever."""
 
 from __future__ import annotations
 
-from lasting_kit import Lasting
-from server_kit import words
-from tiers_kit import Tiers, drops, stores
-
-from afterglow.plan.disk import MAX_STORE_FAILURES, STORE_BACKOFF_S
-from afterglow.plan.extent import Extent
+from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.step import Store
-from afterglow.plan.writing import MAX_WRITES
+from afterglow.plan.tiers.disk import MAX_STORE_FAILURES, STORE_BACKOFF_S
+from afterglow.plan.tiers.write_back import MAX_WRITES
+from tests.plan.lasting_kit import Lasting
+from tests.plan.server_kit import words
+from tests.plan.tiers_kit import Tiers, drops, stores
 
 
 def again(tiers: Tiers, now: float) -> list[str]:
@@ -29,11 +28,11 @@ def test_what_could_not_be_written_is_written_later() -> None:
     assert stores(tiers.planned()) == [extent.id]
     fails(tiers, now=1)
     assert again(tiers, now=2) == [], "not at once"
-    assert tiers.placement.chores_at == 1 + STORE_BACKOFF_S
+    assert tiers.placement.retry_at == 1 + STORE_BACKOFF_S
     assert again(tiers, now=1 + STORE_BACKOFF_S) == [extent.id]
     tiers.end_all()
     assert extent.disk == "ready"
-    assert tiers.placement.chores_at == float("inf")
+    assert tiers.placement.retry_at == float("inf")
     assert again(tiers, now=1000) == []
 
 
@@ -46,8 +45,8 @@ def test_it_is_tried_a_few_times_and_once_more_when_it_must_leave() -> None:
         now += 2 * STORE_BACKOFF_S
         tried += again(tiers, now)
     assert tried == [extent.id] * MAX_WRITES
-    assert tiers.placement.chores_at == float("inf")
-    assert tiers.placement.take_slots(1, now + STORE_BACKOFF_S) is None
+    assert tiers.placement.retry_at == float("inf")
+    assert tiers.placement.host.take_slots(1, now + STORE_BACKOFF_S) is None
     assert stores(tiers.planned()) == [extent.id]
 
 
@@ -121,7 +120,7 @@ def test_what_is_forgotten_meanwhile_is_not_written() -> None:
     tiers.planned()
     fails(tiers, now=1)
     tiers.placement.forget(extent, "deleted")
-    assert tiers.placement.chores_at == float("inf")
+    assert tiers.placement.retry_at == float("inf")
     assert again(tiers, now=1000) == []
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
-from fake_executor import pack, unpack
-
-from afterglow.plan.cost import Cost
-from afterglow.plan.device import Context, Device
-from afterglow.plan.extent import Capacity, Extent
-from afterglow.plan.ghosts import Ghosts
-from afterglow.plan.index import Index, extent_id
-from afterglow.plan.placement import Placement
-from afterglow.plan.policy import POLICIES
-from afterglow.plan.stats import Counters
+from afterglow.choices import PolicyName
+from afterglow.plan.cache import Cache
+from afterglow.plan.options import Capacity, SchedulerOptions
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.step import Drop, Move, MoveDone, Store
+from afterglow.plan.tiers.device import Context
+from tests.plan.fake_executor import pack, unpack
 
 BLOCK = 4
 FILE_BYTES = (100, 200, 300, 400)  # files of extents of one to four blocks
@@ -33,7 +31,7 @@ def make_extent(
         tokens=pack(list(tokens)),
         first_row=len(prefix),
         file_bytes=size,
-        born=now,
+        created_at=now,
         serial=serial,
         last_used=now,
     )
@@ -42,7 +40,7 @@ def make_extent(
 class Tiers:
     """Two tiers and the device's contexts. An extent's number is its first token, so that extents differ."""
 
-    def __init__(self, host_slots: int = 8, disk_bytes: int = 0, policy: str = "lru") -> None:
+    def __init__(self, host_slots: int = 8, disk_bytes: int = 0, policy: PolicyName = "lru", **options: Any) -> None:
         self.capacity = Capacity(
             device_rows=64,
             host_slots=host_slots,
@@ -51,12 +49,9 @@ class Tiers:
             max_extent_rows=BLOCK * len(FILE_BYTES),
             block_rows=BLOCK,
         )
-        self.counters = Counters()
-        self.index = Index()
-        self.device = Device(self.capacity, self.counters)
-        self.placement = Placement(
-            self.capacity, POLICIES[policy], self.index, self.device, self.counters, Cost(1), Ghosts()
-        )
+        self.cache = Cache(self.capacity, SchedulerOptions(policy=policy, **options))
+        self.counters, self.index, self.device = self.cache.counters, self.cache.index, self.cache.device
+        self.placement = self.cache.placement
         self.moves: list[Move] = []  # handed out and not ended
         self._serial = 0
         self._paths: dict[Extent, list[int]] = {}
@@ -74,7 +69,7 @@ class Tiers:
         self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None, through: bool = False
     ) -> Extent:
         """A fresh extent, in host; `through`: to be written at once."""
-        slots = self.placement.take_slots(blocks, now)
+        slots = self.placement.host.take_slots(blocks, now)
         assert slots is not None
         extent = self.insert(number, blocks, below, now)
         self.placement.add(extent, slots, write_through=through, now=now)
@@ -89,7 +84,7 @@ class Tiers:
     def clean(self, number: int, now: float = 0.0, *, blocks: int = 1, below: Extent | None = None) -> Extent:
         """An extent in both tiers."""
         extent = self.on_disk(number, now, blocks=blocks, below=below)
-        assert self.placement.load(extent, now)
+        assert self.placement.loading.load(extent, now)
         self.end(self.planned()[-1])
         return extent
 
@@ -103,8 +98,8 @@ class Tiers:
         return context
 
     def planned(self) -> list[Move]:
-        """Hand out what has been planned since the last call."""
-        moves = self.placement.take_moves()
+        """Hand out the moves planned since the last call."""
+        moves = self.placement.moves.take()
         self.moves += moves
         return moves
 

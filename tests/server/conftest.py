@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +13,12 @@ import openai
 import pytest
 
 from afterglow.memo.texts import TextEmbedder
-from afterglow.server.launch import Service
-from afterglow.server.settings import ServerConfig
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.text import toys
+from tests.waiting import wait_for
 
 REPLY = "The kite is red, grüße 🙂 and the mill is near the river."
 
@@ -60,8 +60,7 @@ def running(
     **engine_options: object,
 ) -> Iterator[Running]:
     tokenizer = Tokenizer(model_dir)
-    eos = tokenizer.token_id("<|im_end|>")
-    assert eos is not None
+    (eos,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     engine = FakeEngine(
         tokenizer.encode(REPLY),
         eos=eos,
@@ -84,13 +83,6 @@ def running(
         thread.join(15)
         assert not thread.is_alive()
         engine.close()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

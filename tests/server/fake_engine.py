@@ -1,7 +1,7 @@
 """A fake engine for tests of the server: right interface, no model.
 
 It answers with the tokens of a fixed text, one per step, and remembers prompts per salt so that "cached"
-tokens are honest: the longest common prefix with what was answered before, reported as `host`. Where a prompt is too
+tokens are honest: the longest common prefix with the prompts and replies before, reported as `host`. Where a prompt is too
 long and may be truncated it leaves out the oldest turns, or, if it was told of none, tokens.
 """
 
@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine.prefixes import owner_of
-from afterglow.engine.stats import EngineStats
+from afterglow.engine.requests import owner_of
+from afterglow.engine.stats import EngineStats, TierBytes, Tiers
 from afterglow.errors import RequestError
-from afterglow.plan.salts import covers, everything_of, salt_name
+from afterglow.plan.prefix.salts import covers, everything_of, salt_name
+from afterglow.plan.stats import Stats
 from afterglow.request import (
     CachedTokens,
     FinishReason,
@@ -29,7 +30,7 @@ from afterglow.request import (
     TokenLogprob,
     Truncation,
 )
-from afterglow.store.conversations import Conversations
+from afterglow.store.database.conversations import Conversations
 
 Sink = Callable[[Output], None]
 
@@ -38,7 +39,7 @@ Sink = Callable[[Output], None]
 class Live:
     request: Request
     sink: Sink
-    prompt: list[int]  # what is left of it
+    prompt: list[int]  # after truncation
     cached: CachedTokens
     truncation: Truncation | None
     count: int = 0
@@ -77,7 +78,7 @@ class FakeEngine:
         self.resets: list[str | None] = []
         self.conversations = conversations or Conversations(None)
         self.named: dict[tuple[str, str], SessionInfo] = {}
-        self.registering = False  # has anybody begun to?
+        self.registering = False  # a registration has begun
         self.prefix_ids: dict[tuple[str, str], list[int]] = {}
         self.registered: dict[tuple[str, str], PrefixInfo] = {}  # by owner and name
         self.fail: str | None = None  # the error that ends the next request
@@ -105,7 +106,8 @@ class FakeEngine:
         self.cancelled.append(request_id)
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._live), waiting=self._inbox.qsize(), device_capacity_bytes=100)
+        plan = Stats(running=len(self._live), waiting=self._inbox.qsize())
+        return EngineStats(plan=plan, tiers=Tiers(device=TierBytes(capacity=100)))
 
     def reset_cache(self, salt: str | None = None, *, tenant: str | None = None) -> None:
         self.resets.append(f"{tenant}/*" if tenant is not None else salt)

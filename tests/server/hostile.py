@@ -69,7 +69,7 @@ class Hostile:
 
     @contextmanager
     def onlooker(self) -> Iterator[list[float]]:
-        """Somebody who asks for /health all the time, over a kept connection: how long each answer took."""
+        """A client that asks for /health all the time, over a kept connection: how long each answer took."""
         seconds: list[float] = []
         begun, done = threading.Event(), threading.Event()
 
@@ -162,7 +162,7 @@ def serving(model_dir: Path, encoder: Path) -> Iterator[Hostile]:
 def main(model_dir: Path, encoder: Path) -> None:
     from afterglow.memo.texts import text_embedder
     from afterglow.model.loader import load_encoder
-    from afterglow.server.launch import set_up_logging
+    from afterglow.server.lifecycle.service import set_up_logging
     from afterglow.text import Tokenizer
     from tests.server.conftest import running
 

@@ -1,4 +1,4 @@
-"""Every mistake gets an OpenAI-shaped error: what was wrong, the value, the field; and no work is done."""
+"""Every mistake gets an OpenAI-shaped error with the mistake, the value and the field; and no work is done."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import openai
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.server.launch import listen
-from afterglow.server.settings import ServerConfig
+from afterglow.server.lifecycle.service import listen
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import lengths
-from tests.server.conftest import Running, running, wait_for
+from tests.server.conftest import Running, running
+from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -89,8 +90,8 @@ BAD = [
     (CHAT, {**HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),
     (TEXT, {}, "prompt", "prompt must be a string"),
     (TEXT, {"prompt": ""}, "prompt", "empty"),
-    (TEXT, {"prompt": []}, "prompt", "none of them empty"),
-    (TEXT, {"prompt": [[]]}, "prompt", "none of them empty"),
+    (TEXT, {"prompt": []}, "prompt", "none may be empty"),
+    (TEXT, {"prompt": [[]]}, "prompt", "none may be empty"),
     (TEXT, {"prompt": ["a", 5]}, "prompt", "prompt must be"),
     (TEXT, {"prompt": [1, -4]}, "prompt", "token id -4 is outside the vocabulary of 400"),
     (TEXT, {"prompt": [10**12]}, "prompt", "outside the vocabulary"),
@@ -150,6 +151,12 @@ def test_an_error_about_text_that_is_none(server: Running) -> None:
         answer = http.post("/v1/responses", content=body)
     assert answer.status_code == 400
     assert "input[0].role must be one of" in answer.json()["error"]["message"]
+
+
+def test_a_response_under_an_id_that_is_no_text_is_not_there(server: Running) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/responses", content=b'{"input": "hi", "previous_response_id": "\\ud800"}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
 
 
 def test_neutral_values_of_unsupported_fields_are_fine(server: Running) -> None:

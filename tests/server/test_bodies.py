@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from afterglow.server.bodies import Bodies
-from afterglow.server.schema import TokenizeBody
+from afterglow.server.bodies.reader import BodyReader
+from afterglow.server.bodies.text_bodies import TokenizeBody
 
 
 def test_only_the_last_body_decides_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_only_the_last_body_decides_when_the_process_ends(monkeypatch: pytest.Mo
             return timers[-1]
 
         monkeypatch.setattr(loop, "call_later", call_later)
-        bodies = Bodies(1024)
+        bodies = BodyReader(1024)
         body = bytearray(b'{"prompt": "hi"}')
         await asyncio.gather(*(bodies._elsewhere(body, TokenizeBody) for _ in range(3)))
         left = [timer for timer in timers if not timer.cancelled()]

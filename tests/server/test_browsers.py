@@ -1,4 +1,4 @@
-"""Web pages: foreign ones get nothing, those that were named are served, and all of it over TLS as well."""
+"""Web pages: foreign ones get nothing, configured ones are served; and the same over TLS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from afterglow.server.settings import ServerConfig
+from afterglow.server.server_config import ServerConfig
 from tests.server.conftest import Running, running
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -110,7 +110,7 @@ def test_pages_that_were_named_are_served(model_dir: Path, keys: tuple[str, ...]
         assert answer.headers["access-control-allow-origin"] == page
         assert answer.headers["vary"] == "Origin"
         wrong = ask(server, "POST", "/v1/chat/completions", Origin=page, Authorization="Bearer wrong")
-        assert wrong.headers["access-control-allow-origin"] == page  # or the page could not tell what was wrong
+        assert wrong.headers["access-control-allow-origin"] == page  # otherwise the page could not read the error
         assert wrong.status_code == (401 if keys else 200)
         assert ask(server, "GET", "/v1/models", Origin="null", **key).headers["access-control-allow-origin"] == "null"
         foreign = ask(server, "OPTIONS", "/v1/chat/completions", Origin="https://evil.example", **PREFLIGHT)

@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.server.connections import connection_limit
-from afterglow.server.settings import ServerConfig
-from tests.server.conftest import Running, running, wait_for
+from afterglow.server.lifecycle.connections import connection_limit
+from afterglow.server.server_config import ServerConfig
+from tests import doors
+from tests.server.conftest import Running, running
 from tests.server.process import half_open
+from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -32,11 +34,8 @@ def connect(server: Running, timeout: float = 20) -> socket.socket:
 def test_small_writes_do_not_wait_for_the_client(server: Running) -> None:
     """Each accepted connection has TCP_NODELAY set."""
     with connect(server):
-        deadline = time.monotonic() + 5
-        while not (open_ := list(server.service._server.server_state.connections)):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        for connection in open_:
+        wait_for(lambda: doors.connections_of(server.service))
+        for connection in list(doors.connections_of(server.service)):
             sock = connection.transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from afterglow.errors import StoreError
-from afterglow.store import conversations
-from afterglow.store.conversations import FILE, Conversations, erase
+from afterglow.store.database import conversations
+from afterglow.store.database.conversations import FILE, Conversations, erase
 
 
 class Clock:
@@ -170,7 +170,7 @@ def test_damage_while_running_costs_what_was_there(tmp_path: Path) -> None:
         for number in range(200):
             add(store, f"r{number}", text="x" * 3000)
         store.close()
-        store.__init__(tmp_path)  # type: ignore[misc] # nothing of it is in SQLite's memory now
+        store.__init__(tmp_path)  # type: ignore[misc] # SQLite holds none in memory now
         data = bytearray((tmp_path / FILE).read_bytes())
         data[8192:] = b"\xa5" * (len(data) - 8192)
         (tmp_path / FILE).write_bytes(data)

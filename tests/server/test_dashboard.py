@@ -24,16 +24,19 @@ import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.engine.stats import EngineStats
+from afterglow.engine.stats import EngineCounters, EngineStats, TierBytes, Tiers
 from afterglow.plan.stats import Counters, Stats
-from afterglow.server import dashboard
-from afterglow.server.dashboard import FIELDS, OF_THE_SERVER, SHARES, History, page
-from afterglow.server.launch import Service
-from afterglow.server.metrics import flatten
-from afterglow.server.settings import ServerConfig
-from afterglow.store.kvstore import StoreStats
+from afterglow.server.api import dashboard
+from afterglow.server.api.dashboard import page
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.metrics.collector import flatten
+from afterglow.server.metrics.history import FIELDS, OF_THE_SERVER, PATHS, SHARES, History
+from afterglow.server.metrics.metric_names import number_at
+from afterglow.server.server_config import ServerConfig
+from afterglow.store.moving.store_stats import StoreStats
 from afterglow.text import Tokenizer
-from tests.server.conftest import Running, running, wait_for
+from tests.server.conftest import Running, running
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 DATA = "/dashboard/data"
@@ -76,7 +79,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
     text = bytes(page().body).decode()
     assert "SCRIPT-OF-UPLOT" not in text
     assert "STYLE-OF-UPLOT" not in text
-    assert "The MIT License" in text  # of what is in it
+    assert "The MIT License" in text  # of the library inside
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=\"(?!data:)", text)
     assert not re.search(r"url\(|@import|\son\w+=\"|\sstyle=\"", text)
     assert len(text) < 100_000
@@ -97,8 +100,9 @@ def test_the_policy_allows_what_is_in_the_page_and_no_more() -> None:
 
 def test_the_page_asks_for_fields_that_there_are() -> None:
     """A number that is renamed must be renamed here too: the page would show a dash for it for ever."""
-    assert set(FIELDS) - set(OF_THE_SERVER) <= flatten(full_stats()).keys()
-    assert not set(OF_THE_SERVER) & flatten(full_stats()).keys()
+    table = flatten(full_stats())
+    assert [path for path in PATHS.values() if number_at(table, path) is None] == []
+    assert not set(OF_THE_SERVER) & set(PATHS)
     text = (files("afterglow") / "server/static/dashboard.html").read_text("utf-8")
     asked = set(re.findall(r"[\"'`]((?:plan|store|load|cached|device|host|disk|prompt)_\w+)[\"'`]", text))
     assert len(asked) > 20
@@ -260,7 +264,7 @@ def test_what_went_wrong_is_shown(model_dir: Path, monkeypatch: pytest.MonkeyPat
         waiting.join()
         server.engine.fail = "out of luck"
         assert http.post("/v1/chat/completions", json=HI).status_code == 500
-        server.service._state.metrics.response(499)
+        server.service.state.metrics.response(499)
 
         def told() -> dict[str, float]:
             values = http.get(DATA).json()["history"]["values"]
@@ -312,7 +316,7 @@ def test_a_busy_engine_keeps_nobody_waiting(real: tuple[Engine, str]) -> None:
         busy.set()
         go.wait(30)
 
-    holder = threading.Thread(target=lambda: engine._on_thread(hold))
+    holder = threading.Thread(target=lambda: engine.ask(hold))
     holder.start()
     try:
         assert busy.wait(5)
@@ -338,9 +342,10 @@ def test_the_numbers_are_the_engines(real: tuple[Engine, str]) -> None:
         data = http.get(DATA).json()
     now = {name: column[-1] for name, column in data["history"]["values"].items()}
     table = flatten(engine.stats())
-    assert {**now, **dict.fromkeys(OF_THE_SERVER)} == {name: table.get(name) for name in FIELDS}
+    assert {name: now[name] for name in PATHS} == {name: number_at(table, path) for name, path in PATHS.items()}
+    assert set(now) == set(FIELDS)
     assert now["plan_sessions"] == 1
-    assert data["budgets"]["device"] == engine.stats().device_capacity_bytes
+    assert data["budgets"]["device"] == engine.stats().tiers.device.capacity
     found = sum(now[f"cached_tokens_{tier}"] for tier in ("device", "host", "disk"))
     missed = sum(value for name, value in now.items() if name.startswith("plan_missed_"))
     assert found + missed + now["plan_recomputed"] == now["prompt_tokens"]  # nothing is left out of the page
@@ -369,8 +374,13 @@ def test_the_page_fits_and_every_number_has_a_unit(
     monkeypatch.setattr(dashboard, "INTERVAL", 0.02)
     with running(model_dir) as server, server.http() as http:
         counters = {field.name: 1_234_567 for field in fields(Counters)}
-        numbers = {field.name: 1_234_567 for field in fields(EngineStats) if field.type in ("int", "float")}
-        stats = dataclasses.replace(full_stats(**counters), **numbers)  # type: ignore[arg-type]
+        numbers = {field.name: 1_234_567 for field in fields(EngineCounters) if field.type in ("int", "float")}
+        bytes_of = TierBytes(1_234_567, 1_234_567)
+        stats = dataclasses.replace(
+            full_stats(**counters),
+            engine=EngineCounters(**numbers),  # type: ignore[arg-type]
+            tiers=Tiers(bytes_of, bytes_of, bytes_of),
+        )
         monkeypatch.setattr(server.engine, "stats", lambda: stats)
         for _ in range(2):
             http.post("/v1/chat/completions", json={**HI, "session_id": "a conversation with a rather long name"})
@@ -378,7 +388,7 @@ def test_the_page_fits_and_every_number_has_a_unit(
         told = {"/dashboard/data": http.get(DATA).content, "/v1/cache/sessions": http.get("/v1/cache/sessions").content}
 
     class Pages(BaseHTTPRequestHandler):
-        """The page without its policy, which allows nobody to look at it."""
+        """The page without its policy, with a script that looks at it."""
 
         def do_GET(self) -> None:
             body = told.get(self.path.split("?")[0], bytes(page().body).replace(b"</body>", LOOK.encode() + b"</body>"))

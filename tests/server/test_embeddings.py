@@ -24,18 +24,20 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
 from afterglow.memo.build import Builder
-from afterglow.memo.encoder import Embedder
-from afterglow.memo.settings import MemoOptions
+from afterglow.memo.options import MemoOptions
+from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.texts import TextEmbedder, memo_identity, text_embedder
 from afterglow.model.decoder import Attention
 from afterglow.model.encoder import BatchAttend, Model
 from afterglow.model.loader import load_encoder
-from afterglow.server.encoder_only import EncoderOnly
-from afterglow.server.launch import Service
-from afterglow.server.settings import ServerConfig
+from afterglow.server.embedding.encoder_only import EncoderOnly
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
+from tests import doors
 from tests.memo.tiny import tiny_encoder
-from tests.server.conftest import Running, running, wait_for
+from tests.server.conftest import Running, running
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 TEXTS = ["the cat sat on the mat", "a dog", "the red kite is near the old mill.", "a cat", "a dog ran in the rain"]
@@ -127,7 +129,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
 def test_through_the_openai_client(server: Beside) -> None:
     client = server.running.openai()
     for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
-        reply: Any = client.embeddings.create(model="tiny", input=TEXTS, user="somebody", **options)  # type: ignore[call-overload]
+        reply: Any = client.embeddings.create(model="tiny", input=TEXTS, user="client-7", **options)  # type: ignore[call-overload]
         found = [
             np.frombuffer(base64.b64decode(item.embedding), "<f4")
             if isinstance(item.embedding, str)
@@ -294,10 +296,10 @@ def test_64_requests_at_once_share_passes(server: Beside) -> None:
     server.memo.passes.clear()
     server.memo.gate.clear()
     before = server.metric("requests_total"), server.metric("batch_size_count")
-    worker = server.running.service._state.embeddings.worker
+    worker = server.running.service.state.embeddings.worker
     with ThreadPoolExecutor(64) as pool:
         replies = [pool.submit(client.embeddings.create, model="tiny", input=text) for text in texts]
-        wait_for(lambda: len(worker._jobs) + sum(map(len, server.memo.passes)) == 64, 20)
+        wait_for(lambda: len(worker.jobs) + sum(map(len, server.memo.passes)) == 64, 20)
         server.memo.gate.set()
         found = torch.tensor([reply.result().data[0].embedding for reply in replies])
     near(found, wanted)
@@ -311,7 +313,7 @@ def test_small_requests_do_not_wait_for_large_ones(server: Beside) -> None:
     """Each waiting request has its turn in every pass: a large one is cut up."""
     server.memo.passes.clear()
     server.memo.gate.clear()
-    worker = server.running.service._state.embeddings.worker
+    worker = server.running.service.state.embeddings.worker
     done: list[str] = []
 
     def ask(name: str, texts: list[str]) -> None:
@@ -322,9 +324,9 @@ def test_small_requests_do_not_wait_for_large_ones(server: Beside) -> None:
         first = pool.submit(ask, "first", ["a cat"])
         wait_for(lambda: server.memo.passes)
         large = pool.submit(ask, "large", ["the cat sat on the mat and the dog ran in the rain"] * 600)
-        wait_for(lambda: len(worker._jobs) == 1)
+        wait_for(lambda: len(worker.jobs) == 1)
         small = pool.submit(ask, "small", ["a dog"])
-        wait_for(lambda: len(worker._jobs) == 2)
+        wait_for(lambda: len(worker.jobs) == 2)
         server.memo.gate.set()
         for job in (first, large, small):
             job.result(30)
@@ -341,7 +343,7 @@ def test_passes_are_small_while_the_engine_works(folder: Path, model_dir: Path) 
         client = server.running.openai()
         with ThreadPoolExecutor(1) as pool:
             chat = pool.submit(client.completions.create, model="fake-model", prompt="Hello", max_tokens=4)
-            wait_for(lambda: server.running.engine.stats().running == 1)
+            wait_for(lambda: server.running.engine.stats().plan.running == 1)
             assert server.post(input=texts).status_code == 200
             server.running.engine.gate.set()
             chat.result(20)
@@ -351,7 +353,7 @@ def test_passes_are_small_while_the_engine_works(folder: Path, model_dir: Path) 
 def test_who_leaves_is_not_embedded(server: Beside) -> None:
     server.memo.passes.clear()
     server.memo.gate.clear()
-    worker = server.running.service._state.embeddings.worker
+    worker = server.running.service.state.embeddings.worker
     with ThreadPoolExecutor(1) as pool:
         stays = pool.submit(server.post, input="a cat")
         wait_for(lambda: server.memo.passes)
@@ -359,7 +361,7 @@ def test_who_leaves_is_not_embedded(server: Beside) -> None:
         with pytest.raises(Exception, match="timed out"):
             leaves.post("/v1/embeddings", json={"input": ["the red kite"] * 50}, timeout=0.3)
         leaves.close()
-        wait_for(lambda: all(job.future.cancelled() for job in worker._jobs))
+        wait_for(lambda: all(job.future.cancelled() for job in worker.jobs))
         server.memo.gate.set()
         assert stays.result(20).status_code == 200
     assert server.post(input="a dog").status_code == 200
@@ -378,12 +380,12 @@ def test_a_failed_pass_is_an_error_and_no_end(server: Beside) -> None:
 def test_a_full_queue_is_refused(folder: Path, model_dir: Path) -> None:
     with beside(folder, model_dir, max_queue=3) as server:
         server.memo.gate.clear()
-        worker = server.running.service._state.embeddings.worker
+        worker = server.running.service.state.embeddings.worker
         with ThreadPoolExecutor(4) as pool:
             asked = [pool.submit(server.post, input="a cat")]
             wait_for(lambda: server.memo.passes)
             asked += [pool.submit(server.post, input="a cat") for _ in range(3)]
-            wait_for(lambda: len(worker._jobs) == 3)
+            wait_for(lambda: len(worker.jobs) == 3)
             reply = server.post(input="a cat")
             assert reply.status_code == 429
             assert reply.headers["retry-after"]
@@ -395,12 +397,12 @@ def test_a_full_queue_is_refused(folder: Path, model_dir: Path) -> None:
 def test_stopping_ends_what_waits(folder: Path, model_dir: Path) -> None:
     with beside(folder, model_dir, ServerConfig(port=0, grace=0.2)) as server:
         server.memo.gate.clear()
-        worker = server.running.service._state.embeddings.worker
+        worker = server.running.service.state.embeddings.worker
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(server.post, input="a cat")]
             wait_for(lambda: server.memo.passes)
             asked.append(pool.submit(server.post, input="a dog"))
-            wait_for(lambda: len(worker._jobs) == 1)
+            wait_for(lambda: len(worker.jobs) == 1)
             server.running.service.stop()
             time.sleep(0.1)
             server.memo.gate.set()
@@ -408,7 +410,7 @@ def test_stopping_ends_what_waits(folder: Path, model_dir: Path) -> None:
                 assert job.exception(20) is not None or job.result().status_code in (200, 503)
         server.running.thread.join(15)
         assert not server.running.thread.is_alive()
-        assert not worker._thread.is_alive()
+        assert not doors.thread_of(worker).is_alive()
 
 
 # -------------------------------------------------------------------------------------------- keys and accounts
@@ -594,7 +596,7 @@ def test_the_decoder_embeds_while_it_generates(tmp_path: Path, folder: Path) -> 
         with openai.OpenAI(base_url=f"{service.address}/v1", api_key="none", max_retries=0) as client:
 
             def chat(number: int) -> str:
-                asked: Any = [{"role": "user", "content": f"My name is Ada. What is my name? {number}"}]
+                asked: Any = [{"role": "user", "content": f"My name is Ada. Say my name. {number}"}]
                 reply = client.chat.completions.create(model="small", messages=asked, max_tokens=24, temperature=0)
                 return reply.choices[0].message.content or ""
 

@@ -22,22 +22,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from afterglow.server.openapi import ENDPOINTS
-from afterglow.server.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    PromptBody,
-    RerankBody,
-    ResponseBody,
-    TokenizeBody,
-)
+from afterglow.server.api.openapi import ENDPOINTS
+from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, ResponseBody
+from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
 from tests.memo.tiny import tiny_encoder
 from tests.server import process
-from tests.server.conftest import wait_for
 from tests.server.hostile import Answer, Hostile, serving
 from tests.server.process import Process, half_open
+from tests.waiting import wait_for
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBED, RERANK, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"
@@ -344,7 +336,7 @@ def test_a_process_that_dies_is_started_again(server: Hostile) -> None:
 
 
 def test_bodies_that_wait_are_bounded(server: Hostile) -> None:
-    """Declared by nobody, so counted while they come: 8 of the largest may be on their way at once."""
+    """Bodies of no declared length are counted while they come: 8 of the largest may be on their way at once."""
     held = []
     refused = 0
     try:
@@ -401,7 +393,7 @@ def ended(sock: socket.socket) -> bool:
     ids=["silent", "half the headers", "half the body"],
 )
 def test_half_open_connections_leave_health_answering(small: Process, said: bytes) -> None:
-    """More of them than there are descriptors: others are answered, the log stays short, and they end by themselves."""
+    """More connections than descriptors: others are answered, the log stays short, and silent ones end by themselves."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft > HALF_OPEN + 100, f"this test itself needs {HALF_OPEN + 100} files (hard limit {hard})"
     before = small.log.stat().st_size
@@ -423,7 +415,7 @@ def test_half_open_connections_leave_health_answering(small: Process, said: byte
 
 
 def test_foreign_pages_get_nothing(server: Hostile) -> None:
-    """By a name that a page lent to the server, or from a page that nobody allowed: no endpoint does anything."""
+    """By a name that a page lent to the server, or from a page that is not allowed: no endpoint does anything."""
     own = server.url.removeprefix("http://")
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     assert {CHAT, TEXT, RESPONSES, EMBED, PROMPT.rpartition("/")[0], "/metrics", "/reset_prefix_cache"} <= set(paths)
@@ -512,7 +504,7 @@ def test_odd_fields(server: Hostile, path: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("path", BASES)
 def test_a_thousand_odd_fields(server: Hostile, path: str) -> None:
-    """With somebody beside it who asks for /health."""
+    """With a client beside it that asks for /health."""
     for attempt in range(ATTEMPTS):
         with server.onlooker() as slowest:
             fuzz(server, path, 1000)

@@ -14,10 +14,12 @@ import pytest
 
 from afterglow.config import CacheConfig
 from afterglow.errors import StoreError
-from afterglow.server import state
-from afterglow.store import conversations
-from afterglow.store.conversations import FILE, Conversations
-from tests.server.conftest import REPLY, Running, running, wait_for
+from afterglow.server.bridge import kept_replies
+from afterglow.store.database import replies
+from afterglow.store.database.conversations import FILE, Conversations
+from afterglow.store.database.replies import StoredReplies
+from tests.server.conftest import REPLY, Running, running
+from tests.waiting import wait_for
 
 
 def body(text: str = "text") -> dict[str, Any]:
@@ -47,21 +49,24 @@ def kept(tmp_path: Path, clock: Clock) -> Iterator[Conversations]:
 
 
 def chains(store: Conversations) -> list[str]:
-    return [chain for chain, *_ in store.replies()]
+    return [chain for chain, *_ in store.replies.all()]
 
 
 def test_replies_come_back_with_whose_they_are(tmp_path: Path, kept: Conversations) -> None:
-    kept.keep_reply("01", "a", None, body("one"))
-    kept.keep_reply("02", "b", "s", body("two"))
-    kept.keep_reply("01", "a", None, body("again"))
+    kept.replies.keep("01", "a", None, body("one"))
+    kept.replies.keep("02", "b", "s", body("two"))
+    kept.replies.keep("01", "a", None, body("again"))
     kept.close()
     with closing(Conversations(tmp_path, clock=Clock())) as store:
-        assert sorted(each[:3] for each in store.replies()) == [("01", "a", body("again")), ("02", "b", body("two"))]
+        assert sorted(each[:3] for each in store.replies.all()) == [
+            ("01", "a", body("again")),
+            ("02", "b", body("two")),
+        ]
 
 
 def test_they_expire_when_they_should(kept: Conversations, clock: Clock) -> None:
     for chain, ttl in (("01", inf), ("02", 10.0), ("03", 1000.0)):
-        kept.keep_reply(chain, "a", None, body(), clock.now + ttl)
+        kept.replies.keep(chain, "a", None, body(), clock.now + ttl)
     clock.now += 11
     assert chains(kept) == ["01", "03"]
     clock.now += 100
@@ -72,9 +77,9 @@ def test_they_expire_when_they_should(kept: Conversations, clock: Clock) -> None
 
 
 def test_those_before_one_in_its_conversation_live_as_long(kept: Conversations, clock: Clock) -> None:
-    kept.keep_reply("01", "a", None, body(), clock.now + 10)
-    kept.keep_reply("02", "a", None, body(), clock.now + 60)
-    kept.keep_reply("03", "a", None, body(), clock.now + 30, ["01", "02", "unknown"])
+    kept.replies.keep("01", "a", None, body(), clock.now + 10)
+    kept.replies.keep("02", "a", None, body(), clock.now + 60)
+    kept.replies.keep("03", "a", None, body(), clock.now + 30, ["01", "02", "unknown"])
     clock.now += 29
     assert sorted(chains(kept)) == ["01", "02", "03"]
     clock.now += 2
@@ -83,27 +88,27 @@ def test_those_before_one_in_its_conversation_live_as_long(kept: Conversations, 
 
 def test_they_are_forgotten_by_tenant_and_by_conversation(kept: Conversations) -> None:
     for chain, salt, session in (("01", "a", "s"), ("02", "a", "t"), ("03", "b", "s"), ("04", "a", None)):
-        kept.keep_reply(chain, salt, session, body())
-    kept.forget_replies(["a"], "s")
+        kept.replies.keep(chain, salt, session, body())
+    kept.replies.forget(["a"], "s")
     assert sorted(chains(kept)) == ["02", "03", "04"]
-    kept.forget_replies(["a"])
+    kept.replies.forget(["a"])
     assert chains(kept) == ["03"]
-    kept.forget_replies()
+    kept.replies.forget()
     assert chains(kept) == []
 
 
 def test_what_is_forgotten_cannot_be_read_in_the_file(tmp_path: Path, kept: Conversations) -> None:
-    kept.keep_reply("01", "a", "s", body("a secret of Ada's"))
-    kept.forget_replies(["a"], "s")
+    kept.replies.keep("01", "a", "s", body("a secret of Ada's"))
+    kept.replies.forget(["a"], "s")
     kept.close()
     assert not any(b"secret" in file.read_bytes() for file in tmp_path.glob(f"{FILE}*"))
 
 
 def test_there_are_not_more_than_so_many(kept: Conversations, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr(conversations, "REPLIES_MOST", 20)
+    monkeypatch.setattr(replies, "MAX_REPLIES", 20)
     for number in range(50):
         clock.now += 0.1
-        kept.keep_reply(f"{number:02}", "a", None, body())
+        kept.replies.keep(f"{number:02}", "a", None, body())
     assert len(chains(kept)) <= 20
     assert chains(kept)[-1] == "49"
 
@@ -112,30 +117,28 @@ def test_they_leave_half_of_the_file_to_responses(tmp_path: Path) -> None:
     with closing(Conversations(tmp_path, max_bytes=400_000)) as store:
         store.add("r1", "a", None, "m", {"id": "r1"}, [{"text": "x" * 1000}])
         for number in range(100):
-            store.keep_reply(f"{number:02}", "a", None, body("y" * 10_000))
+            store.replies.keep(f"{number:02}", "a", None, body("y" * 10_000))
         assert 0 < len(chains(store)) < 20
         assert chains(store)[-1] == "99"
         assert store.get("r1", "a") is not None
-        store.keep_reply("large", "a", None, body("z" * 300_000))
+        store.replies.keep("large", "a", None, body("z" * 300_000))
         assert "large" not in chains(store)
 
 
 def test_a_file_of_before_there_were_any(tmp_path: Path) -> None:
     with closing(Conversations(tmp_path)) as store:
         store.add("r1", "a", None, "m", {"id": "r1"}, [])
-        assert store._db is not None
-        store._db.execute("DROP TABLE replies")
+        store.file.run(lambda db: db.execute("DROP TABLE replies"))
     with closing(Conversations(tmp_path)) as store:
-        store.keep_reply("01", "a", None, body())
+        store.replies.keep("01", "a", None, body())
         assert chains(store) == ["01"]
         assert store.get("r1", "a") is not None
 
 
 def test_a_damaged_one_is_left_out(kept: Conversations) -> None:
-    kept.keep_reply("01", "a", None, body())
-    kept.keep_reply("02", "a", None, body())
-    assert kept._db is not None
-    kept._db.execute("UPDATE replies SET salt = 'b' WHERE chain = '01'")
+    kept.replies.keep("01", "a", None, body())
+    kept.replies.keep("02", "a", None, body())
+    kept.file.run(lambda db: db.execute("UPDATE replies SET salt = 'b' WHERE chain = '01'"))
     assert chains(kept) == ["02"]
 
 
@@ -158,7 +161,7 @@ def first_turn(model_dir: Path, folder: Path, act: Any = None, **more: Any) -> N
     with running(model_dir, conversations=store) as server:
         server.engine.reply = odd_ids(server)
         assert chat(server, "one", **more).choices[0].message.content == REPLY
-        wait_for(store.replies)
+        wait_for(store.replies.all)
         if act is not None:
             act(server)
 
@@ -179,14 +182,14 @@ def test_a_restart_does_not_cost_the_ids(model_dir: Path, tmp_path: Path, stream
         reply = chat(server, "one", stream=stream)
         if stream:
             assert "".join(chunk.choices[0].delta.content or "" for chunk in reply) == REPLY
-        wait_for(store.replies)
+        wait_for(store.replies.all)
     assert is_known(model_dir, tmp_path)
 
 
 def test_without_a_disk_tier_nothing_is_written(model_dir: Path) -> None:
     with running(model_dir) as server:
         chat(server, "one")
-        assert server.engine.conversations.replies() == []
+        assert server.engine.conversations.replies.all() == []
 
 
 def test_a_cache_that_is_cleared_keeps_none(model_dir: Path, tmp_path: Path) -> None:
@@ -213,8 +216,8 @@ def test_a_store_that_fails_costs_no_reply(
     def fails(*_: object) -> None:
         raise StoreError("full")
 
-    monkeypatch.setattr(Conversations, "keep_reply", fails)
-    monkeypatch.setattr(Conversations, "replies", fails)
+    monkeypatch.setattr(StoredReplies, "keep", fails)
+    monkeypatch.setattr(StoredReplies, "all", fails)
     with (
         caplog.at_level(logging.WARNING, "afterglow.server"),
         running(model_dir, conversations=Conversations(tmp_path)) as server,
@@ -228,32 +231,31 @@ def test_they_live_as_long_as_the_servers_setting_says(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
-    monkeypatch.setattr(state, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(kept_replies, "SWEEP_SECONDS", 0.02)
     cache = CacheConfig(ttl=50.0)
     with running(model_dir, conversations=Conversations(tmp_path), cache=cache) as server:
         chat(server, "one")
         chat(server, "two", extra_body={"prompt_cache_retention": 5000})
         kept = server.engine.conversations
-        wait_for(lambda: len(kept.replies()) == 2)
-        ends = [end for *_, end in kept.replies()]
+        wait_for(lambda: len(kept.replies.all()) == 2)
+        ends = [end for *_, end in kept.replies.all()]
         assert abs(ends[0] - now - 50) < 30
         assert abs(ends[1] - now - 5000) < 30
         assert len(server.tokenizer.replies) == 2
         monkeypatch.setattr(kept, "_clock", lambda: now + 100)
         monkeypatch.setattr(time, "time", lambda: now + 100)
         wait_for(lambda: len(server.tokenizer.replies) == 1)
-        assert kept._db is not None
-        wait_for(lambda: kept._run(lambda db: db.execute("SELECT COUNT(*) FROM replies").fetchone()) == (1,))
+        wait_for(lambda: kept.file.run(lambda db: db.execute("SELECT COUNT(*) FROM replies").fetchone()) == (1,))
 
 
 def test_a_conversation_that_goes_on_keeps_its_earlier_replies(model_dir: Path, tmp_path: Path) -> None:
     with running(model_dir, conversations=Conversations(tmp_path)) as server:
         kept = server.engine.conversations
         chat(server, "one", extra_body={"prompt_cache_retention": 50})
-        wait_for(kept.replies)
+        wait_for(kept.replies.all)
         chat(server, "one", REPLY, "two", extra_body={"prompt_cache_retention": 5000})
-        wait_for(lambda: len(kept.replies()) == 2)
-        assert all(end > time.time() + 4000 for *_, end in kept.replies())
+        wait_for(lambda: len(kept.replies.all()) == 2)
+        assert all(end > time.time() + 4000 for *_, end in kept.replies.all())
 
 
 def test_replies_in_memory_are_not_written(model_dir: Path, tmp_path: Path) -> None:
@@ -263,6 +265,6 @@ def test_replies_in_memory_are_not_written(model_dir: Path, tmp_path: Path) -> N
         assert server.engine.requests[-1].volatile
         assert len(server.tokenizer.replies) == 1
         chat(server, "two")
-        wait_for(server.engine.conversations.replies)
-        assert len(server.engine.conversations.replies()) == 1, "the other one's"
+        wait_for(server.engine.conversations.replies.all)
+        assert len(server.engine.conversations.replies.all()) == 1, "the other one's"
     assert not is_known(model_dir, tmp_path)

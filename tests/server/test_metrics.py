@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from afterglow.cli import serve
-from afterglow.config import EngineConfig
+from afterglow.cli.commands import app
 from afterglow.errors import ConfigError
-from afterglow.server.settings import ServerConfig
+from afterglow.server.server_config import ServerConfig
 from tests.server.conftest import Running, running
 
 CHAT = "/v1/chat/completions"
@@ -117,9 +118,9 @@ def test_the_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServerConfig] = []
     monkeypatch.setenv("AFTERGLOW_METRICS_KEY", "scrape")
     monkeypatch.setattr(serve, "set_up_threads", lambda threads: None)
-    monkeypatch.setattr("afterglow.server.launch.set_up_logging", lambda level: None)
-    monkeypatch.setattr("afterglow.server.launch.listen", lambda config: seen.append(config) or 1 / 0)
-    for given, wanted in ((None, "scrape"), ("other", "other")):
-        with pytest.raises(ZeroDivisionError):
-            serve.serve(None, ServerConfig(port=0, metrics_key=given), EngineConfig())
+    monkeypatch.setattr("afterglow.server.lifecycle.service.set_up_logging", lambda level: None)
+    monkeypatch.setattr("afterglow.server.lifecycle.service.listen", lambda config: seen.append(config) or 1 / 0)
+    for given, wanted in (([], "scrape"), (["--metrics-key", "other"], "other")):
+        result = CliRunner().invoke(app, ["serve", "--port", "0", *given])
+        assert isinstance(result.exception, ZeroDivisionError), result.output
         assert seen[-1].metrics_key == wanted

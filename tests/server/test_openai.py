@@ -1,4 +1,4 @@
-"""The API through the `openai` package: a client that nobody here wrote."""
+"""The API through the `openai` package: a client that was not written here."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_small_routes(server: Running) -> None:
         chat = http.post("/tokenize", json={"messages": USER}).json()
         assert chat["tokens"] == server.tokenizer.encode_chat(USER).ids
         back = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()
-        assert back["prompt"] == server.tokenizer.render_chat(USER)
+        assert back["prompt"] == server.tokenizer.encode_chat(USER).text
         assert http.post("/reset_prefix_cache").json() == {"status": "ok", "cleared": "all"}
         assert server.engine.resets[-1] is None
         assert http.get("/openapi.json").status_code == 200

@@ -1,4 +1,4 @@
-"""`/openapi.json` is valid, complete and true; `/docs` shows it and asks nobody else."""
+"""`/openapi.json` is valid, complete and true; `/docs` shows it and asks no other server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from fastapi.routing import APIRoute
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from afterglow.server.api.openapi import ENDPOINTS, ERRORS, document
 from afterglow.server.app import create_app
-from afterglow.server.openapi import ENDPOINTS, ERRORS, document
 from tests.server.conftest import Running
 
 

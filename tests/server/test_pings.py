@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from afterglow.server import stream
-from tests.server.conftest import REPLY, Running, running, wait_for
+from afterglow.server.replies import stream
+from tests import doors
+from tests.server.conftest import REPLY, Running, running
+from tests.waiting import wait_for
 
 MESSAGE = [{"role": "user", "content": "hi"}]
 STREAMS: list[tuple[str, dict[str, Any]]] = [
@@ -96,7 +98,7 @@ def test_a_client_that_does_not_read_gets_no_heap_of_comments() -> None:
 
 def pings_alive(server: Running) -> int:
     """Tasks of the server's loop that would send comments."""
-    loop = server.service._loop
+    loop = doors.loop_of(server.service)
     return sum("_ping" in repr(task.get_coro()) for task in asyncio.all_tasks(loop))
 
 

@@ -15,11 +15,11 @@ import torch
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.request import Request, SamplingParams
-from afterglow.server.launch import Service
-from afterglow.server.openapi import document
-from afterglow.server.settings import ServerConfig
+from afterglow.server.api.openapi import document
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
-from tests.server.conftest import wait_for
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
@@ -108,9 +108,9 @@ def test_streams_side_by_side_equal_single_requests(real: Real) -> None:
 def test_leaving_frees_the_engine(real: Real) -> None:
     stream = real.chat([FACT], max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
-    wait_for(lambda: real.engine.stats().running == 1)
+    wait_for(lambda: real.engine.stats().plan.running == 1)
     stream.close()
-    wait_for(lambda: real.engine.stats().running == 0)
+    wait_for(lambda: real.engine.stats().plan.running == 0)
 
 
 def test_loglikelihoods_equal_those_of_transformers(real: Real) -> None:
@@ -121,7 +121,7 @@ def test_loglikelihoods_equal_those_of_transformers(real: Real) -> None:
     texts = ["My name is Ada. I keep the red kite", "The mill is near the river, and the boat is blue."]
     prompts = [tokenizer.encode(text) for text in texts]
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
-    # Twice: what was cached must not change the numbers.
+    # Twice: cached rows must not change the numbers.
     for _ in range(2):
         reply = real.client.completions.create(
             model="afterglow", prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
@@ -163,7 +163,7 @@ def test_resetting_forgets(real: Real) -> None:
 
 
 def test_why_tokens_were_computed(real: Real) -> None:
-    """Cached and missed tokens are all there are, and what is missed has a reason; but never that others have it."""
+    """Cached and missed tokens are the whole prompt, and misses have a reason; but never that other tenants have the rows."""
     text = "Please keep in mind that the blue lantern stands on the shelf behind the wooden door. " * 6
 
     def ask(content: str, salt: str, **more: Any) -> Any:
@@ -183,7 +183,7 @@ def test_why_tokens_were_computed(real: Real) -> None:
 
 
 def test_the_reason_is_in_responses_too(real: Real) -> None:
-    reply = real.client.responses.create(model="afterglow", input="a word that nobody said", max_output_tokens=2)
+    reply = real.client.responses.create(model="afterglow", input="a word that is quite new", max_output_tokens=2)
     usage = reply.usage.model_dump()  # type: ignore[union-attr]
     assert (
         sum(usage["missed_tokens_details"].values()) + usage["input_tokens_details"]["cached_tokens"]
@@ -211,7 +211,7 @@ def test_how_long_a_request_waited(real: Real) -> None:
 
 
 def twice() -> int:
-    """A token that, generated twice, is a text of which the tokenizer makes one token."""
+    """A token that, generated twice, yields a text that the tokenizer turns into one token."""
     tokenizer = Tokenizer(BUNDLED)
     for token in range(tokenizer.vocab_size):
         text = tokenizer.decode([token, token])

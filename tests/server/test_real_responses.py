@@ -14,10 +14,10 @@ import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.server.launch import Service
-from afterglow.server.settings import ServerConfig
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
-from tests.server.conftest import wait_for
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
@@ -87,7 +87,7 @@ def test_every_turn_finds_all_of_the_last_one(real: Real) -> None:
 def test_a_restart_loses_neither_the_text_nor_the_rows(tmp_path: Path) -> None:
     with serving(tmp_path) as first:
         one = first.respond("My name is Ada. I keep the red kite in the old mill.")
-        two = first.respond("What is my name?", one)
+        two = first.respond("Do you know my name?", one)
     with serving(tmp_path) as second:
         assert second.client.responses.retrieve(two.id).output_text == two.output_text
         three = second.respond("And where is the kite?", two)
@@ -105,7 +105,7 @@ def test_a_conversation_goes_on_beyond_the_context(real: Real) -> None:
         if spent.get("truncation"):
             cuts.append(spent["truncation"])
             assert spent["truncation"]["reused"] is True
-            # What is left of it is not computed again.
+            # The remaining rows are not computed again.
             assert spent["input_tokens_details"]["cached_tokens"] > 0
     assert len(cuts) > 3
     assert [cut["dropped_tokens"] for cut in cuts] == sorted(cut["dropped_tokens"] for cut in cuts)
@@ -140,7 +140,7 @@ def test_chat_goes_on_beyond_the_context(real: Real) -> None:
 
 
 def test_conversations_are_listed_pinned_and_forgotten(real: Real) -> None:
-    salt = {"cache_salt": "kite"}  # nobody else's rows are among its own
+    salt = {"cache_salt": "kite"}  # no other conversation's rows are among its own
     real.respond("The kite is red.", extra_body={"session_id": "kite", "prompt_cache_retention": 500, **salt})
 
     def call(method: str, path: str) -> Any:
@@ -159,7 +159,7 @@ def test_conversations_are_listed_pinned_and_forgotten(real: Real) -> None:
     assert listed()[0]["pinned"] is True
     stats = call("GET", "stats")
     assert (stats["sessions"]["pinned"], stats["sessions"]["tokens"]) == (1, kite["tokens"])
-    assert stats["engine"]["extents"] > 0
+    assert stats["engine"]["plan"]["extents"] > 0
     assert call("DELETE", "sessions/kite")["deleted"] is True
     real.engine.settle()
     assert listed() == []

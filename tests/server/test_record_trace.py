@@ -1,4 +1,4 @@
-"""`--record-trace`: what is written, what is not, and that requests do not depend on it."""
+"""`--record-trace`: the lines of the file hold no secret, and requests never depend on the file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
 from afterglow.request import Request
-from afterglow.server.launch import Service
-from afterglow.server.record import TraceRecorder
-from afterglow.server.settings import ServerConfig
-from afterglow.sim.traces import TraceSource
-from afterglow.sim.workload import TraceTurn, common_tokens, token_bytes
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.metrics.trace_recorder import TraceRecorder
+from afterglow.server.server_config import ServerConfig
+from afterglow.sim.workload.traces import TraceSource
+from afterglow.sim.workload.turns import TraceTurn, common_tokens, token_bytes
 from afterglow.text import Tokenizer
-from tests.server.conftest import Running, running, wait_for
+from tests import doors
+from tests.server.conftest import Running, running
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
-SECRET = "Ada keeps the red kite in the old mill near the river, and nobody else knows of it at all."
+SECRET = "Ada keeps the red kite in the old mill near the river, and no other child knows about that."
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_hashes_cannot_be_compared_between_tenants_nor_recordings(model_dir: Pat
 
 
 def test_a_conversation_without_a_name_is_known_again(server: Running, path: Path) -> None:
-    """As clients of the OpenAI API send it: all of it, each time. What is read back is what was cached."""
+    """A conversation as clients of the OpenAI API send it, whole at each turn. The trace shows the tokens that were cached."""
     http = server.http()
     ids = list(range(5, 155))
     cached = []
@@ -198,7 +200,7 @@ def test_a_reply_that_was_changed(server: Running, path: Path) -> None:
 
 
 def test_short_contexts_are_known_again_too(server: Running, path: Path) -> None:
-    """Shorter than a block, several of them at a time."""
+    """Turns shorter than a block, several at a time."""
     http = server.http()
     starts = [list(range(base, base + 10)) for base in (5, 50, 100)]
     for ids in starts:
@@ -253,12 +255,12 @@ def test_a_full_disk_costs_lines_and_no_request(
 ) -> None:
     """Writes fail, in the middle of a line at first, and then go well again."""
     http = server.http()
-    recorder = server.service._state.jobs.recorder
+    recorder = server.service.state.bridge.recorder
     assert recorder is not None
     real, failing = os.write, True
 
     def write(file: int, data: bytes) -> int:
-        if file != recorder._file or not failing:
+        if file != doors.recorder_file(recorder) or not failing:
             return real(file, data)
         if recorder.lost:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -282,9 +284,9 @@ def test_a_full_disk_costs_lines_and_no_request(
 
 
 def test_a_slow_disk_costs_lines_and_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("afterglow.server.record.MAX_PENDING", 3)
+    monkeypatch.setattr("afterglow.server.metrics.trace_recorder.MAX_PENDING", 3)
     recorder = TraceRecorder(path)
-    hold = recorder._hashes.row
+    hold = recorder.rows.row
     entered: list[object] = []
 
     def slow(item: Any) -> Any:
@@ -292,7 +294,7 @@ def test_a_slow_disk_costs_lines_and_no_memory(path: Path, monkeypatch: pytest.M
         wait_for(lambda: recorder.lost == 6)
         return hold(item)
 
-    monkeypatch.setattr(recorder._hashes, "row", slow)
+    monkeypatch.setattr(recorder.rows, "row", slow)
     for number in range(10):
         request = Request(id=str(number), prompt=[number])
         recorder.began(request)
@@ -326,7 +328,7 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "--record-trace: cannot write" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "afterglow.model.loader" not in done.stderr  # among what was imported
+    assert "afterglow.model.loader" not in done.stderr  # not imported
 
 
 def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`/v1/responses` through the `openai` package: turns, streams, truncation, and what is kept."""
+"""`/v1/responses` through the `openai` package: turns, streams, truncation, and storage."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import openai
 import pytest
 
 from afterglow.errors import StoreError
-from afterglow.server.settings import ServerConfig
-from afterglow.store.conversations import FILE, Conversations
-from tests.server.conftest import REPLY, Running, running, wait_for
+from afterglow.server.server_config import ServerConfig
+from afterglow.store.database.conversations import FILE, Conversations
+from tests.server.conftest import REPLY, Running, running
 from tests.text import toys
+from tests.waiting import wait_for
 
 URL = "/v1/responses"
 

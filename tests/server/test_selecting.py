@@ -12,11 +12,11 @@ import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.server.launch import Service
-from afterglow.server.settings import ServerConfig
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
-from tests.server.conftest import wait_for
 from tests.server.test_real_engine import BUNDLED, Real
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
 
@@ -53,7 +53,7 @@ def conversation(real: Real, salt: str) -> list[dict[str, Any]]:
     return [
         *messages,
         answer,
-        {"role": "user", "content": "Where does the lantern stand, and behind what is that shelf?"},
+        {"role": "user", "content": "Where does the lantern stand, and behind which door?"},
     ]
 
 

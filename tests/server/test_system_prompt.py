@@ -1,5 +1,5 @@
-"""A system prompt that is registered, on the real engine: computed before anybody asks, found by every tenant and by
-nobody's text behind it, kept over a restart and by truncation; and who may register what."""
+"""A registered system prompt, on the real engine: computed before the first request, found by every tenant without any
+tenant's text behind it, kept over a restart and by truncation; and the rights to register prompts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import pytest
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError, RequestError
-from afterglow.server.launch import Service
-from afterglow.server.promptfile import read_prompt
-from afterglow.server.settings import ServerConfig
-from afterglow.text import Tokenizer, chat
-from tests.server.conftest import running, wait_for
+from afterglow.server.lifecycle.prompt_file import read_prompt
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
+from afterglow.text import Tokenizer, chat_template
+from tests import doors
+from tests.server.conftest import running
 from tests.server.fake_engine import FakeEngine
 from tests.text import toys
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
@@ -109,7 +111,7 @@ def test_the_answer_is_that_of_the_prompt_sent_as_a_system_message(server: Servi
     long = server.chat({"role": "system", "content": PROMPT}, HELLO, salt="y", max_tokens=12)
     assert short["choices"] == long["choices"]
     assert short["usage"]["prompt_tokens"] == long["usage"]["prompt_tokens"]
-    assert cached(long) == TOKENS  # whoever sends the same tokens finds them
+    assert cached(long) == TOKENS  # a client that sends the same tokens finds them
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -119,7 +121,7 @@ def test_a_system_message_of_the_requests_own_is_in_its_place(server: Serving, r
 
 
 def test_responses_begin_with_it_on_every_turn_and_store_what_the_client_said(server: Serving) -> None:
-    body = {"input": "What is your name?", "max_output_tokens": 4, "temperature": 0, "cache_salt": "responses"}
+    body = {"input": "Tell me your name.", "max_output_tokens": 4, "temperature": 0, "cache_salt": "responses"}
     first = server.http.post("/v1/responses", json=body).json()
     assert first["usage"]["input_tokens_details"]["cached_tokens"] == TOKENS
     server.engine.settle()
@@ -167,12 +169,14 @@ def test_requests_of_two_tenants_read_it_together_and_a_tenants_own_below_it(ser
     for thread in threads:
         thread.join(60)
     after = server.engine.stats()
-    assert after.relay_groups > before.relay_groups
-    assert after.relay_levels == 2  # the prompt, and below it one tenant's document
-    assert after.relay_rows_saved - before.relay_rows_saved >= TOKENS
+    assert after.engine.relay.groups > before.engine.relay.groups
+    assert after.engine.relay.levels == 2  # the prompt, and below it one tenant's document
+    assert after.engine.relay.rows_saved - before.engine.relay.rows_saved >= TOKENS
     metrics = server.http.get("/metrics").text
-    for name in ("relay_groups_total", "relay_levels", 'what="saved"', 'what="read"', "registered_prefix_tokens"):
-        assert f"afterglow:{name}" in metrics or name in metrics
+    for text in ("relay_groups_total", "relay_levels", "registered_prefix_tokens"):
+        assert f"afterglow:{text}" in metrics
+    for text in ('what="saved"', 'what="read"'):
+        assert text in metrics
 
 
 def test_it_is_listed_and_cannot_be_removed_as_a_conversation(server: Serving) -> None:
@@ -223,16 +227,16 @@ def test_tenants_register_their_own_which_others_do_not_see(tmp_path: Path) -> N
 
 def test_a_restart_loads_it_and_another_prompt_takes_its_place(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        assert server.engine.stats().prefilled_tokens == TOKENS
+        assert server.engine.stats().engine.prefilled_tokens == TOKENS
         server.chat(HELLO, salt="one")
     with serving(tmp_path) as server:
-        assert server.engine.stats().prefilled_tokens == 1
+        assert server.engine.stats().engine.prefilled_tokens == 1
         again = server.chat(HELLO, salt="one")
         assert cached(again) == again["usage"]["prompt_tokens"] - 1
         assert cached(server.chat(HELLO, salt="two")) == TOKENS
     other = PROMPT.replace("mill", "boathouse")
     with serving(tmp_path, other) as server:
-        assert server.engine.stats().prefilled_tokens > TOKENS - 10
+        assert server.engine.stats().engine.prefilled_tokens > TOKENS - 10
         assert len(server.prompts()) == 1
         assert 0 < cached(server.chat(HELLO, salt="one")) < again["usage"]["prompt_tokens"] - 4
     with serving(tmp_path, None) as server:
@@ -349,7 +353,7 @@ def test_a_prompt_whose_tokens_change_with_the_date_is_registered_anew(
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
             return days[-1]
 
-    monkeypatch.setattr(chat, "datetime", Clock)
+    monkeypatch.setattr(chat_template, "datetime", Clock)
     (tmp_path / "prompt.txt").write_text("Be kind.")
     with running(folder, ServerConfig(port=0, system_prompt_file=tmp_path / "prompt.txt")) as server:
         (first,) = server.engine.prefix_ids.values()
@@ -373,7 +377,7 @@ def test_a_prompt_that_cannot_be_computed_is_not_there_and_one_that_was_there_st
         raise RequestError("too many are waiting already", status=429)
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "_submit", busy)
+        patch.setattr(doors.registrar_of(server.engine), "_submit", busy)
         for name in ("mine", "new"):
             with pytest.raises(RequestError, match="waiting already"):
                 server.engine.register_prefix(name, [*old, 7, 5], salt="busy", about="words")

@@ -13,10 +13,10 @@ import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.server.launch import Service
-from afterglow.server.settings import ServerConfig
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
-from tests.server.conftest import wait_for
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
@@ -44,7 +44,7 @@ class Serving:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def stored(self) -> int:
-        return sum(extent.file_bytes for extent in self.engine._scheduler._index.extents.values())
+        return sum(extent.file_bytes for extent in self.engine.parts.scheduler.cache.index.extents.values())
 
 
 @contextmanager

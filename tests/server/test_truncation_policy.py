@@ -11,19 +11,20 @@ from typing import Any
 import httpx
 import pytest
 
-from afterglow.config import CacheConfig, EngineConfig, TruncationName
+from afterglow.choices import TruncationPolicy
+from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.server.launch import Service
-from afterglow.server.settings import ServerConfig
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
-from tests.server.conftest import wait_for
 from tests.server.test_real_responses import BUNDLED, WINDOW
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
 
 
 @contextmanager
-def serving(folder: Path, policy: TruncationName) -> Iterator[httpx.Client]:
+def serving(folder: Path, policy: TruncationPolicy) -> Iterator[httpx.Client]:
     cache = CacheConfig(device_cache=64 << 20, host_cache=64 << 20, disk_cache=64 << 20, cache_dir=folder)
     config = EngineConfig(threads=1, cache=cache, max_model_len=WINDOW, truncation_policy=policy)
     engine = Engine.load(BUNDLED, config)
@@ -75,7 +76,7 @@ def test_a_conversation_is_cut_by_importance_and_by_what_is_left_after_a_restart
         assert "truncation" not in before["usage"]
     with serving(tmp_path, "importance") as client:
         reply = respond(client, "the boat is blue and near the river. " * 14, before["id"])
-        assert reply["usage"]["truncation"]["policy"] == "sinks_and_recent", "nobody knows any more what was important"
+        assert reply["usage"]["truncation"]["policy"] == "sinks_and_recent", "the scores are gone"
         assert metric(client, "afterglow:truncated_prompts_unscored") == 1
 
 

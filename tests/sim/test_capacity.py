@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.sim.bill import charged, hourly, price_list
-from afterglow.sim.capacity import GIB, Search, _first, device_counts, hit_rate, sizes
-from afterglow.sim.catalogue import prices
-from afterglow.sim.census import Census
-from afterglow.sim.options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
+from afterglow.sim.capacity.bill import charged, hourly, price_list
+from afterglow.sim.capacity.census import Census
+from afterglow.sim.capacity.search import GIB, Search, _first, device_counts, hit_rate, sizes
+from afterglow.sim.machine.catalogue import prices
 from afterglow.sim.scenario import Running
+from afterglow.sim.scenario_options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
 from afterglow.sim.sweep import checked, points
-from afterglow.sim.workload import Arrival, Segment, TraceTurn
+from afterglow.sim.workload.turns import Arrival, StreamSegment, TraceTurn
 
 
 def scenario(**values: Any) -> Scenario:
@@ -112,7 +112,7 @@ def test_bisection(answer: int) -> None:
 
 
 def arrival(time: float, session: str, start: int, length: int, stream: str = "") -> Arrival:
-    return Arrival(time, TraceTurn(session, 0, (Segment(stream or session, start, length),), (), length))
+    return Arrival(time, TraceTurn(session, 0, (StreamSegment(stream or session, start, length),), (), length))
 
 
 def test_census_counts_the_busiest_unit() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from afterglow.errors import ConfigError, ModelError
 from afterglow.model.families import spec_from_config
-from afterglow.sim.catalogue import (
+from afterglow.sim.machine.catalogue import (
     GIB,
     all_hardware,
     all_models,
@@ -21,7 +21,7 @@ from afterglow.sim.catalogue import (
     model,
     prices,
 )
-from afterglow.sim.shape import ModelShape, shape_of
+from afterglow.sim.machine.shape import ModelShape, shape_of
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 
@@ -107,7 +107,7 @@ def test_arithmetic_of_a_shape_by_hand() -> None:
     # 3 tokens after 5 see 6, 7 and 8; a multiplication and an addition, for scores and for sums
     assert shape.attention_flops(3, 5) == 2 * 4 * 4 * 2 * (6 + 7 + 8)
     assert shape.prefill_flops(3, 5) == 3 * 4 * per_layer + shape.attention_flops(3, 5) + 2 * 80
-    assert shape.decode_flops(7) == 4 * per_layer + 2 * 4 * 4 * 2 * 8 + 2 * 80
+    assert shape.prefill_flops(1, 7) == 4 * per_layer + 2 * 4 * 4 * 2 * 8 + 2 * 80
     assert shape.kv_bytes_per_token("float32") == 2 * shape.kv_bytes_per_token() == 2 * 2 * 2 * 2 * 4
 
 
@@ -283,7 +283,7 @@ def test_room_for_kv_and_a_model_that_does_not_fit() -> None:
     a100 = hardware("A100-80G")
     room = kv_room(model("LLaMA-65B"), a100, devices=4)
     assert room == int(4 * 80 * GIB * 0.9) - model("LLaMA-65B").weight_bytes()
-    with pytest.raises(ConfigError, match=r"LLaMA-65B does not fit: .* as float16, .* it takes 2 of them"):
+    with pytest.raises(ConfigError, match=r"LLaMA-65B does not fit: .* as float16, .* it takes 2 devices"):
         kv_room(model("LLaMA-65B"), a100)
     with pytest.raises(ConfigError, match="1 or more, got 0"):
         kv_room(model("LLaMA-13B"), a100, devices=0)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from afterglow.plan.step import ExtentRecord
-from afterglow.sim.cluster import Cluster, Network, SharingEngine
-from afterglow.sim.options import ClusterConfig, EngineModel, RouterName, Scenario, TierConfig, WorkloadConfig
-from afterglow.sim.routers import BUSIER, router
+from afterglow.sim.cluster.engines import Cluster, Network, SharingEngine
+from afterglow.sim.cluster.routers import BUSIER, router
+from afterglow.sim.cluster.shared_tier import SharedTier
 from afterglow.sim.scenario import Running, setup_of, source_of
-from afterglow.sim.shared import SharedTier
+from afterglow.sim.scenario_options import ClusterConfig, EngineModel, RouterName, Scenario, TierConfig, WorkloadConfig
 from afterglow.sim.simulator import Outcome, Simulation
-from afterglow.sim.workload import Segment, TraceTurn, Workload
+from afterglow.sim.workload.turns import StreamSegment, TraceTurn, Workload
+from tests import doors
 
 ROUTERS: tuple[RouterName, ...] = ("random", "least-loaded", "conversation", "prefix")
 GIB = 2**30
@@ -88,7 +89,7 @@ def test_a_shared_store_brings_rows_after_their_conversations() -> None:
     moved = shared["cluster"]
     assert moved["network_in_bytes"] > 0
     assert moved["network_out_bytes"] >= moved["shared_bytes"] > 0
-    # What comes over the network leaves a file: the disks are written what was sealed, and what was fetched.
+    # Fetched extents leave a file: the disks are written sealed and fetched extents.
     assert shared["bytes_moved"]["host to disk"] >= moved["network_out_bytes"] + moved["network_in_bytes"]
 
 
@@ -127,7 +128,7 @@ def test_a_thousand_engines() -> None:
 
 
 def turn(session: str, index: int, tokens: int, stream: str | None = None) -> TraceTurn:
-    return TraceTurn(session, index, (Segment(stream or session, 0, tokens),), (), tokens)
+    return TraceTurn(session, index, (StreamSegment(stream or session, 0, tokens),), (), tokens)
 
 
 def test_least_loaded_is_least_loaded() -> None:
@@ -170,7 +171,7 @@ def test_the_shared_store_drops_leaves_first_and_nothing_that_was_promised() -> 
     store.promise("b")
     store.publish(record("c", None, b"cccc"), b"", 4.0)
     store.match("", b"cccc", 4.0)
-    # b is the oldest, but promised; a has something below it; what is below goes.
+    # b is the oldest, but promised; a has an extent below it; that one goes.
     assert [store.knows(name) for name in ("a", "below a", "b", "c")] == [True, False, True, True]
     store.release("b")
     store.publish(record("d", None, b"dddd"), b"", 5.0)
@@ -195,6 +196,6 @@ def test_every_promise_is_kept_or_given_back() -> None:
     cluster, _ = clustered(scenario(engines=4, router="random", shared_tier=64 * GIB, dram=2 * GIB, disk=4 * GIB))
     engines = [engine.executor for engine in cluster.engines if isinstance(engine, SharingEngine)]
     assert cluster.shared is not None
-    unread = [name for executor in engines for name in (*executor._far, *executor._fetching.values())]
-    assert sum(cluster.shared._promised.values()) == len(unread)
+    unread = [name for executor in engines for name in doors.unread_extents(executor)]
+    assert sum(doors.promised_reads(cluster.shared).values()) == len(unread)
     assert sum(executor.network_in.bytes for executor in engines) > 0

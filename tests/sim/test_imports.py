@@ -19,9 +19,9 @@ import afterglow.sim
 names = [m.name for m in pkgutil.walk_packages(afterglow.sim.__path__, "afterglow.sim.")]
 for name in names:
     importlib.import_module(name)
-from afterglow.sim.catalogue import all_hardware, all_models, all_prices
-from afterglow.sim.workload import Workload, token_bytes
-from afterglow.sim.workload_sharegpt import ShareGPT, preset
+from afterglow.sim.machine.catalogue import all_hardware, all_models, all_prices
+from afterglow.sim.workload.turns import Workload, token_bytes
+from afterglow.sim.workload.sharegpt import ShareGPT, preset
 first = Workload(ShareGPT(preset("sharegpt-atc"))).take(100.0)[0].turn
 assert len(token_bytes(first.prompt)) == 4 * first.prompt_tokens
 assert all_hardware() and all_models() and all_prices()

@@ -8,29 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afterglow.sim import operator_importance as importance
-from afterglow.sim.catalogue import hardware, model
-from afterglow.sim.operator_importance import SPEC, SYSTEMS, Machine, System, Workload
+from afterglow.sim.machine.catalogue import hardware, model
+from afterglow.sim.operators.importance import SPEC, SYSTEMS, PrefixWorkload, System, TieredMachine
+from afterglow.sim.operators.operator_tables import importance as importance
 
 A100 = hardware("A100-80G")
 OPT_30B = model("OPT-30B")
-MACHINE = Machine(hardware=A100)
-RTE = Workload(prefix=4000, data=57 * 10**9)
+MACHINE = TieredMachine(hardware=A100)
+RTE = PrefixWorkload(prefix=4000, data=57 * 10**9)
 
 
-def means(work: Workload, machine: Machine = MACHINE, name: str = "OPT-30B") -> dict[System, importance.Result]:
+def means(
+    work: PrefixWorkload, machine: TieredMachine = MACHINE, name: str = "OPT-30B"
+) -> dict[System, importance.FirstToken]:
     return {system: importance.mean(model(name), work, machine, system) for system in SYSTEMS}
 
 
 def test_figure_3_in_order() -> None:
-    """Device and host before recomputing before disk, except for the shortest prefixes; from half to all of it waiting."""
+    """Device and host before recomputing before disk, except for the shortest prefixes; from half to all of the time waiting."""
     shape = model("OPT-6.7B")
     shares = []
     for prefix in (512, 2048, 8192):
         device, host, disk = (
             importance.from_tier(shape, prefix, 64, MACHINE, tier) for tier in ("device", "host", "disk")
         )
-        again = importance.recomputed(shape, Workload(prefix=prefix, data=1), MACHINE)
+        again = importance.recomputed(shape, PrefixWorkload(prefix=prefix, data=1), MACHINE)
         assert device.ttft <= host.ttft < again.ttft < disk.ttft
         assert device.load == 0.0
         shares.append(disk.load / disk.ttft)
@@ -65,7 +67,7 @@ def test_a_slow_disk_makes_loading_everything_slower_than_recomputing() -> None:
 
 
 works = st.builds(
-    Workload,
+    PrefixWorkload,
     prefix=st.integers(1024, 8192),
     data=st.integers(10**9, 80 * 10**9),
     query=st.integers(1, 512),
@@ -82,7 +84,9 @@ systems = st.sampled_from(SYSTEMS)
 
 
 @given(works, systems)
-def test_shares_are_shares_and_caches_hold_no_more_than_they_have_room_for(work: Workload, system: System) -> None:
+def test_shares_are_shares_and_caches_hold_no_more_than_they_have_room_for(
+    work: PrefixWorkload, system: System
+) -> None:
     shape = model("OPT-13B")
     assert sum(work.popularity(shape)) == pytest.approx(1)
     if system == "recompute":
@@ -102,10 +106,10 @@ def test_shares_are_shares_and_caches_hold_no_more_than_they_have_room_for(work:
 
 
 @given(works, systems, st.floats(1.1, 10))
-def test_faster_links_and_larger_caches_never_hurt(work: Workload, system: System, factor: float) -> None:
+def test_faster_links_and_larger_caches_never_hurt(work: PrefixWorkload, system: System, factor: float) -> None:
     shape = model("OPT-13B")
 
-    def ttft(machine: Machine) -> float:
+    def ttft(machine: TieredMachine) -> float:
         return importance.mean(shape, work, machine, system).ttft
 
     base = ttft(MACHINE) * (1 + 1e-9)
@@ -115,7 +119,7 @@ def test_faster_links_and_larger_caches_never_hurt(work: Workload, system: Syste
 
 
 @given(works)
-def test_prefetching_takes_nothing_away(work: Workload) -> None:
+def test_prefetching_takes_nothing_away(work: PrefixWorkload) -> None:
     """Guesses fill the links' idle time: never slower than without, never fewer bytes."""
     shape = model("OPT-13B")
     without, ahead = (importance.mean(shape, work, MACHINE, system) for system in (SPEC, "+sp"))
@@ -124,7 +128,7 @@ def test_prefetching_takes_nothing_away(work: Workload) -> None:
 
 
 @given(works)
-def test_a_request_takes_no_less_than_its_computing_and_its_loading(work: Workload) -> None:
+def test_a_request_takes_no_less_than_its_computing_and_its_loading(work: PrefixWorkload) -> None:
     shape = model("OPT-13B")
     for system in SYSTEMS[1:]:
         for _, found in importance.outcomes(shape, work, MACHINE, system):

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError
-from afterglow.sim import operator_memo as memo
-from afterglow.sim.catalogue import hardware, model
-from afterglow.sim.operator_relay import (
+from afterglow.sim.machine.catalogue import hardware, model
+from afterglow.sim.operators.operator_tables import OPERATORS, OperatorOptions, run
+from afterglow.sim.operators.operator_tables import memo as memo
+from afterglow.sim.operators.relay import (
     MODES,
     Heads,
     Mode,
@@ -24,17 +25,16 @@ from afterglow.sim.operator_relay import (
     printed_speedup,
     speedup,
 )
-from afterglow.sim.operator_serving import (
+from afterglow.sim.operators.serving import (
     SHAREGPT,
     Lengths,
-    Request,
-    Server,
+    ServingModel,
+    ServingRequest,
     mmlu_seconds,
     requests,
     serve,
     sustained,
 )
-from afterglow.sim.operators import OPERATORS, OperatorOptions, run
 
 A40, A100 = hardware("A40"), hardware("A100-80G")
 LLAMA_30B, LLAMA_7B = model("LLaMA-30B"), model("LLaMA-2-7B")
@@ -93,7 +93,7 @@ def gain(batch: int, context: int, system: int) -> float:
 
 
 def test_figure_1_and_5() -> None:
-    """Each point within a tenth, the gain grows with the system prompt and stays below what is counted."""
+    """Each point within a tenth, the gain grows with the system prompt and stays below the counted one."""
     paper = {64: (270.5, 191.0), 512: (820, 226), 2048: (2746, 287), 16384: (20917, 868)}
     for system, (plain, relay) in paper.items():
         assert attention_seconds("plain", HEADS, ROOF, 32, 128, system) * 1e6 == pytest.approx(plain, rel=0.1)
@@ -125,15 +125,15 @@ def test_large_batches_compute_for_longer_than_they_read() -> None:
 # ------------------------------------------------------------------------------------------- relay, a server
 
 SMALL = st.lists(
-    st.builds(Request, st.integers(1, 600), st.integers(1, 300), st.just(0.0)), min_size=1, max_size=40
+    st.builds(ServingRequest, st.integers(1, 600), st.integers(1, 300), st.just(0.0)), min_size=1, max_size=40
 )  # all at once
 
 
-def server(mode: Mode, system: int = 512, **other: object) -> Server:
-    return replace(Server(model=LLAMA_7B, hardware=A40, mode=mode, system=system), **other)  # type: ignore[arg-type]
+def server(mode: Mode, system: int = 512, **other: object) -> ServingModel:
+    return replace(ServingModel(model=LLAMA_7B, hardware=A40, mode=mode, system=system), **other)  # type: ignore[arg-type]
 
 
-def stepped(one: Server, work: list[Request]) -> float:
+def stepped(one: ServingModel, work: list[ServingRequest]) -> float:
     """Seconds, pass by pass and step by step, where there is room for all."""
     waiting, running, seconds = list(work), list[tuple[int, int]](), 0.0
     while waiting or running:
@@ -151,8 +151,8 @@ def stepped(one: Server, work: list[Request]) -> float:
 
 
 @given(SMALL, st.sampled_from(MODES), st.sampled_from([0, 64, 512]))
-def test_steps_added_up_take_what_they_take_one_by_one(work: list[Request], mode: Mode, system: int) -> None:
-    one = Server(model=LLAMA_7B, hardware=A100, mode=mode, system=system)
+def test_steps_added_up_take_what_they_take_one_by_one(work: list[ServingRequest], mode: Mode, system: int) -> None:
+    one = ServingModel(model=LLAMA_7B, hardware=A100, mode=mode, system=system)
     found = serve(one, work)
     assert found.preempted == 0
     assert found.seconds == pytest.approx(stepped(one, work), rel=1e-9)
@@ -160,7 +160,7 @@ def test_steps_added_up_take_what_they_take_one_by_one(work: list[Request], mode
 
 
 def test_short_room_makes_the_youngest_start_over() -> None:
-    work = [Request(100, 900) for _ in range(40)]
+    work = [ServingRequest(100, 900) for _ in range(40)]
     small, large = server("relay"), server("relay")
     object.__setattr__(small, "room", 20_000)
     tight, wide = serve(small, work), serve(large, work)
@@ -171,7 +171,7 @@ def test_short_room_makes_the_youngest_start_over() -> None:
 
 def test_a_request_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be served"):
-        serve(server("plain"), [Request(200_000, 1)])
+        serve(server("plain"), [ServingRequest(200_000, 1)])
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_figure_6_and_table_4_in_order(name: str, device: str, devices: int) -> 
     work = requests(300, *SHAREGPT)
     found = {
         (mode, system): serve(
-            Server(model=model(name), hardware=hardware(device), devices=devices, mode=mode, system=system), work
+            ServingModel(model=model(name), hardware=hardware(device), devices=devices, mode=mode, system=system), work
         ).requests_per_s
         for mode in MODES
         for system in (64, 512, 2048)
@@ -217,7 +217,7 @@ def test_more_requests_per_second_wait_longer(rate: float, factor: float) -> Non
     slow, fast = (
         serve(server("shared", 2048), requests(150, *SHAREGPT, rate=r)).normalised for r in (rate, rate * factor)
     )
-    assert slow <= fast * 1.02  # whoever arrives later may share a pass
+    assert slow <= fast * 1.02  # a later request may share a pass
 
 
 @given(st.integers(0, 2**32))

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from afterglow.cli.option_sources import Given
 from afterglow.errors import ConfigError
-from afterglow.plan.journal import RecordingScheduler
+from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.step import Step
-from afterglow.sim.options import ClusterConfig, EngineModel, Scenario, TierConfig, WorkloadConfig
 from afterglow.sim.replay import replay_journal
 from afterglow.sim.scenario import setup_of, source_of
+from afterglow.sim.scenario_options import ClusterConfig, EngineModel, Scenario, TierConfig, WorkloadConfig
 from afterglow.sim.simulator import Simulation
-from afterglow.sim.workload import Workload
+from afterglow.sim.workload.turns import Workload
 
 GIB = 2**30
 
@@ -41,13 +43,15 @@ def journal() -> list[str]:
     lines: list[str] = []
     recording = OneByOne(
         setup.capacity,
-        write=lines.append,
-        policy=setup.policy,
-        prefill_chunk=setup.prefill_chunk,
-        max_batch=setup.max_batch,
-        max_model_len=setup.longest,
-        digest="simulated",
-        retain=False,
+        SchedulerOptions(
+            policy=setup.policy,
+            prefill_chunk=setup.prefill_chunk,
+            max_batch=setup.max_batch,
+            max_model_len=setup.longest,
+            digest="simulated",
+            retain=False,
+        ),
+        lines.append,
     )
     Simulation(setup, Workload(source_of(wanted, setup.longest)[1]), scheduler=recording).run()
     return lines
@@ -85,17 +89,17 @@ def test_another_policy_takes_other_steps(journal: list[str]) -> None:
 
 
 def test_the_command(journal: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from afterglow.cli.replay import replay
+    from afterglow.cli.replay_journal import replay
 
     path, out = written(tmp_path / "journal.jsonl", journal), tmp_path / "found.json"
-    assert replay(path, {"replay", "json"}, str(out)) == 0
+    assert replay(path, Given(frozenset({"replay", "json"}), {}), str(out)) == 0
     assert "all as the engine recorded them" in capsys.readouterr().out
     same = json.loads(out.read_text())
     assert same["different"] is None
     assert same["steps"] > 100
     place = next(i for i, line in enumerate(journal) if '"op":"schedule"' in line and i > 50)
     written(path, [*journal[:place], journal[place].replace('"step":"', '"step":"f'), *journal[place + 1 :]])
-    assert replay(path, {"replay", "json"}, str(out)) == 1
+    assert replay(path, Given(frozenset({"replay", "json"}), {}), str(out)) == 1
     different = json.loads(out.read_text())["different"]
     assert different["recorded"] == "f" + different["replayed"]
     assert f"step {different['step']} differs" in capsys.readouterr().err
@@ -114,30 +118,30 @@ def test_the_command(journal: list[str], tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_what_is_no_journal(lines: list[str], said: str, tmp_path: Path) -> None:
-    from afterglow.cli.replay import replay
+    from afterglow.cli.replay_journal import replay
 
     path = tmp_path / "journal.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(ConfigError, match=said) as raised:
-        replay(path, {"replay"}, None)
+        replay(path, Given(frozenset({"replay"}), {}), None)
     assert str(path) in str(raised.value)
 
 
 def test_a_journal_that_was_cut_or_whose_lines_are_none(journal: list[str], tmp_path: Path) -> None:
-    from afterglow.cli.replay import replay
+    from afterglow.cli.replay_journal import replay
 
     cut = written(tmp_path / "cut.jsonl", [*journal[:30], journal[30][:20]])
     with pytest.raises(ConfigError, match="line 31 of the journal is not JSON"):
-        replay(cut, {"replay"}, None)
+        replay(cut, Given(frozenset({"replay"}), {}), None)
     strange = written(
         tmp_path / "strange.jsonl", [*journal[:1], '{"op": "submit", "now": 0, "spec": {"prompt": "00"}}']
     )
     with pytest.raises(ConfigError, match="after 0 steps the journal has a line that no engine wrote"):
-        replay(strange, {"replay"}, None)
+        replay(strange, Given(frozenset({"replay"}), {}), None)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is no whole journal"):
-        replay(tmp_path / "bytes", {"replay"}, None)
+        replay(tmp_path / "bytes", Given(frozenset({"replay"}), {}), None)
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
-        replay(tmp_path / "nowhere", {"replay"}, None)
+        replay(tmp_path / "nowhere", Given(frozenset({"replay"}), {}), None)
     with pytest.raises(ConfigError, match="--dram means nothing to --replay"):
-        replay(cut, {"replay", "dram"}, None)
+        replay(cut, Given(frozenset({"replay", "dram"}), {}), None)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.sim.workload import TraceTurn, Workload, token_bytes
-from afterglow.sim.workload_sharegpt import PRESETS, ShareGPT, ShareGPTLaw, ThinkLaw, ThinkTime, preset
+from afterglow.sim.workload.sharegpt import PRESETS, ShareGPT, ShareGPTLaw, ThinkLaw, ThinkTime, preset
+from afterglow.sim.workload.turns import TraceTurn, Workload, token_bytes
 
 ATC, ARXIV = PRESETS["sharegpt-atc"], PRESETS["sharegpt-arxiv"]
 FOLDER = os.environ.get("AFTERGLOW_DATA", "")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from afterglow.plan.step import Gather, Run, Step
-from afterglow.sim.catalogue import hardware, model
+from afterglow.sim.engine_setup import Setup
 from afterglow.sim.executor import Executor, Machine
-from afterglow.sim.settings import Setup
+from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.simulator import Outcome, Simulation, summary
-from afterglow.sim.workload import Workload
-from afterglow.sim.workload_sharegpt import ShareGPT, ThinkTime, preset
+from afterglow.sim.workload.sharegpt import ShareGPT, ThinkTime, preset
+from afterglow.sim.workload.turns import Workload
 
 
 def simulated(late: float, patch: pytest.MonkeyPatch) -> Outcome:
@@ -55,7 +55,7 @@ class OneSecond:
     [(10.0, 8.0, 2.1), (9.0, 8.0, 1.1), (4.0, 9.0, 1.1), (4.0, 8.0, 1.0)],
 )
 def test_a_read_buffer_is_filled_from_when_the_job_came(came: float, before: float, seconds: float) -> None:
-    # Ten layers of 0.1 s each, whose rows take 0.2 s each to come: five of them when there was a second to do so.
+    # Ten layers of 0.1 s each, whose rows take 0.2 s each to come: five layers when there was a second to do so.
     machine = Machine(row_bytes=10, layers=10, host_link=500, disk_read=1, disk_write=1, read_buffer=10)
     executor = Executor(machine, OneSecond())
     executor.expect(1, bytes(40), 0.0)

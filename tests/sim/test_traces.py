@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.sim.traces import TraceSource
-from afterglow.sim.workload import TraceTurn, Workload, token_bytes
+from afterglow.sim.workload.traces import TraceSource
+from afterglow.sim.workload.turns import TraceTurn, Workload, token_bytes
 
 FOLDER = os.environ.get("AFTERGLOW_DATA", "")
 DATA = Path(FOLDER)
@@ -101,7 +101,7 @@ def test_an_agents_replies_and_history_come_back(tmp_path: Path) -> None:
     assert common(context(one), prompt(two)) == 220  # all of the first turn, its reply as well
     assert [t.new_tokens for t in (one, two)] == [200, 80]
     assert common(prompt(two), prompt(three)) == 64  # it went back
-    assert [t.think for t in (one, two, three)] == [0.0, 7.0, 4.0]  # unknown: what is left of the time between
+    assert [t.think for t in (one, two, three)] == [0.0, 7.0, 4.0]  # unknown: the rest of the time between
     start = conversation.start
     assert start > 0
     assert [t.arrival for t in (one, two, three)] == [start, start + 9.0, start + 15.0]
@@ -155,7 +155,7 @@ def test_a_session_without_hashes_goes_on_where_it_was(tmp_path: Path) -> None:
         {**OWN, "time": 110.0, "prompt_tokens": 20, "new_tokens": 6, "output_tokens": 5, "think_time": 2.5},
         {**OWN, "time": 120.0, "prompt_tokens": 30, "new_tokens": 12, "output_tokens": 1},  # the last 7 were edited
         {**OWN, "time": 130.0, "session": "other"},
-        {**OWN, "time": 140.0, "prompt_tokens": 40, "new_tokens": None},  # as much of it as there is
+        {**OWN, "time": 140.0, "prompt_tokens": 40, "new_tokens": None},  # as much as there is
     ]
     source = TraceSource(write(tmp_path / "t", rows))
     assert source.format == "afterglow"
@@ -194,7 +194,7 @@ def test_equal_hashes_are_equal_tokens_whoever_asks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cover_replies", [True, False])
 def test_turns_shorter_than_a_block_lose_nothing(cover_replies: bool, tmp_path: Path) -> None:
     """Hashes are of whole blocks, of prompts and replies or of prompts alone: what lies behind the last one is found again
-    by the next turn, and by whoever has the blocks that it is in then."""
+    by the next turn, and by the session that has its blocks then."""
     rows, length, time = [], 0, 0.0
     for new, output in ((100, 30), (10, 7), (9, 60), (30, 5), (200, 1)):
         known = (length + new + (output if cover_replies else 0)) // 64

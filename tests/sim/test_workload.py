@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError
-from afterglow.sim.workload import (
+from afterglow.sim.workload.turns import (
     CHUNK,
     Conversation,
     Pace,
-    Segment,
+    StreamSegment,
     TraceTurn,
     Workload,
     common_tokens,
@@ -26,13 +26,14 @@ from afterglow.sim.workload import (
     token_ids,
     tokens_in,
 )
+from tests import doors
 
-segments = st.builds(Segment, st.sampled_from(["a", "b", "a 1"]), st.integers(0, 3000), st.integers(0, 1500))
+segments = st.builds(StreamSegment, st.sampled_from(["a", "b", "a 1"]), st.integers(0, 3000), st.integers(0, 1500))
 
 
 def turn(session: str, index: int = 0, arrival: float | None = None, think: float = 0.0) -> TraceTurn:
-    prompt = (Segment(session, 0, 10 * (index + 1)),)
-    return TraceTurn(session, index, prompt, (Segment(session, 10 * (index + 1), 4),), 6, arrival, think)
+    prompt = (StreamSegment(session, 0, 10 * (index + 1)),)
+    return TraceTurn(session, index, prompt, (StreamSegment(session, 10 * (index + 1), 4),), 6, arrival, think)
 
 
 def single(session: str, start: float, index: int = 0, think: float = 0.0) -> Conversation:
@@ -40,51 +41,55 @@ def single(session: str, start: float, index: int = 0, think: float = 0.0) -> Co
 
 
 def test_token_ids_are_a_function_of_stream_and_row() -> None:
-    whole = token_bytes([Segment("s", 0, 5000)])
+    whole = token_bytes([StreamSegment("s", 0, 5000)])
     assert len(whole) == 20000
     for start, length in ((0, 1), (CHUNK - 1, 2), (CHUNK, CHUNK), (1234, 3000), (4999, 1), (7, 0)):
-        assert token_bytes([Segment("s", start, length)]) == whole[4 * start : 4 * (start + length)]
-    assert token_bytes([Segment("t", 0, 5000)]) != whole
+        assert token_bytes([StreamSegment("s", start, length)]) == whole[4 * start : 4 * (start + length)]
+    assert token_bytes([StreamSegment("t", 0, 5000)]) != whole
     assert len(set(array("I", whole))) > 4990  # chance matches are rare
 
 
 def test_token_ids_do_not_change_between_runs() -> None:
-    found = token_bytes([Segment("conversation 7", 1000, 100), Segment("system", 0, 3)])
+    found = token_bytes([StreamSegment("conversation 7", 1000, 100), StreamSegment("system", 0, 3)])
     assert hashlib.sha256(found).hexdigest() == "3c89c0a999294fe283f77931421b208c9f9d66107c3de47fcc6ba03cbb7e18fe"
 
 
 @given(st.lists(segments, max_size=5), st.integers(1, 32))
-def test_ids_can_be_kept_below_a_power_of_two(found: list[Segment], bits: int) -> None:
+def test_ids_can_be_kept_below_a_power_of_two(found: list[StreamSegment], bits: int) -> None:
     small, large = token_ids(found, bits), token_ids(found)
     assert list(small) == [i & (2**bits - 1) for i in large]
     assert len(small) == tokens_in(found)
 
 
 @given(st.lists(segments, max_size=6), st.integers(0, 4000), st.integers(0, 4000))
-def test_parts_and_joins_keep_the_tokens(found: list[Segment], start: int, length: int) -> None:
+def test_parts_and_joins_keep_the_tokens(found: list[StreamSegment], start: int, length: int) -> None:
     tokens = token_bytes(found)
     assert token_bytes(joined(found)) == tokens
     assert token_bytes(part_of(found, start, length)) == tokens[4 * start : 4 * (start + length)]
 
 
 @given(st.lists(segments, max_size=4), st.lists(segments, max_size=4), st.lists(segments, max_size=4))
-def test_common_prefixes_are_those_of_the_tokens(head: list[Segment], one: list[Segment], other: list[Segment]) -> None:
+def test_common_prefixes_are_those_of_the_tokens(
+    head: list[StreamSegment], one: list[StreamSegment], other: list[StreamSegment]
+) -> None:
     a, b = token_ids([*head, *one]), token_ids(joined([*head, *other]))
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_tokens([*head, *one], joined([*head, *other])) == same >= tokens_in(head)
 
 
 def test_neighbours_are_joined() -> None:
-    assert joined([Segment("a", 0, 5), Segment("a", 5, 0), Segment("a", 5, 2), Segment("b", 7, 1)]) == (
-        Segment("a", 0, 7),
-        Segment("b", 7, 1),
+    assert joined(
+        [StreamSegment("a", 0, 5), StreamSegment("a", 5, 0), StreamSegment("a", 5, 2), StreamSegment("b", 7, 1)]
+    ) == (
+        StreamSegment("a", 0, 7),
+        StreamSegment("b", 7, 1),
     )
 
 
 @pytest.mark.parametrize("bits", [0, 33])
 def test_impossible_widths_are_refused(bits: int) -> None:
     with pytest.raises(ValueError, match="1 to 32 bits"):
-        token_bytes([Segment("a", 0, 1)], bits)
+        token_bytes([StreamSegment("a", 0, 1)], bits)
 
 
 def run(workload: Workload, seconds: float) -> list[tuple[float, str, int]]:
@@ -164,7 +169,7 @@ def test_going_back_in_time_is_an_error() -> None:
 
 
 def test_it_holds_no_more_than_what_is_in_flight() -> None:
-    """Ten thousand conversations, of which few are live at a time: nothing of the others is kept or read ahead."""
+    """Ten thousand conversations, few live at a time: nothing is kept or read ahead of the others."""
     read = 0
 
     def lazily(name: str) -> Iterator[TraceTurn]:
@@ -186,6 +191,6 @@ def test_it_holds_no_more_than_what_is_in_flight() -> None:
         assert read <= time / 10 + 2
     assert done == 30_000
     assert most <= 2
-    assert sys.getsizeof(workload._due) < 1000
-    assert not workload._live
-    assert not workload._ends
+    assert sys.getsizeof(doors.due_turns(workload)) < 1000
+    assert not doors.open_sessions(workload)
+    assert not doors.ends_of_sessions(workload)

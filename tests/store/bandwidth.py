@@ -1,6 +1,6 @@
 """Not a test: bandwidth of Loads and Stores beside a plain O_DIRECT loop over the same files.
 
-    python tests/store/bandwidth.py [FOLDER] [--rows 1024] [--json FILE]
+    python -m tests.store.bandwidth [FOLDER] [--rows 1024] [--json FILE]
 
 Variants are interleaved and the median of several rounds is printed. The plain loop reads 1 MiB at a time
 with one thread and checks nothing.
@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-from store_kit import rest
 
 from afterglow.plan.step import ExtentRecord, Load, Store
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.tier import arena_bytes
 from afterglow.store.kvstore import KVStore
-from afterglow.store.layout import KVLayout
-from afterglow.store.namespace import Namespace
-from afterglow.store.tier import arena_bytes
+from afterglow.store.namespace.namespace import Namespace
+from tests.store.store_kit import rest
 
 EXTENTS = 8
 

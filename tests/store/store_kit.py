@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from afterglow.plan.step import Completion, ExtentRecord, Load, MoveDone, Store
+from afterglow.plan.step import ExtentRecord, Load, MoveDone, Store, TransferDone
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.tier import HostArena, arena_bytes
 from afterglow.store.kvstore import KVStore
-from afterglow.store.layout import KVLayout
-from afterglow.store.namespace import Namespace
-from afterglow.store.tier import HostArena, arena_bytes
+from afterglow.store.namespace.namespace import Namespace
 
 ALIGNED = KVLayout(2, 2, 8, "F32")  # chunks of 4096 bytes: transfers go straight to the slots
 ODD = KVLayout(3, 1, 6, "BF16")  # chunks of 768 bytes: transfers pass through a bounce buffer
@@ -112,7 +112,7 @@ class Kit:
         assert done.move == move.move
         return done
 
-    def settle(self, timeout: float = 20.0) -> list[Completion]:
+    def settle(self, timeout: float = 20.0) -> list[TransferDone]:
         assert rest(self.store, timeout)
         return self.store.finished()
 

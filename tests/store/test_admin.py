@@ -1,4 +1,4 @@
-"""Maintenance: a check says what is wrong, all of it and nothing else; a repair leaves a sound namespace."""
+"""Maintenance: a check names all faults and nothing else; a repair leaves a sound namespace."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sqlite3
 from functools import partial
 
 import pytest
-from store_kit import ALIGNED, DIGEST, Kit, extent_name, name_of, record
 
 from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.store import admin
+from tests.store.store_kit import ALIGNED, DIGEST, Kit, extent_name, name_of, record
 
 check = partial(admin.check, name_of=name_of)
 
@@ -141,7 +141,7 @@ def test_each_harm_is_named_and_mended(tmp_path, filled, harm, kinds, left):
 
 
 def test_a_name_that_is_not_the_hash_of_its_contents(filled):
-    """Extent 3 is the only one whose name is right, and 6, which follows what is not there, has none to be compared with."""
+    """Extent 3 is the only one whose name is right, and 6, which follows a missing extent, has no name to be compared with."""
     with Kit(filled.parent) as kit:
         kit.put(5, 100, (0, 1), parent=extent_name(3), parent_rows=64)
         kit.put(6, 100, (0, 1), parent=extent_name(99), parent_rows=64)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_kit import record
 
-from afterglow.store.catalog import Catalog, budget, size_of
+from afterglow.store.database.catalog import Catalog, budget
+from afterglow.store.database.connection import size_of
+from tests.store.store_kit import record
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1024])

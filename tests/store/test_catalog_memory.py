@@ -1,17 +1,16 @@
-"""What a million rows have in common is in memory once, and is still what was written."""
+"""Values that a million rows have in common are in memory once, and still read as they were written."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from store_kit import extent_name, record
-
-from afterglow.store.catalog import Catalog, create
-from afterglow.store.recovery import file_name, open_catalog
+from afterglow.store.database.catalog import Catalog
+from afterglow.store.database.recovery import create, file_name, open_catalog
+from tests.store.store_kit import extent_name, record
 
 
 class Listing:
-    """A folder of extents of which only the names are asked for."""
+    """Stands for a folder of extents where only the names are asked for."""
 
     def __init__(self, *numbers):
         self._numbers = numbers

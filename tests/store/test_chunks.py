@@ -13,14 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, record
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.plan.step import DEMAND, Load
-from afterglow.store.chunks import ChunkRead, Stale
-from afterglow.store.disk import DiskTier
-from afterglow.store.layout import KEYS, PROBES, VALUES, KVLayout
-from afterglow.store.reading import Reader
+from afterglow.store.extents.chunks import ChunkRead, Stale
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.tier import ExtentRead
+from afterglow.store.moving.reading import ChunkIO
+from tests import doors
+from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, record
 
 DIRECT = KVLayout(2, 4, 16, "F32", probe_heads=2)  # chunks of 16 KiB, of probe keys 8 KiB
 SMALL = KVLayout(3, 2, 8, "F32", probe_heads=1)  # chunks of probe keys of 2 KiB: two make a page
@@ -74,7 +76,7 @@ class Stored:
 
     def whole(self, blocks: int | None = None) -> np.ndarray:
         slots = list(range(self.layout.blocks(self.rows), self.arena.slots))[:blocks]
-        self.tier.read(self.name, self.rows, self.arena, slots, nothing)
+        self.tier.read(ExtentRead(self.name, self.rows, self.arena, slots), nothing)
         return contents(self.arena, slots, min(self.rows, 64 * len(slots)))
 
     def orders(self, seed: int = 0) -> np.ndarray:
@@ -114,7 +116,7 @@ def test_another_order_is_another_version(tmp_path: Path, layout: KVLayout) -> N
                 assert np.array_equal(found[:ROWS], stored.wanted(layer, kv)[orders[layer]])
         with pytest.raises(Stale):
             stored.chunks(0, KEYS, 0, 1, before)
-        # Whoever reads all of it, or its first blocks, does not see the order.
+        # A read of the whole extent, or of its first blocks, does not show the order.
         assert np.array_equal(stored.whole(), stored.held)
         assert np.array_equal(stored.whole(blocks=1), stored.held[:, :, :64])
         stored.tier.verify(stored.name)
@@ -158,7 +160,7 @@ def test_a_rewriting_that_is_given_up_leaves_what_was_there(tmp_path: Path, laye
     del rewriting
     assert stored.edition() == before
     assert np.array_equal(stored.whole(), stored.held)
-    assert stored.tier.leftovers() == []
+    assert stored.tier.folder.leftovers() == []
 
 
 def test_rows_that_lie_so_already_are_not_written_again(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_rows_that_lie_so_already_are_not_written_again(tmp_path: Path) -> None:
         assert not stored.tier.rewriting(stored.name, ROWS, same.copy).needed
     text = np.tile(np.arange(ROWS, dtype=np.uint16), (DIRECT.layers, 1))
     assert stored.tier.rewriting(stored.name, ROWS, text.copy).needed
-    assert stored.tier.leftovers() == []
+    assert stored.tier.folder.leftovers() == []
 
 
 @pytest.mark.parametrize("meanwhile", ["dropped", "written anew"])
@@ -185,7 +187,7 @@ def test_a_new_version_takes_nobody_elses_place(tmp_path: Path, meanwhile: str) 
         stored.tier.write(record(5, ROWS), stored.arena, stored.slots, nothing)
         before = stored.edition()
     assert not rewriting.publish()
-    assert stored.tier.leftovers() == []
+    assert stored.tier.folder.leftovers() == []
     assert stored.tier.path(stored.name).exists() == (meanwhile == "written anew")
     if meanwhile == "written anew":
         assert stored.edition() == before
@@ -196,7 +198,7 @@ def test_probe_heads_are_among_the_heads() -> None:
         KVLayout(2, 4, 16, "F32", probe_heads=5)
 
 
-def edition_of(reader: Reader) -> str:
+def edition_of(reader: ChunkIO) -> str:
     reading = reader.read(extent_name(5), [], "", DEMAND)
     assert reading.wait(10)
     assert reading.head is not None
@@ -277,7 +279,7 @@ def test_a_rewriting_lets_others_go_first_after_each_layer(tmp_path: Path) -> No
         kit.put(5, ROWS, (3, 4, 5))
         reader = kit.store.chunks
         assert reader is not None
-        tier: Any = kit.store._tier
+        tier: Any = doors.tier_of(kit.store)
         real, order = tier.rewriting, []
 
         def rewriting(*args: Any) -> Any:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_kit import ALIGNED, ODD, Kit, arena_of, contents, extent_name
 
 from afterglow.errors import StoreError
 from afterglow.plan.step import PREFETCH, Copy, Load
-from afterglow.store.copying import copy_rows
+from afterglow.store.moving.copying import copy_rows
+from tests import doors
+from tests.store.store_kit import ALIGNED, ODD, Kit, arena_of, contents, extent_name
 
 SLOTS = 40
 
@@ -142,18 +143,18 @@ def test_a_copy_that_cannot_be_is_a_failed_move():
 
 
 def test_copies_stand_in_line_like_loads(tmp_path, monkeypatch):
-    """With one thread that is busy, an urged copy goes before what was queued earlier."""
+    """With one thread that is busy, an urged copy goes before tasks queued earlier."""
     with Kit(tmp_path, threads=1) as kit:
         kit.put(1, 64, (0,))
         gate, there = threading.Event(), threading.Event()
-        work = kit.store._tier.read
+        work = doors.tier_of(kit.store).read
 
         def read(*args):
             there.set()
             assert gate.wait(20)
             return work(*args)
 
-        monkeypatch.setattr(kit.store._tier, "read", read)
+        monkeypatch.setattr(doors.tier_of(kit.store), "read", read)
 
         kit.store.start([Load(100, extent_name(1), 64, (5,))])
         assert there.wait(20)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, record
 
 from afterglow.errors import ConfigError, DamageError, StoreError
-from afterglow.store.disk import DiskTier
-from afterglow.store.extent import crc32c, decode_head, encode_head, peek_rows
-from afterglow.store.layout import KVLayout, tensor_table
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.head import crc32c, decode_head, encode_head, peek_rows
+from afterglow.store.extents.layout import KVLayout, tensor_table
+from tests.store.store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, record
 
 layouts = st.builds(
     KVLayout,

@@ -12,20 +12,20 @@ from math import inf
 
 import numpy as np
 import pytest
-from store_kit import ALIGNED, Kit, arena_of, extent_name, record
-from test_store_faults import tmpfs
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine import setup
+from afterglow.engine import setup, sizes
 from afterglow.errors import ConfigError, DamageError, StoreError
 from afterglow.plan.step import Drop, Store, Use
-from afterglow.store import catalog, recovery
-from afterglow.store.catalog import Catalog, Shares
-from afterglow.store.conversations import Conversations
-from afterglow.store.copying import copy_rows
-from afterglow.store.disk import DiskTier
+from afterglow.store.database import connection, recovery, rows
+from afterglow.store.database.catalog import Catalog, CatalogShares
+from afterglow.store.database.conversations import Conversations
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.moving.copying import copy_rows
+from afterglow.store.moving.task import Abandoned
 from afterglow.store.places import bytes_below
-from afterglow.store.task import Abandoned
+from tests.store.store_kit import ALIGNED, Kit, arena_of, extent_name, record
+from tests.store.test_store_faults import tmpfs
 
 MiB = 1024**2
 
@@ -109,7 +109,7 @@ def sqlite_error(code, text="no luck"):
     "code",
     [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_READONLY],
 )
-@pytest.mark.parametrize("where", ["connect", "read_rows"])
+@pytest.mark.parametrize("where", [(connection, "connect"), (rows, "read_rows")], ids=["connect", "read_rows"])
 def test_an_error_that_may_pass_costs_nothing(tmp_path, monkeypatch, code, where):
     path = filled(tmp_path)
 
@@ -117,7 +117,7 @@ def test_an_error_that_may_pass_costs_nothing(tmp_path, monkeypatch, code, where
         raise sqlite_error(code)
 
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, where, fails)
+        patch.setattr(*where, fails)
         with pytest.raises(StoreError, match="no luck") as caught, Kit(tmp_path):
             pass
         assert not isinstance(caught.value, DamageError)
@@ -142,7 +142,7 @@ def test_a_start_on_a_full_disk_loses_nothing(tmp_path, monkeypatch, asked):
             notes["kit"] = namespace
             return catalog_of(namespace) if namespace is not None else None
 
-        return setup._open_store("m", "5eed" * 16, ALIGNED, store, config)
+        return setup.open_store("m", "5eed" * 16, ALIGNED, store, config)
 
     def catalog_of(namespace):
         opened = recovery.open_catalog(namespace.catalog, DiskTier(namespace.extents, ALIGNED, "5eed" * 16))
@@ -175,7 +175,7 @@ def test_a_rebuild_that_fails_leaves_the_old_catalog(tmp_path, monkeypatch):
         raise sqlite_error(sqlite3.SQLITE_FULL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, "_insert", full)
+        patch.setattr(recovery, "insert", full)
         with pytest.raises(StoreError, match="cannot be rebuilt"), Kit(tmp_path):
             pass
     assert path.read_bytes() == b"no database" * 1000
@@ -219,12 +219,12 @@ def test_a_rebuilt_catalog_and_damaged_rows_are_counted(tmp_path):
 def test_a_small_budget_holds_for_the_whole_folder(tmp_path):
     """Extents come and go, all are used, notes and conversations are kept without end: 16 MiB are never exceeded."""
     budget = 16 * MiB
-    with Kit(tmp_path, shares=Shares.of(budget)) as kit:
-        extents_bytes = setup._extent_bytes(budget, kit.namespace, ALIGNED)
+    with Kit(tmp_path, shares=CatalogShares.of(budget)) as kit:
+        extents_bytes = sizes.extent_bytes(budget, kit.namespace, ALIGNED)
         assert extents_bytes > budget // 2
         most = extents_bytes // ALIGNED.file_bytes(64)
         largest = 0
-        with closing(setup._conversations(budget, kit.namespace)) as talk:
+        with closing(setup.open_conversations(budget, kit.namespace)) as talk:
             for n in range(most + most // 4):
                 if n >= most:
                     assert kit.move(Drop(10**6 + n, extent_name(n - most))).ok
@@ -239,17 +239,17 @@ def test_a_small_budget_holds_for_the_whole_folder(tmp_path):
             path = kit.path
         kit.store.close()
     assert max(largest, bytes_below(path)) <= budget
-    with Kit(tmp_path, shares=Shares.of(budget)) as kit:
+    with Kit(tmp_path, shares=CatalogShares.of(budget)) as kit:
         assert len(kit.store.records()) == most
-        assert 0 < sum(map(len, kit.store.notes("session").values())) < Shares.of(budget).note_bytes
+        assert 0 < sum(map(len, kit.store.notes("session").values())) < CatalogShares.of(budget).note_bytes
 
 
 def test_relics_count(tmp_path):
     with Kit(tmp_path) as kit:
-        before = setup._extent_bytes(16 * MiB, kit.namespace, ALIGNED)
+        before = sizes.extent_bytes(16 * MiB, kit.namespace, ALIGNED)
         (kit.path / "catalog.sqlite.damaged").write_bytes(bytes(MiB))
         (kit.path / "conversations.sqlite.damaged").write_bytes(bytes(MiB))
-        assert setup._extent_bytes(16 * MiB, kit.namespace, ALIGNED) < before - 1.5 * MiB
+        assert sizes.extent_bytes(16 * MiB, kit.namespace, ALIGNED) < before - 1.5 * MiB
 
 
 def test_a_note_that_is_too_long_is_not_kept_nor_what_it_replaces(tmp_path, caplog):
@@ -263,13 +263,13 @@ def test_a_note_that_is_too_long_is_not_kept_nor_what_it_replaces(tmp_path, capl
 
 
 def test_the_oldest_notes_make_room(tmp_path):
-    book = Catalog(tmp_path / "catalog.sqlite", Shares(note_bytes=100_000))
+    book = Catalog(tmp_path / "catalog.sqlite", CatalogShares(note_bytes=100_000))
     book.load()
     for n in range(40):
         book.note("session" if n % 2 else "epoch", [(f"{n:02}", "x" * 5000)])
         book.remove([])
     book.close()
-    book = Catalog(tmp_path / "catalog.sqlite", Shares(note_bytes=100_000))
+    book = Catalog(tmp_path / "catalog.sqlite", CatalogShares(note_bytes=100_000))
     book.load()
     left = sorted([*book.notes("session"), *book.notes("epoch")])
     book.close()

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from store_kit import Kit, contents, extent_name, record, rest
 
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, Drop, Load, MoveDone, Store
-from afterglow.store import mover as mover_module
-from afterglow.store.layout import KVLayout
-from afterglow.store.mover import Mover
-from afterglow.store.task import Task
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.moving import mover as mover_module
+from afterglow.store.moving.mover import Mover
+from afterglow.store.moving.task import Task
+from tests import doors
+from tests.store.store_kit import Kit, contents, extent_name, record, rest
+from tests.waiting import wait_for
 
 LAYOUT = KVLayout(4, 2, 8, "F32")
 ROWS, SOURCE, TARGET = 100, (0, 1), (10, 12)
@@ -56,13 +58,6 @@ def load(kit, number, *, ahead=None, into=TARGET, priority=DEMAND):
     return kit.moves
 
 
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def collect(kit, count):
     found = []
 
@@ -70,7 +65,7 @@ def collect(kit, count):
         found.extend(kit.store.finished())
         return len(found) >= count
 
-    until(enough)
+    wait_for(enough)
     return found
 
 
@@ -118,7 +113,7 @@ def test_a_release_while_the_first_layers_are_read(kit, monkeypatch):
     move = load(kit, 1, ahead=1)
     assert reads.there.acquire(timeout=20)
     kit.store.release(move)
-    kit.store.release(move)  # once more, and of nobody
+    kit.store.release(move)  # once more, and of an unknown move
     kit.store.release(12345)
     reads.gate.set()
     (done,) = kit.settle()
@@ -169,7 +164,7 @@ def test_closing_while_a_load_comes_to_its_gate(kit, monkeypatch):
     assert reads.there.acquire(timeout=20)
     closer = threading.Thread(target=kit.store.close)
     closer.start()
-    until(lambda: kit.store._mover._closed)
+    wait_for(lambda: doors.is_closed(doors.mover_of(kit.store)))
     reads.gate.set()
     closer.join(20)
     assert not closer.is_alive()
@@ -184,7 +179,7 @@ def test_no_time_out_runs_at_the_gate(tmp_path, monkeypatch):
         kit.put(2, ROWS, SOURCE)
         gated = load(kit, 1, ahead=1)
         assert kit.store.wait_layer(gated, 0, 20)
-        until(lambda: not kit.store._mover._running)
+        wait_for(lambda: not doors.running_moves(doors.mover_of(kit.store)))
         reads = Reads(monkeypatch)
         reads.gate.clear()
         hung = load(kit, 2, into=(20, 21))
@@ -252,7 +247,7 @@ def test_time_at_the_gate_is_not_time_of_reading(monkeypatch):
     task = Task("key", DEMAND, work, move=7, writes=False, gate=1)
     mover.submit(task)
     assert task.wait_layer(0, 20)
-    until(lambda: not task.started)
+    wait_for(lambda: not task.started)
     now += 1000.0
     mover.release(task)
     assert rest(mover, 20)

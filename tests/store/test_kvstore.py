@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_kit import ALIGNED, ODD, Kit, arena_of, contents, extent_name, record
 
 from afterglow.errors import ConfigError
 from afterglow.plan.step import Drop, Load, SaveDone, Store, Use
-from afterglow.store.tier import HostArena, arena_bytes, runs
+from afterglow.store.extents.tier import HostArena, arena_bytes, runs
+from tests.store.store_kit import ALIGNED, ODD, Kit, arena_of, contents, extent_name, record
 
 
 def rows_of(layout, rows, seed=0):

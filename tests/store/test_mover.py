@@ -6,12 +6,13 @@ import threading
 import time
 
 import pytest
-from store_kit import rest
 
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, SAVE
-from afterglow.store.mover import MAX_REPLACEMENTS, Mover
-from afterglow.store.task import Abandoned, Task
+from afterglow.store.moving.mover import MAX_REPLACEMENTS, Mover
+from afterglow.store.moving.task import Abandoned, Task
+from tests.store.store_kit import rest
+from tests.waiting import wait_for
 
 
 class Bench:
@@ -91,9 +92,7 @@ def test_tasks_of_one_key_keep_their_order_and_lend_priority(bench):
     b.add("store", SAVE, key="x", writes=True)
     b.add("load", DEMAND, key="x")
     b.open("h1")  # one thread does the rest
-    deadline = time.monotonic() + 5
-    while len(b.log) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(b.log) >= 6)
     assert b.log[2:] == ["drop", "store", "load", "other"]
 
 
@@ -150,9 +149,7 @@ def test_a_hanging_call_is_given_up_and_its_memory_freed_later(bench):
     queued = b.add("queued", move=2)
     assert not hung.wait_layer(0, 10)
     assert queued.began.wait(5)  # on a replacement thread
-    deadline = time.monotonic() + 5
-    while len(b.reports) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(b.reports) >= 2)
     first = next(done for done, _ in b.reports if done.move == 1)
     assert not first.ok
     assert first.slots_busy
@@ -193,9 +190,7 @@ def test_a_task_given_up_learns_it_at_its_next_step(bench):
         return 1
 
     b.mover.submit(Task("k", DEMAND, work, move=1, writes=True))
-    deadline = time.monotonic() + 5
-    while len(b.reports) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(b.reports) >= 2)
     assert len(seen) == 1
     assert [done.slots_busy for done, _ in b.reports] == [True, False]
 
@@ -206,11 +201,8 @@ def test_with_every_thread_hung_the_disk_is_a_miss_until_one_returns(bench):
     for n in range(most):
         b.add(f"hung{n}", gate=True, move=n)
     b.add("queued", move=98)
-    deadline = time.monotonic() + 10
-    while b.mover.hung < most and time.monotonic() < deadline:
-        time.sleep(0.01)
-    while not any(done.move == 98 for done, _ in b.reports) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: b.mover.hung >= most)
+    wait_for(lambda: any(done.move == 98 for done, _ in b.reports))
     start = time.monotonic()
     late = b.add("late", move=99)
     assert not late.wait_layer(0, 60)

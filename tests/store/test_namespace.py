@@ -1,4 +1,4 @@
-"""Namespaces: one holder at a time, and clear words for everybody else."""
+"""Namespaces: one holder at a time, and clear words for all others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import sys
 import textwrap
 
 import pytest
-from store_kit import ALIGNED, DIGEST, ODD
 
 from afterglow.errors import ConfigError, DamageError, StoreError
-from afterglow.store.extent import crc32c
-from afterglow.store.namespace import Namespace, folder_of, holder, read_description
+from afterglow.store import admin
+from afterglow.store.extents.head import crc32c
+from afterglow.store.namespace.namespace import Namespace, folder_of, holder, read_description
+from tests.store.store_kit import ALIGNED, DIGEST, ODD
 
 
 def open_one(folder, **more):
@@ -57,8 +58,8 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(tmp_path):
     code = f"""
         import sys
         from pathlib import Path
-        from afterglow.store.layout import KVLayout
-        from afterglow.store.namespace import Namespace
+        from afterglow.store.extents.layout import KVLayout
+        from afterglow.store.namespace.namespace import Namespace
         Namespace.open(Path({str(tmp_path)!r}), "m", {DIGEST!r}, KVLayout(2, 2, 8, "F32"))
         print("held", flush=True)
         sys.stdin.read()
@@ -190,3 +191,20 @@ def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot use"):
         open_one(tmp_path / "file")
+
+
+@pytest.mark.parametrize("use", [read_description, Namespace.open_existing, admin.check, admin.clear])
+def test_maintenance_of_no_namespace_names_the_folder_and_leaves_it(tmp_path, use):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "cat.png").write_bytes(b"cat")
+    for path, why in [
+        (folder, "is no cache namespace"),
+        (tmp_path / "absent", "is no cache namespace"),
+        (tmp_path / ("x" * 300), "cannot be read"),  # longer than a file system takes
+    ]:
+        with pytest.raises(ConfigError, match=why) as caught:
+            use(path)
+        assert str(path) in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["photos"]
+    assert [entry.name for entry in folder.iterdir()] == ["cat.png"]

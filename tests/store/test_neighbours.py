@@ -1,14 +1,15 @@
-"""Caches of other models in the same directory: nobody removes them, and whoever has set a budget is told of them."""
+"""Caches of other models in the same directory: they are never removed; the operator, who has set a budget, is warned."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
-from store_kit import ALIGNED, ODD, Kit
 
-from afterglow.store import admin, neighbours
-from afterglow.store.namespace import Namespace
+from afterglow.store import admin
+from afterglow.store.namespace import neighbours
+from afterglow.store.namespace.namespace import Namespace
+from tests.store.store_kit import ALIGNED, ODD, Kit
 
 BUDGET = 1 << 20
 

@@ -8,10 +8,10 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from store_kit import Kit, extent_name, name_of
 
 from afterglow.plan.step import Use
 from afterglow.store import admin
+from tests.store.store_kit import Kit, extent_name, name_of
 
 EARLIER = "id, parent, parent_rows, salt, kind, tokens, rows, file, bytes, last_used, hits, crc32c"
 

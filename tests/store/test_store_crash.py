@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import Kit, contents, extent_name, name_of
 
 from afterglow.store.admin import check
+from tests.store.store_kit import Kit, contents, extent_name, name_of
 
 WORKER = f"""
     import sys
-    sys.path[:0] = [{str(Path(__file__).parent)!r}]
+    sys.path.insert(0, {str(Path(__file__).parents[2])!r})
     from pathlib import Path
-    from store_kit import Kit, extent_name, record
+    from tests.store.store_kit import Kit, extent_name, record
     from afterglow.plan.step import Drop, Load, Store
     kit = Kit(Path(sys.argv[1]), slots=64)
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Real faults under a whole store: whatever happens, a move says so and what is read is what was written."""
+"""Real faults under a whole store: each move reports its fault, and reads return the bytes that were written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import time
 
 import numpy as np
 import pytest
-from store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, name_of
 
 from afterglow.errors import StoreError
 from afterglow.plan.step import Drop, Load, MoveDone
 from afterglow.store import admin
-from afterglow.store import catalog as catalog_module
-from afterglow.store.namespace import Namespace
+from afterglow.store.database import rows as catalog_rows
+from afterglow.store.namespace.namespace import Namespace
+from tests import doors
+from tests.store.store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, name_of
 
 _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 MS_RDONLY, MS_REMOUNT, MNT_DETACH = 1, 32, 2
@@ -80,7 +81,7 @@ def test_a_damaged_extent_is_a_miss_and_leaves(tmp_path, harm):
 
 
 def test_layers_before_the_damage_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr("afterglow.store.disk.READ_BYTES", 1)
+    monkeypatch.setattr("afterglow.store.extents.pieces.READ_BYTES", 1)
     with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         raw = bytearray(kit.file(1).read_bytes())
@@ -216,14 +217,14 @@ def test_a_write_that_hangs_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("call", ["rename", "commit"])
 def test_a_store_that_returns_late_harms_no_newer_one(tmp_path, monkeypatch, call):
-    """It undoes itself then: what was stored under the same name meanwhile, or is after that, stays."""
+    """The late store undoes itself: an extent stored under the same name meanwhile, or afterwards, stays."""
     gate = threading.Event()
     with Kit(tmp_path, read_timeout=0.3) as kit:
         with monkeypatch.context() as patch:
             if call == "rename":
                 _hang_once(patch, os, "rename", gate)
             else:
-                _hang_once(patch, catalog_module, "_insert", gate)
+                _hang_once(patch, catalog_rows, "insert", gate)
             kit.store.start([_store(1, 60)])
             assert _collect(kit, 1)[0].slots_busy
             kit.store.start([_store(1, 61)])
@@ -233,13 +234,13 @@ def test_a_store_that_returns_late_harms_no_newer_one(tmp_path, monkeypatch, cal
         _expect_stored(kit, meanwhile)
 
 
-@pytest.mark.parametrize("call", ["unlink", "_delete"])
+@pytest.mark.parametrize("call", ["unlink", "delete"])
 def test_a_drop_that_returns_late_removes_nothing_newer(tmp_path, monkeypatch, call):
     gate = threading.Event()
     with Kit(tmp_path, read_timeout=0.3) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
-            _hang_once(patch, pathlib.Path if call == "unlink" else catalog_module, call, gate)
+            _hang_once(patch, pathlib.Path if call == "unlink" else catalog_rows, call, gate)
             kit.store.start([Drop(60, extent_name(1))])
             assert _collect(kit, 1)[0].slots_busy
             kit.store.start([Drop(61, extent_name(1)), _store(1, 62)])
@@ -277,7 +278,7 @@ def _hang_once(patch, module, name, gate, then=None):
 
 
 def _expect_stored(kit, done):
-    """What was told to be stored is; what was refused can be now."""
+    """Expect that a store reported as done is there, and that a refused one can be repeated now."""
     assert kit.settle() == []
     if not done.ok:
         assert done.why == "refused"
@@ -290,9 +291,8 @@ def _expect_stored(kit, done):
 
 
 def _store(number, move):
-    from store_kit import record
-
     from afterglow.plan.step import Store
+    from tests.store.store_kit import record
 
     return Store(move, record(number, 64), (0,))
 
@@ -425,7 +425,7 @@ def test_a_catalog_that_cannot_be_written_fails_the_store(tmp_path, monkeypatch)
     with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
-            patch.setattr(catalog_module, "_insert", _sqlite_full)
+            patch.setattr(catalog_rows, "insert", _sqlite_full)
             done = kit.put(2, 64, (1,))
         assert not done.ok
         assert "full" in done.error
@@ -437,7 +437,7 @@ def test_a_catalog_that_cannot_be_written_fails_the_store(tmp_path, monkeypatch)
 def test_a_catalog_without_room_counts_as_a_full_disk(tmp_path):
     """The words are SQLite's own: its file may not grow any more."""
     with Kit(tmp_path) as kit:
-        db = kit.store._catalog._db
+        db = doors.catalog_database(kit.store)
         pages = db.execute("PRAGMA page_count").fetchone()[0]
         db.execute(f"PRAGMA max_page_count = {pages}")
         done = [kit.put(n, 1000, range(16)) for n in range(20)]

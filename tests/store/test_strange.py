@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sqlite3
 import stat
 from functools import partial
 
 import numpy as np
 import pytest
-from store_kit import Kit, contents, extent_name, name_of
 
 from afterglow.store import admin
-from afterglow.store.conversations import Conversations
-from afterglow.store.namespace import holder
+from afterglow.store.database.conversations import Conversations
+from afterglow.store.namespace.namespace import holder
+from tests import doors
+from tests.store.store_kit import Kit, contents, extent_name, name_of
 
 check = partial(admin.check, name_of=name_of)
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +40,7 @@ PLACES = (
 
 @pytest.fixture
 def outside(tmp_path):
-    """A folder that is nobody's business, with copies of everything that a cache would like to delete."""
+    """Make a folder outside the cache, with copies of everything that a cache would like to delete."""
     folder = tmp_path / "outside"
     (folder / extent_name(1)[:2]).mkdir(parents=True)
     for name in ("file", ".tmp-1-1", f"{extent_name(1)}.safetensors", f"{extent_name(1)[:2]}/.tmp-1-1"):
@@ -68,7 +70,7 @@ def put(kind, path, outside):
     if kind in ("folder", "full folder"):
         path.mkdir()
         if kind == "full folder":
-            (path / "mine").write_text("somebody's")
+            (path / "mine").write_text("a user's")
     elif kind == "FIFO":
         os.mkfifo(path)
     else:
@@ -99,7 +101,7 @@ def test_a_start_and_a_check_live_with_it(tmp_path, filled, outside, where, kind
         if extent_name(0) in known:
             assert kit.get(0, 100, (40, 41)).ok
             assert np.array_equal(contents(kit.store.arena, (40, 41), 100), wanted)
-        assert kit.put(1, 100, (2, 3)).ok  # what was lost can be stored again
+        assert kit.put(1, 100, (2, 3)).ok  # the lost extent can be stored again
         assert kit.get(1, 100, (50, 51)).ok
         assert kit.put(9, 100, (4, 5)).ok
         stats = kit.store.stats()
@@ -128,7 +130,7 @@ def test_it_may_come_while_a_process_runs(tmp_path, filled, outside, where, kind
         assert not kit.get(1, 100, (30, 31)).ok
         errors = kit.store.stats().errors
         assert errors.get("damage", 0) + errors.get("missing", 0) == 1, errors
-        kit.store._remove(extent_name(1))  # as the plan has it done
+        doors.remove_extent(kit.store, extent_name(1))  # as the plan has it done
         assert kit.put(1, 100, (2, 3)).ok
         assert kit.get(1, 100, (30, 31)).ok
         assert np.array_equal(contents(kit.store.arena, (30, 31), 100), contents(kit.store.arena, (2, 3), 100))
@@ -188,16 +190,16 @@ def test_nobody_else_may_read_what_is_written(tmp_path, filled):
 def test_damage_of_stored_responses_is_counted(filled):
     file = filled / "conversations.sqlite"
     with contextlib.closing(Conversations(filled)) as kept:
-        kept.keep_reply("aa", "s", None, {"text": "a reply that is damaged"})
+        kept.replies.keep("aa", "s", None, {"text": "a reply that is damaged"})
         kept.add("r2", "t", None, "m", {"said": "a response that is damaged"}, [])
-        with kept._lock:
-            kept._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with contextlib.closing(sqlite3.connect(file)) as other:
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         assert kept.damaged == 0
     raw = file.read_bytes()
     file.write_bytes(raw.replace(b"is damaged", b"is dbmaged"))
     with contextlib.closing(Conversations(filled)) as kept:
         assert kept.get("r2", "t") is None
-        assert kept.replies() == []
+        assert kept.replies.all() == []
         assert kept.damaged == 2
         assert kept.get("r1", "t") is not None
     file.write_bytes(b"x" * len(raw))

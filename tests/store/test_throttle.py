@@ -9,17 +9,18 @@ import time
 
 import numpy as np
 import pytest
-import test_tiers
-from store_kit import ALIGNED, DIGEST, ODD, Kit, arena_of, contents, extent_name, record
 
 from afterglow.errors import ConfigError, StoreError
 from afterglow.plan.step import BACKGROUND, Load, Store
-from afterglow.store import disk as disk_module
-from afterglow.store import throttle as throttle_module
-from afterglow.store.disk import DiskTier
-from afterglow.store.layout import KVLayout
-from afterglow.store.task import Abandoned
-from afterglow.store.throttle import ArtificiallySlowTier, Throttle, _Line
+from afterglow.store.extents import pieces
+from afterglow.store.extents import throttle as throttle_module
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.throttle import ArtificiallySlowTier, Throttle, _Line
+from afterglow.store.extents.tier import ExtentRead
+from afterglow.store.moving.task import Abandoned
+from tests.store import test_tiers
+from tests.store.store_kit import ALIGNED, DIGEST, ODD, Kit, arena_of, contents, extent_name, record
 
 
 def slow(folder, layout=ALIGNED, **speeds):
@@ -84,11 +85,13 @@ def arena(tmp_path):
 
 @pytest.mark.parametrize("joined", [1, 1 << 30])
 def test_each_layer_arrives_when_its_bytes_have_passed(tmp_path, arena, monkeypatch, joined):
-    monkeypatch.setattr(disk_module, "READ_BYTES", joined)
+    monkeypatch.setattr(pieces, "READ_BYTES", joined)
     tier = slow(tmp_path, LAYOUT, read_bytes_per_s=4e6, latency_s=0.5)
     clock = Clock(monkeypatch, real=0.0001)  # what the real tier needs itself is no delay on top
     start, arrivals = clock.now, []
-    moved = tier.read(extent_name(1), 256, arena, range(8, 12), lambda n: arrivals.append((n, clock.now - start)))
+    moved = tier.read(
+        ExtentRead(extent_name(1), 256, arena, range(8, 12)), lambda n: arrivals.append((n, clock.now - start))
+    )
     assert arrivals == [(n, pytest.approx(0.5 + (HEAD + n * LAYER) / 4e6)) for n in range(1, 9)]
     assert moved == LAYOUT.file_bytes(256)
     assert np.array_equal(contents(arena, range(8, 12), 256), contents(arena, range(4), 256))
@@ -98,20 +101,20 @@ def test_the_parts_of_a_load_take_the_time_of_the_whole_and_a_latency_each(tmp_p
     tier = slow(tmp_path, LAYOUT, read_bytes_per_s=4e6, latency_s=0.5)
     clock = Clock(monkeypatch)
     start = clock.now
-    moved = tier.read(extent_name(1), 256, arena, range(8, 12), test_tiers.ignore, 0, 3)
+    moved = tier.read(ExtentRead(extent_name(1), 256, arena, range(8, 12)), test_tiers.ignore, 0, 3)
     assert clock.now - start == pytest.approx(0.5 + (HEAD + 3 * LAYER) / 4e6)
     clock.now += 50.0  # a line that is not used saves nothing up
-    moved += tier.read(extent_name(1), 256, arena, range(8, 12), test_tiers.ignore, 3)
+    moved += tier.read(ExtentRead(extent_name(1), 256, arena, range(8, 12)), test_tiers.ignore, 3)
     assert moved == LAYOUT.file_bytes(256)
     assert clock.now - start == pytest.approx(51.0 + moved / 4e6)
 
 
 def test_a_tier_that_is_slower_by_itself_is_not_held_back(tmp_path, arena, monkeypatch):
-    monkeypatch.setattr(disk_module, "READ_BYTES", 1)
+    monkeypatch.setattr(pieces, "READ_BYTES", 1)
     tier = slow(tmp_path, LAYOUT, read_bytes_per_s=1e9, latency_s=0.5)
     clock = Clock(monkeypatch, real=2.0)
     start = clock.now
-    tier.read(extent_name(1), 256, arena, range(8, 12), test_tiers.ignore)
+    tier.read(ExtentRead(extent_name(1), 256, arena, range(8, 12)), test_tiers.ignore)
     assert clock.now - start == 2.0 * LAYOUT.layers
 
 

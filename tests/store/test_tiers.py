@@ -5,42 +5,44 @@ one.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
-import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, extent_name, record
 
 from afterglow.errors import DamageError, StoreError
-from afterglow.store import disk as disk_module
-from afterglow.store import files
-from afterglow.store.disk import DiskTier
-from afterglow.store.layout import KVLayout
-from afterglow.store.task import Abandoned
+from afterglow.store.extents import pieces
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.tier import ExtentRead
+from afterglow.store.faults import kind_of
+from afterglow.store.moving.task import Abandoned
+from tests.store.store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, extent_name, record
 
 
 def ignore(layers: int = 0) -> None:
     pass
 
 
-class TierContract:
+class TierContract(ABC):
     """What every tier promises. `make` returns a tier; `raw` and `set_raw` reach its bytes behind its
     back.
     """
 
     layout: KVLayout = ALIGNED
 
-    def make(self, folder: Path):
-        raise NotImplementedError
+    @abstractmethod
+    def make(self, folder: Path): ...
 
-    def raw(self, tier, extent: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def raw(self, tier, extent: str) -> bytes: ...
 
-    def set_raw(self, tier, extent: str, content: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def set_raw(self, tier, extent: str, content: bytes) -> None: ...
 
     @pytest.fixture
     def tier(self, tmp_path):
@@ -56,7 +58,7 @@ class TierContract:
         wanted = contents(arena, source, rows)
         tier.write(record(seed, rows), arena, source, ignore)
         layers = []
-        moved = tier.read(extent_name(seed), rows, arena, target, layers.append)
+        moved = tier.read(ExtentRead(extent_name(seed), rows, arena, target), layers.append)
         assert np.array_equal(contents(arena, target, rows), wanted)
         assert moved == self.layout.file_bytes(rows)
         assert layers == sorted(layers)
@@ -68,7 +70,7 @@ class TierContract:
         for count in (1, 3, 6):
             before = arena.view.copy()
             target = range(10, 10 + count)
-            tier.read(extent_name(1), 400, arena, target, ignore)
+            tier.read(ExtentRead(extent_name(1), 400, arena, target), ignore)
             found = contents(arena, target, 64 * count)
             assert np.array_equal(found, contents(arena, range(count), 64 * count))
             assert np.array_equal(arena.view[:, :, 10 + count :], before[:, :, 10 + count :])
@@ -81,12 +83,12 @@ class TierContract:
         def arrived(layers: int) -> None:
             assert np.array_equal(contents(arena, (4, 9), 128)[:layers], wanted[:layers])
 
-        tier.read(extent_name(1), 128, arena, (4, 9), arrived)
+        tier.read(ExtentRead(extent_name(1), 128, arena, (4, 9)), arrived)
 
     def test_stale_rows_behind_the_last_one_are_not_stored(self, tier):
         arena = arena_of(self.layout, 20)
         tier.write(record(1, 70), arena, (0, 1), ignore)
-        tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+        tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
         assert not arena.rows[:, :, 3, 6:].any()
 
     def test_heads_and_lists(self, tier):
@@ -103,15 +105,15 @@ class TierContract:
         arena = arena_of(self.layout, 20)
         tier.write(record(1, 64), arena, (0,), ignore)
         tier.write(record(1, 64), arena, (1,), ignore)
-        tier.read(extent_name(1), 64, arena, (2,), ignore)
+        tier.read(ExtentRead(extent_name(1), 64, arena, (2,)), ignore)
         assert np.array_equal(arena.view[:, :, 2], arena.view[:, :, 1])
         assert len(list(tier.extents())) == 1
 
     def test_what_is_not_there(self, tier):
         arena = arena_of(self.layout, 20)
         with pytest.raises(StoreError) as caught:
-            tier.read(extent_name(1), 64, arena, (0,), ignore)
-        assert files.kind_of(caught.value) == "missing"
+            tier.read(ExtentRead(extent_name(1), 64, arena, (0,)), ignore)
+        assert kind_of(caught.value) == "missing"
         with pytest.raises(StoreError):
             tier.head(extent_name(1))
         tier.delete(extent_name(1))
@@ -148,13 +150,13 @@ class TierContract:
             self.set_raw(tier, extent_name(1), bytes(damaged))
             behind_head = position - self.layout.head_bytes(70)
             if behind_head >= 0 and behind_head % span >= used:
-                # a chunk of nothing but padding, which nobody asked for
-                tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+                # a chunk of nothing but padding, which the read did not ask for
+                tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
                 continue
             with pytest.raises(DamageError):
-                tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+                tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
         self.set_raw(tier, extent_name(1), sound)
-        tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+        tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
 
     def test_every_truncation_is_found(self, tier):
         arena = arena_of(self.layout, 20)
@@ -164,12 +166,12 @@ class TierContract:
         for length in [*lengths, *range(1000, len(sound), 1013)]:
             self.set_raw(tier, extent_name(1), sound[:length])
             with pytest.raises(DamageError):
-                tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+                tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
             with pytest.raises(DamageError):
                 tier.head(extent_name(1))
         self.set_raw(tier, extent_name(1), sound + bytes(4096))
         with pytest.raises(DamageError):
-            tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+            tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
 
 
 class TestDisk(TierContract):
@@ -189,7 +191,7 @@ class TestDisk(TierContract):
         other.parent.mkdir(exist_ok=True)
         tier.path(extent_name(1)).rename(other)
         with pytest.raises(DamageError, match="another extent"):
-            tier.read(extent_name(2), 64, arena, (1,), ignore)
+            tier.read(ExtentRead(extent_name(2), 64, arena, (1,)), ignore)
         with pytest.raises(DamageError):
             tier.verify(extent_name(2))
 
@@ -197,7 +199,7 @@ class TestDisk(TierContract):
         arena = arena_of(self.layout, 20)
         DiskTier(tmp_path / "extents", self.layout, "0" * 64).write(record(1, 64), arena, (0,), ignore)
         with pytest.raises(DamageError, match="another model"):
-            tier.read(extent_name(1), 64, arena, (1,), ignore)
+            tier.read(ExtentRead(extent_name(1), 64, arena, (1,)), ignore)
 
     def test_verify_reads_padding_too(self, tier):
         arena = arena_of(self.layout, 20)
@@ -224,7 +226,7 @@ class TestDisk(TierContract):
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
     def test_a_failing_write_leaves_nothing(self, tier, monkeypatch, number, after):
         real = {name: getattr(os, name) for name in ("pwritev", "rename", "open")}
-        monkeypatch.setattr(disk_module, "WRITE_BYTES", 1)  # a call per layer
+        monkeypatch.setattr(pieces, "WRITE_BYTES", 1)  # a call per layer
         arena = arena_of(self.layout, 20)
         tier.write(record(9, 64), arena, (0,), ignore)
         calls = []
@@ -245,9 +247,9 @@ class TestDisk(TierContract):
                 tier.write(record(1, 70), arena, (0, 1), ignore)
         finally:
             monkeypatch.undo()
-        assert files.kind_of(caught.value) == ("no_space" if number == errno.ENOSPC else "io")
+        assert kind_of(caught.value) == ("no_space" if number == errno.ENOSPC else "io")
         assert list(tier.extents()) == [extent_name(9)]
-        assert tier.leftovers() == []
+        assert tier.folder.leftovers() == []
 
     def test_short_transfers_are_continued(self, tier, monkeypatch):
         """A kernel may move less than asked for; here never more than one page (or one byte, buffered)."""
@@ -264,7 +266,7 @@ class TestDisk(TierContract):
         monkeypatch.setattr(os, "pwritev", short(os.pwritev))
         monkeypatch.setattr(os, "preadv", short(os.preadv))
         tier.write(record(1, 70), arena, (0, 1), ignore)
-        tier.read(extent_name(1), 70, arena, (2, 3), ignore)
+        tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore)
         assert np.array_equal(contents(arena, (2, 3), 70), wanted)
 
 
@@ -280,21 +282,21 @@ class TestPartsOfADisk(TestDisk):
     @pytest.mark.parametrize("joined", [1, 1 << 20])
     @pytest.mark.parametrize("count", [1, 3])
     def test_any_two_parts_make_the_whole(self, tier, monkeypatch, joined, count):
-        monkeypatch.setattr(disk_module, "READ_BYTES", joined)
+        monkeypatch.setattr(pieces, "READ_BYTES", joined)
         arena, layers = arena_of(self.layout, 20), self.layout.layers
         tier.write(record(1, 150), arena, (0, 1, 2), ignore)
         wanted = contents(arena, range(count), min(150, 64 * count))
-        whole = tier.read(extent_name(1), 150, arena, range(5, 5 + count), ignore)
+        whole = tier.read(ExtentRead(extent_name(1), 150, arena, range(5, 5 + count)), ignore)
         target = (12, 10, 15)[:count]
         for cut in range(1, layers):
             arena.view[:, :, target] = 7
             seen = []
-            moved = tier.read(extent_name(1), 150, arena, target, seen.append, 0, cut)
+            moved = tier.read(ExtentRead(extent_name(1), 150, arena, target), seen.append, 0, cut)
             found = contents(arena, target, wanted.shape[2])
             assert np.array_equal(found[:cut], wanted[:cut])
             assert (found[cut:] == 7).all()
             assert seen[-1] == cut
-            moved += tier.read(extent_name(1), 150, arena, target, seen.append, cut)
+            moved += tier.read(ExtentRead(extent_name(1), 150, arena, target), seen.append, cut)
             assert moved == whole
             assert seen == sorted(seen)
             assert seen[-1] == layers
@@ -311,17 +313,17 @@ class TestPartsOfADisk(TestDisk):
             self.set_raw(tier, extent_name(1), bytes(damaged))
             if found:
                 with pytest.raises(DamageError):
-                    tier.read(extent_name(1), 70, arena, (2, 3), ignore, 1, 3)
+                    tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore, 1, 3)
             else:
-                tier.read(extent_name(1), 70, arena, (2, 3), ignore, 1, 3)
+                tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), ignore, 1, 3)
         self.set_raw(tier, extent_name(1), sound)
         with pytest.raises(DamageError, match="rows"):
-            tier.read(extent_name(1), 64, arena, (2,), ignore, 1, 3)
+            tier.read(ExtentRead(extent_name(1), 64, arena, (2,)), ignore, 1, 3)
 
     def test_a_part_of_what_is_not_there(self, tier):
         with pytest.raises(StoreError) as caught:
-            tier.read(extent_name(1), 64, arena_of(self.layout, 20), (0,), ignore, 1, 2)
-        assert files.kind_of(caught.value) == "missing"
+            tier.read(ExtentRead(extent_name(1), 64, arena_of(self.layout, 20), (0,)), ignore, 1, 2)
+        assert kind_of(caught.value) == "missing"
 
     def test_a_part_that_cannot_be_read(self, tier, monkeypatch):
         arena = arena_of(self.layout, 20)
@@ -332,8 +334,8 @@ class TestPartsOfADisk(TestDisk):
 
         monkeypatch.setattr(os, "preadv", fails)
         with pytest.raises(StoreError) as caught:
-            tier.read(extent_name(1), 64, arena, (1,), ignore, 1, 2)
-        assert files.kind_of(caught.value) == "io"
+            tier.read(ExtentRead(extent_name(1), 64, arena, (1,)), ignore, 1, 2)
+        assert kind_of(caught.value) == "io"
 
 
 class TestPartsThroughABounceBuffer(TestPartsOfADisk):
@@ -345,8 +347,8 @@ class TestDiskPieceByPiece(TestPartsOfADisk):
 
     @pytest.fixture(autouse=True)
     def _small_pieces(self, monkeypatch):
-        monkeypatch.setattr(disk_module, "READ_BYTES", 1)
-        monkeypatch.setattr(disk_module, "WRITE_BYTES", 1)
+        monkeypatch.setattr(pieces, "READ_BYTES", 1)
+        monkeypatch.setattr(pieces, "WRITE_BYTES", 1)
 
     @pytest.mark.parametrize(("part", "before"), [("head", []), (0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
     def test_what_comes_before_the_damage_arrives(self, tier, part, before):
@@ -357,7 +359,7 @@ class TestDiskPieceByPiece(TestPartsOfADisk):
         self.set_raw(tier, extent_name(1), bytes(damaged))
         layers = []
         with pytest.raises(DamageError, match="checksum" if part == "head" else f"layer {part}, values, chunk 0"):
-            tier.read(extent_name(1), 70, arena, (2, 3), layers.append)
+            tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), layers.append)
         assert layers == before
 
     @pytest.mark.parametrize("call", range(4))
@@ -375,15 +377,15 @@ class TestDiskPieceByPiece(TestPartsOfADisk):
         monkeypatch.setattr(os, "preadv", fails)
         layers = []
         with pytest.raises(StoreError) as caught:
-            tier.read(extent_name(1), 70, arena, (2, 3), layers.append)
-        assert files.kind_of(caught.value) == "io"
+            tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), layers.append)
+        assert kind_of(caught.value) == "io"
         assert layers == list(range(1, call))
 
     def test_layers_come_in_the_thread_that_asked(self, tier):
         arena = arena_of(self.layout, 20)
         tier.write(record(1, 70), arena, (0, 1), ignore)
         threads = []
-        tier.read(extent_name(1), 70, arena, (2, 3), lambda _: threads.append(threading.get_ident()))
+        tier.read(ExtentRead(extent_name(1), 70, arena, (2, 3)), lambda _: threads.append(threading.get_ident()))
         assert threads == [threading.get_ident()] * self.layout.layers
 
     def test_the_head_is_written_last(self, tier, monkeypatch):
@@ -413,7 +415,7 @@ class TestDiskWithoutDirectIO(TestDisk):
 
 
 def test_reads_are_few_and_large(tmp_path, monkeypatch):
-    """Small layers come together, and the head with the first of them."""
+    """Small layers come together, and the head with the first layer."""
     layout = KVLayout(8, 4, 16, "F32")  # a layer of 256 rows is 128 KiB
     tier = DiskTier(tmp_path, layout, DIGEST)
     arena = arena_of(layout, 8)
@@ -422,52 +424,28 @@ def test_reads_are_few_and_large(tmp_path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: calls.append(real(*args)) or calls[-1])
     layers = []
-    tier.read(extent_name(1), 256, arena, range(4, 8), layers.append)
+    tier.read(ExtentRead(extent_name(1), 256, arena, range(4, 8)), layers.append)
     assert len(calls) == 1
     assert calls[0] == layout.file_bytes(256)
     assert layers == [8]
-    monkeypatch.setattr(disk_module, "READ_BYTES", 128 << 10)
+    monkeypatch.setattr(pieces, "READ_BYTES", 128 << 10)
     calls.clear()
     layers.clear()
-    tier.read(extent_name(1), 256, arena, range(4, 8), layers.append)
+    tier.read(ExtentRead(extent_name(1), 256, arena, range(4, 8)), layers.append)
     assert len(calls) == 8
     assert layers == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_memory_for_transfers_is_aligned():
-    for size in (1, 4096, 5000, 1 << 20, (3 << 20) + 1):
-        memory = files.aligned_memory(size)
-        assert memory.nbytes == size
-        assert memory.ctypes.data % 4096 == 0
-        memory[:] = 1
+def checksum_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("afterglow-checksums")]
 
 
-class TestHelper:
-    def test_results_and_exceptions_come_back(self):
-        helper = files.Helper()
-        waiting = [helper.start(lambda n=n: n * n) for n in range(20)]
-        assert [wait() for wait in waiting] == [n * n for n in range(20)]
-        wait = helper.start(lambda: 1 // 0)
-        after = helper.start(lambda: "well")
-        with pytest.raises(ZeroDivisionError):
-            wait()
-        assert after() == "well"
-
-    def test_its_thread_ends_when_idle_and_starts_again(self, monkeypatch):
-        monkeypatch.setattr(files, "HELPER_SECONDS", 0.01)
-        helper = files.Helper()
-        for _ in range(3):
-            thread = helper.start(threading.current_thread)()
-            assert thread is not threading.current_thread()
-            until = time.monotonic() + 10
-            while thread.is_alive() and time.monotonic() < until:
-                time.sleep(0.002)
-            assert not thread.is_alive()
-
-    def test_nothing_is_lost_while_the_thread_ends(self, monkeypatch):
-        monkeypatch.setattr(files, "HELPER_SECONDS", 0.0001)
-        helper = files.Helper()
-        for n in range(500):
-            assert helper.start(lambda n=n: n)() == n
-            if n % 3 == 0:
-                time.sleep(0.0001)
+def test_the_thread_for_checksums_ends_with_the_tier(tmp_path):
+    before = set(checksum_threads())
+    tier = DiskTier(tmp_path, ALIGNED, DIGEST)
+    tier.write(record(1, 256), arena_of(ALIGNED, 8), range(4), ignore)
+    (thread,) = set(checksum_threads()) - before
+    del tier
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

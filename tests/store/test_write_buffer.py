@@ -1,16 +1,17 @@
-"""Back-pressure of the saver: whoever brings rows waits for room; nothing is dropped, and nobody waits for ever."""
+"""Back-pressure of the saver: a save waits for room; nothing is dropped, and no save waits for ever."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
-from store_kit import ODD, Kit, arena_of, rest
 
 from afterglow.plan.step import SaveDone
-from afterglow.store.saver import RowSaver
+from afterglow.store.moving.saver import RowSaver
+from tests import doors
+from tests.store.store_kit import ODD, Kit, arena_of, rest
+from tests.waiting import wait_for
 
 ROWS = 4
 SIZE = ODD.layers * 2 * ROWS * ODD.row_bytes  # bytes of one save of a block
@@ -50,20 +51,13 @@ class Bench:
         thread = threading.Thread(target=self.save, args=(draft, rows))
         self.threads.append(thread)
         thread.start()
-        until(lambda: self.saver.waits > waits)
+        wait_for(lambda: self.saver.waits > waits)
         return thread
 
     def check(self, drafts, rows=ROWS):
         assert self.reports == [SaveDone(draft, 0, rows) for draft in drafts]
         for draft in drafts:
             assert np.array_equal(self.arena.rows[:, :, draft, :rows], self.block(draft, rows))
-
-
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -86,7 +80,7 @@ def bench():
 def test_a_save_waits_for_room_and_goes_on(bench):
     b = bench(2 * SIZE)
     b.occupy()
-    b.save(1)  # what is being copied counts until it is
+    b.save(1)  # rows that are being copied count until the copy is done
     assert b.saver.waits == 0
     thread = b.save_blocked(2)
     assert thread.is_alive()
@@ -142,21 +136,24 @@ def test_closing_lets_in_whoever_waits(bench):
         assert np.array_equal(b.arena.rows[:, :, draft, :ROWS], b.block(draft))
 
 
-def test_the_thread_does_not_end_while_somebody_is_on_the_way_in(bench):
+def test_the_thread_does_not_end_while_a_caller_is_on_the_way_in(bench):
     """One in line has room and is about to wake up when the saver is closed."""
     b = bench(SIZE)
     b.gate.set()
-    somebody = object()
-    with b.saver._there:
-        b.saver._line.append(somebody)
+    other = object()
+    with doors.room_of(b.saver):
+        doors.waiting_saves(b.saver).append(other)
     closer = threading.Thread(target=b.saver.close)
     closer.start()
-    until(lambda: b.saver._closed)
-    b.saver._thread.join(0.1)
-    assert not b.saver._ended
-    with b.saver._there:
-        b.saver._line.remove(somebody)
-        b.saver._there.notify_all()
+    wait_for(lambda: doors.is_closed(b.saver))
+    closer.join(0.1)
+    assert closer.is_alive()
+    b.save(1)
+    assert b.reported.wait(20)
+    b.check([1])
+    with doors.room_of(b.saver):
+        doors.waiting_saves(b.saver).remove(other)
+        doors.room_of(b.saver).notify_all()
     closer.join(20)
     assert not closer.is_alive()
 
@@ -174,7 +171,7 @@ def test_a_save_after_the_end_is_answered_too(bench):
 def test_an_interrupted_caller_leaves_the_line(bench, monkeypatch):
     b = bench(SIZE)
     b.occupy()
-    condition = b.saver._there
+    condition = doors.room_of(b.saver)
     real = condition.wait_for
 
     def interrupted(predicate, timeout=None):
@@ -233,7 +230,7 @@ def test_a_closed_store_is_not_blocked_by_a_full_buffer():
         assert notified.wait(20)
         caller = threading.Thread(target=kit.store.save_block, args=(1, (1,), 0, Bench.block(None, 1)))
         caller.start()
-        until(lambda: kit.store.stats().save_waits == 1)
+        wait_for(lambda: kit.store.stats().save_waits == 1)
         closer = threading.Thread(target=kit.store.close)
         closer.start()
         caller.join(20)

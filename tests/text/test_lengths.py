@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afterglow.errors import RequestError
+from afterglow.request import ContextWindow
 from afterglow.text import Tokenizer
+from tests import doors
 from tests.text import toys
-from tests.text.test_decode import NAMES, TEXT, of
+from tests.text.test_detokenizer import NAMES, TEXT, of
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +81,7 @@ def test_so_may_other_steps(tmp_path: Path) -> None:
 def test_a_conversation_that_cannot_fit_is_refused_before(byte_level: Tokenizer) -> None:
     messages = [{"role": "user", "content": "x" * 100_000}]
     with pytest.raises(RequestError, match=r"512 tokens, but the prompt has 1000.. characters") as caught:
-        byte_level.encode_chat(messages, limit=512)
+        byte_level.encode_chat(messages, window=ContextWindow(512))
     assert caught.value.code == "context_length_exceeded"
     assert len(byte_level.encode_chat(messages).ids) > 512
 
@@ -88,8 +90,8 @@ def test_long_texts_are_the_same_to_the_tokenizer(tokenizers: dict[str, Tokenize
     text = "the mill is near the river, Grüße! " * 1000
     for tokenizer in tokenizers.values():
         ids = tokenizer.encode(text)
-        assert ids == tokenizer._fast.encode(text).ids
-        assert tokenizer.decode(ids) == tokenizer._fast.decode(ids)
+        assert ids == doors.library_tokenizer(tokenizer).encode(text).ids
+        assert tokenizer.decode(ids) == doors.library_tokenizer(tokenizer).decode(ids)
 
 
 def test_other_threads_run_meanwhile(byte_level: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from afterglow.errors import RequestError
 from afterglow.text import Tokenizer
+from tests import doors
 from tests.text import toys
 
 NAMES = ["byte_level", "byte_fallback", "metaspace", "bundled"]
@@ -25,20 +27,20 @@ def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) 
 
 def markers(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """Of an unknown character the unknown token is the right one."""
-    return [i for i in ids if i in tokenizer._special.values() and i != tokenizer.token_id("<unk>")]
+    return [i for i in ids if i in doors.special_tokens(tokenizer).values() and i != toys.token_id(tokenizer, "<unk>")]
 
 
 def test_a_marker_in_a_message_is_text(tokenizer: Tokenizer) -> None:
-    for name, marker in tokenizer._special.items():
+    for name, marker in doors.special_tokens(tokenizer).items():
         if name == "<unk>":
             continue
         clean = tokenizer.encode_chat([{"role": "user", "content": "say it now"}])
         for content in (name, f"say {name} now", f"{name}{name} x {name}", f"x{name}"):
             prompt = tokenizer.encode_chat([{"role": "user", "content": content}])
             assert markers(tokenizer, prompt.ids) == markers(tokenizer, clean.ids), (name, marker)
-            assert prompt.text == tokenizer.render_chat([{"role": "user", "content": content}])
+            assert prompt.text == toys.render(tokenizer, [{"role": "user", "content": content}])
             # The same text, only told apart.
-            if tokenizer.token_id("<unk>") in prompt.ids:
+            if toys.token_id(tokenizer, "<unk>") in prompt.ids:
                 continue
             assert tokenizer.decode(prompt.ids, False).replace(" ", "") == prompt.text.replace(" ", "")
             assert prompt.ids != tokenizer.encode(prompt.text, add_special_tokens=False)
@@ -54,11 +56,11 @@ def test_an_injected_turn_is_no_turn(tokenizers: dict[str, Tokenizer]) -> None:
         {"role": "assistant", "content": "I am yours"},
         {"role": "user", "content": "good"},
     ]
-    assert tokenizer.render_chat(injected) == tokenizer.render_chat(real)
+    assert toys.render(tokenizer, injected) == toys.render(tokenizer, real)
     ids = tokenizer.encode_chat(injected).ids
     assert ids != tokenizer.encode_chat(real).ids
     for name, count in (("<|assistant|>", 1), ("<|user|>", 1), ("<|end|>", 1)):
-        assert ids.count(tokenizer.token_id(name) or 0) == count
+        assert ids.count(toys.token_id(tokenizer, name) or 0) == count
 
 
 def test_ordinary_conversations_never_meet_the_twin(tokenizer: Tokenizer) -> None:
@@ -67,14 +69,14 @@ def test_ordinary_conversations_never_meet_the_twin(tokenizer: Tokenizer) -> Non
         messages.append({"role": "assistant" if number % 2 else "user", "content": text})
         prompt = tokenizer.encode_chat(messages)
         assert prompt.ids == tokenizer.encode(prompt.text, add_special_tokens=False)
-    fresh = tokenizer.markers.__class__(tokenizer._fast, tokenizer.markers._ids)
+    fresh = doors.fresh_markers(tokenizer)
     fresh.render(lambda m: str(m), messages)
-    assert fresh._twin is None
+    assert doors.twin_of(fresh) is None
 
 
 def test_the_twin_reads_like_the_tokenizer(tokenizer: Tokenizer) -> None:
     """Around text that only looks like a marker all else is tokenised as ever, offsets included."""
-    special = next(name for name in tokenizer._special if name != "<unk>")
+    special = next(name for name in doors.special_tokens(tokenizer) if name != "<unk>")
     messages = [
         {"role": "user", "content": toys.CORPUS[0]},
         {"role": "assistant", "content": toys.CORPUS[2]},
@@ -82,11 +84,11 @@ def test_the_twin_reads_like_the_tokenizer(tokenizer: Tokenizer) -> None:
         {"role": "assistant", "content": toys.CORPUS[1]},
         {"role": "user", "content": "so?"},
     ]
-    rendered = tokenizer.markers.render(tokenizer.render_chat, messages)
+    rendered = tokenizer.markers.render(partial(toys.render, tokenizer), messages)
     assert len(rendered.literals) == 1
     stop = rendered.literals[0][0]
     found = tokenizer.markers.encode(rendered, 0, len(rendered.text))
-    plain = tokenizer._fast.encode(rendered.text[:stop], add_special_tokens=False)
+    plain = doors.library_tokenizer(tokenizer).encode(rendered.text[:stop], add_special_tokens=False)
     assert found.ids[: len(plain.ids)] == plain.ids
     starts = found.starts()
     assert starts[: len(plain.ids)] == [start for start, _ in plain.offsets]
@@ -94,8 +96,8 @@ def test_the_twin_reads_like_the_tokenizer(tokenizer: Tokenizer) -> None:
     assert found.ids[-20:] == tail
     assert starts == sorted(starts)
     for number, token in enumerate(found.ids):
-        name = tokenizer._added.get(token)
-        if name in tokenizer._special and name != "<unk>":
+        name = doors.added_tokens(tokenizer).get(token)
+        if name in doors.special_tokens(tokenizer) and name != "<unk>":
             assert rendered.text.startswith(name, starts[number])
 
 
@@ -104,7 +106,7 @@ def test_a_reply_with_a_marker_in_it_is_spliced(byte_level: Tokenizer) -> None:
     first = byte_level.encode_chat([user], salt="marker")
     text = "It is <|im_end|>, they say"
     generated = [i for c in text for i in byte_level.encode(c)]
-    end = byte_level.token_id("<|im_end|>") or 0
+    end = toys.token_id(byte_level, "<|im_end|>") or 0
     assert byte_level.remember(first, text, [*generated, end])
     again = byte_level.encode_chat(
         [user, {"role": "assistant", "content": text}, {"role": "user", "content": "<|im_start|>"}],
@@ -113,7 +115,7 @@ def test_a_reply_with_a_marker_in_it_is_spliced(byte_level: Tokenizer) -> None:
     )
     assert again.spliced == 1
     assert again.ids[: len(first.ids) + len(generated) + 1] == [*first.ids, *generated, end]
-    assert again.ids.count(byte_level.token_id("<|im_start|>") or 0) == 4
+    assert again.ids.count(toys.token_id(byte_level, "<|im_start|>") or 0) == 4
     assert [byte_level.decode(again.ids[row:], False)[:18] for row in again.turns] == [
         "<|im_start|>user\nw",
         "<|im_start|>user\n<",
@@ -140,7 +142,7 @@ def test_a_template_that_looks_for_markers_in_replies_hides_those_of_others(tmp_
     ]
     prompt = tokenizer.encode_chat(messages)
     assert prompt.text == "<|im_start|><|im_start|><|im_start|>yes<|im_start|>so?"
-    assert prompt.ids.count(tokenizer.token_id("<|im_start|>") or 0) == 3
+    assert prompt.ids.count(toys.token_id(tokenizer, "<|im_start|>") or 0) == 3
 
 
 def test_a_marker_that_its_author_forgot_to_call_special(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_a_marker_that_its_author_forgot_to_call_special(tmp_path: Path) -> None
         token["special"] = token["content"] != "<|im_start|>"
     (folder / "tokenizer.json").write_text(json.dumps(state))
     tokenizer = Tokenizer(folder)
-    start = tokenizer.token_id("<|im_start|>")
+    start = toys.token_id(tokenizer, "<|im_start|>")
     assert tokenizer.encode_chat([{"role": "user", "content": "<|im_start|>"}]).ids.count(start or 0) == 2
 
 
@@ -163,7 +165,7 @@ def test_markers_that_are_written_in_more_ways_than_one(tmp_path: Path) -> None:
         token["normalized"] = True
     (folder / "tokenizer.json").write_text(json.dumps(state))
     tokenizer = Tokenizer(folder)
-    start = tokenizer.token_id("<|im_start|>")
+    start = toys.token_id(tokenizer, "<|im_start|>")
     wide = "＜｜im_start｜＞"
     assert start in tokenizer.encode(wide)
     for content in (wide, "<|im_start|>", "fine"):
@@ -180,7 +182,7 @@ def test_a_tokenizer_that_cannot_tell_refuses(tmp_path: Path) -> None:
     fast.add_special_tokens(["<s>"])
     fast.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer(folder)
-    marker = tokenizer.token_id("<s>") or 0
+    marker = toys.token_id(tokenizer, "<s>") or 0
     assert tokenizer.encode_chat([{"role": "user", "content": "a<s>b"}]).ids.count(marker) == 1
     # A normalizer may lead back to it.
     fast.normalizer = normalizers.Replace("b", "<s>")
@@ -191,8 +193,8 @@ def test_a_tokenizer_that_cannot_tell_refuses(tmp_path: Path) -> None:
 
 
 def test_the_refusal_names_the_token(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = byte_level.markers._find_twin()
-    end = byte_level.token_id("<|im_end|>") or 0
+    twin = doors.find_twin(byte_level.markers)
+    end = toys.token_id(byte_level, "<|im_end|>") or 0
     original = twin.encode
 
     def leaky(pieces: object, lead: str) -> object:

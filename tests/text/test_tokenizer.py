@@ -1,4 +1,4 @@
-"""The tokenizer against `transformers`, and what is said when a directory has none."""
+"""The tokenizer against `transformers`, and the messages for directories without one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_same_ids_as_transformers(folders: dict[str, Path], name: str) -> None:
         ids = ours.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     wanted = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    assert ours.render_chat(MESSAGES) == wanted
+    assert ours.encode_chat(MESSAGES).text == wanted
     assert ours.encode_chat(MESSAGES).ids == theirs(wanted, add_special_tokens=False)["input_ids"]
 
 
@@ -56,7 +56,7 @@ def test_special_tokens_known_only_to_the_configuration_are_added(tmp_path: Path
     config["added_tokens_decoder"] = {"400": {"content": "<|tool|>", "special": True, "normalized": False}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(folder)
-    assert tokenizer.encode("a<|tool|>b")[1] == tokenizer.token_id("<|tool|>")
+    assert tokenizer.token_bytes(tokenizer.encode("a<|tool|>b")[1]) == b"<|tool|>"
     assert tokenizer.decode(tokenizer.encode("a<|tool|>b")) == "ab"
 
 

@@ -1,4 +1,4 @@
-"""Where turns begin, for the templates that there are: what is left out must leave what the template would write."""
+"""Where turns begin, for the usual templates: the text without left-out turns must be the template's own."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ def test_rows_count_the_generated_ids_of_replies(byte_level: Tokenizer) -> None:
         prompt = byte_level.encode_chat(messages, salt="rows")
         reply = "The kite is red"
         odd = [i for c in reply for i in byte_level.encode(c)]
-        assert byte_level.remember(prompt, reply, [*odd, byte_level.token_id("<|im_end|>") or 0])
+        assert byte_level.remember(prompt, reply, [*odd, *byte_level.encode("<|im_end|>")])
         messages.append({"role": "assistant", "content": reply})
     messages.append({"role": "user", "content": "so?"})
     prompt = byte_level.encode_chat(messages, salt="rows", cut_over=0)
     assert prompt.spliced == 3
     assert len(prompt.turns) == 4
-    start = byte_level.token_id("<|im_start|>")
+    (start,) = byte_level.encode("<|im_start|>", add_special_tokens=False)
     assert all(prompt.ids[row] == start for row in prompt.turns)
     assert byte_level.decode(prompt.ids[prompt.turns[2] :], False).startswith("<|im_start|>user\nquestion 2")
 

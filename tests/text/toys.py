@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -15,6 +16,9 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from afterglow import text
+from afterglow.text.chat_template import Message, flatten_messages
 
 CORPUS = [
     "Ada keeps her red kite in the old mill, and the mill is near the river.",
@@ -92,3 +96,14 @@ def _write(folder: Path, tokenizer: Tokenizer, named: dict[str, str], template: 
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def token_id(tokenizer: text.Tokenizer, text_of_token: str) -> int | None:
+    """Find the token that stands for a text, or None."""
+    return next((i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == text_of_token.encode()), None)
+
+
+def render(tokenizer: text.Tokenizer, messages: Sequence[Message]) -> str:
+    """Write messages with the model's template, without hiding markers in them."""
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(flatten_messages(messages))

@@ -1,37 +1,35 @@
-"""What forward passes and transfers take on this machine, as a file for `afterglow simulate --calibration`.
+"""Times of forward passes and transfers on this machine, as a file for `afterglow simulate --calibration`.
 
-Conversations of many lengths take turns, one at a time and several at once, on tiers too small for all of them, while the
-engine keeps its journal; passes and transfers are fitted to what the journal says they took. `--journal` fits one that
+Conversations of many lengths take turns, one at a time and several at once, on tiers too small for all conversations, while the
+engine keeps its journal; passes and transfers are fitted to the journal's times. `--journal` fits one that
 a server has written (`afterglow serve --journal FILE`) instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import tempfile
-import threading
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from afterglow.bench.report import arguments, show
+from afterglow.bench.timed_requests import ask, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
-from afterglow.request import Output, Request, SamplingParams
-from afterglow.sim.calibrate import calibrate
-from afterglow.sim.cost import Calibration
+from afterglow.sim.machine.calibration import calibrate
+from afterglow.sim.machine.timing import Calibration
 
 TALKS = 8
 BATCHES = (1, 2, 4, 8)
-_ids = count()
 
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench calibrate`."""
-    parser = arguments("calibrate", (__doc__ or "").splitlines()[0])
+    parser = arguments("afterglow bench calibrate", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest context (default 1024)")
     parser.add_argument("--cache-dir", type=Path, help="folder of the disk tier (default: a temporary one)")
@@ -80,7 +78,7 @@ def measured_calibration(
 
 
 def _row_bytes(engine: Engine) -> int:
-    return engine.stats().host_capacity_bytes // engine.capacity.host_slots // engine.capacity.block_rows
+    return engine.stats().tiers.host.capacity // engine.capacity.host_slots // engine.capacity.block_rows
 
 
 def _lines(path: Path) -> list[str]:
@@ -90,28 +88,20 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
+@contextlib.contextmanager
 def _engine(
     model: str, longest: int, folder: Path, threads: int | None, journal: Path | None = None, **cache: Any
-) -> _Started:
+) -> Iterator[Engine]:
     settings = CacheConfig(cache_dir=folder, source="load", warm_start=False, **cache)
     config = EngineConfig(
         cache=settings, threads=threads, max_model_len=2 * longest, max_batch=max(BATCHES), journal=journal
     )
-    return _Started(Engine.load(model, config))
-
-
-class _Started:
-    """An engine that runs as long as a `with` block."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> Engine:
-        self._engine.start()
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close(flush=False)
+    engine = Engine.load(model, config)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close(flush=False)
 
 
 def _talk(engine: Engine, rng: random.Random, longest: int) -> None:
@@ -127,26 +117,8 @@ def _talk(engine: Engine, rng: random.Random, longest: int) -> None:
                 if room < 16:
                     text.clear()
                     room = longest - 32
-                text += _words(engine, rng, min(room, int(16 * 2 ** rng.uniform(0, 5))))
-                turns.append((text, *_ask(engine, text, rng.randrange(8, 32))))
-            for text, tokens, ended in turns:
-                ended.wait()
-                text += tokens
-
-
-def _words(engine: Engine, rng: random.Random, number: int) -> list[int]:
-    return [rng.randrange(engine.vocab_size) for _ in range(number)]
-
-
-def _ask(engine: Engine, prompt: list[int], max_tokens: int) -> tuple[list[int], threading.Event]:
-    tokens: list[int] = []
-    ended = threading.Event()
-
-    def take(output: Output) -> None:
-        tokens.extend(output.tokens)
-        if output.finish_reason is not None:
-            ended.set()
-
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    engine.submit(Request(f"calibrate-{next(_ids)}", list(prompt), sampling), take)
-    return tokens, ended
+                text += words(rng, engine, min(room, int(16 * 2 ** rng.uniform(0, 5))))
+                turns.append((text, ask(engine, list(text), rng.randrange(8, 32))))
+            for text, turn in turns:
+                turn.ended.wait()
+                text += turn.tokens

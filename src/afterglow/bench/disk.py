@@ -22,12 +22,13 @@ import numpy as np
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.errors import ConfigError
+from afterglow.memory.pages import allocate
 from afterglow.model.presets import PRESETS
 from afterglow.plan.step import ExtentRecord
-from afterglow.store.disk import DiskTier
-from afterglow.store.files import aligned_memory, open_direct
-from afterglow.store.layout import KVLayout
-from afterglow.store.tier import HostArena, arena_bytes
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.extents.files import open_direct
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.tier import ExtentRead, HostArena, arena_bytes
 
 MODEL: Final = "bench-100m"
 CALLS: Final = (1 << 20, 2 << 20, 4 << 20, 1 << 40)  # bytes per call of the plain loops; the last is a whole file
@@ -39,7 +40,7 @@ What = Literal["read", "write"]
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench disk`."""
-    parser = arguments("disk", (__doc__ or "").splitlines()[0])
+    parser = arguments("afterglow bench disk", (__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 256, 64], help="rows of an extent")
     parser.add_argument("--mib", type=int, default=192, help="what each measurement moves, in MiB (default 192)")
     parser.add_argument("--cache-dir", type=Path, help="folder on the disk to measure (default: a temporary one)")
@@ -48,7 +49,7 @@ def main(args: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     for count in options.rows:
         with tempfile.TemporaryDirectory(prefix="afterglow-bench-", dir=options.cache_dir) as folder:
-            files = Files(Path(folder), count, options.mib << 20, options.seed)
+            files = PlainFiles(Path(folder), count, options.mib << 20, options.seed)
             rows += files.measured(4 if options.quick else 20)
     load.append(os.getloadavg()[0])
     show(
@@ -86,11 +87,11 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-class Files:
+class PlainFiles:
     """Extents of one row count, their slots, and buffer and files of the plain loops."""
 
     def __init__(self, folder: Path, rows: int, num_bytes: int, seed: int) -> None:
-        """Raises ConfigError where the file system refuses O_DIRECT."""
+        """Make the extents. Raises: ConfigError where the file system refuses O_DIRECT."""
         spec = PRESETS[MODEL]
         layout = KVLayout(spec.layers, spec.kv_heads, spec.head_dim, "F32")
         self.rows = rows
@@ -102,7 +103,7 @@ class Files:
         blocks = layout.blocks(rows)
         slots = self.count * blocks
         rng = np.random.default_rng(seed)
-        arena = aligned_memory(arena_bytes(layout, slots))
+        arena = allocate(arena_bytes(layout, slots))
         arena[:] = rng.integers(0, 256, arena.nbytes, np.uint8)
         self.arena = HostArena(layout, slots, arena)
         self.own = [range(n * blocks, (n + 1) * blocks) for n in range(self.count)]
@@ -112,7 +113,7 @@ class Files:
         names = [f"{n % 256:02x}{n:062x}" for n in range(self.count)]
         self.records = [ExtentRecord(name, None, 0, "", "exact", tokens, 0, 0.0) for name in names]
         self.plain = [folder / f"plain-{n}" for n in range(self.count)]
-        self.memory = aligned_memory(self.count * self.file_bytes)
+        self.memory = allocate(self.count * self.file_bytes)
         self.memory[:] = 1
 
     def measured(self, repeats: int) -> list[dict[str, Any]]:
@@ -153,16 +154,16 @@ class Files:
     # ---------------------------------------------------------------- the variants: each returns MB/s
 
     def read(self, threads: int, scattered: bool = False) -> float:
-        """All extents into slots: each into a run of them, or into any."""
+        """Read all extents into slots: each into consecutive slots, or into scattered ones. Returns bytes per second."""
         slots: Sequence[Sequence[int]] = self.mixed if scattered else self.own
 
         def one(n: int) -> None:
-            self.tier.read(self.records[n].id, self.rows, self.arena, slots[n], _nothing)
+            self.tier.read(ExtentRead(self.records[n].id, self.rows, self.arena, slots[n]), _nothing)
 
         return self._speed(threads, one)
 
     def write(self, threads: int) -> float:
-        """All extents anew."""
+        """Write all extents anew. Returns bytes per second."""
 
         def one(n: int) -> None:
             self.tier.write(self.records[n], self.arena, self.own[n], _nothing)

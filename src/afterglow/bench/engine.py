@@ -24,7 +24,7 @@ _ids = count()
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench engine`."""
-    parser = arguments("engine", __doc__ or "")
+    parser = arguments("afterglow bench engine", __doc__ or "")
     parser.add_argument("--model", default="bench-100m", choices=sorted(PRESETS), help="preset (default bench-100m)")
     options = parser.parse_args(args)
     repeats = 3 if options.quick else 5

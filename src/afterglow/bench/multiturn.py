@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.bench.timed_requests import words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.request import Request, SamplingParams
@@ -22,7 +23,7 @@ _ids = count()
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench multiturn`."""
-    parser = arguments("multiturn", __doc__ or "")
+    parser = arguments("afterglow bench multiturn", __doc__ or "")
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
     parser.add_argument(
         "--histories",
@@ -97,7 +98,7 @@ def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats: int) -> dict[str, Any]:
     """All variants of one history length, taking turns; each turn brings new tokens of its own."""
-    past = [rng.randrange(engine.vocab_size) for _ in range(history + 1)]
+    past = words(rng, engine, history + 1)
 
     def ask(prompt: list[int], reuse: bool = True) -> tuple[float, dict[str, int]]:
         request = Request(f"bench-{next(_ids)}", prompt, SamplingParams(max_tokens=1, temperature=0), reuse=reuse)
@@ -106,7 +107,7 @@ def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats
         return done.ttft_s * 1e3, {"device": cached.device, "host": cached.host, "disk": cached.disk}
 
     def turn() -> list[int]:
-        return past + [rng.randrange(engine.vocab_size) for _ in range(new - 1)]
+        return past + words(rng, engine, new - 1)
 
     def measured(variant: str) -> float:
         if variant == "recompute":

@@ -23,8 +23,8 @@ import httpx
 from afterglow.bench.report import arguments, finish, goal, show, spread
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.plan.extent import Extent
-from afterglow.plan.index import Index, extent_id
+from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.index import Index, extent_id
 from afterglow.request import Output, Request, SamplingParams
 
 PROMPT = 32  # tokens: few, so that a delay of the first packets cannot hide behind prefill
@@ -35,7 +35,7 @@ _ids = count()
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench overhead`."""
-    options = arguments("overhead", __doc__ or "").parse_args(args)
+    options = arguments("afterglow bench overhead", __doc__ or "").parse_args(args)
     rng = random.Random(options.seed)
     rows = [
         *http_overhead(rng, 10 if options.quick else 40, options.threads),
@@ -74,7 +74,7 @@ def main(args: Sequence[str]) -> int:
 def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> list[dict[str, Any]]:
     """The bundled model in this process and behind a server in another, the same kind of prompts in turn.
 
-    All requests of the server share one connection: a new one for each would hide delays of those that are kept alive.
+    All requests of the server share one connection: a new one for each would hide the delays of connections that are kept alive.
     """
     model = str(files("afterglow") / "assets" / "model")
     config = EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads)
@@ -82,7 +82,7 @@ def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> list
     engine.start()
     prompts = iter(lambda: [rng.randrange(300, engine.vocab_size) for _ in range(PROMPT)], None)
     extra = ["--threads", str(threads)] if threads else []
-    found: dict[str, list[Reply]] = {"library": [], "http": []}
+    found: dict[str, list[TimedReply]] = {"library": [], "http": []}
     try:
         with _server([model, "--disk-cache", "0", *extra]) as url, httpx.Client(timeout=60) as client:
             for _ in range(repeats + 2):
@@ -107,7 +107,7 @@ def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> list
     ]
 
 
-def _between(replies: list[Reply]) -> float:
+def _between(replies: list[TimedReply]) -> float:
     return statistics.median(reply.last_ms - reply.first_ms for reply in replies)
 
 
@@ -123,7 +123,7 @@ def _difference(what: str, library: list[float], http: list[float]) -> dict[str,
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TimedReply:
     """When the first and the last token of a reply came, and from which of the client's ports it was asked for."""
 
     first_ms: float
@@ -131,7 +131,7 @@ class Reply:
     port: int = 0
 
 
-def _library(engine: Engine, prompt: list[int]) -> Reply:
+def _library(engine: Engine, prompt: list[int]) -> TimedReply:
     sampling = SamplingParams(max_tokens=STREAMED, temperature=0, ignore_eos=True)
     came: SimpleQueue[tuple[float, Output]] = SimpleQueue()
     began = time.perf_counter()
@@ -141,10 +141,10 @@ def _library(engine: Engine, prompt: list[int]) -> Reply:
         at, output = came.get(timeout=60)
         times += [(at - began) * 1e3] * len(output.tokens)
         if output.finish_reason is not None:
-            return Reply(times[0], times[-1])
+            return TimedReply(times[0], times[-1])
 
 
-def _http(client: httpx.Client, url: str, prompt: list[int]) -> Reply:
+def _http(client: httpx.Client, url: str, prompt: list[int]) -> TimedReply:
     body = {
         "model": "m",
         "prompt": prompt,
@@ -160,7 +160,7 @@ def _http(client: httpx.Client, url: str, prompt: list[int]) -> Reply:
         port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
     if not times:
         raise RuntimeError("the server sent no token")
-    return Reply(times[0], times[-1], port)
+    return TimedReply(times[0], times[-1], port)
 
 
 @contextmanager
@@ -207,9 +207,9 @@ def bookkeeping(rng: random.Random, tokens: int, threads: int | None) -> dict[st
             before = engine.stats()
             engine.generate([replace(request, id=f"bench-{next(_ids)}") for request in requests])
             after = engine.stats()
-            steps = after.steps - before.steps
-            plans.append((after.plan_seconds - before.plan_seconds) / steps)
-            forwards.append((after.forward_seconds - before.forward_seconds) / steps)
+            steps = after.engine.steps - before.engine.steps
+            plans.append((after.engine.plan_seconds - before.engine.plan_seconds) / steps)
+            forwards.append((after.engine.forward_seconds - before.engine.forward_seconds) / steps)
             shares.append(plans[-1] / (plans[-1] + forwards[-1]))
     finally:
         engine.close(flush=False)
@@ -266,7 +266,7 @@ def _add(index: Index, prefix: bytes, own: bytes) -> None:
         tokens=own,
         first_row=len(prefix) // 4,
         file_bytes=0,
-        born=0.0,
+        created_at=0.0,
         serial=len(index.extents),
     )
     index.insert(extent, prefix)

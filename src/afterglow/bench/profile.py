@@ -24,11 +24,13 @@ from typing import Any
 import torch
 
 from afterglow.bench.report import arguments, finish, show, spread
+from afterglow.bench.timed_requests import words
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine import runner
-from afterglow.engine.attend import CachedAttend
+from afterglow.engine import token_outputs
+from afterglow.engine.cached_attention import CachedAttend
 from afterglow.engine.engine import Engine
 from afterglow.engine.gather import Gatherer
+from afterglow.engine.loop import EngineLoop
 from afterglow.engine.runner import TorchRunner
 from afterglow.engine.tee import Tee
 from afterglow.kernels import decode
@@ -58,13 +60,13 @@ PARTS: list[tuple[Any, str, str]] = [
     (Gatherer, "begin", "cached rows: waiting, rotating, copying"),
     (Gatherer, "layer", "cached rows: waiting, rotating, copying"),
     (Gatherer, "end", "cached rows: waiting, rotating, copying"),
-    (runner, "sample", "sampling"),
+    (token_outputs, "sample", "sampling"),
     (Scheduler, "schedule", "planning"),
     (Scheduler, "commit", "planning"),
     (Scheduler, "complete", "planning"),
     (Decoder, "forward", "residuals, embeddings"),
     (TorchRunner, "run", REST),
-    (Engine, "_execute", REST),
+    (EngineLoop, "_execute", REST),
 ]
 READ_BYTES = 256 << 20
 _ids = count()
@@ -76,7 +78,7 @@ class Stopwatch:
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     running: bool = False
-    _stack: list[float] = field(default_factory=list)  # seconds of what was called from within, by depth
+    _stack: list[float] = field(default_factory=list)  # seconds of nested calls, by depth
 
     def timed(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -109,14 +111,14 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRoof:
     """What this machine reaches: bytes per second of reading, operations per second of the model's own products."""
 
     bandwidth: float
     flops: float
 
     @classmethod
-    def measured(cls) -> Machine:
+    def measured(cls) -> MachineRoof:
         data, x = torch.ones(READ_BYTES // 4), torch.ones(512, 2048)
         kept = keeping(torch.float32, torch.device("cpu"))
         large, matrix = kept(data.view(-1, 2048), None), kept(torch.ones(2048, 2048), None)
@@ -124,9 +126,9 @@ class Machine:
         product = min(_seconds(lambda: matrix(x)) for _ in range(7))
         return cls(READ_BYTES / reading, 2 * 512 * 2048 * 2048 / product)
 
-    def better(self, other: Machine) -> Machine:
+    def better(self, other: MachineRoof) -> MachineRoof:
         """What it reached at any time: others may share its memory."""
-        return Machine(max(self.bandwidth, other.bandwidth), max(self.flops, other.flops))
+        return MachineRoof(max(self.bandwidth, other.bandwidth), max(self.flops, other.flops))
 
     def bound(self, read: float, computed: float) -> float:
         """Milliseconds."""
@@ -141,7 +143,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def main(args: Sequence[str]) -> int:
     """`afterglow bench profile`."""
-    parser = arguments("profile", __doc__ or "")
+    parser = arguments("afterglow bench profile", __doc__ or "")
     parser.add_argument("--model", default="bench-100m", choices=sorted(PRESETS), help="preset (default bench-100m)")
     parser.add_argument("--quantization", default="none", choices=("none", "int8"), help="of the weights")
     options = parser.parse_args(args)
@@ -169,7 +171,7 @@ def main(args: Sequence[str]) -> int:
             ]
         finally:
             engine.close(flush=False)
-        profile.machine = profile.machine.better(Machine.measured())
+        profile.machine = profile.machine.better(MachineRoof.measured())
     for row in rows:
         row["bound_ms"] = round(profile.machine.bound(row.pop("read"), row.pop("operations")), 4)
         show(
@@ -190,7 +192,7 @@ class Profile:
 
     def __init__(self, engine: Engine, watch: Stopwatch, rng: random.Random, spec: Any, quantization: str) -> None:
         self._engine, self._watch, self._rng, self._spec = engine, watch, rng, spec
-        self.machine = Machine.measured()
+        self.machine = MachineRoof.measured()
         per_layer = (
             spec.hidden * (spec.heads + 2 * spec.kv_heads) * spec.head_dim + spec.heads * spec.head_dim * spec.hidden
         )
@@ -204,7 +206,9 @@ class Profile:
         steps = 32
         found = []
         for _ in range(repeats + 1):
-            short, long = (self._ask([self._words(prompt) for _ in range(batch)], n) for n in (1, steps + 1))
+            short, long = (
+                self._ask([words(self._rng, self._engine, prompt) for _ in range(batch)], n) for n in (1, steps + 1)
+            )
             found.append({k: (long[k] - short[k]) / steps for k in long})
         read = (self._layers + self._head) * self._weight_bytes + batch * (prompt + steps / 2) * self._row_bytes
         return self._row(
@@ -212,18 +216,18 @@ class Profile:
         )
 
     def prefill(self, prompt: int, repeats: int) -> dict[str, Any]:
-        """Of tokens that nobody has seen."""
-        found = [self._ask([self._words(prompt)], 1) for _ in range(repeats + 1)]
+        """Measure the prefill of a prompt that is not cached."""
+        found = [self._ask([words(self._rng, self._engine, prompt)], 1) for _ in range(repeats + 1)]
         return self._row(f"prefill of {prompt} tokens", found, 0, self._operations(prompt, prompt / 2), "operations")
 
     def reused(self, history: int, new: int, repeats: int) -> dict[str, Any]:
         """A turn whose history lies in host memory."""
-        past, found = self._words(history + 1), []
+        past, found = words(self._rng, self._engine, history + 1), []
         for _ in range(repeats + 1):
             self._ask([past], 1, reuse=True)
             self._engine.settle()
             self._engine.demote("host")
-            found.append(self._ask([past + self._words(new - 1)], 1, reuse=True))
+            found.append(self._ask([past + words(self._rng, self._engine, new - 1)], 1, reuse=True))
             self._engine.settle()
         name = f"turn of {new} tokens, {history} of history in host memory"
         read = (self._layers + self._head) * self._weight_bytes + 3 * history * self._row_bytes
@@ -233,9 +237,6 @@ class Profile:
     def _operations(self, tokens: int, seen: float) -> float:
         attention: float = 4 * self._spec.layers * self._spec.heads * self._spec.head_dim * tokens * seen
         return float(2 * self._layers * tokens + 2 * self._head + attention)
-
-    def _words(self, number: int) -> list[int]:
-        return [self._rng.randrange(self._engine.vocab_size) for _ in range(number)]
 
     def _ask(self, prompts: list[list[int]], new: int, reuse: bool = False) -> dict[str, float]:
         """Milliseconds by label, and those of steps as a whole."""

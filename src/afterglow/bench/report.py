@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def arguments(name: str, description: str) -> argparse.ArgumentParser:
+def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark takes."""
-    parser = argparse.ArgumentParser(prog=f"afterglow bench {name}", description=description)
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: about a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
@@ -77,7 +77,7 @@ def spread(samples: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(samples)
 
 
-COUNTED = 0.0  # the spread of what is counted or calculated: the same in each run
+COUNTED = 0.0  # the spread of counted and calculated numbers: they are the same in each run
 
 
 def goal(name: str, value: float, wanted: float, *, least: bool, spread: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The entry point: mistakes of the user end with one line and exit code 2."""
+    """Run the command line and exit. A mistake of the user ends with one line and exit code 2."""
     try:
         from afterglow.cli.commands import run
 

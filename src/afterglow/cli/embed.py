@@ -8,62 +8,47 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from afterglow.cli.environment import (
-    ENCODER_ADVICE,
-    PACKAGED,
-    find_embedding_model,
-    find_model,
-    model_name,
-    not_utf8,
-    set_up_threads,
-    utf8_stdin,
-)
+from afterglow.cli.command_options import EmbedConfig
 from afterglow.cli.progress import progress
+from afterglow.cli.standard_input import not_utf8, utf8_stdin
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError
-from afterglow.memo.modes import MemoMode, check_memo_mode
+from afterglow.library.embedder import load_embedder
+from afterglow.library.locate import ENCODER_ADVICE, PACKAGED, find_embedding_model, find_model, model_name
+from afterglow.library.threads import set_up_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from afterglow.memo.texts import TextEmbedder
-    from afterglow.text import Tokenizer
-
 CHUNK = 256  # texts embedded before their lines are printed
 
 
-def embed(
-    texts: Sequence[str],
-    file: Path | None,
-    out: Path | None,
-    model: str | None,
-    *,
-    memo: Path | None,
-    threshold: float,
-    memo_mode: MemoMode,
-    template: str | None,
-    dimensions: int | None,
-    truncate: bool,
-    config: EngineConfig,
-) -> int:
-    """Print a JSON line for each text, or write all vectors to `out`. Returns the exit code. Errors: UserError."""
-    if not 0 < threshold <= 1:
-        raise ConfigError(f"--threshold must be above 0 and at most 1, got {threshold}")
-    check_memo_mode(memo_mode)
-    given = _texts(texts, file)
-    folder, name = _model(model, memo)
+def embed(options: EmbedConfig, config: EngineConfig) -> int:
+    """Print a JSON line for each text, or write all vectors to a file. Returns the exit code. Raises: UserError."""
+    given = _texts(options.texts, options.file)
+    folder, name = _model(options.model, options.memo)
     set_up_threads(config.threads)
     import torch
 
-    embedder = load(folder, name, config, template=template, memo=memo, threshold=threshold, memo_mode=memo_mode)
-    most = embedder.embedder.dimensions
+    with progress() as report:
+        embedder = load_embedder(
+            folder,
+            config,
+            name=name,
+            template=options.template,
+            memo=options.memo,
+            threshold=options.threshold,
+            memo_mode=options.memo_mode,
+            progress=report,
+        )
+    most, dimensions = embedder.embedder.dimensions, options.dimensions
     if dimensions is not None and not 1 <= dimensions <= most:
         raise ConfigError(
             f"--dimensions must be between 1 and {most}, the size of {name}'s embeddings, got {dimensions}"
         )
     ids = []
     for number, text in enumerate(given, 1):
-        sequence = embedder.tokens(text, embedder.embedder.max_tokens if truncate else None)
+        sequence = embedder.tokens(text, embedder.embedder.max_tokens if options.truncate else None)
         try:
             embedder.embedder.check(sequence)
         except RequestError as error:
@@ -81,21 +66,24 @@ def embed(
         if dimensions is not None:
             vectors = torch.nn.functional.normalize(vectors[:, :dimensions], dim=-1)
         hits, tokens = hits + result.memo_hits, tokens + result.tokens
-        if out is not None:
+        if options.out is not None:
             found.append(vectors)
             continue
         for offset, (vector, hit) in enumerate(zip(vectors.tolist(), result.hits, strict=True)):
-            _print(start + offset, given[start + offset], len(ids[start + offset]), vector, hit if memo else None)
-    if out is not None:
-        _save(out, torch.cat(found))
+            _print(
+                start + offset, given[start + offset], len(ids[start + offset]), vector, hit if options.memo else None
+            )
+    if options.out is not None:
+        _save(options.out, torch.cat(found))
     if sys.stderr.isatty():
-        said = f", {hits} with attention from the memo" if memo else ""
+        said = f", {hits} with attention from the memo" if options.memo else ""
         print(f"[{len(given)} texts, {tokens} tokens{said}]", file=sys.stderr)
     return 0
 
 
 def _model(model: str | None, memo: Path | None) -> tuple[Path, str]:
-    """By default what a server embeds with, the bundled model; with a memo, what memos are made of by default."""
+    """Find the folder and the name of the model. The default is the bundled model, as in a server; with a memo it is the
+    model that memos are made of by default."""
     if model is not None or memo is not None:
         return find_embedding_model(model)
     folder = find_model(None)
@@ -106,46 +94,6 @@ def _model(model: str | None, memo: Path | None) -> tuple[Path, str]:
             file=sys.stderr,
         )
     return folder, model_name(None, folder)
-
-
-def load(
-    folder: Path,
-    name: str,
-    config: EngineConfig,
-    *,
-    tokenizer: Tokenizer | None = None,
-    template: str | None = None,
-    memo: Path | None = None,
-    threshold: float = 0.99,
-    memo_mode: MemoMode = "auto",
-    max_tokens: int | None = None,
-) -> TextEmbedder:
-    """A model directory, encoder or decoder, as an embedder of its own. Errors: UserError."""
-    from afterglow.engine.setup import choose_device, use_threads
-    from afterglow.memo.texts import load_embedding_model, text_embedder
-    from afterglow.text import Tokenizer
-
-    use_threads(config.threads)
-    tokenizer = tokenizer or Tokenizer(folder)
-    with progress() as report:
-        model = load_embedding_model(
-            folder,
-            dtype=config.dtype,
-            device=str(choose_device(config.device)),
-            quantization=config.quantization,
-            progress=lambda done, total: report("weights", done, total),
-        )
-    return text_embedder(
-        model,
-        folder,
-        tokenizer,
-        name,
-        template=template,
-        memo=memo,
-        threshold=threshold,
-        memo_mode=memo_mode,
-        max_tokens=max_tokens,
-    )
 
 
 def _texts(texts: Sequence[str], file: Path | None) -> list[str]:
@@ -173,7 +121,7 @@ def _texts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines end with newlines alone: other marks that end lines for Python are text."""
+    """Split a text at newlines alone: other marks that end lines for Python are text."""
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 

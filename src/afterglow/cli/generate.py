@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from afterglow.cli.environment import find_model, not_utf8, utf8_stdin
-from afterglow.cli.local import open_local, summary
+from afterglow.cli.command_options import GenerateOptions, SamplingOptions
+from afterglow.cli.progress import progress, summary
+from afterglow.cli.standard_input import not_utf8, utf8_stdin
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, ModelError
+from afterglow.library.language_model import load_model
+from afterglow.library.locate import find_model
+from afterglow.request import SamplingParams
 
 
 def generate(
     model: str | None,
     config: EngineConfig,
-    prompt: str | None,
-    file: Path | None,
-    max_tokens: int | None,
-    sampling: dict[str, Any],
-    stops: Sequence[str],
-    chat: bool,
+    options: GenerateOptions,
+    sampling: SamplingOptions,
 ) -> int:
-    if model is not None and prompt is None and file is None:
+    """Print the continuation of a text, and return the exit code. Raises: UserError."""
+    if model is not None and options.prompt is None and options.file is None:
         _check_model(model)
-    text = _read(prompt, file)
-    with open_local(model, config) as local:
-        if chat:
-            ids = local.encode_chat([{"role": "user", "content": text}]).ids
+    text = _read(options.prompt, options.file)
+    with progress() as report:
+        local = load_model(model, config, progress=report)
+    with local:
+        params = SamplingParams(max_tokens=options.max_tokens, **sampling.as_dict())
+        if options.chat:
+            reply = local.stream_chat([{"role": "user", "content": text}], params, stop=options.stop)
         else:
-            ids = local.tokenizer.encode(text)
-        turn = local.turn(ids, max_tokens, sampling, stops)
-        for piece in turn:
+            reply = local.stream(text, params, stop=options.stop)
+        for piece in reply:
             print(piece, end="", flush=True)
         print()
         if sys.stderr.isatty():
-            print(f"[{summary(turn.prompt_tokens, turn.cached, turn.ttft_s)}]", file=sys.stderr)
+            print(f"[{summary(reply.prompt_tokens, reply.cached, reply.ttft_s)}]", file=sys.stderr)
     return 0
 
 
 def _check_model(model: str) -> None:
-    """Before a text is waited for: the argument may be the text. Errors: ModelError."""
+    """Check the model before a text is read: the argument may be the text. Raises: ModelError."""
     try:
         find_model(model)
     except ModelError as error:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from afterglow.cli import figures as fig
+from afterglow.cli import simulation_report as fig
+from afterglow.cli.command_options import ReportOptions
 from afterglow.cli.plots import check_plots, draw_plan
 from afterglow.cli.progress import progress
+from afterglow.cli.terminal_tables import lines, table
 from afterglow.config import format_size
 from afterglow.errors import ConfigError
-from afterglow.sim.capacity import Search, Trial
-from afterglow.sim.catalogue import hardware, model
-from afterglow.sim.census import WorkingSet
-from afterglow.sim.options import GoalConfig, Scenario
+from afterglow.sim.capacity.census import WorkingSet
+from afterglow.sim.capacity.search import Search, SizeTrial
+from afterglow.sim.machine.catalogue import hardware, model
+from afterglow.sim.scenario_options import GoalConfig, Scenario
 
 INTERRUPTED = 130
 PARTS = 1000  # of a simulation, for the progress bar
 USUAL = 16  # simulations of a search, about
 
 
-def plan(scenario: Scenario, goal: GoalConfig, json: str | None, plot: Path | None) -> int:
-    """Search, and say what was found and why; returns the exit code. Errors: ConfigError, ModelError."""
+def plan(scenario: Scenario, goal: GoalConfig, report: ReportOptions) -> int:
+    """Search, print the result and the reasons for it, and return the exit code. Raises: ConfigError, ModelError."""
+    json, plot = report.json, report.plot
     fig.check_writable(json)
     if plot is not None:
         check_plots(plot)
@@ -31,11 +33,11 @@ def plan(scenario: Scenario, goal: GoalConfig, json: str | None, plot: Path | No
     failed: ConfigError | None = None
     stopped = False
     try:
-        with progress() as report:
+        with progress() as bar:
 
             def tell(search: Search, part: float) -> None:
                 made = len(search.trials)
-                report("simulating", int(PARTS * (made + part)), PARTS * max(USUAL, made + 1))
+                bar("simulating", int(PARTS * (made + part)), PARTS * max(USUAL, made + 1))
 
             search.run(tell)
     except KeyboardInterrupt:
@@ -71,10 +73,10 @@ def _show(search: Search) -> None:
         rows += _answer(best, found)
     if rows:
         print()
-        fig.lines(rows)
+        lines(rows)
     if search.trials:
         print("\nsimulated:")
-        fig.table(HEADS, [_row(trial, trial is best) for trial in sorted(search.trials, key=_order)])
+        table(HEADS, [_row(trial, trial is best) for trial in sorted(search.trials, key=_order)], numbers=True)
 
 
 def _needs(found: WorkingSet) -> list[tuple[str, str]]:
@@ -92,7 +94,7 @@ def _needs(found: WorkingSet) -> list[tuple[str, str]]:
     ]
 
 
-def _answer(best: Trial, found: WorkingSet | None) -> list[tuple[str, str]]:
+def _answer(best: SizeTrial, found: WorkingSet | None) -> list[tuple[str, str]]:
     capacity = best.dram + best.disk
     ratio = f", {capacity / found.most_bytes:.2f} of CCpUT" if found is not None and found.most_bytes else ""
     cost = best.figures["cost"]
@@ -104,7 +106,7 @@ def _answer(best: Trial, found: WorkingSet | None) -> list[tuple[str, str]]:
             f"{best.devices} device{'s' * (best.devices > 1)}, {format_size(best.dram)} of host memory, "
             f"{format_size(best.disk)} of disk",
         ),
-        ("  hit rate", f"{fig.percent(best.hit_rate)} (device {fig.percent(best.figures['from_device'])} of what is cached, "
+        ("  hit rate", f"{fig.percent(best.hit_rate)} (device {fig.percent(best.figures['from_device'])} of the cached tokens, "
          f"host {fig.percent(best.figures['from_host'])}, disk {fig.percent(best.figures['from_disk'])})"),
         ("  TTFT", f"mean {fig.seconds(best.figures['ttft_mean'])}, p50 {fig.seconds(best.figures['ttft_p50'])}, "
          f"p99 {fig.seconds(best.figures['ttft_p99'])}"),
@@ -120,7 +122,7 @@ def _answer(best: Trial, found: WorkingSet | None) -> list[tuple[str, str]]:
 HEADS = ("devices", "host memory", "disk", "hit rate", "TTFT mean", "p50", "p99", "per hour", "goal")
 
 
-def _row(trial: Trial, best: bool) -> tuple[str, ...]:
+def _row(trial: SizeTrial, best: bool) -> tuple[str, ...]:
     f = trial.figures
     said = "met, cheapest" if best else "met" if trial.met else "missed"
     times = (fig.seconds(f["ttft_mean"]), fig.seconds(f["ttft_p50"]), fig.seconds(f["ttft_p99"]))
@@ -128,7 +130,7 @@ def _row(trial: Trial, best: bool) -> tuple[str, ...]:
     return (*tiers, fig.percent(trial.hit_rate), *times, fig.dollars(trial.hourly.total), said)
 
 
-def _order(trial: Trial) -> tuple[int, int, int]:
+def _order(trial: SizeTrial) -> tuple[int, int, int]:
     return trial.devices, trial.dram, trial.disk
 
 
@@ -154,7 +156,7 @@ def _packed(search: Search, complete: bool) -> dict[str, Any]:
     }
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _trial(trial: SizeTrial) -> dict[str, Any]:
     packed = asdict(trial)
     packed["hourly"]["total"] = trial.hourly.total
     return packed

@@ -1,4 +1,4 @@
-"""Pictures of simulations. matplotlib is wanted only when something is to be drawn."""
+"""Pictures of simulations. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import ConfigError
-from afterglow.sim.capacity import Trial
-from afterglow.sim.options import parse_option
+from afterglow.sim.capacity.search import SizeTrial
+from afterglow.sim.scenario_options import parse_option
 from afterglow.sim.simulator import Outcome
 from afterglow.sim.sweep import Point
 
@@ -34,7 +34,7 @@ PICTURES: tuple[tuple[str, str, float, dict[str, tuple[str, ...]]], ...] = (
 
 
 def check_plots(folder: Path) -> None:
-    """Before anything is simulated. Errors: ConfigError."""
+    """Check that pictures can be drawn, before anything is simulated. Raises: ConfigError."""
     try:
         import_module("matplotlib.figure")
     except ImportError:
@@ -46,7 +46,7 @@ def check_plots(folder: Path) -> None:
 
 
 def draw_run(folder: Path, outcome: Outcome | None) -> list[Path]:
-    """One simulation: the distribution of times to the first token, and where tokens came from."""
+    """Draw one simulation: the distribution of times to the first token, and the sources of tokens."""
     if outcome is None or not outcome.turns:
         return []
     figure, axes = _blank("time to first token (s)", "share of turns")
@@ -64,7 +64,7 @@ def draw_run(folder: Path, outcome: Outcome | None) -> list[Path]:
 
 
 def draw_sweep(folder: Path, done: Sequence[tuple[Point, dict[str, Any]]]) -> list[Path]:
-    """A picture for each kind of figure, over the first sweep; the other ones make lines of their own."""
+    """Draw a picture for each kind of figure, over the first sweep; further sweeps become lines."""
     first = done[0][0].first
     swept = first[0]
     groups: dict[str, list[tuple[Point, dict[str, Any]]]] = {}
@@ -98,7 +98,7 @@ def draw_sweep(folder: Path, done: Sequence[tuple[Point, dict[str, Any]]]) -> li
 
 
 def _place_ticks(axes: Any, ticks: dict[float | str, str]) -> None:
-    """Values as they were written; far apart on a logarithmic axis, on which 0 has a place of its own."""
+    """Label values as they were written. Values far apart get a logarithmic axis, with a place for 0."""
     numbers = sorted(place for place in ticks if isinstance(place, float))
     if len(numbers) < len(ticks):
         return  # names
@@ -113,8 +113,8 @@ def _place_ticks(axes: Any, ticks: dict[float | str, str]) -> None:
         axes.set_xticks(numbers, [ticks[number] for number in numbers])
 
 
-def draw_plan(folder: Path, trials: Sequence[Trial], best: Trial | None) -> list[Path]:
-    """What was searched: dollars per hour against the hit rate and the time to the first token."""
+def draw_plan(folder: Path, trials: Sequence[SizeTrial], best: SizeTrial | None) -> list[Path]:
+    """Draw the simulations of a search: dollars per hour against the hit rate and the time to the first token."""
     paths = []
     for name, axis in (("hit_rate", "hit rate"), ("ttft", "time to first token (s)")):
         figure, axes = _blank("dollars per hour", axis)
@@ -134,7 +134,7 @@ def draw_plan(folder: Path, trials: Sequence[Trial], best: Trial | None) -> list
 
 
 def _logarithmic(axes: Any) -> None:
-    """A logarithmic axis of plain numbers that do not touch."""
+    """Make an axis logarithmic, with labels that are plain numbers and do not touch."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")
@@ -157,7 +157,7 @@ def _at(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
 
 
 def _place(option: str, text: str) -> float | str:
-    """Where a value lies on its axis."""
+    """Return the place of a value on its axis."""
     value = parse_option(option, text)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else text
 

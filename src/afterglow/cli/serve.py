@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from afterglow.cli.environment import find_embedding_model, find_model, model_name, set_up_threads
 from afterglow.cli.progress import progress
 from afterglow.config import PINNED, EngineConfig
 from afterglow.errors import ConfigError, UserError
-from afterglow.server.settings import ServerConfig
+from afterglow.library.embedder import load_embedder
+from afterglow.library.locate import find_embedding_model, find_model, model_name
+from afterglow.library.threads import set_up_threads
+from afterglow.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from socket import socket
@@ -26,13 +28,7 @@ log = logging.getLogger("afterglow.server")
 
 
 def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
-    """Returns the exit code after an orderly end. Errors: UserError, also if the address cannot be had."""
-    if not server.api_key and (key := os.environ.get("AFTERGLOW_API_KEY")):
-        server = replace(server, api_key=(key,))
-    if server.admin_key is None and (key := os.environ.get("AFTERGLOW_ADMIN_KEY")):
-        server = replace(server, admin_key=key)
-    if server.metrics_key is None and (key := os.environ.get("AFTERGLOW_METRICS_KEY")):
-        server = replace(server, metrics_key=key)
+    """Serve a model, and return the exit code after an orderly end. Raises: UserError, also if the address is in use."""
     if config.cache.tenant_pins is None and server.api_key:
         tenants = len({*server.api_key, *([server.admin_key] if server.admin_key else [])})
         config = replace(config, cache=replace(config.cache, tenant_pins=PINNED / tenants))
@@ -41,11 +37,11 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     if not server.served_model_name:
         server = replace(server, served_model_name=(name,))
     set_up_threads(config.threads)
-    from afterglow.server.connections import connection_limit
-    from afterglow.server.launch import listen, set_up_logging
-    from afterglow.server.promptfile import read_prompt
-    from afterglow.server.record import open_for_appending
-    from afterglow.server.tls import server_context
+    from afterglow.server.lifecycle.connections import connection_limit
+    from afterglow.server.lifecycle.prompt_file import read_prompt
+    from afterglow.server.lifecycle.service import listen, set_up_logging
+    from afterglow.server.lifecycle.tls import server_context
+    from afterglow.server.metrics.trace_recorder import open_for_appending
 
     set_up_logging(server.log_level)
     # Mistakes in these should not take minutes to find out.
@@ -61,15 +57,15 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
 
 
 def _run(folder: Path, name: str, server: ServerConfig, config: EngineConfig, sock: socket) -> None:
-    """Load what is to be served, and serve it until somebody ends it."""
+    """Load the models, and serve them until the process is told to end."""
     from afterglow.model.loader import is_encoder
-    from afterglow.server.launch import Service
+    from afterglow.server.lifecycle.service import Service
     from afterglow.text import Tokenizer
 
     tokenizer = Tokenizer(folder)
 
     if is_encoder(folder):
-        from afterglow.server.encoder_only import EncoderOnly
+        from afterglow.server.embedding.encoder_only import EncoderOnly
 
         only = _encoder(folder, tokenizer, server, config)
         Service(EncoderOnly(only, config), tokenizer, server, folder, sock, [only]).run()
@@ -88,51 +84,50 @@ def _run(folder: Path, name: str, server: ServerConfig, config: EngineConfig, so
 
 
 def _encoder(folder: Path, tokenizer: Tokenizer, server: ServerConfig, config: EngineConfig) -> TextEmbedder:
-    """The only model of a server that has no decoder."""
+    """Load the only model of a server that has no decoder."""
     if server.embedding_model is not None:
         raise ConfigError(
             f"{folder} is an encoder itself, and there is no place for --embedding-model {server.embedding_model} beside "
             "it; start a second server, or serve it beside a model that generates"
         )
-    from afterglow.cli.embed import load
-
-    return load(
-        folder,
-        server.served_model_name[0],
-        config,
-        tokenizer=tokenizer,
-        template=server.embedding_template,
-        memo=server.memo,
-        threshold=server.threshold,
-        memo_mode=server.memo_mode,
-        max_tokens=config.max_model_len,
-    )
+    return _load(folder, server.served_model_name[0], server, config, tokenizer, config.max_model_len)
 
 
 def _beside(server: ServerConfig, config: EngineConfig) -> list[TextEmbedder]:
-    """The model of --embedding-model, before the other is loaded: it is the smaller one, and may be a mistake."""
+    """Load the model of --embedding-model before the other: it is the smaller one, and may be a mistake."""
     if server.embedding_model is None:
         return []
-    from afterglow.cli.embed import load
-
     folder, name = find_embedding_model(server.embedding_model)
     if name in server.served_model_name:
         raise ConfigError(f"--embedding-model is called {name!r}, and so is the other model; use --served-model-name")
-    return [
-        load(
+    return [_load(folder, name, server, config)]
+
+
+def _load(
+    folder: Path,
+    name: str,
+    server: ServerConfig,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None = None,
+    max_tokens: int | None = None,
+) -> TextEmbedder:
+    with progress() as report:
+        return load_embedder(
             folder,
-            name,
             config,
+            name=name,
+            tokenizer=tokenizer,
             template=server.embedding_template,
             memo=server.memo,
             threshold=server.threshold,
             memo_mode=server.memo_mode,
+            max_tokens=max_tokens,
+            progress=report,
         )
-    ]
 
 
 def _own(engine: Engine, folder: Path, tokenizer: Tokenizer, server: ServerConfig) -> list[TextEmbedder]:
-    """The model that generates, as an embedder: with the memo and the template, unless there is another embedder."""
+    """Make an embedder of the model that generates: with the memo and the template, unless there is another embedder."""
     from afterglow.memo.texts import text_embedder
 
     first = server.embedding_model is None

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from afterglow.cli import figures as fig
+from afterglow.cli import simulation_report as fig
+from afterglow.cli.command_options import ReportOptions
+from afterglow.cli.option_sources import Given
 from afterglow.cli.plots import check_plots, draw_run, draw_sweep
 from afterglow.cli.progress import Report, progress
+from afterglow.cli.terminal_tables import lines, table
 from afterglow.config import format_size
 from afterglow.errors import ConfigError
-from afterglow.sim import operators
-from afterglow.sim.catalogue import hardware, model
-from afterglow.sim.options import EngineModel, Scenario, TierConfig, flag
+from afterglow.sim.machine.catalogue import hardware, model
+from afterglow.sim.operators.operator_tables import OperatorOptions, run
 from afterglow.sim.scenario import GB, Running, setup_of
+from afterglow.sim.scenario_options import EngineModel, Scenario, TierConfig, flag
 from afterglow.sim.sweep import Point, checked, points
 
 INTERRUPTED = 130
 PARTS = 1000  # of a simulation, for the progress bar
 
 
-def simulate(scenario: Scenario, sweeps: list[str], json: str | None, plot: Path | None) -> int:
-    """Simulate it, or each point of the sweeps; returns the exit code. Errors: ConfigError, ModelError."""
+def simulate(scenario: Scenario, sweeps: list[str], report: ReportOptions) -> int:
+    """Simulate a scenario, or each point of the sweeps, and return the exit code. Raises: ConfigError, ModelError."""
+    json, plot = report.json, report.plot
     fig.check_writable(json)
     if plot is not None:
         check_plots(plot)
@@ -35,10 +39,10 @@ def simulate(scenario: Scenario, sweeps: list[str], json: str | None, plot: Path
     running: Running | None = None
     stopped = False
     try:
-        with progress() as report:
+        with progress() as bar:
             for i, (point, each) in enumerate(zip(all_points, scenarios, strict=True)):
                 running = Running(each)
-                done.append((point, running.run(partial(_tell, report, i, len(scenarios)))))
+                done.append((point, running.run(partial(_tell, bar, i, len(scenarios)))))
     except KeyboardInterrupt:
         stopped = True
         if running is not None and not running.complete:
@@ -65,10 +69,10 @@ _OPERATORS_TAKE |= {"disk_bandwidth": "disk_read", "host_link": "host_link"}
 
 
 def simulate_operator(
-    name: str, prefix: list[int], given: set[str], engine: EngineModel, tiers: TierConfig, seed: int, json: str | None
+    name: str, prefix: Sequence[int], given: Given, engine: EngineModel, tiers: TierConfig, seed: int, json: str | None
 ) -> int:
-    """Model one operator; `given` are the options that were given, all others are its paper's. Errors: ConfigError."""
-    strange = sorted(given - {"operator", "prefix", "json"} - set(_OPERATORS_TAKE))
+    """Model one operator and return the exit code; options that were not given are its paper's. Raises: ConfigError."""
+    strange = sorted(given.typed - {"operator", "prefix", "json"} - set(_OPERATORS_TAKE))
     if strange:
         what = "a workload" if strange[0] == "workload" else flag(strange[0])
         raise ConfigError(
@@ -83,11 +87,11 @@ def simulate_operator(
     values["disk_bandwidth"] = engine.disk_bandwidth * GB
     values["host_link"] = engine.host_link * GB if engine.host_link is not None else None
     fig.check_writable(json)
-    found = {_OPERATORS_TAKE[key]: value for key, value in values.items() if key in given}
-    tables = operators.run(name, operators.OperatorOptions(prefix=tuple(prefix), **found))
+    found = {_OPERATORS_TAKE[key]: value for key, value in values.items() if key in given.names}
+    tables = run(name, OperatorOptions(prefix=tuple(prefix), **found))
     for each in tables if json != "-" else ():
         print(each.title)
-        fig.table(each.columns, [[str(cell) for cell in row] for row in each.rows])
+        table(each.columns, [[str(cell) for cell in row] for row in each.rows], numbers=True)
         print(f"{each.note}\n")
     if json is not None:
         fig.write_json(json, {"operator": name, "tables": [each.as_json() for each in tables]})
@@ -107,7 +111,7 @@ def _show(scenario: Scenario, done: list[tuple[Point, dict[str, Any]]], swept: b
             f"{model(engine.model).name} on {tiers.devices} {hardware(engine.hardware).name}, {format_size(tiers.dram)} of host memory, "
             f"{format_size(tiers.disk)} of disk, {engine.policy}, {scenario.workload}"
         )
-        fig.lines(fig.overview(done[0][1]))
+        lines(fig.overview(done[0][1]))
         return
     names = list(done[0][0].written)
     heads = [flag(name)[2:] for name in names] + [head for head, _ in fig.COLUMNS]
@@ -125,7 +129,7 @@ def _show(scenario: Scenario, done: list[tuple[Point, dict[str, Any]]], swept: b
         if not found["complete"]:
             row[0] += " (in part)"
         rows.append(row)
-    fig.table(heads + ["read over network"] * clusters, rows)
+    table(heads + ["read over network"] * clusters, rows, numbers=True)
 
 
 def _packed(scenario: Scenario, done: list[tuple[Point, dict[str, Any]]]) -> dict[str, Any]:

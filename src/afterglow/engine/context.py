@@ -1,4 +1,4 @@
-"""KV on the device: one contiguous, growing segment per context, rotated and ready to attend.
+"""Hold KV on the device: one contiguous, growing segment per context, rotated and ready to attend.
 
 Layout [layers, 2, kv_heads, capacity, head_dim]: head-major, because a decode step then reads each head's rows as
 one run of memory (1.3-1.5 times faster than row-major on CPU from 1,024 rows on; `docs/log.md`).
@@ -6,17 +6,19 @@ one run of memory (1.3-1.5 times faster than row-major on CPU from 1,024 rows on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from afterglow.kernels.memory import empty
+from afterglow.memory.pages import LARGE
+from afterglow.memory.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one row of context is made of."""
+    """Describe one row of a context."""
 
     layers: int
     kv_heads: int
@@ -26,16 +28,18 @@ class KVShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, all layers, keys and values."""
+        """Count the bytes of one row, all layers, keys and values."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class DeviceContext:
-    """The rotated keys and the values of one context; `rows` of `capacity` are valid."""
+    """Hold the rotated keys and the values of one context; `rows` of `capacity` are valid."""
 
-    __slots__ = ("capacity", "data", "rows", "shape")
+    __slots__ = ("_pool", "capacity", "data", "rows", "shape")
 
-    def __init__(self, shape: KVShape, capacity: int) -> None:
+    def __init__(self, shape: KVShape, capacity: int, pool: Pool | None = None) -> None:
+        """`pool`: lends the memory of large contexts on CPU."""
+        self._pool = pool
         self.shape = shape
         self.capacity = capacity
         self.rows = 0
@@ -43,10 +47,14 @@ class DeviceContext:
 
     def _empty(self, capacity: int) -> Tensor:
         s = self.shape
-        return empty((s.layers, 2, s.kv_heads, capacity, s.head_dim), s.dtype, s.device, again=True)
+        sizes = (s.layers, 2, s.kv_heads, capacity, s.head_dim)
+        num_bytes = math.prod(sizes) * s.dtype.itemsize
+        if self._pool is None or s.device.type != "cpu" or num_bytes < LARGE:
+            return torch.empty(sizes, dtype=s.dtype, device=s.device)
+        return torch.from_numpy(self._pool.take(num_bytes, again=True)).view(s.dtype).view(sizes)
 
     def reserve(self, capacity: int) -> None:
-        """Hold at least `capacity` rows from now on, keeping those that are valid."""
+        """Make room for at least `capacity` rows, and keep the valid ones."""
         if capacity <= self.capacity:
             return
         data = self._empty(capacity)
@@ -54,14 +62,14 @@ class DeviceContext:
         self.data, self.capacity = data, capacity
 
     def copy_rows(self, source: DeviceContext, rows: int) -> None:
-        """Take the first `rows` rows from another context (they are rotated to the same positions)."""
+        """Copy the first `rows` rows from another context. They are rotated to the same positions."""
         self.data[:, :, :, :rows] = source.data[:, :, :, :rows]
         self.rows = rows
 
     def keys(self, layer: int) -> Tensor:
-        """[capacity, kv_heads, head_dim] view for one layer, rows beyond `rows` undefined."""
+        """Return a view [capacity, kv_heads, head_dim] for one layer; rows beyond `rows` are undefined."""
         return self.data[layer, 0].transpose(0, 1)
 
     def values(self, layer: int) -> Tensor:
-        """[capacity, kv_heads, head_dim] view for one layer, rows beyond `rows` undefined."""
+        """Return a view [capacity, kv_heads, head_dim] for one layer; rows beyond `rows` are undefined."""
         return self.data[layer, 1].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Cached rows on their way from host slots to the device, layer by layer: CachedAttention §3.2.1, layer-wise pre-loading.
+"""Copy cached rows from host slots to the device, layer by layer: CachedAttention §3.2.1, layer-wise pre-loading.
 
 Each row is copied once, and its key is rotated in the same pass. On a device with its own queues of work the copies run in
 a second one, ahead of the layer that is being computed, as far as the rows have come; each layer has an event, and the
@@ -22,17 +22,15 @@ from afterglow.kernels.rope import RopeTable, Rotation, rotate_into
 from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
 
-LAYERS_AHEAD = 2  # of the layer being computed, on a device with queues of its own
-STALL_SECONDS = 0.25  # how long others wait, in a step, for rows that are none of theirs
-LOOK_SECONDS = 0.05  # how often to see whether a caller waits
-FEWEST_BLOCKS = (
-    4  # in a row, on average: with shorter runs one gather into a temporary is faster than many small copies
-)
+LAYERS_AHEAD = 2  # of the layer being computed, on a device with work queues
+STALL_SECONDS = 0.25  # how long other requests wait, in a step, for rows that they do not need
+POLL_SECONDS = 0.05  # between two looks whether a caller waits
+MIN_BLOCKS = 4  # in a row, on average: with shorter runs one gather into a temporary is faster than many small copies
 
 
 @dataclass(slots=True)
-class Part:
-    """One run of the step: rows `where` of the flattened batch are rows [start, stop) of `context`."""
+class BatchEntry:
+    """Place one run of the step in the batch: rows `where` of the flattened batch are rows [start, stop) of `context`."""
 
     job: int
     where: slice
@@ -43,39 +41,42 @@ class Part:
     gather_from: int = 0  # first row of the context that the gathers fill
     gather_angles: Rotation | None = None
     failed: ExtentId | None = None
-    late: bool = False  # it is still on its way
-    own_from: int = 0  # rows before are read together with others (see `engine.relay`)
+    late: bool = False  # the failed extent is still on its way
+    own_from: int = 0  # rows before are read together with other entries (see `engine.relay_attention`)
 
 
 @dataclass(slots=True)
 class HostRows:
-    """Reads rows out of the host arena: [layers, 2, slots, 64, kv_heads, head_dim], un-rotated."""
+    """Read rows from the host arena: [layers, 2, slots, 64, kv_heads, head_dim], un-rotated."""
 
     arena: Tensor
     store: KVStore
     read_timeout: float
     device: torch.device
     pressed: Callable[[], bool] = lambda: False  # does a caller wait for the engine's thread?
-    waited: dict[int, int] = field(default_factory=dict)  # move -> layers known to be there
-    stalled: float = 0.0  # seconds of this step that others have waited
+    waited: dict[int, int] = field(default_factory=dict)  # by move: the last layer known to be there
+    stalled: float = 0.0  # seconds of this step that other requests have waited
 
     @property
     def stalls(self) -> bool:
-        """Have others waited long enough in this step?"""
+        """Tell whether other requests have waited long enough in this step."""
         return self.stalled >= STALL_SECONDS
 
     def ready(self, gather: Gather, layer: int, company: bool = False, *, wait: bool = True) -> bool:
-        """Is `layer` of the gather's extent in its slots? With `wait`, wait for it. False: it failed, or it is late: for as
-        long as the store waits for it; or, where others wait too (`company` in the step, or a caller), for STALL_SECONDS."""
+        """Tell whether `layer` of the gather's extent is in its slots. With `wait`, wait for it.
+
+        Returns False if the load failed, or is late: it may take as long as the store waits for it, or STALL_SECONDS while
+        other requests in the step (`company`) or a caller wait too.
+        """
         move = gather.move
         if move is None or self.waited.get(move, -1) >= layer:
             return True
         began = now = time.monotonic()
-        while not self.store.wait_layer(move, layer, LOOK_SECONDS if wait else 0):
+        while not self.store.wait_layer(move, layer, POLL_SECONDS if wait else 0):
             if not wait:
                 return False
             if not self.store.is_under_way(move):
-                if self.store.wait_layer(move, layer, 0):  # it has come between the two questions
+                if self.store.wait_layer(move, layer, 0):  # it came between the two questions
                     break
                 return False
             before, now = now, time.monotonic()
@@ -87,18 +88,18 @@ class HostRows:
         return True
 
     def comes(self, gather: Gather, layer: int) -> bool:
-        """Is `layer` on its way, or there by now?"""
+        """Tell whether `layer` is on its way, or there by now."""
         under_way = gather.move is not None and self.store.is_under_way(gather.move)
         return under_way or self.ready(gather, layer, wait=False)
 
     def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
-        """[rows, kv_heads, head_dim] of keys (`which` 0) or values (1), in pieces, in order: views of the slots, but where
-        those are scattered."""
+        """Yield keys (`which` 0) or values (1) in pieces [rows, kv_heads, head_dim], in order. The pieces are views of the
+        slots, unless these are scattered."""
         first, last = gather.start // BLOCK_ROWS, -(-gather.stop // BLOCK_ROWS)
         slots = gather.slots[first:last]
         plane = self.arena[layer, which]
         runs = list(_runs(slots))
-        if len(runs) > 1 and self.device.type == "cpu" and len(slots) < FEWEST_BLOCKS * len(runs):
+        if len(runs) > 1 and self.device.type == "cpu" and len(slots) < MIN_BLOCKS * len(runs):
             pieces = [plane.index_select(0, torch.tensor(slots))]
         else:
             pieces = [plane[slots[a] : slots[a] + b - a] for a, b in runs]
@@ -110,97 +111,97 @@ class HostRows:
 
 
 def _put(rows: Tensor, place: Tensor) -> None:
-    """Copy host rows to their place on the device. A dtype changes there: on the way it would cost the CPU, and wait."""
+    """Copy host rows to their place on the device. A change of dtype happens there: on the CPU it would cost time, and wait."""
     place.copy_(rows.to(place.device, non_blocking=True), non_blocking=True)
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of places in `slots` whose slots follow each other."""
+    """Yield ranges of places in `slots` whose slots follow each other."""
     cuts = [at for at, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
     yield from pairwise((0, *cuts, len(slots)))
 
 
 class Gatherer:
-    """Fills the device contexts of a step's parts from host slots; owned by the runner."""
+    """Fill the device contexts of a step's entries from host slots. For the runner alone."""
 
     def __init__(self, host: HostRows, layers: int, ahead: int | None = None) -> None:
-        """`ahead`: how many layers to gather beyond the one in turn (None: what suits the device)."""
+        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device."""
         self._host = host
         self._layers = layers
         self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
         self._device = torch.get_device_module(host.device)
         self._stream = self._device.Stream()
-        self._all: Sequence[Part] = ()
-        self._parts: list[Part] = []
+        self._all: Sequence[BatchEntry] = ()
+        self._entries: list[BatchEntry] = []
         self._events: dict[int, list[Any]] = {}  # by job: of each layer whose copies have been queued
 
-    def begin(self, parts: Sequence[Part], rope: RopeTable | None) -> None:
-        """Of these parts, whose contexts have been reserved."""
-        self._all, self._parts = parts, [part for part in parts if part.gathers]
+    def begin(self, entries: Sequence[BatchEntry], rope: RopeTable | None) -> None:
+        """Begin a step. The entries' contexts have been reserved."""
+        self._all, self._entries = entries, [entry for entry in entries if entry.gathers]
         self._host.stalled = 0.0
-        if not self._parts:
+        if not self._entries:
             return
-        for part in self._parts:
-            self._events[part.job] = []
+        for entry in self._entries:
+            self._events[entry.job] = []
             if rope is not None:
-                positions = torch.arange(part.gather_from, part.start, device=self._host.device)
-                part.gather_angles = rope.cos_sin(positions)
-        # The contexts' memory may still be read by what was queued before, and the angles have to be there.
+                positions = torch.arange(entry.gather_from, entry.start, device=self._host.device)
+                entry.gather_angles = rope.cos_sin(positions)
+        # Earlier work in the computing queue may still read the contexts' memory, and the angles have to be there.
         self._stream.wait_stream(self._device.current_stream(self._host.device))
         self._look_ahead(0)
 
     def layer(self, layer: int) -> None:
-        """What is computed from now on finds this layer's rows in place. A part that cannot have them has failed."""
-        for part in self._parts:
-            events = self._events[part.job]
-            while part.failed is None and len(events) <= layer:
-                self._queue(part, len(events))
-            if part.failed is None:
+        """Make this layer's rows available to all that is computed from now on. Entries whose rows do not come have failed."""
+        for entry in self._entries:
+            events = self._events[entry.job]
+            while entry.failed is None and len(events) <= layer:
+                self._queue(entry, len(events))
+            if entry.failed is None:
                 self._device.current_stream(self._host.device).wait_event(events[layer])
 
     def computed(self, layer: int) -> None:
-        """The layer's attention has been queued: time for the copies of the next ones."""
-        if self._parts:
+        """Queue copies for the next layers, once the layer's attention has been queued."""
+        if self._entries:
             self._look_ahead(layer + 1)
 
     def end(self) -> None:
-        """After the forward: no slot is being read any more, and no context written."""
-        if self._parts:
+        """End a step. No slot is being read any more, and no context written."""
+        if self._entries:
             self._device.current_stream(self._host.device).wait_stream(self._stream)
-            for part in self._parts:
-                for event in self._events[part.job][-1:]:
+            for entry in self._entries:
+                for event in self._events[entry.job][-1:]:
                     event.synchronize()
-        self._all, self._parts = (), []
+        self._all, self._entries = (), []
         self._events.clear()
         self._host.waited.clear()
 
     def _look_ahead(self, layer: int) -> None:
-        """Queue what has already come, up to the last layer ahead of `layer`. Waits for nothing."""
-        for part in self._parts:
-            events = self._events[part.job]
-            while part.failed is None and len(events) < min(layer + self._ahead, self._layers):
-                if not all(self._host.ready(gather, len(events), wait=False) for gather in part.gathers):
+        """Queue copies of rows that have already come, up to `ahead` layers from `layer` on. Waits for nothing."""
+        for entry in self._entries:
+            events = self._events[entry.job]
+            while entry.failed is None and len(events) < min(layer + self._ahead, self._layers):
+                if not all(self._host.ready(gather, len(events), wait=False) for gather in entry.gathers):
                     break
-                self._queue(part, len(events))
+                self._queue(entry, len(events))
 
-    def _queue(self, part: Part, layer: int) -> None:
+    def _queue(self, entry: BatchEntry, layer: int) -> None:
         with self._device.stream(self._stream):
-            self._copy(part, layer)
+            self._copy(entry, layer)
             event = self._device.Event()
             event.record(self._stream)
-        self._events[part.job].append(event)
+        self._events[entry.job].append(event)
 
-    def _copy(self, part: Part, layer: int) -> None:
-        keys, values = part.context.keys(layer), part.context.values(layer)
-        start = part.gather_from
-        for gather in part.gathers:
-            if not self._host.ready(gather, layer, self._has_company(part, gather)):
-                part.failed = gather.extent
-                part.late = self._host.stalls and self._host.comes(gather, layer)
+    def _copy(self, entry: BatchEntry, layer: int) -> None:
+        keys, values = entry.context.keys(layer), entry.context.values(layer)
+        start = entry.gather_from
+        for gather in entry.gathers:
+            if not self._host.ready(gather, layer, self._has_company(entry, gather)):
+                entry.failed = gather.extent
+                entry.late = self._host.stalls and self._host.comes(gather, layer)
                 return
             at = start
             for rows in self._host.rows(gather, layer, 0):
-                self._rotated(part, rows, slice(at, at + len(rows)), keys)
+                self._rotated(entry, rows, slice(at, at + len(rows)), keys)
                 at += len(rows)
             at = start
             for rows in self._host.rows(gather, layer, 1):
@@ -208,17 +209,17 @@ class Gatherer:
                 at += len(rows)
             start = at
 
-    def _has_company(self, part: Part, gather: Gather) -> bool:
-        """Is there a part in the step that does not need the rows of this load?"""
+    def _has_company(self, entry: BatchEntry, gather: Gather) -> bool:
+        """Tell whether another entry of the step does not need the rows of this load."""
         return gather.move is not None and any(
-            other is not part and other.failed is None and all(each.move != gather.move for each in other.gathers)
+            other is not entry and other.failed is None and all(each.move != gather.move for each in other.gathers)
             for other in self._all
         )
 
-    def _rotated(self, part: Part, rows: Tensor, where: slice, keys: Tensor) -> None:
-        if part.gather_angles is None:
+    def _rotated(self, entry: BatchEntry, rows: Tensor, where: slice, keys: Tensor) -> None:
+        if entry.gather_angles is None:
             _put(rows, keys[where])
             return
-        cos, sin = part.gather_angles
-        within = slice(where.start - part.gather_from, where.stop - part.gather_from)
+        cos, sin = entry.gather_angles
+        within = slice(where.start - entry.gather_from, where.stop - entry.gather_from)
         rotate_into(rows.to(keys.device, non_blocking=True), (cos[within], sin[within]), keys[where])

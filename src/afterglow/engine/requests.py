@@ -1,6 +1,6 @@
-"""Requests on their way into the plan, and replies on their way out: checks, digests, whole completions.
+"""Check requests, turn them into jobs of the plan, and join outputs to completions.
 
-No thread and no state: what a caller's thread may do by itself.
+Pure functions, which a caller's thread may call by itself.
 """
 
 from __future__ import annotations
@@ -14,41 +14,25 @@ from typing import cast
 
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
-from afterglow.plan.ranges import Rows, ranges_of
-from afterglow.plan.salts import salt_name
-from afterglow.plan.scheduler import Scheduler
+from afterglow.plan.prefix.ranges import Rows, ranges_of
+from afterglow.plan.prefix.salts import salt_name
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
+from afterglow.plan.prefix.truncation import Rules, refuse_discarding, refuse_uncuttable
 from afterglow.plan.step import JobSpec
-from afterglow.plan.truncation import refuse_discarding, refuse_uncuttable
 from afterglow.request import (
-    CachedTokens,
-    FinishReason,
-    Missed,
+    Completion,
+    ContextWindow,
     Output,
     Request,
     SamplingParams,
-    Selected,
-    TokenLogprob,
-    Truncation,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole reply, as `Engine.generate` returns it. `ttft_s`: seconds from submit to the first token."""
-
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    cached: CachedTokens
-    ttft_s: float
-    logprobs: tuple[TokenLogprob, ...]
-    prompt_logprobs: tuple[TokenLogprob | None, ...]
-    truncation: Truncation | None = None
-    selected: Selected | None = None
-    missed: Missed = Missed()
-
-
 def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
-    """All outputs of a request as one. Errors: RequestError if it failed."""
+    """Join all outputs of a request.
+
+    Raises: RequestError, if the request failed.
+    """
     last = outputs[-1]
     if last.finish_reason == "error":
         raise RequestError(last.error or "the request failed", status=500)
@@ -66,8 +50,25 @@ def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
     )
 
 
-def check(request: Request, scheduler: Scheduler, vocab_size: int, max_model_len: int) -> None:
-    """Errors: RequestError for a request that could never be answered. Reads nothing that changes."""
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Hold what a request must keep to. These are constants: callers' threads read them, but nothing of the plan.
+
+    `rules`: how prompts are truncated. `relative_positions`: can rows move to other positions?
+    """
+
+    vocab_size: int
+    max_model_len: int
+    rules: Rules
+    relative_positions: bool
+
+
+def check(request: Request, limits: RequestLimits) -> None:
+    """Refuse a request that could never be answered.
+
+    Raises: RequestError.
+    """
+    vocab_size = limits.vocab_size
     if not request.prompt:
         raise RequestError("the prompt is empty", param="prompt")
     low, high = min(request.prompt), max(request.prompt)
@@ -91,16 +92,11 @@ def check(request: Request, scheduler: Scheduler, vocab_size: int, max_model_len
     if request.discard:
         if not request.truncation:
             raise RequestError("tokens can only be discarded with truncation switched on", param="discard")
-        refuse_discarding(request.discard, n, request.turns, scheduler.relative)
+        refuse_discarding(request.discard, n, request.turns, limits.relative_positions)
     if request.truncation:
-        refuse_uncuttable(scheduler.rules, n, request.sampling.max_tokens, request.turns)
-    elif n + min(1, request.sampling.max_tokens) > max_model_len:
-        raise RequestError(
-            f"this model's context is {max_model_len} tokens, and the prompt alone has {n}; "
-            "shorten it or start the server with a larger --max-model-len",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        refuse_uncuttable(limits.rules, n, request.sampling.max_tokens, request.turns)
+    else:
+        ContextWindow(limits.max_model_len).refuse(n, request.sampling.max_tokens)
 
 
 def discarding(
@@ -110,8 +106,10 @@ def discarding(
     salt: str,
     session_id: str | None,
 ) -> Request:
-    """A request that discards tokens of a context, and generates none. Errors: RequestError for a list that is empty,
-    not ascending or outside of the context."""
+    """Make a request that discards tokens of a context, and generates none.
+
+    Raises: RequestError, for a list that is empty, not ascending, or outside of the context.
+    """
     if not dropped:
         raise RequestError("there is nothing to discard: the list is empty", param="discard")
     if isinstance(dropped[0], int):
@@ -130,11 +128,14 @@ def discarding(
     )
 
 
-def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[int], salt: str) -> JobSpec:
-    """A request as the plan sees it, under a salt of the plan's. Errors: RequestError for names that are no text."""
+def job_spec(request: Request, config: EngineConfig, eos: frozenset[int], salt: str) -> JobSpec:
+    """Turn a request into a job of the plan, under a salt of the plan's. It is numbered when it has a place in the queue.
+
+    Raises: RequestError, for names that are not valid Unicode, and for a share of the cached prefix that cannot be had.
+    """
     sampling = request.sampling
     return JobSpec(
-        job=job,
+        job=0,
         prompt=token_bytes(request.prompt),
         max_tokens=sampling.max_tokens,
         stop_tokens=stop_tokens(sampling, eos),
@@ -155,12 +156,15 @@ def job_spec(job: int, request: Request, config: EngineConfig, eos: frozenset[in
 
 
 def stop_tokens(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a reply."""
+    """List the tokens that end a reply."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
 
 
 def retention_of(request: Request, config: EngineConfig) -> float:
-    """The share of its cached prefix that a request attends to. Errors: RequestError where there is no choice."""
+    """Choose the share of the cached prefix that a request attends to.
+
+    Raises: RequestError, where the server does not let requests choose.
+    """
     if config.importance is None and request.kv_retention is not None and request.kv_retention < 1:
         raise RequestError(
             f"kv_retention {request.kv_retention:g} was asked for, and this server keeps no importance of tokens; start it "
@@ -173,7 +177,7 @@ def retention_of(request: Request, config: EngineConfig) -> float:
 
 
 def _tie(cache_key: str | None) -> int:
-    """A number that is equal for equal keys, in any process."""
+    """Hash a cache key to a number, the same in every process."""
     if cache_key is None:
         return 0
     return int.from_bytes(hashlib.blake2b(_utf8(cache_key, "prompt_cache_key"), digest_size=6).digest(), "little")
@@ -187,11 +191,16 @@ def _utf8(text: str, param: str) -> bytes:
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as the plan has them: uint32, little-endian on all machines that this runs on."""
+    """Pack token ids as the plan has them: uint32, little-endian on all supported machines."""
     return array("I", tokens).tobytes()
 
 
 def salt_id(salt: str) -> str:
-    """The salt as the plan and the disk know it: digests, so that no tenant's secret is written anywhere."""
+    """Hash a salt to the name that the plan and the disk know, so that no tenant's secret is written anywhere."""
     _utf8(salt, "cache_salt")
     return salt_name(salt)
+
+
+def owner_of(salt: str | None) -> str:
+    """Name the salt of the plan under which a registered prefix's rows lie. None: the operator's."""
+    return OPERATOR if salt is None else salt_id(salt)

@@ -1,78 +1,58 @@
-"""Carries out a step's forward pass: batch tensors, device contexts, the decoder, sampling.
+"""Carry out a step's forward passes: batch tensors, device contexts, the decoder, sampling.
 
-Knows nothing of queues, policies or tiers' budgets; all of that is decided in the step.
+The runner knows no queues, policies or budgets of tiers; all of that is decided in the step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from afterglow.config import RelayName
-from afterglow.engine.attend import CachedAttend
+from afterglow.config import EngineConfig
+from afterglow.engine.cached_attention import CachedAttend
 from afterglow.engine.context import DeviceContext, KVShape
-from afterglow.engine.gather import Gatherer, HostRows, Part
-from afterglow.engine.important import Important, Passing, Patience, Selecting, Taking
-from afterglow.engine.relay import Group, RelayAttend, RelayCosts, depth_of, groups_of
-from afterglow.engine.requests import stop_tokens
-from afterglow.engine.sampling import Sampler, logprobs_of, sample
+from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
+from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.scores import Scores, ScoringAttend
-from afterglow.engine.stats import RelayCounts
+from afterglow.engine.selective import PrefixSelection, SelectiveAttention
+from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
+from afterglow.engine.stats import RelayCounters
 from afterglow.engine.tee import Tee
-from afterglow.engine.touch import TouchAhead
-from afterglow.importance.loader import LoaderStats
+from afterglow.engine.token_outputs import RunOutput, TokenOutputs
+from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.kernels.built import native
-from afterglow.kernels.memory import computing
+from afterglow.memory.pool import Pool
+from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
-from afterglow.plan.scheduler import IDLE_PREFILL
+from afterglow.plan.batching.compose import IDLE_PREFILL
 from afterglow.plan.step import Run, Save, Step, StepResult
-from afterglow.request import Request, Selected, TokenLogprob
-from afterglow.store.kvstore import KVStore
+from afterglow.request import Request
 
 log = logging.getLogger("afterglow.engine")
 
-# Seconds that a step waits for the disk for requests that select, where others compute in it, and where none do: then the engine
-# has nothing to do but to look for new requests in between.
-PATIENCE_BESIDE, PATIENCE_ALONE = 0.001, 0.01
-LOGIT_ROWS = 256  # prompt log-probabilities: rows of logits at a time, so that a long prompt needs little memory
-
-
-@dataclass(slots=True)
-class RunOutput:
-    """A step's result for the plan, and what only the callers need."""
-
-    result: StepResult
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(
-        default_factory=dict
-    )  # by job: from which row on
-    selected: dict[int, Selected] = field(default_factory=dict)  # by job
-
-    def add(self, other: RunOutput) -> None:
-        """What came of other runs of the same step."""
-        self.result.tokens.update(other.result.tokens)
-        self.result.failed.update(other.result.failed)
-        self.logprobs.update(other.logprobs)
-        self.prompt_logprobs.update(other.prompt_logprobs)
-        self.selected.update(other.selected)
+# Seconds that a step waits for the disk for requests that select rows: beside other requests, and alone, where the engine has
+# nothing else to do but to look for new requests in between.
+WAIT_BESIDE, WAIT_ALONE = 0.001, 0.01
 
 
 class Runner(Protocol):
-    """What carries out forward passes: the engine's seam to the hardware."""
+    """Carry out forward passes: the engine's seam to the hardware."""
+
+    relayed: RelayCounters
 
     def register(self, job: int, request: Request) -> None:
-        """A job's request, before its first run."""
+        """Take in a job's request, before its first run."""
 
     def shorten(self, job: int, prompt: bytes) -> None:
-        """A registered job's prompt was cut; these tokens remain."""
+        """Note that a registered job's prompt was cut to these tokens."""
 
     def forget(self, job: int) -> None:
-        """The job has ended; what it has on the device stays until the plan releases it."""
+        """Note that the job has ended; its device memory stays until the plan releases it."""
 
     def release(self, step: Step) -> None:
         """Carry out the step's releases and frees."""
@@ -82,78 +62,83 @@ class Runner(Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
-    request: Request
-    sampler: Sampler
+class _RunnerJob:
+    """Hold the device state of a job. `selection`: of a prefix that is not attended to as a whole. `separate`: the job's own
+    pass through the decoder, while that goes on."""
+
+    retention: float | None
     context: DeviceContext | None = None
-    taking: Taking | None = None  # what it takes of a prefix that does not come as a whole
-    passing: Passing | None = None  # its pass through the decoder, where that is one of its own and goes on
+    selection: PrefixSelection | None = None
+    separate: SeparatePass | None = None
     ended: bool = False
 
 
 class TorchRunner:
-    """The decoder on one device."""
+    """Run the decoder on one device."""
 
     def __init__(
         self,
         decoder: Decoder,
-        store: KVStore,
-        arena: Tensor,
-        *,
-        kv_dtype: torch.dtype,
-        max_batch: int,
-        read_timeout: float,
+        host: HostRows,
+        config: EngineConfig,
         scores: Scores | None = None,
-        relay: RelayName = "off",
-        important: Important | None = None,
-        prefill_chunk: int = 0,
-        pressed: Callable[[], bool] = lambda: False,
+        selective: SelectiveAttention | None = None,
     ) -> None:
-        """`prefill_chunk`: rows that requests with passes of their own may compute in a step while others decode (0: any).
-        `scores`: where to record what attention tokens get, if the policy asks for it. `relay`: read what the jobs of
-        a step share together, always or where that is faster. `important`: for requests that take only a part of their
-        prefix. `pressed`: does a caller wait for this thread?"""
+        """`host`: the host arena. `scores`: records attention, for truncation by importance. `selective`: for requests that
+        attend to a part of their prefix."""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
-        self._gatherer = Gatherer(HostRows(arena, store, read_timeout, decoder.device, pressed), spec.layers)
-        self._tee = Tee(store, self.shape, kv_dtype, max_batch)
-        self._ahead = TouchAhead(arena) if decoder.device.type == "cpu" else None
-        if self._ahead is not None:
-            self._ahead.reach(0)
+        self._gatherer = Gatherer(host, spec.layers)
+        self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
+        self._outputs = TokenOutputs(decoder)
+        self._prefault = Prefault()
+        self._pool = Pool(self._prefault)
+        on_cpu = decoder.device.type == "cpu"  # otherwise the arena is locked in memory, and so is there already
+        self._slot_prefault = SlotPrefault(self._prefault, host.store.arena.view) if on_cpu else None
+        if self._slot_prefault is not None:
+            self._slot_prefault.reach(0)
         self._scores = scores
-        self._important = important
-        self._chunk = prefill_chunk
-        self._jobs: dict[int, _Job] = {}
+        self._selective = selective
+        self._chunk = (
+            config.prefill_chunk
+        )  # rows that separate passes may compute in a step while others decode; 0: any
+        self._jobs: dict[int, _RunnerJob] = {}
         self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
-        self._relay = relay
-        self._costs = RelayCosts.measured(self.shape, spec.heads) if relay == "auto" else None
-        self.relayed = RelayCounts()
+        # Recording importance computes the attention weights of each request apart.
+        self._relay = config.relay if scores is None else "off"
+        self._costs = RelayCosts.measured(self.shape, spec.heads) if self._relay == "auto" else None
+        self.relayed = RelayCounters()
 
     def register(self, job: int, request: Request) -> None:
-        sampling = request.sampling
-        ends = stop_tokens(sampling, frozenset(self.decoder.spec.eos_ids))
-        self._jobs[job] = _Job(request, Sampler.of(sampling, self.decoder.device, request.prompt, ends))
+        """See `Runner`."""
+        self._outputs.register(job, request)
+        self._jobs[job] = _RunnerJob(request.kv_retention)
 
     def shorten(self, job: int, prompt: bytes) -> None:
-        shaping = self._jobs[job].sampler.shaping
-        if shaping is not None:
-            shaping.shorten(memoryview(prompt).cast("I"))
+        """See `Runner`."""
+        self._outputs.shorten(job, prompt)
 
     def forget(self, job: int) -> None:
+        """See `Runner`."""
         found = self._jobs.get(job)
         if found is not None:
             found.ended = True
             if found.context is None:
-                del self._jobs[job]
+                self._remove(job)
+
+    def _remove(self, job: int) -> None:
+        del self._jobs[job]
+        self._outputs.forget(job)
 
     def release(self, step: Step) -> None:
+        """See `Runner`."""
         for release in step.releases:
             self._tee.release(release.job)
             job = self._jobs[release.job]
-            context, job.context, job.taking, job.passing = job.context, None, None, None
+            context, job.context, job.selection, job.separate = job.context, None, None, None
             if job.ended:
-                del self._jobs[release.job]
+                self._remove(release.job)
             if release.context is not None:
                 assert context is not None, f"job {release.job} has nothing on the device to retain"
                 context.rows = release.rows
@@ -162,97 +147,88 @@ class TorchRunner:
             self._contexts.pop(number, None)
 
     def run(self, step: Step) -> RunOutput:
+        """See `Runner`."""
         if not step.runs:
             return RunOutput(StepResult({}, {}))
-        with computing(), torch.inference_mode():
+        with self._prefault.computing, torch.inference_mode():
             return self._run(step)
 
     def _run(self, step: Step) -> RunOutput:
-        """The runs that share a pass, and beside it, as far as that keeps nobody waiting, those that have one of their own."""
-        runs = [run for run in step.runs if not self._passes_apart(run)]
+        """Run the shared pass, and separate passes beside it as far as they delay no other request."""
+        runs = [run for run in step.runs if not self._is_separate(run)]
         self._tee.begin(*_saves(runs))
-        apart = [run for run in step.runs if self._passes_apart(run)]
+        separate = [run for run in step.runs if self._is_separate(run)]
         out = RunOutput(StepResult({}, {}))
-        for run in apart:
-            self._begin_pass(run)
+        passes = [self._separate_pass(run) for run in separate]
         work = self._chunk if runs and self._chunk else IDLE_PREFILL
         work *= self.decoder.spec.layers
-        patience = self._patience(PATIENCE_BESIDE if runs else PATIENCE_ALONE)
+        budget = self._wait_budget(WAIT_BESIDE if runs else WAIT_ALONE)
         if runs:
-            if apart:  # what they read comes while the others compute
-                work = self._go_on(apart, work, self._patience(0.0))
-            out = self._with_memory(step, runs, patience)
-        if apart:
-            self._go_on(apart, work, patience)
-            self._end_passes(apart, out)
+            if separate:  # their reads go on while the shared pass computes
+                work = go_on(passes, work, self._wait_budget(0.0))
+            out = self._with_memory(step, runs, budget)
+        if separate:
+            go_on(passes, work, budget)
+            self._end_passes(separate, out)
         return out
 
-    def _patience(self, seconds: float) -> Patience:
-        return Patience(seconds, self._important.loader.stats if self._important is not None else LoaderStats())
+    # ---------------------------------------------------------------------------------------------- separate passes
 
-    def _passes_apart(self, run: Run) -> bool:
-        return self._jobs[run.job].passing is not None or (run.admit is not None and bool(run.admit.selectable))
+    def _wait_budget(self, seconds: float) -> WaitBudget:
+        return WaitBudget(seconds, self._selective.loader.stats if self._selective is not None else ImportanceStats())
 
-    def _begin_pass(self, run: Run) -> None:
-        """Of a prompt that asks what is important of its prefix."""
+    def _is_separate(self, run: Run) -> bool:
+        return self._jobs[run.job].separate is not None or (run.admit is not None and bool(run.admit.selectable))
+
+    def _separate_pass(self, run: Run) -> SeparatePass:
+        """Get the separate pass of a run; begin it, with the selection from the prefix, at the job's first run."""
         job = self._jobs[run.job]
-        if job.passing is not None:
-            return
-        assert self._important is not None, "a job that selects, on an engine that does not"
+        if job.separate is not None:
+            return job.separate
+        assert self._selective is not None, "a job that selects, on an engine that does not"
         assert run.admit is not None
-        part = self._part(run, slice(0, len(run.tokens)))
-        job.taking = self._important.begin(run.admit.selectable, job.request.kv_retention, run.admit.exact)
-        part.own_from = job.taking.rows
+        entry = self._entry(run, slice(0, len(run.tokens)))
+        job.selection = self._selective.begin(run.admit.selectable, job.retention, run.admit.exact)
+        entry.own_from = job.selection.rows
         device = self.decoder.device
-        positions = torch.arange(part.start, part.stop, device=device)
+        positions = torch.arange(entry.start, entry.stop, device=device)
         hidden = self.decoder.begin(torch.tensor(run.tokens, device=device), positions)
-        job.passing = Passing(job.taking, part, hidden)
-
-    def _go_on(self, runs: Sequence[Run], work: int, patience: Patience) -> int:
-        """Take passes through their next layers, until they have computed `work` rows of layers, and at least a layer, or all have
-        to wait. Returns what is left of it."""
-        passes = [passing for run in runs if (passing := self._jobs[run.job].passing) is not None]
-        while passes:
-            for passing in passes:
-                rows = len(passing.hidden.x)
-                wanted = torch.tensor([rows - 1], device=self.decoder.device)
-                while work > 0 and not passing.over and passing.waits_for is None:
-                    work -= rows * max(1, passing.go_on(max(1, work // rows), wanted))
-            passes = [passing for passing in passes if not passing.over]
-            readings = [reading for passing in passes if (reading := passing.waits_for) is not None]
-            if work <= 0 or (readings and not patience.wait(readings[0])):
-                break
-        return work
+        job.separate = SeparatePass(job.selection, entry, hidden)
+        return job.separate
 
     def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
-        """What has come of them, into the step's result."""
+        """Add the outputs of separate passes to the step's."""
         waiting, exhausted = list(out.result.waiting), list(out.result.exhausted)
         for run in runs:
             job = self._jobs[run.job]
-            assert job.passing is not None
-            part, taking = job.passing.part, job.passing.taking
-            if not job.passing.over:
+            separate = job.separate
+            assert separate is not None
+            if not separate.over:
                 waiting.append(run.job)
                 continue
-            hidden, spent, job.passing = job.passing.hidden.normed, job.passing.exhausted, None
-            if spent:
+            job.separate = None
+            if separate.exhausted:
                 exhausted.append(run.job)
                 continue
-            failed = {run.job: part.failed} if part.failed is not None else {}
-            part.context.rows = part.start if failed else part.stop
-            rows = [part.stop - part.start - 1]
-            own = self._outputs([run], [replace(part, where=slice(0, rows[0] + 1))], hidden, failed, rows)
+            entry = separate.entry
+            failed = {run.job: entry.failed} if entry.failed is not None else {}
+            entry.context.rows = entry.start if failed else entry.stop
+            last = entry.stop - entry.start - 1
+            moved = replace(entry, where=slice(0, last + 1))
+            own = self._outputs.draw([run], [moved], separate.hidden.normed, [last], failed=failed)
             if not failed:
-                own.selected[run.job] = taking.summary()
+                own.selected[run.job] = separate.selection.summary()
             out.add(own)
         out.result = replace(out.result, waiting=waiting, exhausted=exhausted)
 
-    def _with_memory(self, step: Step, runs: Sequence[Run], patience: Patience) -> RunOutput:
-        """As many of the runs as the device has memory for: without the last one, the newest job's, if need be."""
+    # -------------------------------------------------------------------------------------------------- shared pass
+
+    def _with_memory(self, step: Step, runs: Sequence[Run], budget: WaitBudget) -> RunOutput:
+        """Run as many runs as the device has memory for: where it runs out, without the last one, the newest job's."""
         every = runs
         while runs:
             try:
-                out = self._forward(step, runs, patience, len(runs) == len(every))
+                out = self._forward(step, runs, budget, len(runs) == len(every))
             except torch.OutOfMemoryError as error:
                 log.warning("the device has no memory for %d rows of %d requests: %s", _rows(runs), len(runs), error)
             else:
@@ -266,80 +242,98 @@ class TorchRunner:
                 torch.cuda.empty_cache()
         return RunOutput(StepResult({}, {}, exhausted=[run.job for run in every]))
 
-    def _forward(self, step: Step, runs: Sequence[Run], patience: Patience, whole: bool) -> RunOutput:
-        """The first `runs` of those of the step that share a pass; not the `whole` of them where an attempt at more has
-        failed."""
+    def _forward(self, step: Step, runs: Sequence[Run], budget: WaitBudget, whole: bool) -> RunOutput:
+        """Run the decoder once for `runs`. `whole`: they are all runs of the step that share a pass."""
         device = self.decoder.device
-        parts: list[Part] = []
+        entries: list[BatchEntry] = []
         ids: list[int] = []
         positions: list[Tensor] = []
         at = 0
         for run in runs:
             n = len(run.tokens)
-            parts.append(self._part(run, slice(at, at + n)))
+            entries.append(self._entry(run, slice(at, at + n)))
             ids += run.tokens
             positions.append(torch.arange(run.start, run.start + n))
             at += n
-        if self._ahead is not None:
-            self._ahead.reach(
+        if self._slot_prefault is not None:
+            self._slot_prefault.reach(
                 max((save.slots[-1] + 1 for run in step.runs for save in run.saves if save.slots), default=0)
             )
         places = torch.cat(positions).to(device)
-        takings = {part.job: taking for part in parts if (taking := self._jobs[part.job].taking) is not None}
-        exact = [part for part in parts if part.job not in takings]
-        selecting = Selecting(takings, [part for part in parts if part.job in takings], patience) if takings else None
-        apart = self._relay == "off" or self._scores is not None or not whole
+        selecting = self._selective_decoding(entries, budget)
+        exact = entries if selecting is None else [e for e in entries if self._jobs[e.job].selection is None]
+        apart = self._relay == "off" or not whole
         groups = [] if apart else groups_of(step.shares, exact, self._costs)
-        self._gatherer.begin(parts, self.decoder.rope)
-        attend = self._attend(parts, places, groups, exact)
+        self._gatherer.begin(entries, self.decoder.rope)
+        attend = self._attend(entries, places, groups, exact)
         attend.beside = selecting
-        wanted = self._wanted(runs, parts, len(ids))
-        index = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)
+        rows = self._outputs.logit_rows(runs, entries, len(ids))
         hidden = self.decoder.begin(torch.tensor(ids, device=device), places)
         if selecting is not None:
             selecting.hidden = hidden
-        self.decoder.go_on(hidden, attend, index)
+        self.decoder.go_on(
+            hidden, attend, None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device)
+        )
         if isinstance(attend, ScoringAttend):
             attend.finish(runs)
         for group in groups:
-            self.relayed.group(group.stop - group.start, len(group.parts))
+            self.relayed.group(group.stop - group.start, len(group.entries))
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
         self._gatherer.end()
-        left = selecting.left if selecting is not None else {}
-        for job, passing in left.items():
-            self._jobs[job].passing = passing
-        failed = {part.job: part.failed for part in parts if part.failed is not None}
-        for part in parts:
-            part.context.rows = part.start if part.job in failed or part.job in left else part.stop
-        outputs = self._outputs(runs, parts, hidden.normed, failed, wanted, left)
-        late = [part.job for part in parts if part.late]
-        outputs.result = replace(outputs.result, waiting=list(left), late=late)
-        for job, taking in takings.items():
-            if job not in left:
-                outputs.selected[job] = taking.summary()
+        out = self._after(runs, entries, hidden.normed, rows, selecting)
         self._tee.end()
-        return outputs
+        return out
 
-    def _attend(self, parts: list[Part], places: Tensor, groups: list[Group], whole: list[Part]) -> CachedAttend:
-        """`whole`: the parts that attend to all of their context."""
+    def _after(
+        self,
+        runs: Sequence[Run],
+        entries: Sequence[BatchEntry],
+        hidden: Tensor,
+        rows: list[int] | None,
+        selecting: SelectiveDecoding | None,
+    ) -> RunOutput:
+        """Count the new rows of the contexts, and draw tokens from the rows `rows` of the batch."""
+        left = selecting.left if selecting is not None else {}
+        for job, separate in left.items():
+            self._jobs[job].separate = separate
+        failed = {entry.job: entry.failed for entry in entries if entry.failed is not None}
+        for entry in entries:
+            entry.context.rows = entry.start if entry.job in failed or entry.job in left else entry.stop
+        out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left)
+        out.result = replace(out.result, waiting=list(left), late=[entry.job for entry in entries if entry.late])
+        for entry in entries if selecting is not None else ():
+            selection = self._jobs[entry.job].selection
+            if selection is not None and entry.job not in left:
+                out.selected[entry.job] = selection.summary()
+        return out
+
+    def _selective_decoding(self, entries: Sequence[BatchEntry], budget: WaitBudget) -> SelectiveDecoding | None:
+        """Prepare the attention of entries whose requests have selected rows of their prefix."""
+        found = {e.job: selection for e in entries if (selection := self._jobs[e.job].selection) is not None}
+        return SelectiveDecoding(found, [e for e in entries if e.job in found], budget) if found else None
+
+    def _attend(
+        self, entries: list[BatchEntry], places: Tensor, groups: list[RelayGroup], whole: list[BatchEntry]
+    ) -> CachedAttend:
+        """Choose how to attend. `whole`: the entries that attend to all of their context."""
         angles = self.decoder.rotation(places)
         if groups or (self._scores is None and self.decoder.device.type == "cpu" and native() is not None):
-            return RelayAttend(parts, angles, self._gatherer, self._tee, groups, whole)
+            return RelayAttend(entries, angles, self._gatherer, self._tee, groups, whole)
         if self._scores is None:
-            return CachedAttend(parts, angles, self._gatherer, self._tee, whole)
-        return ScoringAttend(parts, angles, self._gatherer, self._tee, self._scores, whole)
+            return CachedAttend(entries, angles, self._gatherer, self._tee, whole)
+        return ScoringAttend(entries, angles, self._gatherer, self._tee, self._scores, whole)
 
-    def _part(self, run: Run, where: slice) -> Part:
-        """The run's device segment, with what the plan wants in it before the forward."""
+    def _entry(self, run: Run, where: slice) -> BatchEntry:
+        """Prepare a run's context on the device, with the rows that the plan wants in it before the forward pass."""
         job = self._jobs[run.job]
         admit = run.admit
-        if admit is not None and job.context is None:  # else it has come with an earlier attempt at this step
+        if admit is not None and job.context is None:  # otherwise an earlier attempt at this step has made it
             if admit.context is not None and admit.take:
                 job.context = self._contexts.pop(admit.context)
                 job.context.rows = admit.device_rows
                 job.context.reserve(run.capacity)
             else:
-                context = DeviceContext(self.shape, run.capacity)
+                context = DeviceContext(self.shape, run.capacity, self._pool)
                 if admit.context is not None:
                     context.copy_rows(self._contexts[admit.context], admit.device_rows)
                 job.context = context
@@ -347,58 +341,7 @@ class TorchRunner:
         job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
-        return Part(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
-
-    def _wanted(self, runs: Sequence[Run], parts: Sequence[Part], rows: int) -> list[int] | None:
-        """The rows of the batch that logits are computed from; None: all of them."""
-        if any(self._jobs[run.job].request.sampling.prompt_logprobs is not None for run in runs):
-            return None
-        wanted = [part.where.stop - 1 for run, part in zip(runs, parts, strict=True) if run.sample]
-        return None if len(wanted) == rows else wanted
-
-    def _outputs(
-        self,
-        runs: Sequence[Run],
-        parts: Sequence[Part],
-        hidden: Tensor,
-        failed: dict[int, str],
-        wanted: list[int] | None,
-        left: Container[int] = (),
-    ) -> RunOutput:
-        """`hidden`: of the rows `wanted`. `left`: jobs whose rows are void."""
-        drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed and run.job not in left]
-        out = RunOutput(StepResult({}, failed))
-        if drawing:
-            last = [parts[i].where.stop - 1 for i in drawing]
-            rows = torch.tensor(last if wanted is None else [wanted.index(row) for row in last], device=hidden.device)
-            logits = self.decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-            jobs = [self._jobs[runs[i].job] for i in drawing]
-            tokens = sample(logits, [job.sampler for job in jobs])
-            out.result.tokens.update({runs[i].job: t for i, t in zip(drawing, tokens, strict=True)})
-            wanted = [n for n, job in enumerate(jobs) if job.request.sampling.logprobs is not None]
-            if wanted:
-                found = logprobs_of(
-                    logits[wanted],
-                    [tokens[n] for n in wanted],
-                    [jobs[n].request.sampling.logprobs or 0 for n in wanted],
-                )
-                out.logprobs = {runs[drawing[n]].job: lp for n, lp in zip(wanted, found, strict=True)}
-        for run, part in zip(runs, parts, strict=True):
-            job = self._jobs[run.job]
-            top = job.request.sampling.prompt_logprobs
-            if top is not None and run.start < len(job.request.prompt) and run.job not in failed:
-                out.prompt_logprobs[run.job] = (run.start, self._prompt_logprobs(job.request, part, hidden, top))
-        return out
-
-    def _prompt_logprobs(self, request: Request, part: Part, hidden: Tensor, top: int) -> list[TokenLogprob]:
-        """Log-probabilities of prompt tokens [start + 1, stop + 1), as far as the prompt goes."""
-        targets = list(request.prompt[part.start + 1 : part.stop + 1])
-        rows = hidden[part.where]
-        found: list[TokenLogprob] = []
-        for i in range(0, len(targets), LOGIT_ROWS):
-            piece = targets[i : i + LOGIT_ROWS]
-            found += logprobs_of(self.decoder.logits(rows[i : i + len(piece)]), piece, [top] * len(piece))
-        return found
+        return BatchEntry(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
 
 
 def _rows(runs: Sequence[Run]) -> int:
@@ -406,7 +349,7 @@ def _rows(runs: Sequence[Run]) -> int:
 
 
 def _saves(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
-    """The step's saves as the tee wants them: single decoded rows apart from runs of prefilled rows."""
+    """Divide the step's saves for the tee: runs of prefilled rows, and single decoded rows."""
     prefills, decodes = [], []
     at = 0
     for run in runs:

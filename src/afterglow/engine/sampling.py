@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, for the whole batch at once. Knows nothing of jobs, caches or text."""
+"""Draw tokens from logits, for the whole batch at once. Knows no jobs, caches or text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NEG_INF = float("-inf")
 
 
 class Shaping:
-    """What one request wants changed in its logits, in vLLM's order: no stop token before `min_tokens`, the bias, the
-    repetition penalty, frequency and presence penalties.
+    """Change a request's logits, in vLLM's order: no stop token before `min_tokens`, bias, repetition penalty, frequency and
+    presence penalties.
 
-    It remembers what was generated, also while its request waits to be resumed.
+    Remembers the generated tokens, also while the request waits to be resumed.
     """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], stop_tokens: Collection[int]) -> None:
@@ -25,7 +25,7 @@ class Shaping:
         self._prompt = prompt
         self._stops = sorted(stop_tokens)
         self._generated = 0
-        self._tables: _Tables | None = None  # made for the first token: a request that waits needs none
+        self._tables: _Tables | None = None  # made for the first token: a waiting request needs none
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
@@ -33,7 +33,7 @@ class Shaping:
         return bool(penalties or params.logit_bias or params.min_tokens)
 
     def shorten(self, prompt: Sequence[int]) -> None:
-        """Tokens of the prompt have been left out; these remain."""
+        """Note that the prompt was cut to these tokens."""
         self._prompt = prompt
 
     def apply(self, row: Tensor) -> None:
@@ -53,7 +53,7 @@ class Shaping:
             row -= params.frequency_penalty * tables.counts + params.presence_penalty * (tables.counts > 0)
 
     def drew(self, token: int) -> None:
-        """A token was drawn from what `apply` left."""
+        """Note that a token was drawn from the changed logits."""
         self._generated += 1
         if self._tables is not None:
             if self._tables.counts is not None:
@@ -64,12 +64,12 @@ class Shaping:
 
 @dataclass(slots=True)
 class _Tables:
-    """A request's shaping as tensors over the vocabulary; None: not wanted."""
+    """Hold a request's shaping as tensors over the vocabulary; None: not wanted."""
 
     stops: Tensor  # token ids
     bias: Tensor | None
-    seen: Tensor | None  # is a token in the prompt, or was it generated?
-    counts: Tensor | None  # how often was it generated?
+    seen: Tensor | None  # marks tokens in the prompt, and generated ones
+    counts: Tensor | None  # how often each token was generated
 
     @classmethod
     def of(cls, params: SamplingParams, prompt: Sequence[int], stops: Sequence[int], row: Tensor) -> _Tables:
@@ -91,8 +91,8 @@ def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Sampler:
-    """One request's way of drawing. A seeded request owns a generator, so that what it draws does not depend on
-    what else is in the batch."""
+    """Hold how one request draws. A seeded request owns a generator, so that its tokens do not depend on other requests in the
+    batch."""
 
     params: SamplingParams
     generator: torch.Generator | None = None
@@ -106,7 +106,7 @@ class Sampler:
         prompt: Sequence[int] = (),
         stop_tokens: Collection[int] = (),
     ) -> Sampler:
-        """`prompt` and `stop_tokens`: for what a request may want changed in its logits."""
+        """Make the sampler of a request. `prompt` and `stop_tokens`: for changes of the logits."""
         shaping = Shaping(params, prompt, stop_tokens) if Shaping.wanted(params) else None
         if params.temperature == 0:
             return cls(params, None, shaping)
@@ -119,7 +119,7 @@ class Sampler:
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token per row of `logits` [rows, vocab] (float32), which stay as they are."""
+    """Draw one token per row of `logits` [rows, vocab] (float32), which stay as they are."""
     shapings = [(i, s.shaping) for i, s in enumerate(samplers) if s.shaping is not None]
     if not shapings:
         return _drawn(logits, samplers)
@@ -147,7 +147,7 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Probabilities after temperature, top-k, top-p and min-p, in this order, each over what the last one left.
+    """Compute probabilities after temperature, top-k, top-p and min-p, in this order, each over the tokens that the last one left.
 
     logits [rows, vocab] -> [rows, vocab], zeros where a token is cut. The most likely token always stays.
     """
@@ -171,7 +171,7 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Log-probability, rank and the `tops[i]` best alternatives of `tokens[i]` under row i of `logits`
+    """Compute the log-probability, the rank and the `tops[i]` best alternatives of `tokens[i]` under row i of `logits`
     [rows, vocab], before penalties, bias, temperature and filters (vLLM's `raw_logprobs`, its default)."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     chosen = logp.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""A short trial of a CUDA device before `--device auto` takes it: the same answers as the CPU's, or it is left alone."""
+"""Try a CUDA device before `--device auto` takes it: the device must give the same answers as the CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine.requests import Completion
-from afterglow.request import Request, SamplingParams
+from afterglow.request import Completion, Request, SamplingParams
 
 log = logging.getLogger("afterglow.engine")
 
@@ -19,7 +18,7 @@ TOLERANCE = 1e-2  # of log-probabilities in float32; the CPU's own variants diff
 
 
 class Trial(Protocol):
-    """What the self-test needs of an engine."""
+    """Describe the methods of an engine that the self-test calls."""
 
     def start(self) -> None: ...
 
@@ -64,5 +63,5 @@ def _answers(load: Callable[[EngineConfig], Trial], device: str) -> list[Complet
 
 
 def _gap(a: Completion, b: Completion) -> float:
-    """The largest difference between log-probabilities of two replies with the same tokens."""
+    """Compute the largest difference between log-probabilities of two replies with the same tokens."""
     return max(abs(x.logprob - y.logprob) for x, y in zip(a.logprobs, b.logprobs, strict=True))

@@ -1,9 +1,9 @@
-"""The save path: every new row's un-rotated keys and its values on their way from the decoder to host slots.
+"""Save new rows: copy un-rotated keys, and values, from the decoder to host slots while the forward pass goes on.
 
 Prefilled rows go out layer by layer, as soon as a layer has produced them (CachedAttention §3.2.2). Decoded rows
 are single rows of many layers, too small to move one by one: they gather in a lane of a tail buffer and leave in
-blocks of `FLUSH_ROWS`, and at the end of a reply. Off a device with its own queues of work they leave in a second one,
-so that the next layer does not wait for the copy.
+blocks of `FLUSH_ROWS`, and at the end of a reply. On a device with queues of work they leave in a second queue, so that the
+next layer does not wait for the copy.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Exit:
-    """Off the device, into host memory that the store may read at its leisure."""
+    """Copy rows off the device, into host memory that the store may read at any time."""
 
     def __init__(self, device: torch.device, staged: bool) -> None:
-        """`staged`: copy in a second queue of the device's; else the rows are handed over as they are."""
+        """`staged`: copy in a second queue of the device; else the rows are handed over as they are."""
         self._where = device
         self._device = torch.get_device_module(device)
         self._stream = self._device.Stream() if staged else None
-        self._leaving: deque[tuple[Any, Callable[[], None]]] = deque()  # (event, what to do once it has happened)
+        self._leaving: deque[tuple[Any, Callable[[], None]]] = deque()  # events, and calls to make after them
 
     def take(self, hand_over: Callable[..., None], *tensors: Tensor) -> None:
-        """`hand_over` gets each tensor [..., kv_heads, head_dim] as uint8 [..., row_bytes], now or soon."""
+        """Call `hand_over` with each tensor [..., kv_heads, head_dim] as uint8 [..., row_bytes], now or soon."""
         if self._stream is None:
             hand_over(*map(_bytes, tensors))
             return
@@ -50,14 +50,14 @@ class _Exit:
             for copy, rows in zip(staged, tensors, strict=True):
                 copy.copy_(rows, non_blocking=True)
                 if cuda:
-                    rows.record_stream(self._stream)  # others do not get its memory before the copy is done
+                    rows.record_stream(self._stream)  # its memory is not used again before the copy is done
             event = self._device.Event()
             event.record(self._stream)
         self._leaving.append((event, lambda: hand_over(*map(_bytes, staged))))
         self.hand_over(wait=False)
 
     def hand_over(self, wait: bool) -> None:
-        """What has left the device, in order; all of it, with `wait`."""
+        """Hand over the rows that have left the device, in order. `wait`: wait for all rows."""
         while self._leaving and (wait or self._leaving[0][0].query()):
             event, hand_over = self._leaving.popleft()
             event.synchronize()
@@ -65,13 +65,13 @@ class _Exit:
 
 
 def _bytes(rows: Tensor) -> Bytes:
-    """[..., kv_heads, head_dim] on the CPU -> the same memory as uint8 [..., row_bytes]."""
+    """View rows [..., kv_heads, head_dim] on the CPU as bytes: uint8 [..., row_bytes]."""
     return rows.view(torch.uint8).flatten(-2).numpy()
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """Prefilled rows that leave layer by layer. `rows`: of the flattened batch; `layers` of them have left."""
+    """Follow prefilled rows that leave layer by layer. `rows`: of the flattened batch. `layers`: how many have left."""
 
     rows: slice
     save: Save
@@ -80,7 +80,7 @@ class _Leaving:
 
 @dataclass(slots=True)
 class _Lane:
-    """Rows of one draft that wait in the tail buffer: `count` rows from draft row `first` on."""
+    """Hold rows of one draft that wait in the tail buffer: `count` rows from draft row `first` on."""
 
     index: int
     draft: int = -1
@@ -90,12 +90,12 @@ class _Lane:
 
 
 class Tee:
-    """Hands new rows to the store; owned by the runner, one call to `begin` and `end` around each forward."""
+    """Hand new rows to the store. For the runner alone: `begin` and `end` around each forward pass."""
 
     def __init__(
         self, store: KVStore, shape: KVShape, kv_dtype: torch.dtype, max_batch: int, staged: bool | None = None
     ) -> None:
-        """`staged`: rows leave in a queue of their own (None: where the device is not the CPU)."""
+        """`staged`: rows leave in a queue of their own. None: if the device is not the CPU."""
         self._store = store
         self._exit = _Exit(shape.device, shape.device.type != "cpu" if staged is None else staged)
         self._dtype = kv_dtype
@@ -110,7 +110,7 @@ class Tee:
         self._tail_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
-        """`prefills`: (rows of the flattened batch, save). `decodes`: (job, row of the flattened batch, save)."""
+        """Begin a step. `prefills`: (rows of the flattened batch, save). `decodes`: (job, row of the flattened batch, save)."""
         self._prefills = [_Leaving(rows, save) for rows, save in prefills]
         rows, lanes, places = [], [], []
         for job, row, save in decodes:
@@ -136,16 +136,16 @@ class Tee:
             )
 
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """keys, values [tokens, kv_heads, head_dim] of the step's flattened batch, keys un-rotated.
+        """Save `keys` (un-rotated) and `values` [tokens, kv_heads, head_dim] of the step's flattened batch.
 
-        The store copies in its own time, so neither tensor may be written to afterwards.
+        The store copies later, so neither tensor may be written to afterwards.
         """
         if self._tail_index is not None:
             rows, lanes, places = self._tail_index
             self._tail[layer, 0].index_put_((lanes, places), keys[rows].to(self._dtype))
             self._tail[layer, 1].index_put_((lanes, places), values[rows].to(self._dtype))
         for each in self._prefills:
-            if layer < each.layers:  # it left in an earlier attempt at this step
+            if layer < each.layers:  # the layer left in an earlier attempt at this step
                 continue
             save = each.save
             k, v = keys[each.rows].to(self._dtype), values[each.rows].to(self._dtype)
@@ -153,8 +153,8 @@ class Tee:
             each.layers = layer + 1
 
     def cut(self, rows: int) -> None:
-        """The step is attempted again with the first `rows` rows of its batch: those behind it are void, and are answered
-        for with zeros."""
+        """Cut the batch to its first `rows` rows, because the step is attempted again without the others. Zeros are saved for
+        the others: the plan waits for their saves."""
         void = [each for each in self._prefills if each.rows.start >= rows]
         self._prefills = [each for each in self._prefills if each.rows.start < rows]
         for each in void:
@@ -168,7 +168,7 @@ class Tee:
             self._tail_index = (sources, lanes, places) if len(sources) else None
 
     def end(self) -> None:
-        """After the forward: full lanes go out, and all that has left is the store's."""
+        """End a step: full lanes leave, and all rows that have left are handed to the store."""
         self._prefills = []
         for lane in self._lanes.values():
             if lane.count == FLUSH_ROWS:
@@ -176,7 +176,7 @@ class Tee:
         self._exit.hand_over(wait=True)
 
     def release(self, job: int) -> None:
-        """The job has left the device: what waits in its lane goes out now."""
+        """Note that a job has left the device: the rows in its lane leave now."""
         lane = self._lanes.pop(job, None)
         if lane is not None:
             self._flush(lane)
@@ -186,6 +186,6 @@ class Tee:
     def _flush(self, lane: _Lane) -> None:
         if lane.count == 0:
             return
-        rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is used again before the copy is done
+        rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is filled again before the copy is done
         self._exit.take(partial(self._store.save_block, lane.draft, lane.slots, lane.first), rows)
         lane.count = 0

@@ -1,5 +1,6 @@
-"""SPEC (extends IMPRESS, FAST 2025): which rows of a cached prefix a request needs, layer by layer, before they are loaded.
+"""SPEC (extends IMPRESS, FAST 2025): find out which rows of a cached prefix a request needs, layer by layer, and load these.
 
-Pure parts: tensors and numbers in, tensors and numbers out. Knows kernels and models; no extent, file, thread or queue.
-"Rows" are those of the reused prefix (R in the paper), numbered by their place in it: their original positions.
+`select`, `row_selector`, `sums`: selection, tensors in and out. `chunk_cache`, `chunk_loader`, `chunk_reads`, `prefix_loader`,
+`row_layout`, `speculation`: loading in chunks. Knows views of extents and readers of files; no batches, no threads.
+"Rows" are rows of the reused prefix (R in the paper), numbered by their original positions.
 """

@@ -1,7 +1,7 @@
-"""How much attention each row of a prefix gets from the new tokens, head by head (H2O's metric; spec S2).
+"""Sum up the attention that each row of a prefix gets from the new tokens, head by head (H2O's metric; spec S2).
 
-Unlike `kernels.column_sums` this needs no attention to have been computed before: when rows are to be selected there are
-no values yet, and often only the keys of a few heads.
+`kernels.column_sums` needs attention that was computed before. Here rows are to be selected first: there are no values yet,
+and often only the keys of a few heads.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from afterglow.kernels.passes import suited
 
-MOST = 2**20  # weights at a time: 4 MiB
-MOST_CUDA = 2**24
-QUERIES = 64  # at a time, rather than several heads: the keys of a head are read once for all of them
+MAX_WEIGHTS = 2**20  # at a time: 4 MiB
+MAX_WEIGHTS_CUDA = 2**24
+MAX_QUERIES = 64  # at a time, rather than several heads: so the keys of a head are read once for all queries
 
 
-def column_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_lse: Tensor | None = None) -> Tensor:
-    """Sums of the columns of the attention weights, over the new tokens' rows: float32 [heads, rows].
+def head_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_lse: Tensor | None = None) -> Tensor:
+    """Sum the columns of the attention weights over the new tokens: float32 [heads, rows].
 
-    `q` [n, heads, head_dim], `keys` [rows, kv_heads, head_dim] and the new tokens' `own_keys` [n or more, kv_heads,
-    head_dim], of which the last n are those of `q`; positions applied. Query head h reads KV head h // (heads /
-    kv_heads). A new token sees all rows and the new tokens up to itself; the softmax is over all that, in float32. `extra_lse` [n, heads] (float32, natural log): what the
-    tokens attend to besides, as `attend` returns it for that segment (a system prompt; spec X8); it takes its share of
-    the weights. No more than `MOST` weights exist at a time (but all of one query and one KV head). Sums that are not
-    numbers become 0.
+    `q` [n, heads, head_dim]; `keys` [rows, kv_heads, head_dim]; `own_keys` [n or more, kv_heads, head_dim]: keys of new tokens,
+    the last n belong to `q`. Positions are applied. Query head h reads KV head h // (heads / kv_heads).
+
+    A new token sees all rows and the new tokens up to itself; the softmax is over both, in float32. `extra_lse` [n, heads]
+    (float32, natural log): the log-sum-exp of another segment that the tokens attend to, as `attend` returns it (a system
+    prompt; spec X8); that segment takes its share of the weights. No more than `MAX_WEIGHTS` weights exist at a time (except
+    that one query and one KV head are not divided). Sums that are not numbers become 0.
     """
     n, heads, _ = q.shape
     rows, kv_heads = keys.shape[:2]
@@ -33,8 +34,8 @@ def column_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extr
     if rows == 0 or n == 0:
         return sums
     new = len(own_keys)
-    most = MOST_CUDA if q.device.type == "cuda" else MOST
-    step = max(1, min(n, QUERIES, most // (group * (rows + new))))
+    most = MAX_WEIGHTS_CUDA if q.device.type == "cuda" else MAX_WEIGHTS
+    step = max(1, min(n, MAX_QUERIES, most // (group * (rows + new))))
     at_once = max(1, most // (group * (rows + new) * step))
     for kv in range(0, kv_heads, at_once):
         of_kv = slice(kv, kv + at_once)
@@ -48,36 +49,51 @@ def column_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extr
 
 
 def group_sums(q: Tensor, keys: Tensor, own_keys: Tensor, *, scale: float, extra_lse: Tensor | None = None) -> Tensor:
-    """The same, as the mean of each KV head's query heads: float32 [kv_heads, rows] (spec S18). In one call where that has been
-    built: 64 queries of 2 heads each over 5,000 rows of 3 KV heads take 1.3 ms with two threads, 5.1 otherwise."""
+    """Compute `head_sums` as means over each KV head's query heads: float32 [kv_heads, rows] (spec S18).
+
+    The compiled kernels do that in one call: 64 queries of 2 heads each over 5,000 rows of 3 KV heads take 1.3 ms with two
+    threads, 5.1 without the kernels.
+    """
     library = suited(q, keys, own_keys) if len(q) and len(keys) else None
     if library is None:
-        return grouped(column_sums(q, keys, own_keys, scale=scale, extra_lse=extra_lse), keys.shape[1])
+        return grouped(head_sums(q, keys, own_keys, scale=scale, extra_lse=extra_lse), keys.shape[1])
     (n, heads, head_dim), (rows, kv_heads) = q.shape, keys.shape[:2]
     if q.stride(1) != head_dim:
         q = q.contiguous()
     extra = None if extra_lse is None else extra_lse.float().contiguous()
     sums = torch.empty(kv_heads, rows)
-    failed = library.afterglow_column_sums_3(
-        *(q.data_ptr(), q.stride(0), n, heads, kv_heads, head_dim),
-        *(keys.data_ptr(), keys.stride(0), keys.stride(1), rows),
-        *(own_keys.data_ptr(), own_keys.stride(0), own_keys.stride(1), len(own_keys)),
-        *(None if extra is None else extra.data_ptr(), scale, sums.data_ptr()),
-        *(torch.get_num_threads(), library.afterglow_width_3()),
-    )
-    if failed:
-        raise MemoryError(f"no memory for what {n} queries give to {rows} rows")
+    columns = {
+        "queries": q.data_ptr(),
+        "query_stride": q.stride(0),
+        "count": n,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "past": (keys.data_ptr(), keys.stride(0), keys.stride(1)),
+        "past_rows": rows,
+        "own": (own_keys.data_ptr(), own_keys.stride(0), own_keys.stride(1)),
+        "own_rows": len(own_keys),
+        "other_lse": 0 if extra is None else extra.data_ptr(),
+        "scale": scale,
+        "sums": sums.data_ptr(),
+    }
+    job = library.new("afterglow_columns *", columns)
+    if library.lib.afterglow_column_sums(job, torch.get_num_threads(), library.width):
+        raise MemoryError(f"no memory to sum up the attention of {n} queries to {rows} rows")
     return sums.div_(heads // kv_heads).nan_to_num_(nan=0.0)
 
 
 def grouped(sums: Tensor, kv_heads: int) -> Tensor:
-    """Sums of query heads [heads, rows] to those of KV heads [kv_heads, rows]: the mean of each group (spec S18)."""
+    """Average sums of query heads [heads, rows] over the group of each KV head: [kv_heads, rows] (spec S18)."""
     return sums.view(kv_heads, len(sums) // kv_heads, sums.shape[-1]).mean(1)
 
 
 def _piece(q: Tensor, past: Tensor, own: Tensor, scale: float, extra: Tensor | None) -> Tensor:
-    """Of `q` [size, heads, head_dim], the last `size` of those whose keys are in `own` [kv_heads, head_dim, new]; `past`
-    [kv_heads, head_dim, rows], `extra` [size, heads]. Float32 [heads, rows]."""
+    """Sum the columns for some queries and KV heads: float32 [heads, rows].
+
+    `q` [size, heads, head_dim]; `past` [kv_heads, head_dim, rows]; `own` [kv_heads, head_dim, new]: the last `size` columns
+    belong to `q`; `extra` [size, heads].
+    """
     size, heads, head_dim = q.shape
     kv_heads, _, rows = past.shape
     group = heads // kv_heads

@@ -23,7 +23,7 @@ log = logging.getLogger("afterglow.kernels")
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of `q` [n, heads, head_dim] over `keys` and `values` [rows, kv_heads, head_dim] (any
+    """Compute attention of `q` [n, heads, head_dim] over `keys` and `values` [rows, kv_heads, head_dim] (any
     strides).
 
     `heads` is a multiple of `kv_heads`; query head h reads KV head h // (heads / kv_heads), nothing is
@@ -52,7 +52,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: boo
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint segments from `(out, lse)` of each; in any order and grouping.
+    """Return attention over the union of disjoint segments, from `(out, lse)` of each; in any order and grouping.
 
     All outs are [n, heads, head_dim] of one dtype, all LSEs [n, heads] float32. Computed in float32, rounded
     once. Where every part is empty: out 0, LSE -inf.
@@ -76,8 +76,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tensor, Tensor]) -> None:
-    """Merge a part, [n, heads, head_dim] and [n, heads], into `rows` (n different ones; a slice or int64) of what has been
-    found before: `out` [batch, heads, head_dim] and `lse` [batch, heads], float32."""
+    """Merge a part, [n, heads, head_dim] and [n, heads], into `rows` (n different rows; a slice or int64) of the results so
+    far: `out` [batch, heads, head_dim] and `lse` [batch, heads], float32."""
     if out.device.type == "cuda" and (fused := _fused()) is not None:
         if isinstance(rows, slice):
             fused(out[rows], lse[rows], *part)
@@ -89,8 +89,8 @@ def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tenso
 
 @functools.cache
 def _fused() -> Callable[..., None] | None:
-    """The merge as one kernel, where Triton is installed and can build it: torch's own takes five, each reading and
-    writing everything."""
+    """Return the merge as one kernel, or None where Triton is missing or cannot build it. Torch takes five kernels, and each
+    reads and writes everything."""
     try:
         from afterglow.kernels.triton_merge import merge_onto
     except ImportError:
@@ -109,7 +109,7 @@ def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _full(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Every query sees every row: the query heads of one KV head become further queries of it.
+    """Compute attention in which every query sees every row. The query heads of a KV head become further queries of that head.
 
     Faster than handing the op fewer KV heads than query heads (4096 rows, one query: 0.60 to 0.65 ms; rows
     first, 0.80 to 1.09 ms), and the CUDA ops know no grouped heads at all.
@@ -128,7 +128,7 @@ def _full(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor
 
 
 def _square(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal, as many queries as rows. KV heads are the batch; the heads of a group share a stride-0 view."""
+    """Compute causal attention of as many queries as rows. KV heads are the batch; the heads of a group share a stride-0 view."""
     n, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -144,7 +144,7 @@ def _square(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tens
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """[batch, heads, rows, head_dim] of equal head counts to out and LSE [batch, heads, queries]."""
+    """Compute attention of [batch, heads, rows, head_dim], equal head counts: out, and LSE [batch, heads, queries]."""
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -163,7 +163,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> t
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """The formula itself, scores in float32: for devices and head sizes without a fused operator."""
+    """Compute the formula itself, scores in float32: for devices and head sizes without a fused operator."""
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

@@ -1,79 +1,81 @@
-"""What has been built of `native/`, as a library: attention, products of rows with a matrix, and what is between.
+"""Load the compiled kernels of `native/`: attention, products of rows with a matrix, and the passes between them.
 
-It is built when the package is installed, if there is a GCC, and for x86-64; everything else does without.
+They are compiled when the package is installed, if there is GCC or clang, for Linux on x86-64. Without them every caller uses
+torch. `native/afterglow.h` is the binary interface: C includes it, and cffi reads it here.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from importlib.machinery import EXTENSION_SUFFIXES
+import logging
+import re
 from pathlib import Path
+from typing import Any
+
+import cffi
+
+log = logging.getLogger("afterglow.kernels")
+
+LIBRARY = "_native.so"  # beside this file, whichever Python it was compiled for: it needs none
+
+
+class Native:
+    """The compiled kernels. `lib` has the functions of `afterglow.h`; `width` is the number of floats in a vector."""
+
+    __slots__ = ("_ffi", "lib", "width")
+
+    def __init__(self, library: Path, header: Path) -> None:
+        """Load `library`, whose functions `header` declares.
+
+        Raises: OSError if the file is not a library for this machine; ImportError if it was compiled from another version.
+        """
+        self._ffi = cffi.FFI()
+        self._ffi.cdef(declarations(header.read_text()))
+        self.lib: Any = self._ffi.dlopen(str(library))
+        try:
+            version = self.lib.afterglow_abi_version()
+        except AttributeError:
+            version = None
+        if version != self.lib.AFTERGLOW_ABI_VERSION:
+            raise ImportError(
+                f"{library} was compiled from another version of the package (interface {version}, needed is "
+                f"{self.lib.AFTERGLOW_ABI_VERSION})"
+            )
+        self.width: int = self.lib.afterglow_width()
+
+    def __str__(self) -> str:
+        return f"vectors of {self.width} floats, products {'in' if self.lib.afterglow_bytes() else 'not in'} 8 bits"
+
+    def new(self, kind: str, values: object) -> Any:
+        """Return a C value of type `kind`, such as `afterglow_norm *`. Its memory lives as long as the result."""
+        return self._ffi.new(kind, values)
+
+    def address(self, memory: Any) -> int:
+        """Return the address of a result of `new`."""
+        return int(self._ffi.cast("uintptr_t", memory))
+
+
+def declarations(header: str) -> str:
+    """Return the declarations of the text of `afterglow.h` for cffi, with addresses (as torch gives them) for pointers to numbers."""
+    lines = (line for line in header.splitlines() if not line.startswith(("#pragma", "#include")))
+    return re.sub(r"(?:const )?(?:void|float|u?int\d+_t) \*", "uintptr_t ", "\n".join(lines))
 
 
 @functools.cache
-def native() -> ctypes.CDLL | None:
-    """The library, if it has been built and this processor can run it."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name("_native" + suffix)
-        if not path.exists():
-            continue
+def native() -> Native | None:
+    """Return the compiled kernels, or None if there are none for this machine. The first call logs which kernels run on CPU."""
+    here = Path(__file__).parent
+    library = here / LIBRARY
+    reason = "the package was installed without them (they need Linux on x86-64, and GCC or clang)"
+    if library.exists():
         try:
-            library = ctypes.CDLL(str(path))
-            _declare(library)
-        except (OSError, AttributeError):  # built for another machine, or from other sources
-            continue
-        return library if library.afterglow_width_3() else None
+            found = Native(library, here / "native" / "afterglow.h")
+        except (OSError, ImportError) as error:
+            reason = f"{error}; install the package again to compile them"
+        else:
+            if found.width:
+                log.info("kernels on CPU: compiled, %s", found)
+                return found
+            reason = "this processor has no AVX2"
+    log.warning("kernels on CPU: torch's operators only, which are slower. No compiled kernels: %s", reason)
     return None
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    """Errors: AttributeError, where one of the functions is missing."""
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.afterglow_attend_3.argtypes = (
-        *(pointer, size, pointer, pointer, size, size, size, ctypes.c_float),
-        *(size, pointer, size, pointer, ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_append_3.argtypes = (
-        *(pointer, size, pointer, size, size, size),
-        *(size, pointer, size, pointer),
-    )
-    library.afterglow_append_3.restype = None
-    library.afterglow_multiply_3.argtypes = (
-        *(pointer, size, size, size, pointer, size),
-        *(pointer, ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_multiply_bytes_3.argtypes = (
-        *(pointer, size, size, size, pointer, size),
-        *(pointer, ctypes.c_int, pointer, ctypes.c_int),
-    )
-    library.afterglow_column_sums_3.argtypes = (
-        *(pointer, size, size, size, size, size),
-        *(pointer, size, size, size, pointer, size, size, size),
-        *(pointer, ctypes.c_float, pointer, ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_block_3.argtypes = (
-        *(pointer, pointer, pointer, size, pointer, size),
-        *(ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_rotate_3.argtypes = (
-        *(pointer, size, size, pointer, pointer, pointer, size, size),
-        *(size, size, size, size, ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_rms_norm_3.argtypes = (
-        *(pointer, size, pointer, ctypes.c_float, pointer),
-        *(size, size, ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_gated_silu_3.argtypes = (pointer, size, pointer, size, size, ctypes.c_int, ctypes.c_int)
-    library.afterglow_round_3.argtypes = (
-        *(pointer, size, ctypes.c_int, pointer, pointer),
-        *(size, size, ctypes.c_int, ctypes.c_int),
-    )
-    library.afterglow_pick_3.argtypes = (pointer, pointer, pointer, pointer, size, size, pointer, ctypes.c_int)
-    library.afterglow_vote_3.argtypes = (
-        *(pointer, size, size, size, size, pointer),
-        *(pointer, pointer, pointer, ctypes.c_int),
-    )
-    library.afterglow_vote_3.restype = size
-    for name in ("rotate", "rms_norm", "gated_silu", "round", "pick"):
-        getattr(library, f"afterglow_{name}_3").restype = None

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST = 2**19  # weights at a time: 2 MiB stay in a core's cache (1,500 rows: 22 ms; 56 ms with 16 MiB)
-MOST_CUDA = 2**24
+MAX_WEIGHTS = 2**19  # weights at a time: 2 MiB stay in a core's cache (1,500 rows: 22 ms; 56 ms with 16 MiB)
+MAX_WEIGHTS_CUDA = 2**24
 
 
 def column_sums(q: Tensor, keys: Tensor, lse: Tensor, *, scale: float) -> Tensor:
-    """What causal attention of `q` [n, heads, head_dim], the last n rows of `keys` [rows, kv_heads, head_dim], gives to
-    each row, over all queries and heads.
+    """Sum the causal attention weights of `q` [n, heads, head_dim] for each row, over all queries and heads. The queries are
+    those of the last n rows of `keys` [rows, kv_heads, head_dim].
 
-    `lse` [n, heads] is what `attend` returns for them (float32, natural log). Returns float32 [rows], which sum up to
-    n * heads. The weights are made again, piece by piece: the fused operators do not show theirs.
+    `lse` [n, heads] comes from `attend` (float32, natural log). Returns float32 [rows], whose sum is n * heads. The weights
+    are computed again, piece by piece: the fused operators do not return theirs.
     """
     n, heads, head_dim = q.shape
     rows, kv_heads = keys.shape[:2]
     group = heads // kv_heads
     sums = torch.zeros(rows, dtype=torch.float32, device=q.device)
-    most = MOST_CUDA if q.device.type == "cuda" else MOST
+    most = MAX_WEIGHTS_CUDA if q.device.type == "cuda" else MAX_WEIGHTS
     step = max(1, most // (heads * max(rows, 1)))
     for first in range(0, n, step):
         stop = min(first + step, n)

@@ -1,4 +1,4 @@
-"""Rows out of many tensors, one after the other: of a prefix in chunks, those that are wanted (`native/pick.c`).
+"""Selected rows of many tensors, one after the other, such as the chunks of a prefix (`native/pick.c`).
 
 1,750 rows of 2 KiB out of 110 chunks: 0.13 ms with two threads, 0.9 to 1.2 as an index into each chunk and their concatenation.
 """
@@ -15,12 +15,12 @@ from afterglow.kernels.built import native
 
 
 def picked(pieces: Sequence[Tensor], which: Tensor, rows: Tensor) -> Tensor:
-    """`out[i] = pieces[which[i]][rows[i]]`, of any dtype.
+    """Return `out[i] = pieces[which[i]][rows[i]]`, of any dtype.
 
-    `pieces` [rows of each, ...], alike but for the number of rows, and on one device; `which` and `rows` int64 [n] -> [n, ...].
+    `pieces` [rows, ...] have one shape, except the number of rows, and one device; `which` and `rows` int64 [n]. Returns [n, ...].
     """
     first = pieces[0]
-    inner = torch.empty(0, *first.shape[1:]).stride()[1:]  # of rows that are one run of memory each
+    inner = torch.empty(0, *first.shape[1:]).stride()[1:]  # if each row is one run of memory
     dense = first.device.type == "cpu" and all(piece.stride()[1:] == inner for piece in pieces)
     library = native() if dense else None
     if library is None:
@@ -31,7 +31,7 @@ def picked(pieces: Sequence[Tensor], which: Tensor, rows: Tensor) -> Tensor:
     size = first.element_size()
     places = torch.tensor([piece.data_ptr() for piece in pieces])
     strides = torch.tensor([size * piece.stride(0) for piece in pieces])
-    library.afterglow_pick_3(
+    library.lib.afterglow_pick(
         *(places.data_ptr(), strides.data_ptr(), which.data_ptr(), rows.data_ptr()),
         *(len(which), size * math.prod(first.shape[1:]), out.data_ptr(), torch.get_num_threads()),
     )

@@ -23,9 +23,9 @@ Rotation: TypeAlias = tuple[Tensor, Tensor]
 
 
 class RopeTable:
-    """The rotation of every position, computed on demand.
+    """The rotation of every position, computed when a step needs it.
 
-    Not precomputed for all positions: 131,072 of them would take 64 MiB, and the angles of one step cost
+    Not precomputed: the tables of 131,072 positions would take 64 MiB, and the angles of one step cost
     microseconds.
     """
 
@@ -43,11 +43,11 @@ class RopeTable:
 
     @property
     def dim(self) -> int:
-        """How many of a head's first dimensions turn."""
+        """Return how many of a head's first dimensions turn."""
         return 2 * int(self.inv_freq.shape[0])
 
     def cos_sin(self, positions: Tensor) -> Rotation:
-        """The rotation of `positions` (int64 [rows]); the tables lie on the positions' device."""
+        """Return the rotation of `positions` (int64 [rows]); the tables lie on the positions' device."""
         inv_freq = self.inv_freq.to(positions.device)
         # float32 holds every position below 2**24 exactly.
         angles = positions.to(torch.float32)[:, None] * inv_freq
@@ -59,7 +59,7 @@ class RopeTable:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """`x` [rows, heads, head_dim] turned by `rotation`; a new tensor of the same shape and dtype."""
+    """Return `x` [rows, heads, head_dim] turned by `rotation`: a new tensor of the same shape and dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rotate_into(x, rotation, out)
     return out
@@ -77,11 +77,17 @@ def rotate_into(x: Tensor, rotation: Rotation, out: Tensor) -> None:
     if library is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
         (rows, heads, size), (x_row, x_head, _), (out_row, out_head, _) = x.shape, x.stride(), out.stride()
-        library.afterglow_rotate_3(
-            *(x.data_ptr(), x_row, x_head, cos.data_ptr(), sin.data_ptr()),
-            *(out.data_ptr(), out_row, out_head, rows, heads, size, dim),
-            *(torch.get_num_threads(), library.afterglow_width_3()),
-        )
+        job = {
+            "x": (x.data_ptr(), x_row, x_head),
+            "out": (out.data_ptr(), out_row, out_head),
+            "cos": cos.data_ptr(),
+            "sin": sin.data_ptr(),
+            "rows": rows,
+            "heads": heads,
+            "head_dim": size,
+            "rotary_dim": dim,
+        }
+        library.lib.afterglow_rotate(library.new("afterglow_rotation *", job), torch.get_num_threads(), library.width)
         return
     whole = dim == x.shape[-1]
     source = x if whole else x[..., :dim]

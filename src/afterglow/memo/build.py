@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.errors import ConfigError
-from afterglow.memo.attend import RecordingAttend
 from afterglow.memo.database import PROJECTOR, MemoDatabase, check_identity, vectors_file, write_vectors
-from afterglow.memo.encoder import Embedder
-from afterglow.memo.evaluate import Trial, calibrate, threshold_curve
-from afterglow.memo.index import VectorIndex
+from afterglow.memo.evaluate import HeldOutTrial, calibrate, threshold_curve
+from afterglow.memo.map_attention import RecordingAttend
 from afterglow.memo.maps import MAPS, Identity, MapStore, token_key
+from afterglow.memo.memo_settings import SETTINGS, MemoSettings
+from afterglow.memo.options import MemoOptions
 from afterglow.memo.packing import unpack
 from afterglow.memo.projector import ProjectorSpec
-from afterglow.memo.settings import SETTINGS, MemoOptions, Settings
+from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.training import buckets_of, train
+from afterglow.memo.vector_index import VectorIndex
 
 Report = Callable[[str, int, int], None]  # what, done, total
 INPUTS = "inputs.bin"
@@ -64,7 +65,7 @@ class Builder:
         self.skipped = 0  # sentences that were too long, or for which the budget had no room
 
     def run(self, sentences: Sequence[Sequence[int]]) -> MemoDatabase:
-        """The database of `sentences`, token ids each; equal ones count once. Raises ConfigError for a folder that
+        """The database of `sentences`, token ids each; equal ones count once. Raises: ConfigError for a folder that
         holds something else, RequestError for tokens that the model does not have."""
         wanted = self._wanted(sentences)
         if (self._folder / SETTINGS).is_file():
@@ -84,7 +85,7 @@ class Builder:
         return self.open()
 
     def open(self) -> MemoDatabase:
-        """What is there. Errors as `MemoDatabase.open`."""
+        """Open the database. Raises: as `MemoDatabase.open`."""
         about = self._identity
         return MemoDatabase.open(
             self._folder, model_digest=about.model_digest, quantisation=about.quantisation, template=about.template
@@ -94,9 +95,9 @@ class Builder:
         """Put more sentences into a finished database, found by the projector as it is; returns how many were new.
         `max_bytes`: the budget this time (None: the one that it was built with). Raises as `open`, and ConfigError while
         another process writes."""
-        Settings.load(self._folder)  # that there is one
+        MemoSettings.load(self._folder)  # that there is one
         store = MapStore.open(self._folder, writable=True)
-        try:  # what is there counts from now on: another process may have added to it until it gave the lock back
+        try:  # the records count from now on: another process may have added some until it gave the lock back
             database = self.open()
             settings, projector = database.settings, database.projector
             database.close()
@@ -115,7 +116,7 @@ class Builder:
             store.flush()
             numbers, rows = self._merge(database, store.tokens, settings.records, vectors)
             crc = write_vectors(self._folder, numbers, rows)
-            done = Settings(
+            done = MemoSettings(
                 records=len(store),
                 trained_on=settings.trained_on,
                 vectors_crc=crc,
@@ -244,10 +245,10 @@ class Builder:
                 index.put(s, members[known], vectors[s][known])
         place = {int(n): (s, row) for s, members in numbers.items() for row, n in enumerate(members)}
         queries = {n: vectors[place[n][0]][place[n][1]] for n in held}
-        trial = Trial(self._embedder, store, index, {n: sentences[n] for n in held}, queries, options.neighbours)
+        trial = HeldOutTrial(self._embedder, store, index, {n: sentences[n] for n in held}, queries, options.neighbours)
         measured = calibrate(trial, identity.layers, self._report)
         crc = write_vectors(self._folder, numbers, vectors)
-        settings = Settings(
+        settings = MemoSettings(
             records=len(store),
             trained_on=len(store),
             vectors_crc=crc,

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.errors import ConfigError, DamageError
-from afterglow.memo.index import VectorIndex, weights_of
 from afterglow.memo.maps import Identity, MapStore
+from afterglow.memo.memo_settings import POWER, MemoSettings
 from afterglow.memo.projector import Projector
-from afterglow.memo.settings import POWER, Settings
+from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.digest import model_digest
 from afterglow.model.loader import Progress
 
@@ -39,14 +39,14 @@ Vectors = dict[int, NDArray[np.float32]]
 def memo_digest(
     model: str | Path, dtype: str, quantization: QuantizationName = "none", *, progress: Progress | None = None
 ) -> str:
-    """The digest of a model for its attention maps; `dtype` is what is computed in. Raises ModelError."""
+    """The digest of a model for its attention maps; `dtype`: the type of the computation. Raises: ModelError."""
     weights = "" if quantization == "none" else f", weights={quantization}"
     return model_digest(model, f"attention maps, compute={dtype}{weights}", progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found for n sentences of one length: `numbers` and `weights` [n, neighbours], nearest first;
+    """Neighbours found for n sentences of one length: `numbers` and `weights` [n, neighbours], nearest first;
     `similarity` [n], -inf where there is no neighbour; `layers` [n, layers], which are to take maps."""
 
     numbers: NDArray[np.int64]
@@ -62,8 +62,8 @@ class Fetched:
     __slots__ = ("_first", "_packed", "_places")
 
     def __init__(self, packed: Tensor, places: Tensor, *, first: int = 0) -> None:
-        """`packed` [fetched, layers, heads, numbers], of the layers from `first` on; `places` int64 [n]: which of them
-        is each sentence's, or -1."""
+        """`packed` [fetched, layers, heads, numbers], of the layers from `first` on; `places` int64 [n]: each sentence's
+        place in `packed`, or -1."""
         self._packed, self._places, self._first = packed, places, first
 
     def layer(self, layer: int, members: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class Fetched:
 class MemoDatabase:
     """Finds sentences that attend alike, and fetches their maps. May be used from several threads."""
 
-    def __init__(self, folder: Path, store: MapStore, projector: Projector, settings: Settings) -> None:
-        """Use `open`. Raises DamageError where the vectors are not what was written."""
+    def __init__(self, folder: Path, store: MapStore, projector: Projector, settings: MemoSettings) -> None:
+        """Use `open`. Raises: DamageError where the vectors differ from those that were written."""
         self.folder, self.store, self.projector, self.settings = folder, store, projector, settings
         self.index = VectorIndex(folder)
         self.tokens = store.tokens[: settings.records]
@@ -98,9 +98,9 @@ class MemoDatabase:
 
     @staticmethod
     def open(folder: Path, *, model_digest: str, quantisation: str, template: str) -> MemoDatabase:
-        """The database of exactly this model. Raises ConfigError where it is another's, is not finished or not there,
+        """The database of exactly this model. Raises: ConfigError where it is another's, is not finished or not there,
         DamageError where it is damaged as a whole; damaged records only miss."""
-        settings = Settings.load(folder)
+        settings = MemoSettings.load(folder)
         store = MapStore.open(folder)
         check_identity(store.identity, folder, quantisation=quantisation, model_digest=model_digest, template=template)
         if len(store) < settings.records:
@@ -186,7 +186,7 @@ def fetch_layer(store: MapStore, found: Found, layer: int) -> Fetched:
 
 
 def stacked(maps: list[Tensor]) -> Tensor:
-    """Of sentences of one length, in one block of memory; widened where one of them is."""
+    """Merge the maps of sentences of one length into one block of memory; widened where one part is."""
     if not maps:
         return torch.empty(0)
     dtype = torch.float32 if any(one.dtype == torch.float32 for one in maps) else maps[0].dtype
@@ -194,7 +194,8 @@ def stacked(maps: list[Tensor]) -> Tensor:
 
 
 def check_identity(identity: Identity, folder: Path, **wanted: str) -> None:
-    """Raises ConfigError that names what differs: maps of another model are never used."""
+    """Check that a database is of the wanted model: maps of another model are never used. Raises: ConfigError, which names the
+    difference."""
     for name, want in wanted.items():
         have = getattr(identity, name)
         if have != want:
@@ -208,7 +209,7 @@ def check_identity(identity: Identity, folder: Path, **wanted: str) -> None:
 
 def write_vectors(folder: Path, numbers: Numbers, vectors: Vectors) -> int:
     """Record numbers and feature vectors by length; returns the file's CRC32C. The file is named after their count, so
-    that what `memo.json` says and what is there belong together whenever a process is killed."""
+    that `memo.json` and the vectors agree, also when a process is killed between the two."""
     tensors: dict[str, NDArray[Any]] = {}
     for tokens, members in numbers.items():
         tensors[f"numbers.{tokens}"] = members
@@ -219,7 +220,7 @@ def write_vectors(folder: Path, numbers: Numbers, vectors: Vectors) -> int:
 
 
 def read_vectors(folder: Path, records: int, crc: int) -> tuple[Numbers, Vectors]:
-    """What `write_vectors` wrote. Raises DamageError."""
+    """Read the vectors that `write_vectors` wrote. Raises: DamageError."""
     path = vectors_file(folder, records)
     try:
         raw = path.read_bytes()

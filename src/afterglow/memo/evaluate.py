@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from afterglow.memo.attend import MapsAttend
-from afterglow.memo.calibrate import Isotonic, isotonic
 from afterglow.memo.database import Fetched, merged_maps, stacked
-from afterglow.memo.encoder import Embedder
-from afterglow.memo.index import VectorIndex, weights_of
-from afterglow.memo.labels import total_variation
+from afterglow.memo.distances import total_variation
+from afterglow.memo.isotonic import Isotonic, isotonic
+from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
+from afterglow.memo.memo_settings import POWER, MemoSettings
 from afterglow.memo.packing import unpack
-from afterglow.memo.settings import POWER, Settings
+from afterglow.memo.sequence_embedder import Embedder
+from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.encoder import BatchAttend
 
 THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.87, 0.86, 0.85)
@@ -28,8 +28,8 @@ Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Functions of the distance to the nearest sentence; see `Settings`."""
+class MeasuredErrors:
+    """Functions of the distance to the nearest sentence; see `MemoSettings`."""
 
     variation: Isotonic
     errors: tuple[Isotonic, ...]
@@ -45,7 +45,7 @@ class Bucket:
     maps: Fetched
 
 
-class Trial:
+class HeldOutTrial:
     """Embeds held-out sentences with maps of others."""
 
     def __init__(
@@ -101,24 +101,24 @@ class Trial:
         return torch.cat(out)
 
 
-def calibrate(trial: Trial, layers: int, report: Report) -> Measured:
+def calibrate(trial: HeldOutTrial, layers: int, report: Report) -> MeasuredErrors:
     """Fit distance -> total variation, and for each layer distance -> error of the embedding. Without any held-out
     sentence that has a neighbour nothing is known, and only sentences' own maps will be accepted."""
     nothing = Isotonic((0.0, 1e-3), (0.0, 1.0))
     if not len(trial.distances):
-        return Measured(nothing, (nothing,) * layers)
+        return MeasuredErrors(nothing, (nothing,) * layers)
     errors = []
     for layer in range(layers):
         alone = np.zeros((len(trial.distances), layers), bool)
         alone[:, layer] = True
         errors.append(_from_zero(trial.distances, trial.errors(alone)))
         report("calibrating", layer + 1, layers)
-    return Measured(_from_zero(trial.distances, trial.variations), tuple(errors))
+    return MeasuredErrors(_from_zero(trial.distances, trial.variations), tuple(errors))
 
 
-def threshold_curve(trial: Trial, settings: Settings, report: Report) -> list[dict[str, float]]:
-    """Rows of threshold, hit rate (of sentences), layer rate (of layers over all sentences), error (mean 1 - cosine over all
-    held-out sentences) and variation (mean total variation of what was accepted)."""
+def threshold_curve(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> list[dict[str, float]]:
+    """Compute rows of threshold, hit rate (of sentences), layer rate (of layers over all sentences), error (mean 1 - cosine over all
+    held-out sentences) and variation (mean total variation of the accepted maps)."""
     rows: list[dict[str, float]] = []
     last: NDArray[np.bool_] | None = None
     for done, threshold in enumerate(THRESHOLDS):

@@ -57,7 +57,7 @@ class Identity:
             raise ConfigError(f"maps are stored as {' or '.join(DTYPES)}, not {self.dtype!r}")
 
     def record_bytes(self, tokens: int) -> int:
-        """Bytes of one sentence's maps: layers x heads x tokens squared (causal: half of it) x 2 or 4."""
+        """Bytes of one sentence's maps: layers x heads x tokens squared (causal: half as many) x 2 or 4."""
         return self.layers * self.heads * packed_size(tokens, causal=self.causal) * DTYPES[self.dtype].itemsize
 
 
@@ -79,7 +79,7 @@ class MapStore:
 
     @staticmethod
     def create(folder: Path, identity: Identity) -> MapStore:
-        """An empty store, locked for writing. Errors: ConfigError where another process writes to it."""
+        """Make an empty store, locked for writing. Raises: ConfigError where another process writes to it."""
         folder.mkdir(parents=True, exist_ok=True)
         header = json.dumps({"format": FORMAT, **dataclasses.asdict(identity)}).encode()
         if len(header) > HEADER_BYTES:
@@ -99,7 +99,7 @@ class MapStore:
 
     @staticmethod
     def open(folder: Path, *, writable: bool = False) -> MapStore:
-        """What is there. Errors: ConfigError (no store, another format, a second writer), DamageError (header)."""
+        """Open a store. Raises: ConfigError (no store, another format, a second writer), DamageError (header)."""
         if not (folder / MAPS).is_file():
             raise ConfigError(f"{folder} holds no attention maps; afterglow memo build makes them")
         file = os.open(folder / MAPS, os.O_RDWR if writable else os.O_RDONLY)
@@ -114,7 +114,7 @@ class MapStore:
         return MapStore(folder, identity, file, entries, writable=writable)
 
     def close(self) -> None:
-        """Write what is pending, unlock. Views that were handed out stay valid."""
+        """Write pending entries and unlock. Views that were handed out stay valid."""
         if self._file >= 0:
             self.flush()
             os.close(self._file)
@@ -166,7 +166,7 @@ class MapStore:
         return self._count - 1
 
     def flush(self) -> None:
-        """Write the entries of what was appended; from now on a killed process loses none of it."""
+        """Write the entries of appended records; from now on a killed process loses none."""
         if self._pending:
             with open(self.folder / RECORDS, "r+b") as records:
                 records.seek((self._count - len(self._pending)) * ENTRY.itemsize)
@@ -190,7 +190,7 @@ class MapStore:
                 os.posix_fadvise(self._file, int(entry["offset"]), size, os.POSIX_FADV_WILLNEED)
 
     def read(self, number: int) -> NDArray[Any]:
-        """Record `number` as a read-only view [layers, heads, packed]. Errors: DamageError, checked each time."""
+        """Read record `number` as a read-only view [layers, heads, packed]. Raises: DamageError; the record is checked each time."""
         entry = self._entries[number]
         start, size = int(entry["offset"]), self.identity.record_bytes(int(entry["tokens"]))
         if start + size > self._mapped.size:

@@ -37,7 +37,7 @@ class Pooling:
     def read(cls, folder: Path, *, causal: bool) -> Pooling:
         """As `modules.json` and what it names say; without it the last state of a decoder, the mean of an encoder's.
 
-        Raises ModelError for what would give other vectors than the model's author meant, by name.
+        Raises: ModelError for what would give other vectors than the model's author meant, by name.
         """
         if not (folder / "modules.json").is_file():
             return cls("last" if causal else "mean")

@@ -1,10 +1,10 @@
 """The feature projector: a sentence's embedded input -> a vector; near vectors, similar attention maps.
 
-The paper's has two layers (AttnCache, 3.1) and leaves open how inputs of any length fit them, and what is in between.
+The paper's has two layers (AttnCache, 3.1) and leaves open how inputs of any length fit them, and the layer between.
 
 `positions` (default, not the paper's): one linear layer to 16 numbers for each token, all tokens in their order. Lengths
     have vectors of their own size, and only equal lengths are ever compared. No place is averaged away: see
-    benchmarks/attncache_sts.py for what that is worth.
+    benchmarks/papers/attncache/sts.py for what that is worth.
 `binned`: tokens are averaged into 16 bins of position and dimensions into 256, with the logarithm of the length beside
     them; then linear, GELU, layer norm, linear, to 128 numbers.
 `public`: as the published program has it: padded on the left to `max_tokens`, maximum over 2 x 2, then over pairs of rows
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from afterglow.errors import ConfigError, DamageError
+from afterglow.memo.options import ProjectorKind
 
-ProjectorKind = Literal["positions", "binned", "public"]
 DIMENSIONS = 128  # of the paper's feature vectors
 PER_TOKEN, TOKEN_WIDTH = 16, 512  # of `positions`: numbers a token, of at most so many averaged dimensions
 BINS, BINNED_WIDTH = 16, 256
@@ -62,8 +62,8 @@ class ProjectorSpec:
     def reduce(self, x: Tensor) -> Tensor:
         """Embedded inputs `x` [n, tokens, hidden], equally long -> float32 [n, width(tokens)]; nothing is learned.
 
-        Rounded to half precision, as which inputs are kept while a database is built: what is the same then and now
-        has distance 0. Raises ConfigError for an input that is too long.
+        Rounded to half precision, as inputs are while a database is built: an input that is the same then and now
+        has distance 0. Raises: ConfigError for an input that is too long.
         """
         return self._reduce(x.float()).half().float()
 
@@ -138,7 +138,7 @@ class Projector(nn.Module):
 
     @staticmethod
     def load(path: Path) -> Projector:
-        """Errors: DamageError."""
+        """Read a projector. Raises: DamageError."""
         try:
             with safe_open(path, framework="pt") as file:
                 projector = Projector(ProjectorSpec(**json.loads(file.metadata()["spec"])))

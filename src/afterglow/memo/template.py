@@ -12,7 +12,7 @@ ONE_WORD = f'This sentence: "{PLACE}" means in one word:'
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A prompt with one place for the text. Other braces are text. Raises ConfigError where `{text}` is not there
+    """A prompt with one place for the text. Other braces are text. Raises: ConfigError where `{text}` is not there
     exactly once."""
 
     source: str = ONE_WORD

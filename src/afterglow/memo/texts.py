@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from afterglow.config import DtypeName, QuantizationName
+from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import AfterglowError, ConfigError, RequestError, UserError
-from afterglow.memo.attend import AttentionMemo
+from afterglow.memo.break_even import Gain, measure
 from afterglow.memo.database import MemoDatabase, memo_digest
-from afterglow.memo.encoder import Embedder, EmbedResult
-from afterglow.memo.modes import MemoMode, check_memo_mode
-from afterglow.memo.pays import Gain, measure
+from afterglow.memo.map_attention import AttentionMemo
+from afterglow.memo.options import DEFAULT_THRESHOLD, MemoMode, check_memo_mode
 from afterglow.memo.pooling import Pooling
-from afterglow.memo.settings import DEFAULT_THRESHOLD
+from afterglow.memo.sequence_embedder import Embedder, EmbedResult
 from afterglow.memo.template import BARE, Template
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Model
@@ -49,14 +48,14 @@ class TextEmbedder:
 
     def tokens(self, text: str, truncate: int | None = None) -> list[int]:
         """The ids of `text` in its prompt, special tokens included. Where they are more than `truncate`, the end of the
-        text is left out; what follows the text stays. Raises RequestError where that leaves no room for any."""
+        text is left out; the rest of the template stays. Raises: RequestError where that leaves no room for any."""
         ids = self.tokenizer.encode(self.template.fill(text))
         if truncate is None or len(ids) <= truncate:
             return ids
         bare = self.tokenizer.encode(self.template.fill(""))
         if truncate <= len(bare):
             raise RequestError(
-                f"truncate_prompt_tokens: {truncate} tokens leave no room for a text, since {len(bare)} of them are the "
+                f"truncate_prompt_tokens: {truncate} tokens leave no room for a text, since {len(bare)} tokens are the "
                 f"prompt around it; use {len(bare) + 1} or more",
                 param="truncate_prompt_tokens",
             )
@@ -73,7 +72,7 @@ class TextEmbedder:
         return prompt(bisect_right(range(len(text) + 1), truncate, key=lambda size: len(prompt(size))) - 1)
 
     def embed(self, texts: Sequence[str], truncate: int | None = None) -> EmbedResult:
-        """One vector for each text, in order. Raises RequestError."""
+        """One vector for each text, in order. Raises: RequestError."""
         return self.embedder.embed([self.tokens(text, truncate) for text in texts])
 
 
@@ -94,7 +93,7 @@ def text_embedder(
     texts that are at least `threshold` alike. `memo_mode`: "auto" measures first whether that is faster here, and leaves
     it alone where it is not (see `pays.measure`); "off" only looks whether the maps are this model's.
 
-    Raises ConfigError for a template without `{text}`, for another model's maps and for a mode that is none, ModelError
+    Raises: ConfigError for a template without `{text}`, for another model's maps and for a mode that is none, ModelError
     for pooling that is not supported.
     """
     pooling = Pooling.read(folder, causal=model.spec.causal)
@@ -144,12 +143,12 @@ def memo_identity(model: Model, folder: Path, template: Template) -> dict[str, s
 
 
 def open_memo(memo: Path, threshold: float, model: Model, folder: Path, template: Template) -> AttentionMemo:
-    """The attention maps in `memo`, if they are this model's under this prompt. Raises ConfigError otherwise."""
+    """The attention maps in `memo`, if they are this model's under this prompt. Raises: ConfigError otherwise."""
     try:
         database = MemoDatabase.open(memo, **memo_identity(model, folder, template))
     except UserError:
         raise
-    except AfterglowError as error:  # damaged as a whole: somebody asked for it, and should know
+    except AfterglowError as error:  # damaged as a whole: the user asked for it, and should know
         raise ConfigError(str(error)) from None
     for note in database.notes:
         log.warning("%s", note)
@@ -164,7 +163,7 @@ def load_embedding_model(
     quantization: QuantizationName = "none",
     progress: Progress | None = None,
 ) -> Model:
-    """The encoder or the decoder of a model directory. Raises ModelError; ConfigError where it cannot be quantised so."""
+    """The encoder or the decoder of a model directory. Raises: ModelError; ConfigError where it cannot be quantised so."""
     if is_encoder(folder):
         return load_encoder(folder, dtype=dtype, device=device, quantization=quantization, progress=progress)
     model: Decoder = load_model(folder, dtype=dtype, device=device, quantization=quantization, progress=progress)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from afterglow.memo.labels import ALPHA, LabelMode, labels
+from afterglow.memo.distances import labels
+from afterglow.memo.options import ALPHA, STEPS, LabelMode
 from afterglow.memo.projector import Projector, ProjectorSpec
 
 ReadInput = Callable[[int], Tensor]
@@ -24,9 +25,9 @@ ReadMaps = Callable[[int, NDArray[np.int64]], Tensor]
 """`read(number, heads)`: a sentence's maps of some heads, numbered over all layers -> float32 [1, heads, s, s]."""
 
 BATCH = 32
-STEPS, RATE = 600, 1e-3  # kinds `positions` and `binned`
+RATE = 1e-3  # kinds `positions` and `binned`
 EPOCHS, PUBLIC_RATE, MOMENTUM = 3, 0.1, 0.9  # kind `public`
-SAMPLE = 512  # sentences whose inputs say what is usual
+SAMPLE = 512  # sentences whose inputs are taken as typical
 BATCH_NUMBERS = 1 << 20  # of a batch's maps; of larger ones a random part of the heads is compared
 
 
@@ -86,7 +87,7 @@ def _optimiser(projector: Projector, steps: int) -> tuple[torch.optim.Optimizer,
 
 
 def _equal(tokens: NDArray[np.int64], steps: int, random: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """Batches of one length each, a length as often as there are sentences of it."""
+    """Draw batches of one length each, a length as often as it has sentences."""
     buckets = buckets_of(tokens)
     usable = [members for members in buckets.values() if len(members) > 1]
     if not usable:

@@ -1,4 +1,4 @@
-"""What a language model is: one decoder for all families, and how a directory becomes one.
+"""Language models: one decoder for all families, and the way from a directory to a decoder.
 
-Declares the `Attend` seam and calls it; knows no cache, no request and no engine.
+This room declares the `Attend` seam and calls it; it knows no cache, no request and no engine.
 """

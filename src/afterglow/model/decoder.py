@@ -1,6 +1,6 @@
 """The one decoder: embeddings, layers of norms, projections and MLPs, final norm, head. No class per family.
 
-It does not know where keys and values come from: each layer hands its normed input to an `Attend`, and gets
+The decoder does not know where keys and values come from: each layer hands its normed input to an `Attend` and gets
 the attention context back. Tokens of any number of sequences are one flat batch.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.kernels.attention import attend
 from afterglow.kernels.block import Block
 from afterglow.kernels.matrix import BytePanels, Panels
@@ -30,19 +30,19 @@ class Norm:
     __slots__ = ("_bias", "_eps", "_rms", "_shape", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, rms: bool, eps: float) -> None:
-        """`weight` and `bias` [size]; RMS norms have no bias."""
+        """Keep `weight` and `bias` [size]; RMS norms have no bias."""
         self._weight, self._bias, self._rms, self._eps = weight, bias, rms, eps
         self._shape = tuple(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [..., size] -> the same shape and dtype."""
+        """Normalise `x` [..., size]; same shape and dtype."""
         if self._rms:
             return rms_norm(x, self._weight, self._eps)
         return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
 
     @property
     def rms(self) -> tuple[Tensor, float] | None:
-        """Weight and epsilon of an RMS norm; None for a layer norm."""
+        """Return weight and epsilon of an RMS norm; None for a layer norm."""
         return (self._weight, self._eps) if self._rms else None
 
 
@@ -54,14 +54,14 @@ class Attention:
     def __init__(
         self, layer: int, spec: ModelSpec, qkv: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
     ) -> None:
-        """`qkv` yields all query heads, then all key heads, then all value heads."""
+        """Keep the weights. `qkv` yields all query heads, then all key heads, then all value heads."""
         self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
         self.head_dim, self.scale = spec.head_dim, spec.scale
         self._qkv, self._q_norm, self._k_norm = qkv, q_norm, k_norm
         self._values: Linear | None = None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` [tokens, hidden], normed -> q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
+        """Project `x` [tokens, hidden], normed, to q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
         Keys and queries carry no position yet; norms on them (Qwen3) are applied. All three are views of one
         buffer where there is no such norm.
@@ -74,22 +74,22 @@ class Attention:
         return q, k, v
 
     def value(self, x: Tensor) -> Tensor:
-        """v alone, [tokens, kv_heads, head_dim], for whoever has the attention map. The first call keeps the values' part
-        of the fused weights apart, which takes that much memory again where they are packed."""
+        """Project to v alone, [tokens, kv_heads, head_dim], for attention whose map is known. The first call keeps the values'
+        part of the fused weights apart; where the weights are packed, that part takes its memory twice."""
         if self._values is None:
             keys_end = (self.heads + self.kv_heads) * self.head_dim
             self._values = self._qkv.rows(keys_end, keys_end + self.kv_heads * self.head_dim)
         return self._values(x).view(x.shape[0], self.kv_heads, self.head_dim)
 
     def rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Queries or keys [tokens, any heads, head_dim] at the positions of `rotation`.
+        """Rotate queries or keys [tokens, any heads, head_dim] to the positions of `rotation`.
 
         `rotation` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself.
         """
         return x if rotation is None else rotate(x, rotation)
 
     def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys as `project` returns them; at once, where they lie side by side."""
+        """Rotate queries and keys as `project` returns them, in one call if they lie side by side."""
         if rotation is None:
             return q, k
         rows, heads, size = q.shape
@@ -100,10 +100,10 @@ class Attention:
 
 
 class Attend(Protocol):
-    """Where attention happens; the engine implements it over caches, the tests without any."""
+    """The seam where attention is computed. The engine implements it over caches, tests without a cache."""
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
-        """`x` [tokens, hidden], normed -> context [tokens, heads * head_dim], not yet projected out."""
+        """Attend from `x` [tokens, hidden], normed: context [tokens, heads * head_dim], not yet projected out."""
         ...
 
 
@@ -121,14 +121,14 @@ class Layer:
 
 @dataclass(slots=True, eq=False)
 class Hidden:
-    """Rows on their way through the decoder: `x` [rows, hidden] before layer `layer`, `normed` what that layer gets."""
+    """Rows on their way through the decoder: `x` [rows, hidden] before layer `layer`, `normed` the input of that layer."""
 
     x: Tensor
     normed: Tensor
     layer: int = 0
 
     def part(self, rows: slice) -> Hidden:
-        """A copy of some."""
+        """Return a copy of some rows."""
         return Hidden(self.x[rows].clone(), self.normed[rows].clone(), self.layer)
 
 
@@ -160,7 +160,7 @@ class Decoder:
         dtype: torch.dtype,
         quantization: QuantizationName = "none",
     ) -> None:
-        """`embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`."""
+        """Put the decoder together. `embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`."""
         self.spec = spec
         self.quantization = quantization
         self.rope = rope
@@ -173,7 +173,7 @@ class Decoder:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """In their order; others can be put in their place."""
+        """The layers in order. May be set to others."""
         return self._layers
 
     @layers.setter
@@ -183,20 +183,20 @@ class Decoder:
         self._blocks = [self._block(layer, after) for layer, after in zip(layers, self._norms[1:], strict=True)]
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """cos and sin of `positions` (int64 [rows]), once per step; None for learned positions."""
+        """Return cos and sin of `positions` (int64 [rows]), once per step; None for learned positions."""
         return None if self.rope is None else self.rope.cos_sin(positions)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
-        """`ids` and `positions` int64 [tokens] -> final-normed hidden rows [tokens, hidden]; or only those of `wanted` (int64), so
-        that the last layer's MLP has nothing to do for the others."""
+        """Compute the final-normed hidden rows [tokens, hidden] of `ids` and `positions`, int64 [tokens]; or only the rows
+        `wanted` (int64), so that the last layer's MLP skips the others."""
         hidden = self.begin(ids, positions)
         self.go_on(hidden, attend, wanted)
         return hidden.normed
 
     @torch.inference_mode()
     def begin(self, ids: Tensor, positions: Tensor) -> Hidden:
-        """The same as a pass that can be left in between: before its first layer."""
+        """Begin a pass that can be left between layers: return it before its first layer."""
         x = F.embedding(ids, self._embed).to(self.dtype)
         if self._positions is not None:
             x = x + F.embedding(positions + self.spec.position_offset, self._positions)
@@ -204,8 +204,8 @@ class Decoder:
 
     @torch.inference_mode()
     def go_on(self, hidden: Hidden, attend: Attend, wanted: Tensor | None = None, stop: int | None = None) -> None:
-        """Take the pass through its next layers, up to layer `stop` (None: all of them). What `attend` raises leaves it before
-        the layer that was asked, to go on from there."""
+        """Take the pass through its next layers, up to layer `stop` (None: all layers). If `attend` raises, the pass stays before
+        that layer, and can go on from there."""
         while hidden.layer < (len(self._layers) if stop is None else stop):
             index = hidden.layer
             layer, block = self._layers[index], self._blocks[index]
@@ -222,11 +222,11 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` [rows, hidden] from `forward` -> float32 [rows, vocab]."""
+        """Compute logits, float32 [rows, vocab], of `hidden` [rows, hidden] from `forward`."""
         return self._head(hidden).float()
 
     def _block(self, layer: Layer, after: Norm) -> Block | None:
-        """What the layer does after attention, in one call; None where it has to be done one by one."""
+        """Return the part of the layer after attention as one call; None if its operations must be called one by one."""
         out, mlp_in, mlp_out = layer.out, layer.mlp_in, layer.mlp_out
         if self.spec.residual == "parallel" or not self.spec.gated_mlp or self.spec.activation != "silu":
             return None
@@ -241,7 +241,7 @@ class Decoder:
         )
 
     def _after_attention(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
-        """What the layer makes of `x` [rows, hidden], given its norm and attention's context."""
+        """Return the layer's output for `x` [rows, hidden], given its norm and attention's context."""
         if self.spec.residual == "parallel":
             inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
             return (x + layer.out(attended)).add_(self._mlp(layer, inner))
@@ -265,7 +265,7 @@ class PlainAttend:
     """Causal attention of independent whole sequences, nothing cached: the simplest `Attend`."""
 
     def __init__(self, decoder: Decoder, positions: Tensor, lengths: Sequence[int]) -> None:
-        """`positions` int64 [tokens] of the flat batch, `lengths` of its sequences, adding up to tokens."""
+        """Take `positions`, int64 [tokens], of the flat batch, and the `lengths` of its sequences, which add up to tokens."""
         assert sum(lengths) == positions.shape[0]
         self._rotation = decoder.rotation(positions)
         self._lengths = list(lengths)

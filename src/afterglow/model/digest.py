@@ -11,7 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.model.loader import Progress, is_preset, read_spec, weight_files
 from afterglow.model.presets import PRESETS
 
@@ -20,7 +20,7 @@ READ_BYTES = 8 << 20
 
 
 def numeric_mode(compute_dtype: str, kv_dtype: str, quantization: QuantizationName = "none") -> str:
-    """What of the arithmetic a digest depends on, as text."""
+    """Return the properties of the arithmetic that a digest depends on, as text."""
     quantized = "" if quantization == "none" else f",weights={quantization}"
     return f"compute={compute_dtype},kv={kv_dtype}{quantized}"
 
@@ -33,11 +33,13 @@ def model_digest(
     cache_file: Path | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """64 hex digits that name all that stored KV depends on besides its tokens.
+    """Return 64 hex digits that name everything that stored KV depends on, besides its tokens.
 
     SHA-256 over every weight byte, the config fields that matter, `mode` (see `numeric_mode`) and the KV
     layout version; for a preset over its spec and `seed`. File hashes are remembered in `cache_file`
-    (default: in the user's cache directory) by path, size, modification time and inode. Raises ModelError.
+    (default: in the user's cache directory) by path, size, modification time and inode.
+
+    Raises: ModelError if a file of the model cannot be read.
     """
     if is_preset(model):
         spec = PRESETS[str(model)]
@@ -51,7 +53,7 @@ def model_digest(
 
 
 def default_cache_file() -> Path:
-    """Where file hashes are remembered."""
+    """Return the file where hashes are remembered."""
     return Path(platformdirs.user_cache_dir("afterglow")) / "weight-hashes.json"
 
 
@@ -86,7 +88,7 @@ def _hash(path: Path, done: int, total: int, progress: Progress | None) -> str:
 
 
 def _read_cache(path: Path) -> dict[str, str]:
-    """What is remembered; nothing where the file is absent or damaged: hashing again is only slower."""
+    """Return the remembered hashes; none if the file is absent or damaged: hashing again is only slower."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """The one encoder: token, position and type embeddings, layers of bidirectional attention and MLPs with the norm
 after each residual. And exact attention over batches of whole sequences, for encoders and decoders alike.
 
-Like the decoder it hands each layer's input to an `Attend`, so that whoever replaces attention (memoised maps) need
-not know which of the two it is.
+Like the decoder, the encoder hands each layer's input to an `Attend`, so that code that replaces attention (memoised
+maps) serves both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import ACTIVATIONS, Attend, Attention, Decoder, Layer, Norm
 from afterglow.model.spec import EncoderSpec
@@ -39,8 +39,8 @@ class Encoder:
         dtype: torch.dtype,
         quantization: QuantizationName = "none",
     ) -> None:
-        """`embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`. `token_type` [hidden]:
-        what the first segment's tokens have in common; a single text has no second one."""
+        """Put the encoder together. `embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`.
+        `token_type` [hidden]: the embedding of the first segment; a single text has no second one."""
         self.spec = spec
         self.dtype = dtype
         self.quantization = quantization
@@ -51,12 +51,12 @@ class Encoder:
         self._activation = ACTIVATIONS[spec.activation]
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """None: learned positions are part of the embeddings (see `Decoder.rotation`)."""
+        """Return None: learned positions are part of the embeddings (see `Decoder.rotation`)."""
         return None
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`ids` and `positions` int64 [tokens] of a flat batch -> the last layer's states [tokens, hidden]."""
+        """Compute the last layer's states [tokens, hidden] of `ids` and `positions`, int64 [tokens], of a flat batch."""
         x = F.embedding(ids, self._embed).to(self.dtype)
         if self._token_type is not None:
             x = x + self._token_type
@@ -78,7 +78,7 @@ class BatchAttend:
     encoder. Neighbours of equal length are one call, and nothing is padded."""
 
     def __init__(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> None:
-        """`positions` int64 [tokens] of the flat batch, `lengths` of its sequences, adding up to tokens."""
+        """Take `positions`, int64 [tokens], of the flat batch, and the `lengths` of its sequences, which add up to tokens."""
         assert sum(lengths) == positions.shape[0]
         self._rotation = model.rotation(positions)
         self._causal = model.spec.causal
@@ -106,5 +106,5 @@ class BatchAttend:
 
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours of equal length as (how many, length): `[5, 5, 9]` -> `[(2, 5), (1, 9)]`."""
+    """Return neighbours of equal length as (how many, length): `[5, 5, 9]` -> `[(2, 5), (1, 9)]`."""
     return [(len(list(group)), length) for length, group in itertools.groupby(lengths)]

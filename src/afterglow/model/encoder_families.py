@@ -1,7 +1,7 @@
 """The bidirectional encoders: BERT's family, from `config.json` to an EncoderSpec and the names of its weights.
 
-A row says how a family differs from BERT. What changes the arithmetic and is not honoured is refused by name, as it
-is for decoders.
+A row says how a family differs from BERT. A key that changes the arithmetic and is not honoured is refused by name, as
+for decoders.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFamily:
-    """How `config.json` of one model type is read, and where its weights are."""
+    """The way to read `config.json` of one model type, and the names of its weights."""
 
     architecture: str  # the class's name without the head
     read: Callable[[Config], dict[str, Any]]
@@ -30,9 +30,9 @@ class EncoderFamily:
 
 
 def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
-    """The spec and weight names of a parsed `config.json` whose `model_type` is one of ENCODERS.
+    """Return the spec and weight names of a parsed `config.json` whose `model_type` is one of ENCODERS.
 
-    Raises ModelError naming what is missing or not honoured.
+    Raises: ModelError that names the key that is missing or not honoured.
     """
     kind = config["model_type"]
     family = ENCODERS[kind]
@@ -82,7 +82,7 @@ def _bert(config: Config) -> dict[str, Any]:
 
 
 def _roberta(config: Config) -> dict[str, Any]:
-    """Its positions begin after the padding token's id, and the table has as many rows more."""
+    """Read RoBERTa: positions begin after the padding token's id, and the table has as many rows more."""
     padding = config.get("pad_token_id")
     offset = (1 if padding is None else padding) + 1
     rows = need(config, "max_position_embeddings")
@@ -111,7 +111,7 @@ def _head_dim(hidden: int, heads: int) -> int:
 
 
 def _bert_names(outer: str) -> Names:
-    """`outer`: the module's name in checkpoints that have a head; those of the bare model lack it."""
+    """Return the names of BERT's weights. `outer`: the module's name in checkpoints with a head; the bare model lacks it."""
     layer = outer + ".encoder.layer.{l}."
     return Names(
         embed=f"{outer}.embeddings.word_embeddings",

@@ -1,6 +1,6 @@
 """The families: from a Hugging Face `config.json` to a ModelSpec, and where each weight is found.
 
-A row of `FAMILIES` says how a family differs from Llama; nothing else does. What is refused is in `refusals.py`.
+A row of `FAMILIES` says how a family differs from Llama; no other place does. Refused keys are in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How `config.json` of one model type is read."""
+    """The way to read `config.json` of one model type."""
 
     architecture: str
     read: Callable[[Config], dict[str, Any]]  # ModelSpec fields that differ from Llama's reading
@@ -65,9 +65,9 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
-    """The spec and weight names of a parsed `config.json`, in the style of transformers 4 or 5.
+    """Return the spec and weight names of a parsed `config.json`, in the style of transformers 4 or 5.
 
-    Raises ModelError naming what is missing or not honoured.
+    Raises: ModelError that names the key that is missing or not honoured.
     """
     kind = config.get("model_type")
     if kind is None:
@@ -95,14 +95,14 @@ def _refuse_architecture(config: Config, family: Family) -> None:
 
 
 def need(config: Config, key: str) -> Any:
-    """A key that no config can do without. Errors: ModelError."""
+    """Return the value of a required key. Raises: ModelError if it is missing."""
     if config.get(key) is None:
         raise ModelError(f"config.json lacks {key!r}; the model directory is incomplete")
     return config[key]
 
 
 def read_activation(name: Any) -> Activation:
-    """Our name of an activation. Errors: ModelError."""
+    """Return our name of an activation. Raises: ModelError if it is not known."""
     if name not in ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -132,7 +132,7 @@ def _read_common(config: Config) -> dict[str, Any]:
 
 
 def _windowed(fields: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """`fields` with the sliding window as a limit: within it, windowed and full attention are the same."""
+    """Return `fields` with the sliding window as a limit: within it, windowed and full attention are the same."""
     if window is None or window >= fields.get("position_limit", 1 << 62):
         return fields
     reason = f"sliding-window attention ({window} tokens) is not supported"
@@ -308,5 +308,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def replace_eos(spec: ModelSpec, eos: Any) -> ModelSpec:
-    """`spec` with the ids of `generation_config.json` added to its end-of-sequence ids."""
+    """Return `spec` with the ids of `generation_config.json` added to its end-of-sequence ids."""
     return dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *_ids(eos)))))

@@ -1,14 +1,14 @@
-"""One matrix and how it is kept: the only place that knows about packed and quantised weights.
+"""One matrix and the way it is kept: the only place that knows about packed and quantised weights.
 
 Plain, or (float32 on CPU) reordered once into panels of our own or into oneDNN's layout, and the original dropped: whichever a
 short trial finds faster for a matrix of that size. Measured on one core (AMD with AVX-512, torch 2.13), 4,096 x 768, panels,
 oneDNN's and plain: 1 row 0.34, 0.41 and 0.80 ms, 8 rows 0.35, 0.52 and 1.36, 64 rows 1.9, 2.0 and 5.8, 256 rows 7.4, 7.5 and
 20. oneDNN's packing serves all row counts, unless packed for a single row.
 
-Or int8, on request: 8 bits for each weight, with a scale for each output, and for each number of a row that is multiplied, with a
-scale for each row; in panels of our own (AVX-512 VNNI) or by oneDNN: 0.08 and 0.13 ms, 0.10 and 0.19, 0.50 and 0.60, 1.9 and 2.0.
-Torch's own dynamic quantisation takes one scale for all rows; a token's result would then depend on what else is in its batch,
-and reuse could not be exact.
+Or int8, on request: 8 bits for each weight, with a scale for each output, and 8 bits for each number of the rows, with a scale
+for each row; in panels of our own (AVX-512 VNNI) or by oneDNN: 0.08 and 0.13 ms, 0.10 and 0.19, 0.50 and 0.60, 1.9 and 2.0.
+Torch's own dynamic quantisation takes one scale for all rows: a token's result would then depend on the rest of its batch, and
+reuse could not be exact.
 
 The operators are private: where a trial run fails or differs, `F.linear` does the work.
 """
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import BytePanels, Panels, has_bytes
@@ -39,17 +39,17 @@ WORTH = 1.3  # what comes later in the list has to be so much faster: the choice
 
 
 class Linear(Protocol):
-    """A matrix that rows are multiplied with."""
+    """A matrix that multiplies rows."""
 
     inputs: int
     outputs: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [rows, inputs], in the dtype that the model computes in -> [rows, outputs]."""
+        """Multiply `x` [rows, inputs], in the dtype that the model computes in: [rows, outputs]."""
         ...
 
     def rows(self, start: int, stop: int) -> Linear:
-        """The outputs from `start` to `stop` alone, as a matrix of its own: where this one is packed, a copy."""
+        """Return the outputs from `start` to `stop` as a matrix: a copy if this one is packed."""
         ...
 
 
@@ -59,7 +59,7 @@ class PlainLinear:
     __slots__ = ("_bias", "_weight", "inputs", "outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` [outputs, inputs], `bias` [outputs] of the same dtype, both where the work will be done."""
+        """Keep `weight` [outputs, inputs] and `bias` [outputs] of the same dtype, both on the device that computes."""
         self.outputs, self.inputs = weight.shape
         self._weight, self._bias = weight, bias
 
@@ -71,7 +71,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The weight in oneDNN's layout only; where `can_pack` is True."""
+    """The weight in oneDNN's layout only. Needs `can_pack`."""
 
     __slots__ = ("_bias", "_packed", "inputs", "outputs")
 
@@ -96,7 +96,7 @@ class PackedLinear:
 
 
 class PanelLinear(Panels):
-    """The weight in panels of our own; where `native` is there."""
+    """The weight in panels of our own. Needs the compiled kernels."""
 
     __slots__ = ()
 
@@ -106,7 +106,7 @@ class PanelLinear(Panels):
 
 
 class Int8Linear:
-    """Weights and what they are multiplied with rounded to 8 bits, sums exact in 32; where `int8_levels` is not 0.
+    """Weights and rows rounded to 8 bits, sums exact in 32. Needs `int8_levels` other than 0.
 
     Row i of the result depends on row i of `x` alone. Float32 on CPU.
     """
@@ -142,7 +142,7 @@ class Int8Linear:
 
 
 class BytePanelLinear(BytePanels):
-    """Weights, and what they are multiplied with, in 8 bits, in panels of our own; where `has_bytes`."""
+    """Weights and rows in 8 bits, in panels of our own. Needs `has_bytes`."""
 
     __slots__ = ()
 
@@ -161,8 +161,10 @@ def _cut(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
 def keeping(
     dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none"
 ) -> Callable[[Tensor, Tensor | None], Linear]:
-    """How to keep (weight, bias) of a model that computes in `dtype` on `device`. ConfigError where it cannot be quantised
-    so."""
+    """Return how to keep (weight, bias) of a model that computes in `dtype` on `device`.
+
+    Raises: ConfigError if the model cannot be quantised so.
+    """
     if quantization == "int8":
         if device.type != "cpu" or dtype != torch.float32:
             raise ConfigError(
@@ -196,7 +198,7 @@ def _int8(weight: Tensor, bias: Tensor | None) -> Int8Linear:
 
 @functools.cache
 def _fastest(kinds: tuple[Kind, ...], outputs: int, inputs: int, threads: int) -> Kind:
-    """The way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
+    """Return the fastest way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
     best, least = kinds[0], float("inf")
     for kind in kinds if len(kinds) > 1 else ():
         matrix = kind(torch.ones(outputs, inputs), None)
@@ -216,7 +218,7 @@ def _seconds(linear: Linear, x: Tensor) -> float:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packed weights work here: tries a small product and compares."""
+    """Return whether packed weights work here: try a small product and compare."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     try:
@@ -231,8 +233,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def int8_levels() -> int:
-    """How large the numbers of a rounded row may be for sums to be exact here: 127; 63 where products are added in 16 bits,
-    which overflow (processors before VNNI); 0 where it does not work at all."""
+    """Return how large the numbers of a rounded row may be, so that sums are exact here: 127; 63 where products are added in
+    16 bits, which overflow (processors before VNNI); 0 where the operator does not work."""
     weight = torch.ones(16, 64)
     weight[::2] = -1
     for levels in (127, 63):

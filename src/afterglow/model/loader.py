@@ -1,4 +1,4 @@
-"""A Hugging Face model directory -> Decoder, or Encoder. Only safetensors; nothing in a directory is ever executed."""
+"""From a Hugging Face model directory to a Decoder or an Encoder. Only safetensors; no code of a directory is executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from afterglow.config import DtypeName, QuantizationName
+from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import ModelError
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
@@ -21,7 +21,7 @@ from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.families import Names, replace_eos, spec_from_config
 from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.spec import EncoderSpec, ModelSpec
-from afterglow.model.weights import Assembler
+from afterglow.model.weights import WeightAssembler
 
 Progress = Callable[[int, int], None]
 """`progress(done_bytes, total_bytes)`."""
@@ -39,12 +39,14 @@ def load_model(
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """The decoder of a model directory, or of a preset (`bench-100m`) with seed 0.
+    """Load the decoder of a model directory, or of a preset (`bench-100m`) with seed 0.
 
     `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
     `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the
-    weights. Raises ModelError, one clear line, for anything missing, damaged or not supported; ConfigError where
-    it cannot be quantised so.
+    weights.
+
+    Raises: ModelError, one line, if a part of the model is missing, damaged or not supported; ConfigError if the model cannot
+    be quantised so.
     """
     place = torch.device(device)
     if is_preset(model):
@@ -61,7 +63,9 @@ def load_model(
     spec.context(max_model_len)
     with Checkpoint(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
-        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization).decoder()
+        return WeightAssembler(
+            spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization
+        ).decoder()
 
 
 def load_encoder(
@@ -72,28 +76,30 @@ def load_encoder(
     quantization: QuantizationName = "none",
     progress: Progress | None = None,
 ) -> Encoder:
-    """The encoder of a model directory; `dtype` and errors as in `load_model`."""
+    """Load the encoder of a model directory; `dtype` and errors as in `load_model`."""
     place = torch.device(device)
     spec, names = read_spec(directory)
     if not isinstance(spec, EncoderSpec):
         raise ModelError(f"{directory} holds a {spec.family} decoder, not an encoder ({', '.join(ENCODERS)})")
     with Checkpoint(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
-        return Assembler(spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization).encoder()
+        return WeightAssembler(
+            spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization
+        ).encoder()
 
 
 def is_encoder(directory: Path) -> bool:
-    """Whether a model directory holds an encoder. Raises ModelError where it is no model directory."""
+    """Return whether a model directory holds an encoder. Raises: ModelError if it is no model directory."""
     return isinstance(read_spec(directory)[0], EncoderSpec)
 
 
 def is_preset(model: str | Path) -> bool:
-    """Whether `model` names a preset, and no directory of that name hides it."""
+    """Return whether `model` names a preset, and no directory of that name hides it."""
     return str(model) in PRESETS and not Path(model).is_dir()
 
 
 def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype that arithmetic is done in; `checkpoint` is the dtype of the weights' file."""
+    """Return the dtype of the arithmetic; `checkpoint` is the dtype of the weights' file."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else DTYPES[checkpoint]
     if wanted == "float16" and device.type == "cpu":
@@ -105,7 +111,7 @@ def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> t
 
 
 def read_spec(directory: Path) -> tuple[ModelSpec, Names]:
-    """The spec of a model directory, and where its weights are named; reads no weights."""
+    """Read the spec of a model directory and the names of its weights; no weights are read."""
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory (and no preset: {', '.join(PRESETS)})")
     if not (directory / "config.json").is_file():
@@ -131,9 +137,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory, in the order of their names.
+    """Return the safetensors files of a model directory, in the order of their names.
 
-    Raises ModelError where there are none, or one that the index names is missing.
+    Raises: ModelError if there are none, or a file that the index names is missing.
     """
     if (directory / INDEX).is_file():
         files = _index(directory).values()
@@ -188,11 +194,11 @@ class Checkpoint:
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None and self._progress is not None:
-            self._progress(self._total, self._total)  # headers and tensors that nobody asked for
+            self._progress(self._total, self._total)  # headers and tensors that are not read
         self.close()
 
     def close(self) -> None:
-        """Unmaps the files; tensors that were read stay valid."""
+        """Unmap the files; tensors that were read stay valid."""
         self._open.close()
         self._files.clear()
 
@@ -204,7 +210,7 @@ class Checkpoint:
         raise ModelError(f"{self._directory}: the weights lack {name}; they are not what config.json describes")
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of a tensor by our name; ModelError unless float32, bfloat16 or float16."""
+        """Return the dtype of a tensor by our name. Raises: ModelError unless float32, bfloat16 or float16."""
         found = self._find(name)
         return self._checked(found, self._files[found].get_slice(found).get_dtype())
 
@@ -218,7 +224,7 @@ class Checkpoint:
         return names[dtype]
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See `Source.get`. NOTE: may be a view of the mapped file; copy what is kept."""
+        """Return a tensor: see `WeightSource.get`. NOTE: it may be a view of the mapped file; copy it to keep it."""
         found = self._find(name)
         handle = self._files[found]
         about = handle.get_slice(found)

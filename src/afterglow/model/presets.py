@@ -1,4 +1,4 @@
-"""Models of random weights: shapes to measure speed with, and small ones for tests. Each is spec and seed."""
+"""Models of random weights: shapes to measure speed with, and small ones for tests. A model is a spec and a seed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.model.decoder import Decoder
 from afterglow.model.families import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
-from afterglow.model.weights import Assembler
+from afterglow.model.weights import WeightAssembler
 
 PRESETS = {
     "bench-56m": ModelSpec(
@@ -70,10 +70,10 @@ class RandomSource:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self.taken: dict[str, Tensor] | None = None  # set to a dict to keep what is drawn
+        self.taken: dict[str, Tensor] | None = None  # set to a dict to keep the drawn tensors
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See `Source.get`: float32; matrices and biases N(0, 0.02), norm weights around 1."""
+        """Draw a tensor: see `WeightSource.get`. Float32; matrices and biases N(0, 0.02), norm weights around 1."""
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         tensor = torch.randn(shape, generator=generator).mul_(INIT_STD)
@@ -91,27 +91,27 @@ def random_model(
     device: str = "cpu",
     quantization: QuantizationName = "none",
 ) -> Decoder:
-    """A decoder of Llama's weight names with random weights; equal for equal (spec, seed)."""
-    return Assembler(spec, Names(), RandomSource(seed), dtype, torch.device(device), quantization).decoder()
+    """Make a decoder of Llama's weight names with random weights; equal for equal (spec, seed)."""
+    return WeightAssembler(spec, Names(), RandomSource(seed), dtype, torch.device(device), quantization).decoder()
 
 
 def save_hf(model: str | ModelSpec, directory: Path, *, seed: int = 0) -> None:
     """Write the weights of `random_model(spec, seed)` as a float32 Hugging Face Llama directory.
 
-    `model` is a preset's name or a Llama-shaped spec; other programs (benchmarks' opponents) then load the
-    same.
+    `model` is a preset's name or a Llama-shaped spec. Other programs (those that benchmarks compare with) can
+    then load the same model.
     """
     spec = PRESETS[model] if isinstance(model, str) else model
     source = RandomSource(seed)
     source.taken = {}
-    Assembler(spec, Names(), source, torch.float32, torch.device("cpu")).decoder()
+    WeightAssembler(spec, Names(), source, torch.float32, torch.device("cpu")).decoder()
     directory.mkdir(parents=True, exist_ok=True)
     save_file(source.taken, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(llama_config(spec), indent=2) + "\n", encoding="utf-8")
 
 
 def llama_config(spec: ModelSpec) -> dict[str, Any]:
-    """`config.json` of a Llama-shaped spec with plain rotary positions, readable by transformers 4 and 5."""
+    """Return `config.json` of a Llama-shaped spec with plain rotary positions, readable by transformers 4 and 5."""
     rope = spec.rope
     if spec.family != "llama" or rope is None or rope.type != "default" or rope.dim != spec.head_dim:
         raise ValueError(f"only plain Llama shapes can be written, not {spec}")

@@ -1,6 +1,6 @@
-"""What is refused, why, and what helps: config keys that change the arithmetic, and model types that are no family here.
+"""Refusals, with reason and remedy: config keys that change the arithmetic, and model types that are no family here.
 
-A nearly right model gives nearly right answers, unnoticed: so whatever is not honoured is refused by name.
+A nearly right model gives nearly right answers, and the error stays unseen: so a key that is not honoured is refused by name.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def refuse_keys(config: Mapping[str, Any], honoured: frozenset[str]) -> None:
 
 
 def refused_kind(kind: object, supported: str) -> ModelError:
-    """Make the error for a model type that is no family: why it is none, and what helps."""
+    """Make the error for a model type that is no family, with reason and remedy."""
     reason = KNOWN_REFUSED.get(str(kind), "nothing here has been held against its arithmetic")
     return ModelError(f"model type {kind!r} is not supported ({reason}); use a model of one of the types {supported}")
 

@@ -18,7 +18,7 @@ from afterglow.model.spec import RopeSpec
 
 
 def rope_table(spec: RopeSpec, device: torch.device | str = "cpu") -> RopeTable:
-    """The table of `spec`; its type must be one of `SCALINGS`."""
+    """Return the table of `spec`; its type must be one of `SCALINGS`."""
     inv_freq, factor = SCALINGS[spec.type](spec, dict(spec.scaling))
     return RopeTable(inv_freq.to(device), attention_factor=factor)
 
@@ -36,7 +36,7 @@ def _linear(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
 
 
 def _llama3(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
+    """Divide long wavelengths by the factor, keep short ones, blend the others (Llama 3.1)."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     original = scaling["original_max_position_embeddings"]
     inv_freq = 1.0 / _powers(spec)
@@ -48,7 +48,7 @@ def _llama3(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
 
 
 def _yarn(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Below `beta_slow` turns per original window interpolated, above `beta_fast` kept (arXiv 2309.00071)."""
+    """Interpolate below `beta_slow` turns per original window, keep above `beta_fast` (arXiv 2309.00071)."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
@@ -79,7 +79,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _longrope(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """The short factors only: contexts beyond the original window are refused (spec.context)."""
+    """Apply the short factors only: contexts beyond the original window are refused (spec.context)."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -114,10 +114,10 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float | None = None) -> dict[str, Any]:
-    """The rotary fields of a ModelSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
+    """Read the rotary fields of a ModelSpec from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    The first is how transformers 5 writes it, the others how 4 did. `partial` is the family's default share of
-    `head_dim` that turns; None: all of it does, whatever `partial_rotary_factor` says, as in transformers.
+    Transformers 5 writes the first, version 4 wrote the others. `partial` is the family's default share of
+    `head_dim` that turns; None: the whole head turns, whatever `partial_rotary_factor` says, as in transformers.
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in given.values()):

@@ -1,4 +1,4 @@
-"""What a model is, as data. One decoder and one encoder serve all; nothing here knows weights or tensors."""
+"""The description of a model, as data. One decoder and one encoder serve all models; no weights or tensors here."""
 
 from __future__ import annotations
 
@@ -90,27 +90,27 @@ class ModelSpec:
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only itself and those before it."""
+        """Return whether a token sees only itself and earlier tokens."""
         return True
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by before the softmax."""
+        """Return the factor of scores before the softmax."""
         return float(self.head_dim**-0.5)
 
     @property
     def decoupled(self) -> bool:
-        """Whether keys have no position before rotation, so that rows can be reused at other positions."""
+        """Return whether keys have no position before rotation, so that rows can be reused at other positions."""
         return self.positions == "rope"
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of one token's keys and values over all layers, when stored as `dtype`."""
+        """Return the bytes of one token's keys and values over all layers, when stored as `dtype`."""
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def context(self, max_model_len: int | None = None) -> int:
-        """The longest context in tokens that is served; `max_model_len` is the operator's wish, if any.
+        """Return the longest context in tokens that is served; `max_model_len` is the operator's wish, or None.
 
-        Raises ModelError where the wish exceeds what the model was made for, or what is honoured exactly.
+        Raises: ModelError if the wish exceeds the context that the model was made for, or that is honoured exactly.
         """
         wanted = self.max_positions if max_model_len is None else max_model_len
         if self.position_limit is not None and wanted > self.position_limit:
@@ -126,7 +126,7 @@ class ModelSpec:
         return wanted
 
     def fingerprint(self) -> str:
-        """Canonical JSON of everything above that changes the arithmetic: part of the model digest."""
+        """Return canonical JSON of all fields that change the arithmetic: part of the model digest."""
         fields = dataclasses.asdict(self)
         for name in (
             "max_positions",
@@ -141,7 +141,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights, biases and norms aside."""
+        """Return the number of weights, biases and norms aside."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         mlp = self.hidden * self.ffn * (3 if self.gated_mlp else 2)
         tables = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)

@@ -1,6 +1,6 @@
 """From named tensors to a Decoder or an Encoder: checks every shape, fuses q, k, v and gate, up as they come, packs.
 
-Knows no files: a `Source` may be a checkpoint or a random generator. At no time are there two full copies:
+This file knows no files: a `WeightSource` may be a checkpoint or a random generator. At no time are there two full copies:
 each fused matrix is filled tensor by tensor, packed, and dropped before the next one begins.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from afterglow.config import QuantizationName
+from afterglow.choices import QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.families import Names
@@ -21,33 +21,33 @@ from afterglow.model.rotary import rope_table
 from afterglow.model.spec import EncoderSpec, ModelSpec
 
 
-class Source(Protocol):
-    """Where weights come from."""
+class WeightSource(Protocol):
+    """A source of tensors by name."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, on the host, in its own dtype; ModelError if missing or of another shape."""
+        """Return the tensor `name`, on the host, in its own dtype. Raises: ModelError if missing or of another shape."""
         ...
 
 
-class Assembler:
-    """Builds the parts of one decoder, or encoder, from `source`."""
+class WeightAssembler:
+    """Build the parts of one decoder, or encoder, from `source`."""
 
     def __init__(
         self,
         spec: ModelSpec,
         names: Names,
-        source: Source,
+        source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
         quantization: QuantizationName = "none",
     ) -> None:
-        """ConfigError where the model cannot be quantised so."""
+        """Choose how to keep matrices. Raises: ConfigError if the model cannot be quantised so."""
         self._spec, self._names, self._source = spec, names, source
         self._dtype, self._device, self._quantization = dtype, device, quantization
         self._kept = keeping(dtype, device, quantization)
 
     def decoder(self) -> Decoder:
-        """The whole decoder. Raises ModelError at the first tensor that is missing or has another shape."""
+        """Build the whole decoder. Raises: ModelError at the first tensor that is missing or has another shape."""
         spec, names = self._spec, self._names
         embed = self._table(names.embed + ".weight", spec.vocab)
         positions = self._positions() if spec.positions == "learned" else None
@@ -65,7 +65,7 @@ class Assembler:
         )
 
     def encoder(self) -> Encoder:
-        """The whole encoder. Raises ModelError at the first tensor that is missing or has another shape."""
+        """Build the whole encoder. Raises: ModelError at the first tensor that is missing or has another shape."""
         spec, names = self._spec, self._names
         assert isinstance(spec, EncoderSpec)
         embed = self._table(names.embed + ".weight", spec.vocab)
@@ -111,10 +111,10 @@ class Assembler:
         return self._source.get(name, shape).to(self._device, self._dtype)
 
     def _table(self, name: str, rows: int) -> Tensor:
-        """An embedding table; stays narrow where we compute in float32: widening looked-up rows is exact."""
+        """Return an embedding table. It stays narrow where we compute in float32: widening looked-up rows is exact."""
         table = self._source.get(name, (rows, self._spec.hidden))
         dtype = table.dtype if self._dtype == torch.float32 else self._dtype
-        # NOTE: a checkpoint's tensors may be views of a mapped file, which somebody may overwrite.
+        # NOTE: a checkpoint's tensors may be views of a mapped file, which another program may overwrite.
         return table.to(self._device, dtype, copy=True)
 
     def _norm(self, name: str, size: int, *, rms: bool | None = None) -> Norm:
@@ -124,7 +124,7 @@ class Assembler:
         return Norm(weight, bias, rms=rms, eps=self._spec.norm_eps)
 
     def _linear(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool) -> Linear:
-        """One matrix out of the modules `parts` (name, outputs), stacked in order."""
+        """Build one matrix out of the modules `parts` (name, outputs), stacked in order."""
         outputs = sum(size for _, size in parts)
         weight = torch.empty(outputs, inputs, dtype=self._dtype, device=self._device)
         biases = torch.empty(outputs, dtype=self._dtype, device=self._device) if bias else None

@@ -1,8 +1,8 @@
-"""What the plan counts. Plain numbers; whoever serves metrics names them."""
+"""The plan's counters and levels: plain numbers. The metrics name them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Counters:
     missed_salt: int = 0  # another tenant has them
 
     def count_miss(self, why: str, tokens: int) -> None:
-        """A job has computed tokens that were not cached."""
+        """Count tokens that a job computed because they were not cached."""
         setattr(self, f"missed_{why}", getattr(self, f"missed_{why}") + tokens)
 
     @property
@@ -65,7 +65,7 @@ class Counters:
         return self.evicted_host + self.evicted_disk + self.evicted_device + self.dropped
 
     def count_hits(self, prompt: int, device: int, host: int, disk: int) -> None:
-        """A job was admitted."""
+        """Count the cached tokens of an admitted job."""
         self.query_tokens += prompt
         self.hit_device += device
         self.hit_host += host
@@ -76,25 +76,25 @@ class Counters:
 class Stats:
     """A snapshot."""
 
-    prefetch_window: int  # waiting jobs whose rows are fetched ahead
-    eviction_window: int  # waiting jobs whose rows stay in some tier
-    read_rate: float | None  # bytes/s from disk, as measured; None: not yet
-    prefill_rate: float | None  # rows/s of a prefill of 512 rows, as measured
-    sessions: int  # conversations with a name
-    prefixes: int  # registered, and their tokens
-    prefix_rows: int
-    waiting: int
-    loading: int
-    running: int
-    extents: int
-    contexts: int
-    device_rows: int  # used, of running jobs and retained contexts
-    device_rows_total: int
-    host_slots: int  # used
-    host_slots_total: int
-    disk_bytes: int  # used
-    disk_bytes_total: int
-    disk_over_bytes: int  # above it: after a restart with less, until files have been removed
-    moves_in_flight: int
-    saves_in_flight: int  # drafts not yet resolved
-    counters: Counters  # a copy
+    prefetch_window: int = 0  # waiting jobs whose rows are fetched ahead
+    eviction_window: int = 0  # waiting jobs whose rows stay in some tier
+    read_rate: float | None = None  # bytes/s from disk, as measured; None: not yet
+    prefill_rate: float | None = None  # rows/s of a prefill of 512 rows, as measured
+    sessions: int = 0  # conversations with a name
+    prefixes: int = 0  # registered, and their tokens
+    prefix_rows: int = 0
+    waiting: int = 0
+    loading: int = 0
+    running: int = 0
+    extents: int = 0
+    contexts: int = 0
+    device_rows: int = 0  # used, of running jobs and retained contexts
+    device_rows_total: int = 0
+    host_slots: int = 0  # used
+    host_slots_total: int = 0
+    disk_bytes: int = 0  # used
+    disk_bytes_total: int = 0
+    disk_over_bytes: int = 0  # above it: after a restart with less, until files have been removed
+    moves_in_flight: int = 0
+    saves_in_flight: int = 0  # drafts not yet resolved
+    counters: Counters = field(default_factory=Counters)  # a copy

@@ -1,4 +1,4 @@
-"""The values that pass between the plan and those who carry it out. Nothing here does anything.
+"""The values that pass between the plan and those who carry it out. They do nothing.
 
 One iteration of the engine (and, on the same code, of a simulator):
 
@@ -13,13 +13,12 @@ a slot is a block's place in the host arena. Block b of an extent holds its rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from struct import iter_unpack
 from typing import Literal, NamedTuple
 
-ExtentId = str  # hex; see `plan.index.extent_id`
+ExtentId = str  # hex; see `plan.prefix.index.extent_id`
 Kind = Literal["exact", "session", "approx"]
 Tier = Literal["device", "host", "disk"]
 
@@ -28,11 +27,11 @@ DEMAND, PREFETCH, SAVE, BACKGROUND = range(4)  # priorities of moves: the lower 
 
 @dataclass(frozen=True, slots=True)
 class ExtentRecord:
-    """What has to be known of a stored extent, all of it durable in the catalog.
+    """A stored extent's facts, all durable in the catalog.
 
     The extent's rows follow the first `parent_rows` rows of `parent` (None: the start of a conversation).
     `tokens` is its own rows' token ids, 4 bytes each, little-endian. `file_bytes` is its size on disk. `expires`: when
-    nobody needs it any more; infinity: nobody has named an end.
+    no job needs it any more; infinity: no job has named an end.
     """
 
     id: ExtentId
@@ -67,7 +66,7 @@ class Load(NamedTuple):
     """Disk -> host. Layers complete in order; `KVStore.wait_layer(move, layer)` waits for one.
 
     `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
-    layers (CachedAttention §3.2.1). None: all of them; 0: none. `most_s`: seconds after which it is given up, unless
+    layers (CachedAttention §3.2.1). None: all; 0: none. `most_s`: seconds after which it is given up, unless
     a job waits for it by then: it is asked for to see how fast the tier is.
     """
 
@@ -147,7 +146,7 @@ class SaveDone(NamedTuple):
     """All layers of rows [first_row, first_row + rows) of a draft are in its host slots (or could not be: `ok`).
 
     Every row of every `Save` that was handed out is answered exactly once, in any grouping; those of a failed job, of
-    a cancelled one and of a step that was never run too (with `ok=False`). Until then nobody else gets the slots.
+    a cancelled one and of a step that was never run too (with `ok=False`). Until then the slots stay the draft's.
     """
 
     draft: int
@@ -156,7 +155,7 @@ class SaveDone(NamedTuple):
     ok: bool = True
 
 
-Completion = MoveDone | SaveDone
+TransferDone = MoveDone | SaveDone
 
 
 # ----------------------------------------------------------------------------------------------- step
@@ -173,7 +172,7 @@ class Gather(NamedTuple):
 
 
 class Selectable(NamedTuple):
-    """Rows [start, stop) of an extent of `rows`, of which a job takes what it finds important: from its host `slots`, or,
+    """Rows [start, stop) of an extent of `rows`, from which a job takes important rows: from its host `slots`, or,
     where it has none, in chunks from disk."""
 
     extent: ExtentId
@@ -245,7 +244,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A job has left the device: flush what was teed for it, then keep its first `rows` rows as retained context
+    """A job has left the device: flush its teed rows, then keep its first `rows` rows as retained context
     `context`, or free them (`context` is None). The same job may be admitted anew, even in the same step."""
 
     job: int
@@ -260,22 +259,17 @@ class Step:
     `wake_at`: with nothing to run, when to look again (None: only when something arrives or completes).
     `repeat`: if nothing arrives or completes before, it may be carried out so often before it is committed: all its runs
     decode, and each time would lead to the same step, one row further, with nothing to be released or freed. `shares`: what its jobs have in common.
-
-    What a simulator may go by (not a part of the step's value): `closed`: no job can join before one of these ends, whatever
-    arrives. `awaited`: a waiting job could join when moves under way end.
     """
 
     number: int
     releases: tuple[Release, ...] = ()
     frees: tuple[int, ...] = ()
     moves: tuple[Move, ...] = ()
-    urged: tuple[int, ...] = ()  # loads under way that somebody waits for now: they go before other moves
+    urged: tuple[int, ...] = ()  # loads under way that a job waits for now: they go before other moves
     runs: tuple[Run, ...] = ()
     wake_at: float | None = None
     repeat: int = 1
     shares: tuple[Share, ...] = ()
-    closed: bool = field(default=False, compare=False, repr=False)
-    awaited: bool = field(default=True, compare=False, repr=False)
 
     @property
     def idle(self) -> bool:
@@ -301,23 +295,6 @@ class StepResult:
     late: Sequence[int] = ()
 
 
-def expanded(step: Step, result: StepResult) -> Iterator[tuple[Step, dict[int, int]]]:
-    """A repeated step as the steps, and the tokens drawn, that it stands for."""
-    drawn = {job: [token for (token,) in iter_unpack("<I", text)] for job, text in result.drawn.items()}
-    for i in range(result.repeats):
-        tokens = {job: text[i] for job, text in drawn.items()} if result.drawn else result.tokens
-        runs = [
-            run._replace(
-                start=run.start + i,
-                tokens=run.tokens if i == 0 else (drawn[run.job][i - 1],),
-                saves=tuple(s._replace(draft_row=s.draft_row + i, job_row=s.job_row + i) for s in run.saves),
-            )
-            for run in step.runs
-        ]
-        yield replace(step, number=step.number + i, runs=tuple(runs), repeat=1), tokens
-        step = replace(step, releases=(), frees=())
-
-
 # ------------------------------------------------------------------------------------ jobs in and events out
 
 
@@ -337,12 +314,12 @@ class JobSpec:
     session: str | None = None  # the conversation's name: its turns run one after the other
     ttl: float | None = None  # seconds for which its rows are kept after the last use; None: for ever
     volatile: bool = False  # its rows are not written to disk, unless another job needs them there
-    truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.truncation`)
+    truncation: bool = False  # leave out the oldest turns where the prompt does not fit (see `plan.prefix.truncation`)
     turns: tuple[int, ...] = ()  # prompt rows at which turns end, the first one the system prompt
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)
     scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
-    selects: bool = False  # take what is important of the cached prefix, and leave nothing (SPEC; spec X3)
+    selects: bool = False  # take the important rows of the cached prefix, and leave nothing (SPEC; spec X3)
     renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
     aside: bool = False  # the engine's own: what it leaves is its conversation's, but no turn of that waits for it
 
@@ -352,7 +329,7 @@ class Admitted:
     """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job,
     and only after the loads have come, so that it is true. `dropped` tokens of the prompt were left out; `embedded`:
     and those that remained are such as had seen them, at new positions. `missed` tokens were not in the cache, for the
-    reason `why`; what is neither cached nor missed was cached and is computed all the same."""
+    reason `why`; tokens neither cached nor missed were cached and are computed all the same."""
 
     job: int
     device: int

@@ -11,10 +11,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Literal
 
-from afterglow.plan.scheduler import Preload
-from afterglow.plan.step import DEMAND, Completion, Copy, Drop, Load, MoveDone, Run, SaveDone, Step, StepResult, Store
-from afterglow.sim.cost import Timing
+from afterglow.choices import Preload
+from afterglow.plan.step import DEMAND, Copy, Drop, Load, MoveDone, Run, SaveDone, Step, StepResult, Store, TransferDone
 from afterglow.sim.links import Link, Pipe
+from afterglow.sim.machine.timing import Timing
 
 Saving = Literal["async", "sync"]
 
@@ -40,7 +40,7 @@ class Machine:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _Decoding:
     """What a job is going to draw. `since`: when it came."""
 
     tokens: bytes
@@ -68,8 +68,8 @@ class Executor:
         self.prefilling = 0.0  # seconds of passes with a prefill in them
         self.decoding = 0.0  # seconds of all other passes
         self.stalled = 0.0  # of `prefilling`: seconds in which nothing was computed
-        self._replies: dict[int, _Reply] = {}
-        self._due: list[tuple[float, int, Completion]] = []  # a heap
+        self._replies: dict[int, _Decoding] = {}
+        self._due: list[tuple[float, int, TransferDone]] = []  # a heap
         self._numbers = 0
         self._saved: dict[int, list[int]] = {}  # of decoding jobs, not told yet: draft, first row, rows in host
         self._sizes: dict[str, int] = {}  # of the files on disk
@@ -80,7 +80,7 @@ class Executor:
 
     def expect(self, job: int, reply: bytes, since: float) -> None:
         """A job that came at that time will draw these tokens (uint32, little-endian)."""
-        self._replies[job] = _Reply(reply, since)
+        self._replies[job] = _Decoding(reply, since)
 
     def forget(self, job: int) -> None:
         """It has ended."""
@@ -93,19 +93,19 @@ class Executor:
         """When something will have ended; infinity: nothing is under way."""
         return min(self._due[0][0] if self._due else inf, self.disk_in.next_end, self.disk_out.next_end)
 
-    def take(self, now: float) -> list[Completion]:
+    def take(self, now: float) -> list[TransferDone]:
         """All that has ended by now, in order."""
         for link in (self.disk_in, self.disk_out):
             for ended in link.take(now):
                 slow = self._given_up.pop(ended.key, False)
                 why = "slow" if slow else None
                 self._tell(ended.at, MoveDone(ended.key, not slow, ended.size, ended.seconds, why=why))
-        found: list[Completion] = []
+        found: list[TransferDone] = []
         while self._due and self._due[0][0] <= now:
             found.append(heappop(self._due)[2])
         return found
 
-    def _tell(self, when: float, done: Completion) -> None:
+    def _tell(self, when: float, done: TransferDone) -> None:
         self._numbers += 1
         heappush(self._due, (when, self._numbers, done))
 
@@ -130,7 +130,7 @@ class Executor:
             self.disk_in.urge(number, DEMAND)
 
     def _probed(self, load: Load, size: int) -> int:
-        """What comes of a load: all of it, or of a probe that takes too long the layers that come until it is seen."""
+        """Compute the bytes that a load reads: all bytes, or, for a probe that takes too long, the layers until that is noticed."""
         seconds = self.disk_in.seconds(size)
         if load.most_s is None or seconds <= load.most_s:
             return size
@@ -140,7 +140,7 @@ class Executor:
         return size * least // layers
 
     def run(self, step: Step, now: float, until: float) -> tuple[float, StepResult]:
-        """Compute a step, as often as is allowed before `until`. When it has ended, and what it has drawn."""
+        """Compute a step, as often as is allowed before `until`. Returns when it has ended, and the tokens drawn."""
         runs = step.runs
         rows = context = gathered = 0
         for run in runs:
@@ -211,7 +211,7 @@ class Executor:
         return times, total
 
     def _flush(self, job: int, draft: int | None, now: float) -> None:
-        """A job begins another draft, or leaves: tell of what was saved for the one before."""
+        """Report the rows saved for a job's previous draft, when the job begins another draft or leaves."""
         entry = self._saved.get(job)
         if entry is not None and entry[0] != draft:
             del self._saved[job]

@@ -17,8 +17,8 @@ class Ended(NamedTuple):
 
 
 class Link:
-    """A link of `bandwidth` bytes/s and `latency` seconds per transfer. Transfers do not interrupt each other; of those
-    that wait the lowest priority goes first, of equals the one that was asked for first."""
+    """A link of `bandwidth` bytes/s and `latency` seconds per transfer. Transfers do not interrupt each other;
+    the waiting transfer of the lowest priority goes first, among equals the one that was asked for first."""
 
     def __init__(self, bandwidth: float, latency: float = 0.0) -> None:
         self.bandwidth = bandwidth
@@ -26,7 +26,7 @@ class Link:
         self.bytes = 0
         self.busy = 0.0  # seconds
         self._waiting: list[tuple[int, int, int]] = []  # a heap of (priority, number, key); entries may be out of date
-        self._asked: dict[int, tuple[int, int, int]] = {}  # of those that wait: key -> (priority, number, size)
+        self._asked: dict[int, tuple[int, int, int]] = {}  # waiting transfers: key -> (priority, number, size)
         self._number = 0
         self._key = 0
         self._size = 0
@@ -49,7 +49,7 @@ class Link:
             heappush(self._waiting, (priority, entry[1], key))
 
     def take(self, now: float) -> list[Ended]:
-        """What has ended by `now` and was not taken before, in order; what waited follows at once."""
+        """Take the transfers that have ended by `now`, in order; waiting transfers follow at once."""
         found: list[Ended] = []
         while self.next_end <= now:
             at = self.next_end

@@ -1,4 +1,4 @@
-"""What somebody may have meant who asked for a name that is not there."""
+"""Suggestions for a name that is not there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unknown(kind: str, name: str, known: Iterable[str], remedy: str = "") -> Con
 
 
 def find(name: str, known: Iterable[str]) -> str | None:
-    """The name as it is written, whatever the case and the punctuation of what was asked for."""
+    """Find a name regardless of case and punctuation, and return it as it is written."""
     return {_fold(item): item for item in known}.get(_fold(name))
 
 

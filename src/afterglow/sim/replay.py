@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from afterglow.plan.journal import replay_repeated, step_digest
+from afterglow.plan.journal.replaying import replay_repeated
+from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.step import Step
 
 REPEATS = 4096  # uneventful steps that are advanced together, at most
@@ -24,7 +25,7 @@ class Replayed:
 
 def replay_journal(lines: Iterable[str], limit: int = REPEATS) -> Replayed:
     """Replay a journal (`--journal`) with as many decode steps at once as the simulator would take, and compare every
-    step, repeated ones expanded, with what the engine has recorded. Errors: ValueError, naming the line or the step."""
+    step, repeated ones expanded, with what the engine has recorded. Raises: ValueError, which names the line or the step."""
     found = Replayed()
     steps = replay_repeated(lines, limit)
     while True:

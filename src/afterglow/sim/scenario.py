@@ -10,25 +10,25 @@ from typing import Any, Protocol
 
 from afterglow.config import format_size
 from afterglow.errors import ConfigError
-from afterglow.sim.bill import charged, hourly, price_list
-from afterglow.sim.catalogue import Hardware, hardware, model
-from afterglow.sim.cluster import Cluster, Network
-from afterglow.sim.cost import Calibration
+from afterglow.sim.capacity.bill import charged, hourly, price_list
+from afterglow.sim.cluster.engines import Cluster, Network
+from afterglow.sim.engine_setup import Setup
+from afterglow.sim.machine.catalogue import Hardware, hardware, model
+from afterglow.sim.machine.shape import ModelShape
+from afterglow.sim.machine.timing import Calibration
 from afterglow.sim.nearest import unknown
-from afterglow.sim.options import Scenario
-from afterglow.sim.settings import Setup
-from afterglow.sim.shape import ModelShape
+from afterglow.sim.scenario_options import Scenario
 from afterglow.sim.simulator import Outcome, Simulation, summary
-from afterglow.sim.traces import TraceSource
-from afterglow.sim.workload import Conversation, Workload
-from afterglow.sim.workload_sharegpt import PRESETS, ShareGPT, ThinkTime, preset
+from afterglow.sim.workload.sharegpt import PRESETS, ShareGPT, ThinkTime, preset
+from afterglow.sim.workload.traces import TraceSource
+from afterglow.sim.workload.turns import Conversation, Workload
 
 GB = 10**9
 PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
 RESERVE = 0.1  # of the devices' memory, as in `catalogue.kv_room`
 
 
-class Source(Protocol):
+class TurnSource(Protocol):
     """Where conversations come from."""
 
     @property
@@ -58,7 +58,7 @@ class Running:
     """One scenario on its way: `figures` can be asked for at any time."""
 
     def __init__(self, scenario: Scenario, kind: type[Workload] = Workload) -> None:
-        """Errors: ConfigError, ModelError."""
+        """Prepare the simulation. Raises: ConfigError, ModelError."""
         self.scenario = scenario
         self.setup = setup_of(scenario)
         self.rates = price_list(scenario)
@@ -88,7 +88,7 @@ class Running:
         return self.figures()
 
     def figures(self) -> dict[str, Any]:
-        """What is known so far. Errors: ConfigError, where nothing was counted although all is over."""
+        """Collect the figures so far. Raises: ConfigError, where the run has ended and nothing was counted."""
         outcome = self._engine.finish() if self._engine is not None else self._cluster_outcome()
         self.outcome = outcome
         if self.complete and not outcome.turns:
@@ -127,7 +127,7 @@ class Running:
 
 
 def setup_of(scenario: Scenario) -> Setup:
-    """Errors: ConfigError, also for a model that does not fit, ModelError."""
+    """Make the engine of a scenario. Raises: ConfigError, also for a model that does not fit, ModelError."""
     wanted, tiers = scenario.engine, scenario.tiers
     shape, device = model(wanted.model), hardware(wanted.hardware)
     least = fewest_devices(shape, device, wanted.window or shape.window, wanted.dtype)
@@ -184,8 +184,8 @@ def fewest_devices(shape: ModelShape, device: Hardware, window: int, dtype: str)
     return ceil((needed + 1) / (device.memory_bytes * (1 - RESERVE)))
 
 
-def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, Source]:
-    """The conversations of a trace file or a preset, and the trace if it is one. Errors: ConfigError."""
+def source_of(scenario: Scenario, window: int) -> tuple[TraceSource | None, TurnSource]:
+    """Open the conversations of a trace file or a preset, and the trace if it is one. Raises: ConfigError."""
     wanted, name = scenario.source, scenario.workload
     if name not in PRESETS:
         if not name or not Path(name).exists():

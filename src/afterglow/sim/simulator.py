@@ -9,18 +9,18 @@ from math import ceil, inf
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.plan.prefix.truncation import Cut
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Admitted, Event, JobSpec, Step
-from afterglow.plan.truncation import Cut
+from afterglow.sim.engine_setup import Setup
 from afterglow.sim.executor import Executor
 from afterglow.sim.replay import REPEATS
-from afterglow.sim.settings import Setup
-from afterglow.sim.workload import Arrival, Workload, token_bytes
+from afterglow.sim.workload.turns import Arrival, Workload, token_bytes
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveJob:
     """A turn under way."""
 
     arrival: Arrival
@@ -74,7 +74,7 @@ class Outcome:
 class Simulation:
     """One engine serving one workload."""
 
-    # Seconds that the plan may be told late of what nobody waits for: several steps of decodes are then advanced at once.
+    # The plan may learn this many seconds late of transfers that no job waits for: several decode steps then advance at once.
     late = 0.25
 
     def __init__(
@@ -88,7 +88,7 @@ class Simulation:
         self.now = 0.0
         self.outcome = Outcome()
         self._warm_up = warm_up
-        self._jobs: dict[int, _Live] = {}
+        self._jobs: dict[int, _LiveJob] = {}
         self._last_job = 0
         self._marks = (0.0, 0.0, 0.0, 0.0)  # time, prefilling, decoding, stalled when the warm-up ended
 
@@ -110,15 +110,15 @@ class Simulation:
 
     def heard(self, step: Step, arrival: float) -> float:
         """When the plan is told of an arrival: somewhat late while decodes run that the turn could not join."""
-        return arrival + self.late if step.closed and step.repeat > 1 else arrival
+        return arrival + self.late if self.scheduler.outlook.closed and step.repeat > 1 else arrival
 
     def next_look(self, step: Step) -> float:
         """When the plan is asked again, if this step does not end before; infinity: never.
 
-        Of moves that nobody waits for it is told somewhat late too.
+        The end of a transfer that no job waits for is reported somewhat late.
         """
         moved = self.executor.next_event
-        if step.repeat > 1 and not step.awaited:
+        if step.repeat > 1 and not self.scheduler.outlook.awaited:
             moved += self.late
         return min(moved, self.heard(step, self.next_arrival), step.wake_at if step.wake_at is not None else inf)
 
@@ -134,7 +134,7 @@ class Simulation:
             raise RuntimeError("the simulation stands still: turns wait, and nothing is going to happen")
 
     def begin(self) -> Step:
-        """Take in what has arrived and what has ended; the next step, whose moves have begun."""
+        """Take in arrivals and ended transfers; return the next step, whose transfers have begun."""
         self._arrive()
         done = self.executor.take(self.now)
         if done:
@@ -192,7 +192,7 @@ class Simulation:
             self.workload.finished(turn.session, self.now)
             return None
         self.executor.expect(job, token_bytes(turn.reply), arrival.time)
-        self._jobs[job] = _Live(arrival, job, len(prompt) // 4)
+        self._jobs[job] = _LiveJob(arrival, job, len(prompt) // 4)
         return found
 
     def _tell(self, events: list[Event]) -> None:
@@ -210,7 +210,7 @@ class Simulation:
                 self._count(live)
                 self.workload.finished(live.arrival.turn.session, self.now)
 
-    def _count(self, live: _Live) -> None:
+    def _count(self, live: _LiveJob) -> None:
         outcome = self.outcome
         if outcome.skipped < self._warm_up:
             outcome.skipped += 1

@@ -6,15 +6,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from afterglow.errors import ConfigError
-from afterglow.sim.bill import comparable
+from afterglow.sim.capacity.bill import comparable
 from afterglow.sim.nearest import unknown
-from afterglow.sim.options import Scenario, option_kinds, parse_option
+from afterglow.sim.scenario_options import Scenario, option_kinds, parse_option
 
 MAX_POINTS = 10_000
 
 
 class Point(NamedTuple):
-    """One simulation of a sweep: option -> value, how they were written, and which of them the first sweep changes."""
+    """One simulation of a sweep: option -> value, how they were written, and which options the first sweep changes."""
 
     values: dict[str, Any]
     written: dict[str, str]
@@ -22,8 +22,8 @@ class Point(NamedTuple):
 
 
 def points(sweeps: list[str]) -> list[Point]:
-    """All combinations, the last sweep's values next to each other; one point without options if there are no sweeps.
-    Errors: ConfigError."""
+    """List all combinations, the last sweep's values next to each other; one point without options if there are no sweeps.
+    Raises: ConfigError."""
     found = [Point({}, {})]
     for axis in map(_axis, sweeps):
         if len(found) * len(axis) > MAX_POINTS:
@@ -35,7 +35,7 @@ def points(sweeps: list[str]) -> list[Point]:
 
 
 def checked(scenario: Scenario, all_points: list[Point]) -> list[Scenario]:
-    """The scenarios, before the first one is simulated; their costs can be compared, where prices are known. Errors:
+    """Check all scenarios before the first one is simulated: where prices are known, their costs must be comparable. Raises:
     ConfigError."""
     return comparable([scenario.with_values(**point.values) for point in all_points])
 

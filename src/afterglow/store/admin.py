@@ -1,8 +1,7 @@
-"""Maintenance of a cache directory without an engine: list, count, check, repair, clear. For the command
-line.
+"""Maintenance of a cache directory without an engine: list, count, check, repair, clear. For the command line.
 
-What only reads works beside a process that serves the namespace; what writes takes the namespace's lock and
-says who holds it otherwise.
+Functions that only read work beside a process that serves the namespace. Functions that write take the namespace's lock;
+their error names the process that holds it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from pathlib import Path
 from typing import Final, Literal
 
 from afterglow.errors import ConfigError, DamageError, StoreError
-from afterglow.plan.index import extent_id
+from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.step import ExtentRecord
-from afterglow.store import notes, recovery
-from afterglow.store.catalog import Catalog, failure, read_only, read_rows
-from afterglow.store.disk import DiskTier
-from afterglow.store.namespace import (
+from afterglow.store.database import notes, recovery
+from afterglow.store.database.catalog import Catalog
+from afterglow.store.database.connection import failure, read_only
+from afterglow.store.database.rows import read_rows
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.namespace.namespace import (
     CATALOG,
     EXTENTS,
     Description,
@@ -43,7 +44,7 @@ Rows = dict[str, ExtentRecord | None]
 
 @dataclass(frozen=True, slots=True)
 class NamespaceInfo:
-    """A namespace as a list shows it. `problem`: why it cannot be read (`description` is None then)."""
+    """Describes a namespace in a list. `problem`: why it cannot be read (`description` is None then)."""
 
     path: Path
     description: Description | None
@@ -58,12 +59,12 @@ class NamespaceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, by what a repair does about it.
+    """Names one fault. Its kind decides what a repair does:
 
     damaged, id (contents do not have the name's hash): the extent is dropped.
-    missing (a row without a file): the row is.
-    orphan (a file without a row), leftover (any other file): the file is.
-    row, differs (a row that is damaged, or is not what the file says): the row is written anew.
+    missing (a row without a file): the row is dropped.
+    orphan (a file without a row), leftover (any other file): the file is dropped.
+    row, differs (a row that is damaged, or contradicts the file): the row is written anew.
     note (a note that is damaged): the note is dropped.
     catalog (unreadable): rebuilt from the extents, without notes.
     """
@@ -75,7 +76,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found. `repaired`: every problem was dealt with."""
+    """Holds the findings of a check. `repaired`: every problem was dealt with."""
 
     path: Path
     extents: int = 0
@@ -85,19 +86,19 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the namespace is sound now."""
+        """Tell whether the namespace is sound now."""
         return not self.problems or self.repaired
 
 
 def list_namespaces(cache_dir: Path) -> list[NamespaceInfo]:
-    """Every namespace under a cache directory, by name; those of other versions with their problem."""
+    """List every namespace under a cache directory, by name; those of other versions with their problem."""
     if not cache_dir.is_dir():
         return []
     return [stats(path) for path in sorted(cache_dir.iterdir()) if is_namespace(path)]
 
 
 def stats(path: Path) -> NamespaceInfo:
-    """Figures of the namespace in the folder `path`; what cannot be read is reported, not raised."""
+    """Return figures of the namespace in the folder `path`; an unreadable one is reported, not raised."""
     description, problem, records = None, None, []
     try:
         description = read_description(path)
@@ -118,16 +119,18 @@ def stats(path: Path) -> NamespaceInfo:
 
 
 def list_extents(path: Path) -> list[ExtentRecord]:
-    """The catalog's records, least recently used first.
+    """Return the catalog's records, least recently used first.
 
-    Raises DamageError when it cannot be read, ConfigError where there is no namespace of this version.
+    Raises:
+        DamageError: the catalog cannot be read.
+        ConfigError: there is no namespace of this version.
     """
     rows = _rows(path, _tier(path, read_description(path)))
     return [record for record in rows.values() if record is not None]
 
 
 def registered_prompts(path: Path) -> dict[str, str]:
-    """The extents on disk that hold rows of registered prefixes (see `plan.registered`), with the prefix's name."""
+    """Return the extents on disk that hold rows of registered prefixes (see `plan.retention.registered`): id -> prefix."""
     found: dict[str, str] = {}
     try:
         records = {record.id: record for record in list_extents(path)}
@@ -152,9 +155,11 @@ def check(
 ) -> Report:
     """Read every byte of a namespace and compare files, checksums, names and catalog.
 
-    `progress(done, total)` counts extents. `repair` mends what is found (see `Problem`). Raises ConfigError when there is no readable
-    namespace of this version, or when `repair` meets a process that holds it; StoreError when a repair cannot
-    write.
+    `progress(done, total)` counts extents. `repair` mends all problems found (see `Problem`).
+
+    Raises:
+        ConfigError: there is no namespace of this version, or `repair` meets a process that holds it.
+        StoreError: the description is damaged, or a repair cannot write.
     """
     if not repair:
         return _check(path, read_description(path), progress, name_of, live=holder(path) is not None)
@@ -167,8 +172,11 @@ def check(
 
 
 def clear(path: Path) -> int:
-    """Remove all extents and notes of a namespace; returns the bytes freed. Raises ConfigError when a process
-    holds it.
+    """Remove all extents and notes of a namespace; return the bytes freed.
+
+    Raises:
+        ConfigError: there is no namespace of this version, or a process holds it.
+        StoreError: the description is damaged, or a file cannot be removed.
     """
     with Namespace.open_existing(path) as namespace:
         before = bytes_below(path)
@@ -216,7 +224,7 @@ def _check(
 ) -> Report:
     report = Report(path)
     disk = _tier(path, description)
-    files = sorted(disk.extents())  # before the rows: what is stored meanwhile has a row by then
+    files = sorted(disk.extents())  # before the rows: an extent stored meanwhile has a row by then
     rows: Rows | None = None
     try:
         rows = _rows(path, disk)
@@ -235,7 +243,7 @@ def _check(
         progress(len(files), len(files))
     if not live:
         report.problems += [
-            Problem("leftover", file.name, "no extent, or in the wrong place") for file in disk.leftovers()
+            Problem("leftover", file.name, "no extent, or in the wrong place") for file in disk.folder.leftovers()
         ]
     return report
 
@@ -245,7 +253,7 @@ def _there_is(disk: DiskTier, extent: str) -> bool:
 
 
 def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool) -> Iterator[Problem]:
-    """Files without rows and rows without files."""
+    """Yield files without rows and rows without files."""
     there = set(files)
     alone = [extent for extent in files if extent not in rows]
     gone = [extent for extent in rows if extent not in there and not _there_is(disk, extent)]
@@ -259,7 +267,7 @@ def _pairs(path: Path, disk: DiskTier, files: list[str], rows: Rows, live: bool)
 
 
 def _notes(path: Path) -> Iterator[Problem]:
-    """Notes that are not what was written."""
+    """Yield damaged notes."""
     if kind_at(path / CATALOG) == "absent":
         return
     try:
@@ -274,7 +282,7 @@ def _notes(path: Path) -> Iterator[Problem]:
 
 
 class _Names:
-    """What extents should be called: the hash of all that their bytes depend on, the tokens before them included."""
+    """Computes the names that extents should have: hashes of all that their bytes depend on, the tokens before included."""
 
     def __init__(self, digest: str, rows: Rows, name_of: NameOf) -> None:
         self._digest = digest
@@ -282,7 +290,10 @@ class _Names:
         self._name_of = name_of
 
     def of(self, record: ExtentRecord) -> str | None:
-        """None where a row on the way to the first token is missing or damaged: then nothing can match it anyway."""
+        """Compute the name of a record; None where a row on the way to the first token is missing or damaged.
+
+        No request can match such an extent.
+        """
         pieces: list[bytes] = []
         at = record
         while at.parent is not None:
@@ -302,7 +313,7 @@ def _contents(
     live: bool,
     report: Report,
 ) -> Iterator[Problem]:
-    """What is wrong inside one extent, or between it and its row."""
+    """Yield the problems inside one extent, or between the extent and its row."""
     try:
         found = disk.verify(extent).record
     except StoreError as error:
@@ -325,7 +336,7 @@ def _contents(
 def _repair(namespace: Namespace, problems: list[Problem]) -> None:
     """Deal with each problem; the lock is held."""
     disk = DiskTier(namespace.extents, namespace.description.layout, namespace.description.digest)
-    disk.clean()
+    disk.folder.clean()
     bad = [problem.name for problem in problems if problem.kind in ("damaged", "id")]
     if any(problem.kind == "catalog" for problem in problems):
         for extent in bad:  # first, so that the new catalog does not list them

@@ -1,5 +1,5 @@
-"""What may lie in a cache folder: files and folders that only their owner reads. Anything else in their places, a link, a
-FIFO, a folder where a file should be, is damage: it is never followed, never waited for, and put out of the way.
+"""Files and folders in a cache folder, which only their owner reads. Anything else in their places (a link, a FIFO, a
+folder where a file should be) is damage: it is never followed, never waited for, and put out of the way.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ log = logging.getLogger("afterglow.store")
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 RELIC: Final = ".damaged"
-# What opening says of a link, of a FIFO or socket that nobody reads, and of a folder.
+# Error numbers of opening a link, a FIFO or socket without a reader, and a folder.
 _STRANGE: Final = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 
 Kind = Literal["absent", "file", "folder", "other"]
 
 
 def kind_at(path: str | Path) -> Kind:
-    """What lies at `path`, without following a link. Raises OSError where that cannot be said."""
+    """Return the kind of entry at `path`, without following a link.
+
+    Raises:
+        OSError: the entry cannot be looked at.
+    """
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -38,8 +42,11 @@ def kind_at(path: str | Path) -> Kind:
 
 
 def open_file(path: str | Path, flags: int) -> int:
-    """A file descriptor of a regular file, made with FILE_MODE where `flags` say so. Raises DamageError for anything else in
-    its place, and OSError.
+    """Open a regular file, made with FILE_MODE where `flags` say so; return the file descriptor.
+
+    Raises:
+        DamageError: anything else lies in the file's place.
+        OSError: the file cannot be opened.
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
@@ -54,7 +61,12 @@ def open_file(path: str | Path, flags: int) -> int:
 
 
 def read_file(path: Path, most: int = 1 << 20) -> bytes:
-    """The contents of a small regular file. Raises as `open_file`."""
+    """Return the contents of a small regular file, at most `most` bytes.
+
+    Raises:
+        DamageError: anything else lies in the file's place.
+        OSError: the file cannot be read.
+    """
     fd = open_file(path, os.O_RDONLY)
     try:
         return os.pread(fd, most, 0)
@@ -63,7 +75,11 @@ def read_file(path: Path, most: int = 1 << 20) -> bytes:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what lies at `path` to `NAME.damaged`; the newest such relic is kept. Raises OSError."""
+    """Rename the entry at `path` to `NAME.damaged`; the newest such relic is kept.
+
+    Raises:
+        OSError: the entry cannot be renamed, or an older relic not removed.
+    """
     relic = path.with_name(path.name + RELIC)
     remove(relic)
     os.rename(path, relic)
@@ -71,7 +87,11 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what lies at `path`, with what is in it. Raises OSError."""
+    """Remove the entry at `path`, with all its contents.
+
+    Raises:
+        OSError: the entry, or one of its contents, cannot be removed.
+    """
     found = kind_at(path)
     if found == "folder":
         shutil.rmtree(path)  # which follows no links
@@ -80,8 +100,10 @@ def remove(path: Path) -> None:
 
 
 def make_folder(path: Path) -> bool:
-    """Make a folder of this user alone, where there is none; what else is there is set aside. True: something was. Raises
-    OSError.
+    """Make a folder of this user alone, where there is none; set any other entry aside. Return whether there was one.
+
+    Raises:
+        OSError: the folder cannot be made, or the other entry not set aside.
     """
     found = kind_at(path)
     if found == "folder":
@@ -93,8 +115,10 @@ def make_folder(path: Path) -> bool:
 
 
 def make_file(path: Path) -> bool:
-    """Make an empty file of this user alone, where there is none; what else is there is set aside. True: something was.
-    Raises OSError.
+    """Make an empty file of this user alone, where there is none; set any other entry aside. Return whether there was one.
+
+    Raises:
+        OSError: the file cannot be made, or the other entry not set aside.
     """
     found = kind_at(path)
     if found == "file":
@@ -106,8 +130,9 @@ def make_file(path: Path) -> bool:
 
 
 def tighten(folder: Path) -> None:
-    """Take rights from others: of a folder and of the files in it, not of what is below. Nothing happens where that cannot
-    be done (another owner, a file system without rights).
+    """Take other users' rights to a folder and to its entries, not to anything further below.
+
+    A failure (another owner, a file system without rights) is only logged.
     """
     try:
         os.chmod(folder, FOLDER_MODE)
@@ -122,8 +147,9 @@ def tighten(folder: Path) -> None:
 
 
 def bytes_below(folder: Path) -> int:
-    """Bytes of all files below a folder, as a budget counts them; links count as themselves. What vanishes meanwhile, or
-    cannot be read, does not count.
+    """Count the bytes of all regular files below a folder, as a budget counts them; links are not followed.
+
+    Entries that vanish meanwhile, or cannot be read, do not count.
     """
     return sum(_sizes(str(folder)))
 

@@ -1,4 +1,4 @@
-"""Long texts and tokenizers: tokenising without holding up other threads, and texts that are too long for certain."""
+"""Long texts and tokenizers: tokenising without blocking other threads, and texts that are certainly too long."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from typing import Any
 
 import tokenizers
 
-LONG = 16 * 1024  # characters, or ids, of which a tokenizer has for more than a few milliseconds
+LONG = 16 * 1024  # characters, or ids, that keep a tokenizer busy for more than a few milliseconds
 
-# What a step before the model may do to the number of characters: at most so many become one. A composed character
-# stands for four at most. Steps that are not named may drop any number of them.
+# How much a step before the model shortens a text: at most so many characters become one. A composed character stands for
+# four at most. Steps that are not named may drop any number of characters.
 _NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "ByteLevel": 1, "Lowercase": 1}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # cut, and drop nothing
-_CUTTERS = {"Split", "Punctuation"}  # drop what they find where they are told to
+_CUTTERS = {"Split", "Punctuation"}  # drop their matches where `behavior` says so
 
 
 def encode(fast: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-    """As the tokenizer's own; a long text lets other threads run meanwhile, which only its batches do."""
+    """Encode a text. A long text is encoded as a batch, since only batches let other threads run meanwhile."""
     if len(text) <= LONG:
         return fast.encode(text, add_special_tokens=add_special_tokens)
     return fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 def decode(fast: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """Decode ids. Many ids are decoded as a batch, since only batches let other threads run meanwhile."""
     if len(ids) <= LONG:
         return fast.decode(ids, skip_special_tokens=skip_special_tokens)
     return fast.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
 
 def most_chars(state: Mapping[str, Any], byte_of: Mapping[str, int]) -> int | None:
-    """How many characters of a text one token stands for at most, from a `tokenizer.json`; None if that is not certain.
+    """Compute from a `tokenizer.json` how many characters of a text one token covers at most, None if that is not
+    certain.
 
-    It is where every character ends up in some token: byte-level tokenizers, and such as fall back to bytes.
+    The bound is certain where every character ends up in some token: with byte-level tokenizers, and with tokenizers
+    that fall back to bytes.
     """
     model = state["model"]
     vocab = model.get("vocab")
@@ -50,7 +53,7 @@ def most_chars(state: Mapping[str, Any], byte_of: Mapping[str, int]) -> int | No
     shrinks = 1
     for step in steps:
         factor = _NORMALIZERS.get(step["type"])
-        if step["type"] == "Replace":  # such as a space by a mark of its own
+        if step["type"] == "Replace":  # such as a space by a visible mark
             pattern = step["pattern"].get("String")
             factor = 1 if pattern is not None and 0 < len(pattern) <= len(step["content"]) else None
         if factor is None:
@@ -66,8 +69,8 @@ def most_chars(state: Mapping[str, Any], byte_of: Mapping[str, int]) -> int | No
 
 
 def _first_bytes(text: str, byte_of: Mapping[str, int]) -> int:
-    """Bytes of a byte-level token with which a character begins. Over all tokens of a text, that counts its
-    characters."""
+    """Count the bytes of a byte-level token with which a character begins. Summed over the tokens of a text, the counts
+    give its characters."""
     return sum(byte_of.get(char, 0) & 0xC0 != 0x80 for char in text)
 
 

@@ -1,9 +1,9 @@
-"""Markers that a chat template writes, told from the same characters in somebody's message.
+"""Markers that a chat template writes, told from the same characters in a user's message.
 
-`<|assistant|>` typed by a user, or found on a web page that is quoted, must not begin the assistant's turn. So what
-looks like a marker inside a message is hidden while the template is rendered, and tokenised as plain text afterwards:
-by a twin of the tokenizer, which knows the markers under names that nobody can type. All else stays as it is; without
-such text in its messages a conversation never meets the twin.
+`<|assistant|>` typed by a user, or found on a quoted web page, must not begin the assistant's turn. So text that looks
+like a marker inside a message is hidden while the template is rendered, and tokenised as plain text afterwards: by a
+twin of the tokenizer, which knows the markers under secret names. Everything else stays as it is; a conversation
+without such text never uses the twin.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Write = Callable[[Sequence[Mapping[str, Any]]], str]
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as its template writes it. The characters in `literals` (start, stop) look like markers and are
-    none."""
+    """A conversation as its template writes it. The spans (start, stop) in `literals` look like markers and are plain
+    text."""
 
     text: str
     literals: tuple[tuple[int, int], ...] = ()
@@ -41,12 +41,14 @@ class Encoded:
     """Tokens of a part of the rendered text."""
 
     ids: list[int]
-    offsets: Callable[[], Sequence[tuple[int, int]]]  # in what was read: the text, or its markers under other names
-    read: Sequence[int] = (0,)  # where the pieces of what was read begin,
-    places: Sequence[int] = (0,)  # and where those are in the rendered text
+    offsets: Callable[
+        [], Sequence[tuple[int, int]]
+    ]  # in the text that was read: the part, or the part with markers under other names
+    read: Sequence[int] = (0,)  # where the pieces of that text begin,
+    places: Sequence[int] = (0,)  # and where the pieces are in the rendered text
 
     def starts(self) -> list[int]:
-        """For each token the character of the rendered text at which it begins."""
+        """List for each token the character of the rendered text at which it begins."""
         found = []
         for start, _ in self.offsets():
             number = max(0, bisect.bisect_right(self.read, start) - 1)
@@ -55,7 +57,7 @@ class Encoded:
 
 
 class Markers:
-    """The markers of one tokenizer, text to id. `unknown` is the one that also stands for unknown characters."""
+    """The markers of one tokenizer, text to id. `unknown` is the marker that also stands for unknown characters."""
 
     def __init__(self, fast: tokenizers.Tokenizer, markers: Mapping[str, int], unknown: str | None = None) -> None:
         self._fast = fast
@@ -63,7 +65,7 @@ class Markers:
         self._telling = {number for text, number in markers.items() if text != unknown}
         self._texts = sorted(markers, key=lambda text: (-len(text), text))  # the longest first, as tokenizers match
         self._pattern = re.compile("|".join(map(re.escape, self._texts))) if markers else None
-        # Nobody can guess it, so nobody can type what is hidden behind it.
+        # It cannot be guessed, so a user cannot type the names that are made with it.
         self._nonce = secrets.token_hex(8)
         self._hidden = re.compile(f"\ue000{self._nonce}m(\\d+)\ue001")
         self._names = {text: f"\ue000{self._nonce}m{number}\ue001" for number, text in enumerate(self._texts)}
@@ -77,18 +79,22 @@ class Markers:
 
     @property
     def ids(self) -> Collection[int]:
-        """The tokens that are markers."""
+        """Return the ids of all markers."""
         return self._ids.values()
 
     def mentioned(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Does a message hold text that looks like a marker?"""
+        """Check whether a message holds text that looks like a marker."""
         return any(self.mentioned_in(text) for message in messages for text in _texts(message))
 
     def mentioned_in(self, text: str) -> bool:
+        """Check whether a text holds text that looks like a marker."""
         return self._pattern is not None and self._pattern.search(text) is not None
 
     def render(self, write: Write, messages: Sequence[Mapping[str, Any]]) -> Rendered:
-        """What `write`, the template, makes of messages. Errors: RequestError, the template's."""
+        """Render messages with `write`, the template, and find the text in them that looks like a marker.
+
+        Raises: RequestError, from the template.
+        """
         plain = write(messages)
         if not self.mentioned(messages):
             return Rendered(plain)
@@ -102,17 +108,17 @@ class Markers:
         return Rendered(plain)
 
     def at(self, rendered: Rendered, char: int) -> int | None:
-        """The marker that begins at a character of the text."""
+        """Return the marker that begins at a character of the text, or None."""
         found = self._pattern.match(rendered.text, char) if self._pattern is not None else None
         if found is None or any(start < found.end() and char < stop for start, stop in rendered.literals):
             return None
         return self._ids[found.group()]
 
     def encode(self, rendered: Rendered, start: int, stop: int, lead: str = "") -> Encoded:
-        """The tokens of a part of the text. `lead` is the marker just before it, of which no token is returned: behind
-        one a text may be tokenised otherwise than at its very beginning (a space marker in front).
+        """Tokenise a part of the text. `lead` is the marker just before the part: behind a marker a text may be
+        tokenised otherwise than at the very beginning (a space marker in front). The tokens of `lead` are left out.
 
-        Errors: RequestError, where the tokenizer has no way to write a marker's characters but the marker.
+        Raises: RequestError, if the tokenizer can write a marker's characters only as the marker.
         """
         first = 1 if lead else 0
         plain = lengths.encode(self._fast, lead + rendered.text[start:stop], False)
@@ -153,7 +159,7 @@ class Markers:
         return otherwise
 
     def _pieces(self, text: str, start: int, stop: int, literals: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
-        """The text with its markers under the twin's names, as (where it is in the text, what the twin reads)."""
+        """Split the text into pieces (place in the text, what the twin reads), with markers under the twin's names."""
         pieces = []
         for left, right in [*literals, (stop, stop)]:
             if self._pattern is not None:
@@ -208,7 +214,7 @@ class Markers:
 
 
 class _Twin:
-    """The same tokenizer, but for the names of its markers."""
+    """The same tokenizer with other names for its markers."""
 
     def __init__(self, fast: tokenizers.Tokenizer, names: Mapping[str, str]) -> None:
         state = json.loads(fast.to_str())
@@ -237,6 +243,7 @@ class _Twin:
         }
 
     def encode(self, pieces: Sequence[tuple[int, str]], lead: str) -> Encoded:
+        """Encode pieces that `Markers._pieces` made. `lead` is the twin's name of the marker before them, or empty."""
         read, at = lead, []
         for _, text in pieces:
             at.append(len(read))

@@ -15,11 +15,12 @@ from typing import Any
 import tokenizers
 
 from afterglow.errors import ModelError, RequestError
+from afterglow.request import ContextWindow
 from afterglow.text import lengths
-from afterglow.text.chat import ChatTemplate, Message, find_chat_template, flatten_messages
-from afterglow.text.decode import IncrementalDecoder
+from afterglow.text.chat_template import ChatTemplate, Message, find_chat_template, flatten_messages
+from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Markers, Rendered
-from afterglow.text.replies import ChatPrompt, Reply, ReplyMemory, Segment, chains, rows_at, splice
+from afterglow.text.reply_memory import ChatPrompt, Reply, ReplyMemory, Segment, chains, rows_at, splice
 from afterglow.text.turns import TOKENS, Turns, find_turns
 from afterglow.text.wordpiece import from_vocab
 
@@ -27,10 +28,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Tokenizer:
-    """Text to ids and back, as `transformers` does it with the same directory.
+    """Turns text to ids and back, as `transformers` does with the same directory.
 
-    Beginning-of-text tokens are the post-processor's business (`add_bos_token` is ignored beside a
-    `tokenizer.json`, as in transformers 5); chat templates write their special tokens themselves.
+    Beginning-of-text tokens are added by the post-processor (`add_bos_token` is ignored beside a `tokenizer.json`, as
+    in transformers 5); chat templates write their special tokens themselves.
     """
 
     def __init__(self, model_dir: str | Path, *, replies: ReplyMemory | None = None) -> None:
@@ -60,34 +61,29 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of tokens, added ones included."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
-    def token_id(self, text: str) -> int | None:
-        return self._fast.token_to_id(text)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn a text into ids."""
         return lengths.encode(self._fast, _valid(text), add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
-        """As many tokens a text has for certain, without tokenising it."""
+        """Compute a lower bound of a text's tokens without tokenising it."""
         return -(-len(text) // self._most_chars) if self._most_chars is not None else 0
 
-    def check_length(self, text: str, limit: int | None, param: str) -> None:
-        """Errors: RequestError, if a text cannot have `limit` tokens or fewer."""
+    def check_length(self, text: str, window: ContextWindow, param: str) -> None:
+        """Refuse a text that is certain to be longer than the window. Raises: RequestError."""
         least = self.least_tokens(text)
-        if limit is not None and least > limit:
-            raise RequestError(
-                f"this model's maximum context length is {limit} tokens, but the prompt has {len(text)} characters, "
-                f"which are at least {least} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if least > window.limit:
+            raise window.error(f"the prompt has {len(text)} characters, which are at least {least} tokens", param)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Turn ids into a text."""
         return lengths.decode(self._fast, ids, skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for within a text, which may be a part of a character."""
+        """Return the bytes of one token within a text, which may be a part of a character."""
         if token in self._added:
             return self._added[token].encode()
         text = self._fast.id_to_token(token)
@@ -101,17 +97,6 @@ class Tokenizer:
 
     # ------------------------------------------------------------------------------------------------ chat
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> str:
-        return self._template().render(
-            flatten_messages(messages), add_generation_prompt=add_generation_prompt, variables=variables
-        )
-
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -121,14 +106,15 @@ class Tokenizer:
         variables: Mapping[str, object] | None = None,
         replies: Mapping[int, Reply] | None = None,
         cut_over: int | None = None,
-        limit: int | None = None,
+        window: ContextWindow | None = None,
     ) -> ChatPrompt:
-        """The prompt that asks for the next reply, with the ids of our own earlier replies where they fit.
+        """Tokenise a conversation up to the next reply, with the generated ids of earlier replies where they fit.
 
-        `replies` are such as somebody else has kept, by the numbers of their messages. If the prompt has more than
-        `cut_over` tokens, the rows at which turns begin are looked for as well. Text in a message that looks like a
-        special token remains text. Errors: RequestError, also where it has more than `limit` tokens for certain: it is
-        not tokenised to find out how many.
+        `replies` are replies that another store kept, by the numbers of their messages. If the prompt has more than
+        `cut_over` tokens, the rows at which turns begin are found as well. Text in a message that looks like a special
+        token remains text.
+
+        Raises: RequestError, also for a prompt that is certainly longer than `window`: such a prompt is not tokenised.
         """
         flat = flatten_messages(messages)
         template = self._template()
@@ -137,7 +123,8 @@ class Tokenizer:
             return _valid(template.render(messages, add_generation_prompt=prompt, variables=variables))
 
         rendered = self.markers.render(write, flat)
-        self.check_length(rendered.text, limit, "messages")
+        if window is not None:
+            self.check_length(rendered.text, window, "messages")
         *before, chain = chains(salt, flat)
         known: list[Reply] = []
         names: list[bytes] = []
@@ -167,8 +154,9 @@ class Tokenizer:
         return self._with_turns(prompt, turns, segments, rendered)
 
     def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int], expires: float = inf) -> Reply | None:
-        """Keep the ids of a reply whose text the client got, and of those before it, until `expires` at least; None if no
-        prefix of them decodes to that text (a stop string that ends within a token, hidden special tokens)."""
+        """Keep the ids of a reply whose text the client got, and the replies before it, until `expires` at least.
+        Returns None if no prefix of the ids decodes to the text (a stop string that ends within a token, hidden
+        special tokens)."""
         count = self._matching(prompt.ids, text, generated)
         if count is None:
             return None
@@ -179,8 +167,8 @@ class Tokenizer:
     # ---------------------------------------------------------------------------------------------- inside
 
     def _matching(self, context: Sequence[int], text: str, generated: Sequence[int]) -> int | None:
-        """How many of the generated ids make up exactly `text`. Hidden special tokens would not come back
-        with the text, so they count as text here."""
+        """Count the generated ids that make up exactly `text`. Hidden special tokens would not come back with the text,
+        so they count as text here."""
         ended = bool(generated) and self._added.get(generated[-1]) in self._special
         count = len(generated) - ended
         decoder = IncrementalDecoder(self, context, skip_special_tokens=False)
@@ -217,8 +205,8 @@ class Tokenizer:
         return replace(prompt, turns=tuple(dict.fromkeys(row for row, _ in whole)), uncut=uncut)
 
     def _marker_ids(self) -> dict[str, int]:
-        """Special tokens, and whatever else of the vocabulary the template writes around messages: not every model's
-        author has said of his markers that they are special."""
+        """Collect special tokens, and the other added tokens that the template writes around messages: some models do
+        not declare their markers as special."""
         text = ""
         if self.chat_template is not None:
             with contextlib.suppress(RequestError):
@@ -228,8 +216,7 @@ class Tokenizer:
         return {**self._special, **shown}
 
     def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
-        """Tokens that only the configuration knows; without them a chat template's markers would be cut
-        up."""
+        """Add tokens that only the configuration knows: otherwise a chat template's markers would be cut up."""
         decoder = config.get("added_tokens_decoder")
         entries = [decoder[key] for key in sorted(decoder, key=int)] if isinstance(decoder, dict) else []
         entries += list(self.special_tokens.values())
@@ -280,13 +267,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: object) -> str | None:
-    """A token is written as a string, or as an object with its flags."""
+    """Return the text of a token, which is written as a string or as an object with its flags."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:
-    """What a model writes for characters that it does not know."""
+    """Return the token that a model writes for unknown characters."""
     number = model.get("unk_id")  # of a list of pieces
     return model["vocab"][number][0] if isinstance(number, int) else model.get("unk_token")
 
@@ -298,7 +285,7 @@ def _kinds(decoder: object) -> set[str]:
 
 
 def _valid(text: str) -> str:
-    """JSON can carry lone surrogates, which are no text: they become question marks."""
+    """Replace lone surrogates, which JSON can carry and UTF-8 cannot, by question marks."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -307,8 +294,8 @@ def _valid(text: str) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level tokenizers write each byte as a visible character: printable ones of Latin-1 as themselves,
-    the others, in order, from U+0100 on."""
+    """Map the characters of byte-level tokenizers to bytes: printable characters of Latin-1 stand for themselves, the
+    other bytes have, in order, the characters from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(b): b for b in visible} | {chr(0x100 + i): b for i, b in enumerate(hidden)}

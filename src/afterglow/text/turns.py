@@ -1,6 +1,6 @@
-"""Where the whole turns of a conversation begin in its rendered text, so that old ones can be left out.
+"""The places where turns of a conversation begin in its rendered text, so that old turns can be left out.
 
-A turn begins with a user's message and ends where the next one begins. What is before the first turn (a system prompt,
+A turn begins with a user's message and ends where the next one begins. The text before the first turn (a system prompt,
 a beginning-of-text token) is the head, which stays. Templates are programs, so nothing is taken for granted: leaving
 out turns must give the very text that the template writes for the conversation without them.
 """
@@ -24,8 +24,8 @@ TOKENS = "this model's tokens do not end where turns do"
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`head`: characters before the first turn. `starts`: where turns begin, the first of them at `head`; empty if
-    the text cannot be cut between turns, and `why_not` says why."""
+    """`head`: characters before the first turn. `starts`: the characters at which turns begin, the first at `head`;
+    empty if the text cannot be cut between turns, and `why_not` says why."""
 
     head: int
     starts: tuple[int, ...] = ()
@@ -33,7 +33,8 @@ class Turns:
 
 
 def find_turns(write: Write, messages: Messages, text: str, bos: str = "") -> Turns:
-    """The turns of `messages`, whose text with the generation prompt is `text`. Four renderings, however many turns."""
+    """Find the turns of `messages`, whose text with the generation prompt is `text`. Renders four times, for any number
+    of turns."""
     users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if len(users) > 1:
         for outside in (False, True):
@@ -45,8 +46,8 @@ def find_turns(write: Write, messages: Messages, text: str, bos: str = "") -> Tu
 
 
 def _starts(write: Write, messages: Messages, users: Sequence[int], text: str, outside: bool) -> list[int]:
-    """Where each user's message begins; empty if that cannot be told. `outside`: the template drops white space
-    around contents, which must not be saved by a mark next to it."""
+    """Find where each user's message begins; empty if that cannot be told. `outside`: the template drops white space
+    around contents, and a mark next to the space must not keep it."""
     first, last = users[0], users[-1]
     mark = f"\ue000{secrets.token_hex(8)}"
     begin, end = mark + "b\ue001", mark + "e\ue001"
@@ -63,8 +64,8 @@ def _starts(write: Write, messages: Messages, users: Sequence[int], text: str, o
         pieces = write([marked(n, m) for n, m in enumerate(messages)], True).split(begin)
         if len(pieces) != len(users) + 1 or "".join(pieces).replace(end, "") != text:
             return []
-        # What is written between the last message before the last turn and that turn: the end of the former, which
-        # also closes the conversation without that turn, and the beginning of the latter.
+        # `between` is the text from the last message before the last turn to that turn: the end of the message, which
+        # also closes the conversation without the turn, and the beginning of the turn.
         before = write([marked(n, m) for n, m in enumerate(messages[:last])], False)
         closing, between = before.rpartition(end)[2], pieces[-2].rpartition(end)[2]
         without = write([*messages[:first], *messages[last:]], True)
@@ -83,7 +84,7 @@ def _starts(write: Write, messages: Messages, users: Sequence[int], text: str, o
 
 
 def _head(write: Write, messages: Messages, count: int, text: str, bos: str) -> int:
-    """The end of the first `count` messages in the text, as well as it can be told."""
+    """Find the end of the first `count` messages in the text, approximately where the template does not tell."""
     contents = [message["content"].strip() for message in messages[:count]]
     try:
         prefix = write(messages[:count], False)

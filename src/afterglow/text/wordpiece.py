@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from afterglow.errors import ModelError
 
@@ -15,9 +15,10 @@ _TOKENS = ("[UNK]", "[CLS]", "[SEP]")
 
 
 def from_vocab(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """`path`: a `vocab.txt`, a piece per line; `config`: `tokenizer_config.json`, whose defaults are BERT's.
+    """Make a tokenizer of `path`, a `vocab.txt` with a piece per line, and of `config`, a `tokenizer_config.json`, whose
+    defaults are BERT's.
 
-    Raises ModelError where the file is no such vocabulary.
+    Raises: ModelError, if the file is not such a vocabulary.
     """
     try:
         pieces = path.read_text("utf-8").split("\n")
@@ -30,23 +31,16 @@ def from_vocab(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     missing = [token for token in (unknown, first, last) if token not in vocab]
     if missing:
         raise ModelError(f"{path} lacks {missing[0]}, so it is not the vocabulary of a BERT tokenizer")
-    fast = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-    fast.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
+    fast = BertWordPieceTokenizer(
+        vocab,
+        unk_token=unknown,
+        cls_token=first,
+        sep_token=last,
         handle_chinese_chars=config.get("tokenize_chinese_chars", True),
         strip_accents=config.get("strip_accents"),
         lowercase=config.get("do_lower_case", True),
     )
-    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    fast.decoder = decoders.WordPiece()
-    fast.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A {last}",
-        pair=f"{first} $A {last} $B:1 {last}:1",
-        special_tokens=[(first, vocab[first]), (last, vocab[last])],
-    )
-    marks = [token for token in ("[PAD]", unknown, first, last, "[MASK]") if token in vocab]
-    fast.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in marks])
-    return fast
+    return tokenizers.Tokenizer.from_str(fast.to_str())
 
 
 _KEYS = ("unk_token", "cls_token", "sep_token")

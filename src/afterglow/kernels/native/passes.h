@@ -2,8 +2,8 @@
 
 typedef uint8_t NAME(bytes) __attribute__((vector_size(V)));
 
-/* A head's first `dim` numbers, in halves that turn together. */
-static void NAME(turn)(const float *x, const float *cos, const float *sin, float *out, int64_t dim) {
+/* Rotates a head's first `dim` numbers, in halves that turn together. */
+static void NAME(rotate)(const float *x, const float *cos, const float *sin, float *out, int64_t dim) {
     const int64_t half = dim / 2;
     int64_t i = 0;
     for (; i + V <= half; i += V) {
@@ -22,7 +22,7 @@ static void NAME(norm)(const float *x, const float *weight, float eps, float *ou
     vec squares[4] = {{0}, {0}, {0}, {0}};
     int64_t i = 0;
     for (; i + 4 * V <= n; i += 4 * V)
-#pragma GCC unroll 4
+UNROLL(4)
         for (int j = 0; j < 4; j++) squares[j] += load(x + i + j * V) * load(x + i + j * V);
     const vec whole = squares[0] + squares[1] + squares[2] + squares[3];
     float sum = 0;
@@ -41,7 +41,7 @@ INLINE vec NAME(silu)(vec x) {
     return x * (vec)(((bits)small & negative) | ((bits)one & ~negative)) / (small + 1.0f);
 }
 
-static void NAME(gated)(const float *gate, const float *up, float *out, int64_t n) {
+static void NAME(gate)(const float *gate, const float *up, float *out, int64_t n) {
     int64_t i = 0;
     for (; i + V <= n; i += V) store(out + i, NAME(silu)(load(gate + i)) * load(up + i));
     if (i == n) return;
@@ -52,7 +52,7 @@ static void NAME(gated)(const float *gate, const float *up, float *out, int64_t 
 }
 
 /* x = scale[0] * (out - levels - 1), out in 8 bits. Returns the scale. */
-static float NAME(rounded)(const float *x, int levels, uint8_t *out, int64_t n) {
+static float NAME(round)(const float *x, int levels, uint8_t *out, int64_t n) {
     vec most = {0};
     int64_t i = 0;
     for (; i + V <= n; i += V) most = NAME(larger)((vec)((bits)load(x + i) & INT32_MAX), most);

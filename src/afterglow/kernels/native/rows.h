@@ -1,7 +1,7 @@
 /* Attention over rows of one KV head. Included by segments.c once for each V, floats in a vector, after vectors.h. */
 
 #define TILE (2 * V) /* queries in the lanes of two vectors */
-#if V == 8           /* ROWS x 2 and QUERIES x WIDE sums are kept in registers, of which there are 16 here and 32 elsewhere */
+#if V == 8           /* ROWS x 2 and QUERIES x WIDE sums are kept in registers: 16 here, 32 elsewhere */
 #define ROWS 4
 #define WIDE 2
 #else
@@ -44,18 +44,18 @@ INLINE vec NAME(sums)(vec *a) {
 INLINE void NAME(products)(const float *keys, int64_t apart, const float *q, int64_t d, int rows, int vectors, float *scores, int more,
                            const float *next_keys, const float *next_values) {
     vec a[ROWS][2];
-#pragma GCC unroll 8
+UNROLL(8)
     for (int i = 0; i < rows; i++) a[i][0] = a[i][1] = (vec){0};
     for (int64_t x = 0; x < d; x++) {
         if (more) AHEAD(next_keys, next_values, x * ROWS / 8);
         vec q0 = load(q + x * TILE), q1 = vectors == 2 ? load(q + x * TILE + V) : q0;
-#pragma GCC unroll 8
+UNROLL(8)
         for (int i = 0; i < rows; i++) {
             a[i][0] += q0 * keys[i * apart + x];
             if (vectors == 2) a[i][1] += q1 * keys[i * apart + x];
         }
     }
-#pragma GCC unroll 8
+UNROLL(8)
     for (int i = 0; i < rows; i++) {
         store(scores + i * TILE, a[i][0]);
         if (vectors == 2) store(scores + i * TILE + V, a[i][1]);
@@ -86,22 +86,22 @@ INLINE void NAME(score)(const float *keys, const float *q, int64_t d, int64_t n,
 INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *factor, int64_t d,
                         int64_t n, int queries, int wide, float *out) {
     vec a[QUERIES][WIDE];
-#pragma GCC unroll 4
+UNROLL(4)
     for (int i = 0; i < queries; i++)
-#pragma GCC unroll 4
+UNROLL(4)
         for (int j = 0; j < wide; j++) a[i][j] = load(out + i * d + j * V) * factor[i];
     for (int64_t row = 0; row < n; row++) {
         vec value[WIDE];
-#pragma GCC unroll 4
+UNROLL(4)
         for (int j = 0; j < wide; j++) value[j] = load(values + row * d + j * V);
-#pragma GCC unroll 4
+UNROLL(4)
         for (int i = 0; i < queries; i++)
-#pragma GCC unroll 4
+UNROLL(4)
             for (int j = 0; j < wide; j++) a[i][j] += value[j] * scores[row * stride + i * apart];
     }
-#pragma GCC unroll 4
+UNROLL(4)
     for (int i = 0; i < queries; i++)
-#pragma GCC unroll 4
+UNROLL(4)
         for (int j = 0; j < wide; j++) store(out + i * d + j * V, a[i][j]);
 }
 
@@ -135,7 +135,7 @@ static void NAME(hide)(float *scores, int64_t n, int64_t queries, int64_t row, c
 }
 
 /* sums[row] += what the softmax of `queries` queries over all rows gives to each of the first `rows`: column sums of the weights.
-   Keys of those are `apart` floats apart, and of `own` more rows, of which a query sees as many as `seen` says, `own_apart`. `rest`
+   Their keys are `apart` floats apart, and the keys of `own` more rows, `own_apart`. A query sees as many own rows as `seen` says. `rest`
    [queries], or null, are log-sum-exps of what they attend to besides. q [d][TILE], scores [rows + own, rounded up to V][TILE]. */
 static void NAME(columns)(const float *keys, int64_t apart, int64_t rows, const float *own_keys, int64_t own_apart, int64_t own,
                           const float *q, int64_t d, int64_t queries, const int32_t *seen, const float *rest, float *scores,
@@ -176,7 +176,7 @@ static void NAME(columns)(const float *keys, int64_t apart, int64_t rows, const 
         int64_t i = 0;
         for (; i + V <= rows; i += V) {
             vec a[V];
-#pragma GCC unroll 16
+UNROLL(16)
             for (int j = 0; j < V; j++) a[j] = load(from + (i + j) * TILE) * share;
             store(sums + i, load(sums + i) + NAME(sums)(a));
         }
@@ -187,8 +187,8 @@ static void NAME(columns)(const float *keys, int64_t apart, int64_t rows, const 
     }
 }
 
-/* Queries in the lanes of vectors: each key is loaded once for 32 of them, and the softmax needs no sums over lanes. */
-static void NAME(many)(const float *keys, const float *values, int64_t rows, state s) {
+/* Queries in the lanes of vectors: each key is loaded once for 32 queries, and the softmax needs no sums over lanes. */
+static void NAME(many)(const float *keys, const float *values, int64_t rows, softmax s) {
     float factor[TILE];
     const int64_t d = s.d;
     for (int64_t row = 0; row < rows; row += BLOCK) {
@@ -220,9 +220,9 @@ static void NAME(many)(const float *keys, const float *values, int64_t rows, sta
     }
 }
 
-/* A head's dimensions in the lanes of vectors; scores one query after another, at most FEW of them. */
-static void NAME(few)(const float *keys, const float *values, int64_t rows, state s) {
-    float factor[FEW];
+/* A head's dimensions in the lanes of vectors; scores one query after another, at most MAX_FEW queries. */
+static void NAME(few)(const float *keys, const float *values, int64_t rows, softmax s) {
+    float factor[MAX_FEW];
     const int64_t d = s.d;
     for (int64_t row = 0; row < rows; row += BLOCK) {
         const int64_t n = rows - row < BLOCK ? rows - row : BLOCK;
@@ -238,7 +238,7 @@ static void NAME(few)(const float *keys, const float *values, int64_t rows, stat
                         __builtin_prefetch(k + (BLOCK + i) * d + x, 0, 2);
                     }
                 vec a[V];
-#pragma GCC unroll 16
+UNROLL(16)
                 for (int j = 0; j < V; j++) {
                     a[j] = (vec){0};
                     for (int64_t x = 0; x < d; x += V) a[j] += load(k + (i + j) * d + x) * load(q + x);

@@ -1,11 +1,11 @@
 /* Threads that share work, and stay awake for a moment after it.
 
-   Decoding a token is a hundred short products. To wake a thread takes as long as one of them (on a virtual machine, whose idle
+   Decoding a token is a hundred short products. To wake a thread takes as long as such a product (on a virtual machine, whose idle
    processors are taken away, longer), so that a team that sleeps between them is slower than a single thread; one that stays awake
    reads memory twice as fast (`bench-56m`, one request, two threads: 6.8 to 4.5 ms a token). OpenMP's teams, too, can be told to
    stay awake, but for ever, or not at all once several threads of a program have a team each.
 
-   Nobody waits for a helper that has not come: whoever calls takes piece after piece too, and waits at the end for pieces that
+   No thread waits for a helper that has not come: the caller takes piece after piece too, and waits at the end for pieces that
    are being worked on. A helper that the system runs something else instead of costs what it would have done, not more. */
 
 #define _GNU_SOURCE
@@ -21,24 +21,24 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST 255             /* helpers */
+#define MAX_HELPERS 255
 #define AWAKE 300000         /* nanoseconds: the next call of a step comes sooner, and after the last one it is no matter */
 #define PAUSES 32            /* before another thread may have the processor */
 #define CLOSED UINT32_MAX    /* no piece may be taken: nothing to do, or being changed */
 #define TURN(when, next) ((uint64_t)(uint32_t)(when) << 32 | (uint32_t)(next))
 
-/* A call's pieces are taken by counting up `turn`, whose upper half says which call that is: whoever reads what is to be done, and
-   after that takes a piece of the same call, has read the truth, since nothing is changed before all pieces are done. */
+/* A call's pieces are taken by counting up `turn`, whose upper half says which call that is: a thread that reads the
+   job and then takes a piece of the same call has read the right job, since no field changes before all pieces are done. */
 static struct {
     _Alignas(64) _Atomic uint64_t turn; /* number of the call, next step to take or CLOSED */
     _Alignas(64) _Atomic int64_t done;  /* steps */
-    _Alignas(64) _Atomic(work *) call;
+    _Alignas(64) _Atomic(piece_work *) call;
     _Atomic(const void *) what;
     _Atomic int64_t count, step;
     _Atomic int threads;
     _Alignas(64) _Atomic int asleep;
     _Atomic uint32_t bell; /* what they sleep on */
-    _Atomic int taken;     /* by somebody who calls */
+    _Atomic int taken;     /* by a thread that calls */
     int helpers;
 } team = {.turn = TURN(0, CLOSED)};
 
@@ -54,18 +54,18 @@ static void rest(void) {
 }
 
 /* Takes pieces of this call until there is none. */
-static void help(uint32_t when, int desk) {
+static void help(uint32_t when, int worker) {
     uint64_t turn = atomic_load_explicit(&team.turn, memory_order_acquire);
     for (;;) {
         const uint32_t next = (uint32_t)turn;
         if (turn >> 32 != when || next == CLOSED) return;
-        work *call = atomic_load_explicit(&team.call, memory_order_relaxed);
+        piece_work *call = atomic_load_explicit(&team.call, memory_order_relaxed);
         const void *what = atomic_load_explicit(&team.what, memory_order_relaxed);
         const int64_t count = atomic_load_explicit(&team.count, memory_order_relaxed);
         const int64_t step = atomic_load_explicit(&team.step, memory_order_relaxed), from = next * step;
-        if (from >= count || desk >= atomic_load_explicit(&team.threads, memory_order_relaxed)) return;
+        if (from >= count || worker >= atomic_load_explicit(&team.threads, memory_order_relaxed)) return;
         if (!atomic_compare_exchange_weak_explicit(&team.turn, &turn, turn + 1, memory_order_acq_rel, memory_order_acquire)) continue;
-        call(what, from, count - from < step ? count : from + step, desk);
+        call(what, from, count - from < step ? count : from + step, worker);
         atomic_fetch_add_explicit(&team.done, 1, memory_order_release);
         turn = atomic_load_explicit(&team.turn, memory_order_acquire);
     }
@@ -76,7 +76,7 @@ static int fresh(uint32_t seen) {
     return (uint32_t)turn != CLOSED && turn >> 32 != seen;
 }
 
-static void *helper(void *desk) {
+static void *helper(void *worker) {
     uint32_t seen = 0;
     for (;;) {
         const int64_t until = now() + AWAKE;
@@ -92,7 +92,7 @@ static void *helper(void *desk) {
         const uint64_t turn = atomic_load(&team.turn);
         if ((uint32_t)turn == CLOSED) continue;
         seen = turn >> 32;
-        help(seen, (int)(intptr_t)desk);
+        help(seen, (int)(intptr_t)worker);
     }
     return 0;
 }
@@ -115,7 +115,7 @@ static void gather(int threads) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
-    while (team.helpers < threads - 1 && team.helpers < MOST) {
+    while (team.helpers < threads - 1 && team.helpers < MAX_HELPERS) {
         pthread_t thread;
         if (pthread_create(&thread, 0, helper, (void *)(intptr_t)(team.helpers + 1))) break;
         pthread_detach(thread);
@@ -125,10 +125,10 @@ static void gather(int threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-void team_share(work *call, const void *what, int64_t count, int64_t step, int threads, int worth) {
+void team_share(piece_work *call, const void *what, int64_t count, int64_t step, int threads, int wake) {
     if (count <= 0) return;
     const int64_t steps = (count + step - 1) / step;
-    /* Somebody else's call is not waited for: it may be long. */
+    /* Another thread's call is not waited for: it may be long. */
     if (threads < 2 || steps < 2 || steps >= CLOSED || atomic_exchange(&team.taken, 1)) {
         call(what, 0, count, 0);
         return;
@@ -143,9 +143,9 @@ void team_share(work *call, const void *what, int64_t count, int64_t step, int t
     atomic_store_explicit(&team.threads, threads, memory_order_relaxed);
     atomic_store_explicit(&team.done, 0, memory_order_relaxed);
     atomic_store(&team.turn, TURN(when, 0));
-    if (worth && atomic_load(&team.asleep)) {
+    if (wake && atomic_load(&team.asleep)) {
         atomic_fetch_add(&team.bell, 1);
-        syscall(SYS_futex, &team.bell, FUTEX_WAKE_PRIVATE, MOST, 0, 0, 0);
+        syscall(SYS_futex, &team.bell, FUTEX_WAKE_PRIVATE, MAX_HELPERS, 0, 0, 0);
     }
     help(when, 0);
     while (atomic_load_explicit(&team.done, memory_order_acquire) < steps) rest();

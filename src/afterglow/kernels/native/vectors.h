@@ -1,4 +1,4 @@
-/* Vectors of V floats, and e^x. Included once for each V by whoever needs them; `vec`, `loose` and `bits` end with the next one. */
+/* Vectors of V floats, and e^x. Included once for each V by files that need them; `vec`, `loose` and `bits` end with the next one. */
 
 #undef vec
 #undef loose
@@ -20,7 +20,7 @@ INLINE vec NAME(larger)(vec a, vec b) {
     return (vec)(((bits)a & which) | ((bits)b & ~which));
 }
 
-/* e^x for x <= 0, to about one unit in the last place: 2^n times a polynomial of what is left, |r| <= ln(2) / 2. Below -87,
+/* e^x for x <= 0, to about one unit in the last place: 2^n times a polynomial of the rest r, |r| <= ln(2) / 2. Below -87,
    where the result would not be a normal number, e^-87. */
 INLINE vec NAME(exponential)(vec x) {
     x = NAME(larger)(x, (vec){0} - 87.0f);

@@ -1,20 +1,13 @@
-/* What heads find important, and a ranking of that: the k largest of each head, found by their bits, 11 at a time, and all that
-   one of them has, by votes. Float32. Torch takes two dozen operations, most of which take longer to be called than to run. Built
+/* The rows that heads find important, and a ranking: the k largest of each head, found by their bits, 11 at a time, and all rows
+   with a vote, by votes. Float32. Torch takes two dozen operations; most take longer to be called than to run. Built
    and called as segments.c is. */
 
 #include "team.h"
 
-#define ALONE 32768 /* numbers that nobody is woken for */
+#define NO_WAKE 32768 /* below so many numbers no thread is woken */
 #define DIGIT 11
 #define DIGITS 3 /* 11 + 11 + 10 bits */
 #define KEY 44   /* bits: 12 of votes, 32 of a mean */
-
-typedef struct {
-    const float *x;
-    int64_t stride, n, k;
-    uint8_t *mask;
-    int64_t *places;
-} rows;
 
 /* Of two numbers the larger one's is larger; both zeros have the same, and no NaN is expected. */
 INLINE uint32_t order(float x) {
@@ -44,20 +37,21 @@ static uint32_t kth(const float *x, int64_t n, int64_t k, int64_t *equals) {
     return found;
 }
 
-static void choose(const void *what, int64_t from, int64_t to, int desk) {
-    const rows *p = what;
-    (void)desk;
-    for (int64_t row = from; row < to; row++) {
-        const float *x = p->x + row * p->stride;
-        uint8_t *mask = p->mask + row * p->n;
-        int64_t equals, found = 0, *places = p->places + row * p->k;
-        const uint32_t least = kth(x, p->n, p->k, &equals);
-        for (int64_t i = 0; i < p->n; i++) {
-            const uint32_t b = order(x[i]);
+static void choose_rows(const void *what, int64_t from, int64_t to, int worker) {
+    const afterglow_ballot *ballot = what;
+    const int64_t rows = ballot->rows, k = ballot->k;
+    (void)worker;
+    for (int64_t head = from; head < to; head++) {
+        const float *sums = ballot->sums + head * ballot->stride;
+        uint8_t *mask = ballot->mask + head * rows;
+        int64_t equals, found = 0, *places = ballot->places + head * k;
+        const uint32_t least = kth(sums, rows, k, &equals);
+        for (int64_t i = 0; i < rows; i++) {
+            const uint32_t b = order(sums[i]);
             const int equal = b == least && equals > 0;
             equals -= equal;
             mask[i] = b > least || equal;
-            if (found == p->k) continue;
+            if (found == k) continue;
             places[found] = i;
             found += mask[i];
         }
@@ -84,25 +78,21 @@ static ranked *sorted(ranked *x, ranked *other, int64_t n) {
     return x;
 }
 
-/* Of each of `count` (at most 4095) rows of x, `stride` floats apart, the k (1 to n) largest of n; of equals the first ones: as a
-   mask [count][n], and their places [count][k], ascending. `ranking` [n]: all that are among them, by how often, then by the larger
-   `mean` [n], then the lower one first. Returns how many that are; -1: no memory. */
-int64_t afterglow_vote_3(const float *x, int64_t stride, int64_t count, int64_t n, int64_t k, const float *mean, uint8_t *mask,
-                         int64_t *places, int64_t *ranking, int threads) {
-    const rows p = {.x = x, .stride = stride, .n = n, .k = k, .mask = mask, .places = places};
-    team_share(choose, &p, count, 1, threads, count * n >= ALONE);
-    ranked *all = malloc(2 * n * sizeof *all);
+int64_t afterglow_vote(const afterglow_ballot *ballot, int threads) {
+    const int64_t rows = ballot->rows;
+    team_share(choose_rows, ballot, ballot->heads, 1, threads, ballot->heads * rows >= NO_WAKE);
+    ranked *all = malloc(2 * rows * sizeof *all);
     if (!all) return -1;
     int64_t found = 0;
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t row = 0; row < rows; row++) {
         uint64_t votes = 0;
-        for (int64_t row = 0; row < count; row++) votes += mask[row * n + i];
-        all[found].key = votes << 32 | order(mean[i]);
-        all[found].row = i;
+        for (int64_t head = 0; head < ballot->heads; head++) votes += ballot->mask[head * rows + row];
+        all[found].key = votes << 32 | order(ballot->mean[row]);
+        all[found].row = row;
         found += votes > 0;
     }
-    const ranked *by_votes = sorted(all, all + n, found);
-    for (int64_t i = 0; i < found; i++) ranking[i] = by_votes[i].row;
+    const ranked *by_votes = sorted(all, all + rows, found);
+    for (int64_t i = 0; i < found; i++) ballot->ranking[i] = by_votes[i].row;
     free(all);
     return found;
 }

@@ -1,0 +1,1 @@
+"""What the programs share: engines in temporary folders, timed turns, texts, statistics."""

@@ -1,0 +1,28 @@
+"""An engine in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Engine
+from afterglow.store.extents.throttle import Throttle
+
+
+@contextlib.contextmanager
+def engine_of(
+    model: str, *, threads: int | None = None, throttle: Throttle | None = None, cache: dict[str, Any], **config: Any
+) -> Iterator[Engine]:
+    """An engine whose disk tier is a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
+        settings = CacheConfig(**{"cache_dir": Path(folder), "warm_start": False, **cache})
+        engine = Engine.load(model, EngineConfig(cache=settings, threads=threads, **config), throttle=throttle)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            engine.close(flush=False)

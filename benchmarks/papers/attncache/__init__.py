@@ -1,0 +1,1 @@
+"""AttnCache: attention maps of similar sentences."""

@@ -1,0 +1,1 @@
+"""CachedAttention (USENIX ATC'24) and its arXiv version, AttentionStore."""

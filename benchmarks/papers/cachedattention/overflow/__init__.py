@@ -1,0 +1,1 @@
+"""Contexts that overflow their window, without an engine: texts, dialogues and questions after an overflow."""

@@ -1,0 +1,1 @@
+"""RelayAttention (ACL 2024)."""

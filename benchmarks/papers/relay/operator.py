@@ -1,0 +1,161 @@
+"""The decode attention operator: Figures 1 and 5 of RelayAttention, on this machine.
+
+One layer's attention of a batch of single queries, each over a shared prefix and a context of its own, in three ways: every
+request has a copy of the prefix ("plain"), the prefix is stored once and read by each ("shared"), or is read once for all,
+stacked, and merged ("relay"): the engine's own kernels, and relay without the kernels built for this machine ("torch"). `theory` is
+the smaller of the paper's count of reads (spec R5, for keys and values and grouped heads) and the roofline: how fast each way's
+bytes can be read at all (measured on as much memory, caches included), and how fast its products can be computed.
+
+    python -m benchmarks.papers.relay.operator [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.kernels.built import native
+from afterglow.kernels.decode import Read, Reads
+
+SCALE = 0.125
+WAYS = ("plain", "shared", "relay", "torch")
+
+
+class Batch:
+    """Queries, prefix and contexts of `requests` requests; stored as the engine does."""
+
+    def __init__(self, options: Any, requests: int, prefix: int, context: int) -> None:
+        generator = torch.Generator().manual_seed(options.seed)
+        kv, d = options.kv_heads, options.head_dim
+        self.q = torch.randn(requests, options.heads, d, generator=generator)
+        shared = torch.randn(1, 2, kv, prefix, d, generator=generator)
+        own = [torch.randn(1, 2, kv, context, d, generator=generator) for _ in range(requests)]
+        private = [Read(data, 0, context, (i,)) for i, data in enumerate(own)]
+        together = [Read(shared, 0, prefix, range(requests)), *private]
+        self._reads = {
+            "plain": Reads(
+                [Read(torch.cat((shared, data), 3), 0, prefix + context, (i,)) for i, data in enumerate(own)]
+            ),
+            "shared": Reads([*(Read(shared, 0, prefix, (i,)) for i in range(requests)), *private]),
+            "relay": Reads(together),
+            "torch": Reads(together, built=False),
+        }
+
+    def __call__(self, way: str) -> Tensor:
+        """Attention of all, in one of the ways."""
+        out = torch.zeros_like(self.q)
+        lse = torch.full(self.q.shape[:2], -torch.inf)
+        self._reads[way].attend(0, self.q, SCALE, out, lse)
+        return out
+
+
+def main(args: list[str]) -> int:
+    parser = arguments("python -m benchmarks.papers.relay.operator", __doc__ or "")
+    parser.add_argument("--heads", type=int, default=12, help="query heads (default 12)")
+    parser.add_argument("--kv-heads", type=int, default=12, help="key/value heads (default 12)")
+    parser.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
+    options = parser.parse_args(args)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    prefixes = [64, 512, 2048] if options.quick else [64, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    points = [(32, 128, prefix) for prefix in prefixes]
+    if not options.quick:
+        points += [(requests, 128, 2048) for requests in (1, 2, 4, 8, 16, 64, 128)]
+        points += [(32, context, 2048) for context in (256, 512)]
+    bandwidth, flops = _bandwidth(2**28), _flops()
+    rows = [_point(options, *point, flops) for point in points]
+    show(
+        f"decode attention of one layer, {options.heads} heads ({options.kv_heads} KV) of {options.head_dim}, float32, "
+        f"{torch.get_num_threads()} threads, {'built kernels' if native() else 'torch only'}, us (medians); "
+        f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s",
+        ("batch", "context", "prefix", *WAYS, "plain / relay", "counted", "roofline", "of the smaller", "spread"),
+        [
+            (
+                r["batch"],
+                r["context"],
+                r["prefix"],
+                *(f"{1e6 * r['seconds'][v]:.0f}" for v in WAYS),
+                r["gain"],
+                r["counted"],
+                r["roofline"],
+                f"{100 * r['of_theory']:.0f} %",
+                f"{100 * max(r['spread'].values()):.0f} %",
+            )
+            for r in rows
+        ],
+    )
+    wanted = next(r for r in rows if (r["batch"], r["context"], r["prefix"]) == (32, 128, 2048))
+    goals = [
+        goal(
+            "gain at prefix 2048, batch 32, of theory",
+            wanted["of_theory"],
+            0.6,
+            least=True,
+            spread=max(wanted["spread"].values()),
+        )
+    ]
+    finish(options, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)
+    return 0
+
+
+def _point(options: Any, requests: int, context: int, prefix: int, flops: float) -> dict[str, Any]:
+    with torch.inference_mode():
+        batch = Batch(options, requests, prefix, context)
+        for way in WAYS[1:]:
+            torch.testing.assert_close(batch(way), batch("plain"), atol=1e-5, rtol=1e-4)
+        variants = {way: functools.partial(_seconds, functools.partial(batch, way)) for way in WAYS}
+        samples = interleaved(variants, 5 if options.quick else 15)
+    seconds = {name: statistics.median(found) for name, found in samples.items()}
+    group = options.heads // options.kv_heads
+    counted = (prefix + context + group) / (prefix / requests + context + 3.5 * group)  # spec R5
+    row = 2 * options.kv_heads * options.head_dim * 4
+    products = requests * (prefix + context) * 4 * options.heads * options.head_dim / flops
+    apart, together = ((rows + requests * context) * row for rows in (requests * prefix, prefix))
+    roofline = max(apart / _bandwidth(apart), products) / max(together / _bandwidth(together), products)
+    theory = min(counted, roofline)
+    gain = seconds["plain"] / seconds["relay"]
+    return {
+        "batch": requests,
+        "context": context,
+        "prefix": prefix,
+        "seconds": seconds,
+        "gain": gain,
+        "counted": counted,
+        "roofline": roofline,
+        "theory": theory,
+        "of_theory": gain / theory,
+        "spread": {name: spread(found) for name, found in samples.items()},
+    }
+
+
+def _seconds(call: Any) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+@functools.cache
+def _bandwidth(size: int) -> float:
+    """Bytes/s of reading so many bytes again and again, from wherever they are then."""
+    data = torch.ones(min(size, 2**28) // 4)
+    data.sum()
+    return data.numel() * 4 / min(_seconds(data.sum) for _ in range(5))
+
+
+def _flops() -> float:
+    """Arithmetic per second of a matrix product of attention's shape."""
+    a, b = torch.ones(512, 64), torch.ones(64, 2048)
+    call = functools.partial(torch.mm, a, b)
+    call()
+    return 2 * 512 * 64 * 2048 / min(_seconds(call) for _ in range(20))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

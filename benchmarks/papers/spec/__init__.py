@@ -1,0 +1,1 @@
+"""SPEC (IMPRESS): important rows of long prefixes."""

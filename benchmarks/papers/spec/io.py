@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""SPEC's I/O: figures 16, 17, 18, 20 and 21, and an ablation of its prefetching, which the paper does not have.
+
+Requests over long prefixes that are on disk, with chunk caches that hold 17.5 % of the data on the device and 56 % in host
+(SPEC §V-A). The disk is made slow, so that reading a whole prefix takes ten times as long as computing a request over it;
+its bytes are real and pass by the page cache. Models are of random weights, with 32 narrow heads a layer: three probe heads are
+the part of all keys that they are in OPT-6.7B. What their layers find important comes from the bundled model
+(`traces.py`); the work of finding it out is done all the same.
+
+Variants, after the same warm-up in which every prefix is asked about: recompute; load everything (AttentionStore without
+hints: LRU in host, and a context on the device); all keys and important values (H2O) with LRU and with LFU; and SPEC step by
+step: probe heads (+ITF), rows in order of importance (+RO), caches by score (+SC), the next layer guessed (+SP). Each request is
+asked of all variants, one after the other, before the next one is, and of SPEC twice: what these two differ by is the spread
+that goals are judged within. Of requests alone, as few as here, the p99 is the slowest.
+
+With --json, what FILE holds of other shapes and disks stays in it.
+
+    python -m benchmarks.papers.spec.io [--quick] [--json FILE] [--shape opt|llama] [--real-disk]
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("COLUMNS", "132")
+import contextlib
+import gc
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from afterglow.bench.report import arguments
+from afterglow.bench.timed_requests import asked, words
+from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.engine import Engine
+from afterglow.importance.chunk_cache import ChunkCache, ChunkPlacement
+from afterglow.importance.chunk_loader import ChunkLoader
+from afterglow.model.presets import save_hf
+from afterglow.model.spec import ModelSpec, RopeSpec
+from afterglow.store.extents.throttle import Throttle
+from benchmarks.papers.spec.io_report import _report, _row
+from benchmarks.papers.spec.io_variants import (
+    AGAIN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    NEW,
+    PRIORS,
+    RATIO,
+    RECOMPUTED,
+    RETENTION,
+    VARIANTS,
+    WINDOW,
+    Asked,
+    Traced,
+    Variant,
+    Work,
+)
+from benchmarks.papers.spec.traces import Recorded, record, stretched
+
+DEVICE, HOST = 0.175, 0.56  # shares of the data that the caches hold
+
+
+def main(args: list[str]) -> int:
+    parser = arguments("python -m benchmarks.papers.spec.io", __doc__ or "")
+    parser.add_argument("--shape", choices=("opt", "llama"), default="llama", help="the model's shape (default llama)")
+    parser.add_argument("--real-disk", action="store_true", help="the disk as it is")
+    options = parser.parse_args(args)
+    count, lengths, requests = (4, (2048, 4096), 8) if options.quick else (8, (4096, 10240), 24)
+    rng = random.Random(options.seed)
+    recorded = record(count, 1500, options.seed)
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
+        model = Path(folder) / "model"
+        _make(model, options.shape, options.seed)
+        sizes = [rng.randrange(lengths[0], lengths[1] + 1) // 64 * 64 for _ in range(count)]
+        bench = Bench(model, Path(folder), sizes, recorded, options)
+        work = bench.fill(rng, requests)
+        extra = extra_storage(bench.folder / "text")
+        throttle, computing = bench.speed(work, rng)
+        rows = bench.measure(work, throttle)
+    _report(rows, sizes, throttle, computing, extra, options)
+    return 0
+
+
+def extra_storage(cache: Path) -> float:
+    """Bytes of probe keys in all files, over those of all keys and values."""
+    probes = others = 0
+    for path in cache.glob("*/extents/*/*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, about in header.items():
+            if name.startswith("layers."):
+                start, stop = about["data_offsets"]
+                probes, others = (
+                    (probes + stop - start, others) if name.endswith("probe_keys") else (probes, others + stop - start)
+                )
+    return probes / others
+
+
+def _make(folder: Path, shape: str, seed: int) -> None:
+    if shape == "llama":
+        rope = RopeSpec(dim=HEAD_DIM, base=10000.0)
+        sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
+        save_hf(
+            ModelSpec(family="llama", ffn=1408, vocab=2048, max_positions=WINDOW, rope=rope, eos_ids=(2,), **sizes),
+            folder,
+            seed=seed,
+        )
+        return
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(seed)
+    config = OPTConfig(
+        vocab_size=2048, hidden_size=HIDDEN, num_hidden_layers=LAYERS, ffn_dim=4 * HIDDEN, num_attention_heads=HEADS,
+        max_position_embeddings=WINDOW, word_embed_proj_dim=HIDDEN,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(folder)
+
+
+class Bench:
+    """One model, its cache folders, and its requests."""
+
+    def __init__(self, model: Path, folder: Path, sizes: list[int], recorded: list[Recorded], options: Any) -> None:
+        self.model, self.folder, self.sizes, self.recorded, self.options = model, folder, sizes, recorded, options
+        self.row_bytes = LAYERS * 2 * HIDDEN * 4
+        self.data = sum(sizes) * self.row_bytes
+        self.window = max(sizes) + NEW + 32  # the longest context, and all that the device has room for: one context
+
+    @contextlib.contextmanager
+    def engine(
+        self, host: int, throttle: Throttle | None = None, folder: str = "text", **cache: Any
+    ) -> Iterator[Engine]:
+        """One that goes on with a folder."""
+        tiers = CacheConfig(
+            device_cache=(self.window + 64) * self.row_bytes,
+            host_cache=host,
+            disk_cache=4 * self.data + 2**30,
+            cache_dir=self.folder / folder,
+            warm_start=False,
+            **{"source": "load", "policy": "lru", **cache},
+        )
+        config = EngineConfig(
+            cache=tiers, threads=self.options.threads, importance=1.0, importance_share=0.0, importance_exact="never",
+            importance_renew=0, reorder_interval=0.0, max_batch=1,
+            max_model_len=self.window,
+        )  # fmt: skip
+        engine = Engine.load(self.model, config, throttle=throttle)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def fill(self, rng: random.Random, requests: int) -> Work:
+        """Compute the prefixes, and leave them on disk."""
+        with self.engine(2 * self.data) as engine:
+            prefixes = [words(rng, engine, size) for size in self.sizes]
+            for prefix in prefixes:
+                asked(engine, prefix)
+                engine.settle()
+            middle, spread = (len(prefixes) - 1) / 2, len(prefixes) / 4
+
+            def draw(number: int) -> tuple[int, int, list[int]]:
+                at = min(
+                    len(prefixes) - 1, max(0, round(rng.gauss(middle, spread)))
+                )  # reuse is normal, as in the paper
+                return at, number, words(rng, engine, NEW)
+
+            each = [(at, requests + at, words(rng, engine, NEW)) for at in range(len(prefixes))]  # once, at least
+            warm = [*each, *(draw(n) for n in range(requests))]
+            return Work(prefixes, warm, [draw(n) for n in range(requests, 2 * requests)])
+
+    def speed(self, work: Work, rng: random.Random) -> tuple[Throttle | None, float]:
+        """How slow the disk is to be, and what computing a request over a prefix takes, in seconds."""
+        at = self.sizes.index(sorted(self.sizes)[len(self.sizes) // 2])
+        with self.engine(2 * self.data) as engine:
+            asked(engine, work.prefixes[at])
+            engine.demote("host")
+            times = []
+            for _ in range(5):
+                times.append(asked(engine, [*work.prefixes[at], *words(rng, engine, NEW)]).ttft)
+                engine.demote("host")
+            computing = statistics.median(times)
+        whole = self.sizes[at] * self.row_bytes
+        rate = whole / (RATIO * computing)
+        return (None if self.options.real_disk else Throttle(read_bytes_per_s=rate, latency_s=1e-4)), computing
+
+    def measure(self, work: Work, throttle: Throttle | None) -> list[dict[str, Any]]:
+        """All variants: a warm-up, then the requests that count, each asked of every variant."""
+        for name in ("reordered", "whole"):  # files that are rewritten get a new one, so that links will do
+            shutil.copytree(self.folder / "text", self.folder / name, copy_function=_link)
+        few = 64 * self.row_bytes * 24
+        with (
+            self.engine(few, throttle) as text,
+            self.engine(few, throttle, "reordered") as reordered,
+            self.engine(max(int(HOST * self.data), few), throttle, "whole") as whole,
+        ):
+            engines = {"text": text, "reordered": reordered, "whole": whole}
+            for engine in (text, reordered):
+                important = engine.parts.selective
+                assert important is not None
+                engine.parts.runner._selective = Traced(important)  # type: ignore[attr-defined]
+            learning = self._new(Variant("to learn the order", "probes", "lfu", reorder=True))
+            for request in work.warm:
+                self._ask(engines, learning, work, request)
+            loader = _loader(reordered)
+            reordered.ask(lambda: _reorder(loader))
+            reordered.settle()
+            asked = [self._new(variant) for variant in (*VARIANTS, AGAIN, *PRIORS)]
+            for request in work.warm:
+                for each in asked:
+                    if each.variant.kind != "recompute":
+                        self._ask(engines, each, work, request)
+            for each in asked:
+                each.judge()
+            gc.collect()
+            gc.freeze()  # a dozen variants' caches in one process: to look through them all takes 0.4 s
+            print("warm", flush=True)
+            for number, request in enumerate(work.judged):
+                for each in asked:
+                    if each.variant.kind != "recompute" or number < RECOMPUTED:
+                        self._ask(engines, each, work, request)
+        return [_row(each) for each in asked]
+
+    def _new(self, variant: Variant) -> Asked:
+        device, host = int(DEVICE * self.data), int(HOST * self.data)
+        return Asked(variant, ChunkCache(ChunkPlacement(device, host, variant.policy), torch.device("cpu")))
+
+    def _ask(self, engines: dict[str, Engine], asking: Asked, work: Work, request: tuple[int, int, list[int]]) -> None:
+        at, number, new = request
+        variant, prompt = asking.variant, [*work.prefixes[at], *new]
+        engine = engines["whole" if variant.kind == "all" else "reordered" if variant.reorder else "text"]
+        options: dict[str, Any] = {"kv_retention": RETENTION}
+        if variant.kind == "recompute":
+            options = {"reuse": False}
+        elif variant.kind == "all":
+            options = {"kv_retention": 1.0}
+        else:
+            traced = engine.parts.runner._selective  # type: ignore[attr-defined]
+            traced.sums = stretched(self.recorded[at], number, LAYERS, HEADS, self.sizes[at], at)
+            traced.rules = replace(traced.rules, force="fallback" if variant.kind == "keys" else "no")
+            loader = _loader(engine)
+            loader.cache, loader.stats, loader.prior = asking.shelf, asking.stats, variant.prior
+        before, waited = _read(engine), asking.stats.waited
+        asking.times.append(asked(engine, prompt, **options).ttft)
+        asking.read_bytes += _read(engine) - before
+        asking.waited.append(asking.stats.waited - waited)
+
+
+def _reorder(loader: ChunkLoader) -> None:
+    loader.look()
+    while loader.rewriting:
+        loader.rewrite()
+        time.sleep(0.001)
+
+
+def _link(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+def _loader(engine: Engine) -> ChunkLoader:
+    important = engine.parts.selective
+    assert important is not None
+    return important.loader
+
+
+def _read(engine: Engine) -> int:
+    """Bytes off the disk so far."""
+    store = engine.stats().store
+    assert store is not None
+    return store.disk_read_bytes + store.chunk_read_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

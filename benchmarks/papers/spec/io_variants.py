@@ -1,0 +1,111 @@
+"""Variants of SPEC's I/O benchmark, and the record of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from afterglow.engine.selective import PrefixSelection, SelectiveAttention
+from afterglow.importance.chunk_cache import ChunkCache
+from afterglow.importance.chunk_loader import ImportanceStats
+from afterglow.importance.row_selector import Queries, RowSelector
+from afterglow.importance.select import SelectionRules
+from afterglow.importance.speculation import Prior
+from afterglow.plan.step import Selectable
+
+LAYERS, HIDDEN, HEADS, HEAD_DIM = 8, 512, 32, 16
+WINDOW = 12288
+RETENTION = 0.25
+NEW = 32  # tokens that come with a request
+RECOMPUTED = 3  # requests that are computed without any cache
+RATIO = 10.0  # reading a whole prefix, over computing a request over it
+
+Kind = Literal["recompute", "all", "keys", "probes"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`keys`: all keys are read, and important values; `probes`: probe heads' keys first."""
+
+    name: str
+    kind: Kind
+    policy: str = "lfu"
+    reorder: bool = False
+    prior: Prior = "none"
+
+
+VARIANTS = [
+    Variant("recompute", "recompute"),
+    Variant("load everything, LRU", "all"),
+    Variant("H2O, LRU", "keys", "lru"),
+    Variant("H2O, LFU", "keys", "lfu"),
+    Variant("+ITF", "probes", "lfu"),
+    Variant("+ITF +RO", "probes", "lfu", True),
+    Variant("+ITF +RO +SC", "probes", "score", True),
+    Variant("+ITF +RO +SC +SP", "probes", "score", True, "cut"),
+]
+PRIORS = [
+    Variant(f"SPEC, guessing by {prior}", "probes", "score", True, prior) for prior in ("prior", "random", "sinks")
+]
+BASE, SPEC = "H2O, LFU", "+ITF +RO +SC +SP"
+AGAIN = replace(VARIANTS[-1], name="the same again")
+
+
+class Traced(SelectiveAttention):
+    """Layers find important what a trace says, after the work of finding something out."""
+
+    def __init__(self, real: SelectiveAttention) -> None:
+        super().__init__(real.decoder, real.loader, real.rules, real.renew)
+        self.sums: list[Tensor] = []
+
+    def begin(self, selectable: tuple[Selectable, ...], retention: float | None, exact: int = 0) -> PrefixSelection:
+        selection = super().begin(selectable, retention, exact)
+        selection.selector = TracedSelector(self, selection.selector.rules)
+        return selection
+
+
+class TracedSelector(RowSelector):
+    """Select by the sums of a trace, after the work of computing sums."""
+
+    def __init__(self, traced: Traced, rules: SelectionRules) -> None:
+        super().__init__(traced.probes, rules)
+        self._traced = traced
+
+    def probe_sums(self, queries: Queries, keys: Tensor) -> Tensor:
+        voted = super().probe_sums(queries, keys)
+        return self._traced.sums[queries.layer][: len(voted), : len(keys)]
+
+    def all_sums(self, queries: Queries, keys: Tensor, voted: Tensor) -> Tensor:
+        super().all_sums(queries, keys, voted)
+        return self._traced.sums[queries.layer][:, : len(keys)]
+
+
+@dataclass
+class Work:
+    """Prefixes, and requests over them in order: (prefix, request number, new tokens)."""
+
+    prefixes: list[list[int]]
+    warm: list[tuple[int, int, list[int]]]
+    judged: list[tuple[int, int, list[int]]]
+
+
+@dataclass
+class Asked:
+    """A variant: its caches, what it has counted, and its requests."""
+
+    variant: Variant
+    shelf: ChunkCache
+    stats: ImportanceStats = field(default_factory=ImportanceStats)
+    times: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    read_bytes: int = 0
+    warm_rows: dict[str, int] = field(default_factory=dict)
+
+    def judge(self) -> None:
+        """From now on it counts."""
+        self.stats, self.read_bytes = ImportanceStats(), 0
+        self.warm_rows = {**self.shelf.placement.rows}
+        self.times.clear()
+        self.waited.clear()

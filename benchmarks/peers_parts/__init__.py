@@ -1,1 +1,0 @@
-"""Afterglow beside other engines: their environments, their processes, what is asked of them, what is made of it."""

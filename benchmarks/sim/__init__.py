@@ -1,0 +1,1 @@
+"""Measurements of the simulator: its speed, and its predictions beside the engine."""

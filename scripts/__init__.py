@@ -1,0 +1,1 @@
+"""Programs for development: the README generator, the demo, the training of the bundled model."""

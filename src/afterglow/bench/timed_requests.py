@@ -1,0 +1,61 @@
+"""Requests to an engine in this process, timed from the first output on."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from afterglow.engine.engine import Engine
+from afterglow.request import CachedTokens, Output, Request, SamplingParams
+
+_ids = count()
+
+
+@dataclass
+class Turn:
+    """One request under way. Times are of `time.perf_counter`."""
+
+    asked: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    cached: CachedTokens = CachedTokens()
+    tokens: list[int] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.asked
+
+
+def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> Turn:
+    """Submit a greedy request; the turn is filled in while it runs."""
+    turn = Turn(asked=time.perf_counter())
+
+    def take(output: Output) -> None:
+        now = time.perf_counter()
+        turn.first = turn.first or now
+        turn.cached = output.cached
+        turn.tokens += output.tokens
+        if output.finish_reason is not None:
+            turn.last = now
+            turn.ended.set()
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    engine.submit(Request(f"bench-{next(_ids)}", prompt, sampling, **more), take)
+    return turn
+
+
+def asked(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> Turn:
+    """Submit a greedy request and wait for its end."""
+    turn = ask(engine, prompt, max_tokens, **more)
+    turn.ended.wait()
+    return turn
+
+
+def words(rng: random.Random, engine: Engine, number: int) -> list[int]:
+    """Draw random tokens of the engine's vocabulary."""
+    return [rng.randrange(engine.vocab_size) for _ in range(number)]

@@ -1,0 +1,16 @@
+"""The values that an option with a fixed choice can have. Imports nothing: the plan names these types too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PolicyName = Literal["lookahead", "lru", "fifo", "lfu"]
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+KVSource = Literal["auto", "load", "recompute"]
+Preload = Literal["layerwise", "whole"]
+TruncationPolicy = Literal["oldest", "sinks_and_recent", "importance"]
+ImportanceFallback = Literal["per_head", "all"]
+ImportanceExact = Literal["idle", "never"]
+RelayMode = Literal["auto", "on", "off"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantizationName = Literal["none", "int8"]

@@ -1,0 +1,194 @@
+"""Command-line parameters from the fields of dataclasses: a field's name, type, default and help text are the option's.
+
+A command is a function of dataclasses; `command` registers it with typer. Each field becomes an option, or an argument
+where `config.argument` made it; a field that is a dataclass itself contributes its own fields.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from afterglow.cli.option_sources import NAMES, Given, given_in, read_sources
+from afterglow.config import parse_size
+from afterglow.errors import ConfigError, UserError
+
+F = TypeVar("F", bound=Callable[..., int])
+
+_PANELS = {
+    "ServerConfig": "Server",
+    "EngineConfig": "Engine",
+    "CacheConfig": "Cache",
+    "WorkloadConfig": "Workload",
+    "EngineModel": "Model and machine",
+    "TierConfig": "Sizes",
+    "ClusterConfig": "Several engines",
+    "GoalConfig": "Goal",
+}
+
+_ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Take options from this YAML or TOML file, such as `host_cache: 8G`. Variables are read too: AFTERGLOW_HOST_CACHE. "
+        "The command line goes before variables, and variables before the file.",
+        envvar="AFTERGLOW_CONFIG",
+        callback=read_sources,
+        is_eager=True,
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Only:
+    """Names the fields of a config that a command takes: `Annotated[EngineConfig, Only(("threads",))]`."""
+
+    names: tuple[str, ...]
+
+
+def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
+    """Register a function as a command. Its parameters are dataclasses, a `typer.Context` or `Given`; it returns the exit
+    code."""
+
+    def register(run: F) -> F:
+        hints = typing.get_type_hints(run, include_extras=True)
+        hints.pop("return", None)
+        configs = {name: _config(hint) for name, hint in hints.items() if hint not in (typer.Context, Given)}
+
+        def invoke(context: typer.Context, config: str | None, **values: Any) -> None:
+            given = given_in(context)
+            known: dict[Any, Any] = {typer.Context: context, Given: given}
+            try:
+                built = {name: _build(kind, values) for name, (kind, _) in configs.items()}
+                code = run(**built, **{name: known[hint] for name, hint in hints.items() if hint in known})
+            except UserError as error:
+                error.args = (given.named(str(error)),)
+                raise
+            raise typer.Exit(code)
+
+        parameters = [_parameter("context", typer.Context, inspect.Parameter.empty)]
+        parameters += [made for kind, only in configs.values() for made in _parameters(kind, only)]
+        parameters.append(_parameter("config", _ConfigFile, None))
+        invoke.__doc__ = run.__doc__
+        invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        app.command(name, **settings)(invoke)
+        return run
+
+    return register
+
+
+def _config(hint: Any) -> tuple[Any, tuple[str, ...] | None]:
+    """Take apart a parameter's type: the dataclass, and the fields that are wanted, None for all."""
+    if typing.get_origin(hint) is not Annotated:
+        return hint, None
+    kind, only = typing.get_args(hint)
+    return kind, only.names
+
+
+def _build(config: Any, values: dict[str, Any]) -> Any:
+    """Build a config from the values of its options; lists become tuples, which frozen dataclasses hold."""
+    made = {}
+    for name, kind in typing.get_type_hints(config).items():
+        if is_dataclass(kind):
+            made[name] = _build(kind, values)
+        elif name in values:
+            made[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    return config(**made)
+
+
+def _parameters(config: Any, only: tuple[str, ...] | None = None) -> list[inspect.Parameter]:
+    """Make the parameters of a dataclass: its own fields, then inherited ones, then those of dataclasses within it. Fields
+    without a help text are no options."""
+    hints = typing.get_type_hints(config)
+    panel = _PANELS.get(config.__name__)
+    if only is not None:
+        return [_from_field(f, hints[f.name], None) for f in fields(config) if f.name in only]
+    ordered = sorted(fields(config), key=lambda field: field.name not in config.__annotations__)
+    own = [_from_field(f, hints[f.name], panel) for f in ordered if "help" in f.metadata]
+    inner = [kind for kind in hints.values() if is_dataclass(kind)]
+    return own + [parameter for each in inner for parameter in _parameters(each)]
+
+
+def _from_field(field: Field[Any], kind: Any, panel: str | None) -> inspect.Parameter:
+    about = field.metadata
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    more: dict[str, Any] = {"help": about["help"], "rich_help_panel": panel, "metavar": about.get("metavar")}
+    if default in (None, (), "", inspect.Parameter.empty) or isinstance(kind, types.UnionType):
+        more["show_default"] = False
+    if about.get("size"):
+        more["parser"] = _size
+        more["metavar"] = more["metavar"] or "SIZE"
+        kind = str | None if isinstance(kind, types.UnionType) else str
+        default = _written(default) if isinstance(default, int) else default
+    elif typing.get_origin(kind) is tuple:
+        kind = list[typing.get_args(kind)[0]]  # type: ignore[misc]
+        default = [] if default == () else default
+        more["metavar"] = more["metavar"] or ("TEXT" if kind == list[str] else None)
+    elif typing.get_origin(kind) is typing.Literal:
+        choices = ", ".join(typing.get_args(kind))
+        more["metavar"] = "CHOICE"
+        more["help"] = about["help"] if choices in about["help"] else f"{about['help']} One of {choices}."
+    if about.get("argument"):
+        more["show_default"] = False
+        return _parameter(field.name, Annotated[kind, typer.Argument(**more)], default)
+    flag = "--" + field.name.replace("_", "-")
+    if kind is bool and not about.get("names"):
+        flag = f"{flag}/--no-{flag[2:]}"
+    return _parameter(field.name, Annotated[kind, typer.Option(*(about.get("names") or (flag,)), **more)], default)
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+_WRONG = {
+    "int_parsing": "is not a whole number; write it in digits",
+    "int_from_float": "is not a whole number; write it in digits",
+    "int_parsing_size": "has too many digits",
+    "float_parsing": "is not a number",
+    "bool_parsing": "is neither true nor false",
+}
+
+
+def usage_line(error: Any) -> str:
+    """Write a mistake in the arguments as one line that names the value, its source, and where to read on."""
+    message = str(error.format_message())
+    place, _, reason = message.partition(": ")
+    errors = getattr(error.__cause__, "errors", None)
+    if errors is not None:  # typer has the value checked by pydantic, and does not say which value was wrong
+        first = errors()[0]
+        wrong = _WRONG.get(first["type"])
+        reason = f"{first['input']!r} {wrong}" if wrong else first["msg"].removeprefix("Value error, ")
+        message = f"{place}: {reason}"
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is not None and parameter is not None and (given := given_in(context).source(parameter.name)):
+        message = f"{given.where}: {reason.rstrip('.')}; {given.remedy}"
+    message = " ".join(message.split()).rstrip(".")
+    if not message.startswith(NAMES):
+        message = f"{message[:1].lower()}{message[1:]}"
+    return f"{message} (see {context.command_path if context is not None else 'afterglow'} --help)"
+
+
+def _size(text: str) -> int:
+    """Read a size. Raises: BadParameter."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _written(size: int) -> str:
+    """Write a size as one would type it: 2147483648 -> 2G."""
+    for unit in "TGMK":
+        step = 1024 ** ("KMGT".index(unit) + 1)
+        if size and size % step == 0:
+            return f"{size // step}{unit}"
+    return str(size)

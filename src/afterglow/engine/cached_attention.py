@@ -1,0 +1,84 @@
+"""Attend over cached context: the `Attend` that the engine passes to the decoder.
+
+For each layer, in this order: project, tee the new un-rotated rows to the saver, rotate, bring in the layer's
+cached rows (waiting for that layer only: CachedAttention §3.2.1, layer-wise pre-loading), attend.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from afterglow.engine.gather import BatchEntry, Gatherer
+from afterglow.engine.tee import Tee
+from afterglow.kernels.attention import attend
+from afterglow.kernels.rope import Rotation
+from afterglow.model.decoder import Attention
+
+
+class Beside(Protocol):
+    """Attend for entries that `CachedAttend` leaves out."""
+
+    def attend(self, layer: int, scale: float, q: Tensor, out: Tensor) -> None:
+        """Fill in these entries' rows of `out` [rows, heads, head_dim]. `q`, of the same shape, is rotated; new keys and values
+        are in the entries' contexts."""
+
+
+class CachedAttend:
+    """Attend exactly, each entry over its whole context. An `Attend` for one step.
+
+    `beside`, if it is set, attends for the `entries` that are not in `whole`.
+    """
+
+    def __init__(
+        self,
+        entries: list[BatchEntry],
+        angles: Rotation | None,
+        gatherer: Gatherer,
+        tee: Tee,
+        whole: list[BatchEntry] | None = None,
+    ) -> None:
+        self.entries = entries
+        self.whole = entries if whole is None else whole
+        self.beside: Beside | None = None
+        self._angles = angles
+        self._gatherer = gatherer
+        self._tee = tee
+
+    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x)
+        self._tee.layer(layer, k, v)
+        q, k = attention.rotate_both(q, k, self._angles)
+        self._gatherer.layer(layer)
+        self._append(layer, k, v)
+        out = self._attention(layer, attention, q)
+        if self.beside is not None:
+            self.beside.attend(layer, attention.scale, q, out)
+        self._gatherer.computed(layer)
+        return out.flatten(1)
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Copy the step's new rows [rows, kv_heads, head_dim] to their contexts."""
+        for entry in self.entries:
+            if entry.failed is None:
+                entry.context.keys(layer)[entry.start : entry.stop] = k[entry.where]
+                entry.context.values(layer)[entry.start : entry.stop] = v[entry.where]
+
+    def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
+        """Attend with all rows of the step to their contexts on the device: [rows, heads, head_dim]."""
+        out = torch.empty_like(q)
+        for entry in self.whole:
+            if entry.failed is not None:
+                out[entry.where] = 0  # void, but it must not become NaN: the forward goes on for the others
+                continue
+            keys, values = entry.context.keys(layer), entry.context.values(layer)
+            out[entry.where] = self._attended(
+                entry, q[entry.where], keys[: entry.stop], values[: entry.stop], attention.scale
+            )
+        return out
+
+    def _attended(self, entry: BatchEntry, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend with one entry's new rows to its whole context, in one layer."""
+        return attend(q, keys, values, scale=scale, causal=True)[0]

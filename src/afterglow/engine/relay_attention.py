@@ -1,0 +1,193 @@
+"""RelayAttention: read rows that several jobs of a step share once for all these jobs.
+
+Exact attention over a shared segment with the queries of all jobs stacked, and over each job's own rows, merged by their
+log-sum-exp (RelayAttention §3.3, algorithm 1; spec R1-R8). A share is read together only where that is faster: the paper's
+count of memory reads (§3.4), with constants measured on this machine, decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from afterglow.engine.cached_attention import CachedAttend
+from afterglow.engine.context import KVShape
+from afterglow.engine.gather import BatchEntry, Gatherer
+from afterglow.engine.tee import Tee
+from afterglow.kernels.decode import Appends, Read, Reads
+from afterglow.kernels.rope import Rotation
+from afterglow.model.decoder import Attention
+from afterglow.plan.step import Share
+
+PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
+PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
+MIN_PROBE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RelayCosts:
+    """Predict seconds of attention in one layer.
+
+    `rows`: seconds for each row read, by the number of queries that read it, ascending from 1. `call`: seconds for one more
+    segment, `merged`: for each query that reads that segment.
+    """
+
+    rows: tuple[tuple[int, float], ...]
+    call: float
+    merged: float
+
+    @classmethod
+    def measured(cls, shape: KVShape, heads: int) -> RelayCosts:
+        """Measure this device for a model's shape, in about a tenth of a second. The layers take turns, so that rows come from
+        memory or from the processor's caches as they will later."""
+        layers = min(shape.layers, PROBE_LAYERS)
+        size = (layers, 2, shape.kv_heads, PROBE_ROWS, shape.head_dim)
+        data = torch.ones(size, dtype=shape.dtype, device=shape.device)
+        q = torch.ones((PROBE_QUERIES[-1], heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
+
+        def seconds(*reads: Read) -> float:
+            prepared = Reads(reads)
+            out = torch.zeros(q.shape, dtype=torch.float32, device=shape.device)
+            lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=shape.device)
+            return _fastest(shape.device, layers, lambda layer: prepared.attend(layer, q, 1.0, out, lse))
+
+        rows = []
+        for number in PROBE_QUERIES:
+            few, many = (seconds(Read(data, 0, stop, range(number))) for stop in (MIN_PROBE_ROWS, PROBE_ROWS))
+            rows.append((number, max(0.0, many - few) / (PROBE_ROWS - MIN_PROBE_ROWS)))
+        added = []
+        for number in (2, PROBE_QUERIES[-1]):
+            own = [Read(data, 0, MIN_PROBE_ROWS, (i,)) for i in range(number)]
+            added.append(max(0.0, seconds(*own, Read(data, 0, MIN_PROBE_ROWS, range(number))) - seconds(*own)))
+        merged = max(0.0, (added[1] - added[0]) / (PROBE_QUERIES[-1] - 2))
+        return cls(tuple(rows), max(added[0] - 2 * merged, min(added)), merged)
+
+    def reading(self, queries: float) -> float:
+        """Predict the seconds for a row that `queries` queries read at once."""
+        (low, a), *rest = self.rows
+        for high, b in rest:
+            if queries <= high or high == self.rows[-1][0]:
+                return max(0.0, a + (b - a) * (queries - low) / (high - low))
+            low, a = high, b
+        return a
+
+    def gain(self, rows: int, jobs: int, queries: int) -> float:
+        """Predict the seconds saved per layer by reading `rows` rows once for `jobs` jobs with `queries` queries in all."""
+        apart = jobs * self.reading(queries / jobs)
+        return rows * (apart - self.reading(queries)) - self.call - queries * self.merged
+
+
+def _fastest(device: torch.device, layers: int, call: Callable[[int], object]) -> float:
+    best = float("inf")
+    for layer in range(layers * PROBE_ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call(layer % layers)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+@dataclass(slots=True)
+class RelayGroup:
+    """Hold entries that read rows [start, stop) together, from the context of the first entry whose rows have come.
+    `queries`: the rows of the batch that read."""
+
+    entries: list[BatchEntry]
+    start: int
+    stop: int
+    queries: list[int]
+
+
+def groups_of(shares: Sequence[Share], entries: Sequence[BatchEntry], costs: RelayCosts | None) -> list[RelayGroup]:
+    """Choose the shares that are faster to read together; without costs, all shares. Where an outer share is not chosen, the
+    shares within read its rows."""
+    by_job = {entry.job: entry for entry in entries}
+    own_from: dict[int, int] = {}
+    found: list[RelayGroup] = []
+    for share in shares:
+        members = [by_job[job] for job in share.jobs]
+        start = own_from.get(share.jobs[0], 0)
+        queries = sum(entry.stop - entry.start for entry in members)
+        if costs is not None and costs.gain(share.stop - start, len(members), queries) <= 0:
+            continue
+        own_from.update(dict.fromkeys(share.jobs, share.stop))
+        found.append(RelayGroup(members, start, share.stop, sorted(row for entry in members for row in _rows(entry))))
+    for entry in entries:
+        entry.own_from = own_from.get(entry.job, 0)
+    return found
+
+
+def _rows(entry: BatchEntry) -> range:
+    """List the entry's rows of the batch."""
+    return range(entry.where.start, entry.where.stop)
+
+
+def depth_of(groups: Sequence[RelayGroup]) -> int:
+    """Compute the deepest nesting: the most groups that one entry is in."""
+    depth: dict[int, int] = {}
+    for group in groups:
+        for entry in group.entries:
+            depth[entry.job] = depth.get(entry.job, 0) + 1
+    return max(depth.values(), default=0)
+
+
+class RelayAttend(CachedAttend):
+    """Attend with one call for each layer: shared rows are read once, and own rows by each entry. An `Attend` for one step."""
+
+    def __init__(
+        self,
+        entries: list[BatchEntry],
+        angles: Rotation | None,
+        gatherer: Gatherer,
+        tee: Tee,
+        groups: list[RelayGroup],
+        whole: list[BatchEntry] | None = None,
+    ) -> None:
+        super().__init__(entries, angles, gatherer, tee, whole)
+        self._groups = groups
+        self._failed: list[int] | None = None  # jobs that `_reads` was made without
+        self._reads: Reads | None = None
+        self._found: tuple[Tensor, Tensor] | None = None  # outputs and log-sum-exps, in the same memory for each layer
+        new = [Read(entry.context.data, entry.start, entry.stop, _rows(entry)) for entry in entries]
+        self._appends = Appends(new) if Appends.possible(new) else None
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._appends is None:
+            super()._append(layer, k, v)
+        else:  # failed entries too: their rows do not count
+            self._appends.write(layer, k, v)
+
+    def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
+        # Entries fail while layers are gathered, which is rare.
+        failed = [entry.job for entry in self.whole if entry.failed is not None]
+        if failed != self._failed:
+            self._failed, self._reads = failed, self._prepared()
+        if self._found is None:
+            out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out, lse = self._found
+        lse.fill_(-torch.inf)
+        if self._reads is not None:
+            self._reads.attend(layer, q, attention.scale, out, lse)
+        return out.to(q.dtype)
+
+    def _prepared(self) -> Reads | None:
+        """Prepare the reads of entries that have not failed: the groups' rows, the largest first, and each entry's own rows."""
+        reads = []
+        for group in sorted(self._groups, key=lambda group: group.start - group.stop):
+            whole = next((entry for entry in group.entries if entry.failed is None), None)
+            if whole is not None:
+                reads.append(Read(whole.context.data, group.start, group.stop, group.queries))
+        reads += [
+            Read(entry.context.data, entry.own_from, entry.stop, _rows(entry), entry.stop - entry.start > 1)
+            for entry in self.whole
+            if entry.failed is None
+        ]
+        return Reads(reads) if reads else None

@@ -1,0 +1,210 @@
+"""Attend to the important rows of a cached prefix: SPEC, for one request (§IV; spec S1-S8, S16, S17).
+
+Each layer selects rows while the prompt is computed, and the request attends to these rows, at the positions that they had:
+until the request ends, as in the paper (S17), or until decoded tokens select anew (`--importance-renew`; a fact that a reply
+retrieves is found by the reply's own attention). The request's own rows are approximate, so they are never stored (spec X3).
+Requests beside it are computed as always.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
+from afterglow.importance.loaded_rows import LoadedRows, Pair
+from afterglow.importance.prefix_loader import PrefixLoader
+from afterglow.importance.row_selector import Queries, RowSelector
+from afterglow.importance.select import Selection, SelectionRules, probes_of
+from afterglow.importance.waits import Waits, at_hand
+from afterglow.kernels.rope import Rotation, rotate
+from afterglow.model.decoder import Decoder
+from afterglow.plan.step import Selectable
+from afterglow.request import Selected
+from afterglow.store.extents.layout import KEYS, VALUES
+
+
+class SelectiveAttention:
+    """Hold what all selecting requests of an engine share."""
+
+    def __init__(self, decoder: Decoder, loader: ChunkLoader, rules: SelectionRules, renew: int = 0) -> None:
+        """`renew`: tokens after which decoded tokens select anew; 0: the prompt's selection stays."""
+        self.decoder, self.loader, self.rules, self.renew = decoder, loader, rules, renew
+        self.probes = probes_of(decoder.spec.heads, decoder.spec.kv_heads, rules.probe_heads)
+
+    def begin(self, selectable: tuple[Selectable, ...], retention: float | None, exact: int = 0) -> PrefixSelection:
+        """Begin a request. `retention`: the share of the prefix to select; None: the usual one. The first `exact` rows are
+        always selected."""
+        rules = self.rules if retention is None else replace(self.rules, retention=retention)
+        return PrefixSelection(self, PrefixLoader(self.loader, selectable), RowSelector(self.probes, rules, exact))
+
+
+@dataclass(slots=True)
+class PrefixSelection:
+    """Hold the rows that the layers of one request have selected.
+
+    `kept`: by layer, rotated keys and values, [rows, kv_heads, head_dim].
+    """
+
+    shared: SelectiveAttention
+    prefix: PrefixLoader
+    selector: RowSelector
+    kept: list[Pair] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)
+    renewals: int = 0  # times that all layers selected anew
+    _loaded: list[LoadedRows | None] = field(default_factory=list)  # by layer; None where all rows are attended to
+    _rotation: Rotation | None = None
+    _decoded: int = 0  # tokens since the last selection
+    _renewing: bool = False
+    _stuck: bool = False  # other rows of the prefix cannot be read any more
+
+    def __post_init__(self) -> None:
+        decoder = self.shared.decoder
+        self._rotation = decoder.rotation(torch.arange(self.prefix.rows, device=decoder.device))
+
+    @property
+    def rows(self) -> int:
+        """Count the rows of the prefix, selected or not. The request's own rows follow them."""
+        return self.prefix.rows
+
+    def summary(self) -> Selected:
+        """Summarise the selection for the caller, once the prompt has been computed."""
+        layers = len(self.selections)
+        kept = sum(selection.kept for selection in self.selections) / max(1, layers)
+        similar = sum(selection.kind == "shared" for selection in self.selections)
+        whole = sum(selection.similarity is None for selection in self.selections)
+        taken = [self.rows if loaded is None else int(loaded.ever.sum()) for loaded in self._loaded]
+        return Selected(
+            self.rows, kept, layers, layers - similar - whole, sum(taken) / layers if taken else kept, self.renewals
+        )
+
+    def layer(self, layer: int, q: Tensor, own: Tensor, scale: float, room: Pair) -> Waits[Pair]:
+        """Get the rows that a layer attends to besides the request's own rows.
+
+        `q` [new, heads, head_dim] and `own`, keys of these and all earlier own rows [own, kv_heads, head_dim], are rotated.
+        They select while the prompt is computed, and as often as the engine renews. `room`: memory for keys and values of the
+        prefix in this layer, [rows, kv_heads, head_dim].
+        Raises: `RowsLost`, while the prompt is computed. Later the layer goes on with the rows that it has.
+        """
+        queries = Queries(layer, q, own, scale)
+        if layer < len(self.kept):
+            if layer == 0:
+                self._count(len(q))
+            if self._renewing:
+                yield from self._renew(queries, room)
+            loaded = self._loaded[layer] if self._loaded else None
+            return room if loaded is not None and loaded.whole else self.kept[layer]
+        if layer == 0:
+            yield from self.prefix.open()
+        found: dict[str, Tensor] = {}  # keys that were loaded to select by
+
+        def probe_keys() -> Waits[Tensor]:
+            found["probes"] = self._rotate((yield from self.prefix.probe_keys(layer)).to(q.device), None)
+            return found["probes"]
+
+        def all_keys() -> Waits[Tensor]:
+            found["all"] = self._rotate((yield from self.prefix.all_keys(layer)).to(q.device), None)
+            return found["all"]
+
+        selection = yield from self._select(queries, probe_keys, all_keys)
+        keys = found.get("all")
+        rotated, values = yield from self.prefix.take(layer, selection, keys)
+        rotated, values = rotated.to(q.device), values.to(q.device)
+        if keys is None:
+            rotated = self._rotate(rotated, selection.rows)
+        self.kept.append((rotated, values))
+        self.selections.append(selection)
+        if self.shared.renew:
+            self._remember(selection, found.get("probes"), keys, room)
+        self.prefix.ahead(layer, selection)
+        if layer + 1 == self.shared.decoder.spec.layers:
+            self.prefix.close()
+        return self.kept[layer]
+
+    def _select(
+        self, queries: Queries, probe_keys: Callable[[], Waits[Tensor]], all_keys: Callable[[], Waits[Tensor]]
+    ) -> Waits[Selection]:
+        """Select, and count the seconds of that without loading."""
+        loading = 0.0
+
+        def timed(load: Callable[[], Waits[Tensor]]) -> Waits[Tensor]:
+            nonlocal loading
+            began = time.perf_counter()
+            keys = yield from load()
+            loading += time.perf_counter() - began
+            return keys
+
+        began = time.perf_counter()
+        rows = self.prefix.rows
+        selection = yield from self.selector.select(rows, queries, lambda: timed(probe_keys), lambda: timed(all_keys))
+        self.shared.loader.stats.identifying += time.perf_counter() - began - loading
+        return selection
+
+    def _remember(self, selection: Selection, probe_keys: Tensor | None, keys: Tensor | None, room: Pair) -> None:
+        """Remember which rows have been loaded, for later selections."""
+        if selection.kind == "all" or probe_keys is None:
+            self._loaded.append(None)
+            return
+        loaded = LoadedRows(*room)
+        loaded.begin(selection, self.kept[-1])
+        loaded.put_keys(slice(None), probe_keys if keys is None else keys)
+        self.kept[-1] = loaded.kept
+        self._loaded.append(loaded)
+
+    def _count(self, tokens: int) -> None:
+        """Count decoded tokens, and decide whether they select anew."""
+        self._decoded += tokens
+        self._renewing = bool(
+            self.shared.renew and self._decoded >= self.shared.renew and not self._stuck and any(self._loaded)
+        )
+        if self._renewing:
+            self._decoded = 0
+            self.renewals += 1
+
+    def _renew(self, queries: Queries, room: Pair) -> Waits[None]:
+        """Let decoded tokens select in one layer. If rows cannot be read, the layer keeps its selection."""
+        layer, device = queries.layer, queries.q.device
+        loaded, stats = self._loaded[layer], self.shared.loader.stats
+        if loaded is None or loaded.whole or self._stuck:
+            return
+        loaded.keys, loaded.values = room  # the context may have grown, and moved
+
+        def all_keys() -> Waits[Tensor]:
+            yield from self._load_keys(loaded, layer, loaded.without_keys())
+            return loaded.keys
+
+        try:
+            selection = yield from self._select(queries, lambda: at_hand(loaded.keys), all_keys)
+            wanted = selection.wanted()
+            yield from self._load_keys(loaded, layer, loaded.without_keys(wanted))
+            if len(missing := loaded.without_values(wanted)):
+                rows, values = yield from self.prefix.more(layer, VALUES, missing)
+                loaded.put_values(rows.to(device), values.to(device))
+        except RowsLost:
+            self._stuck = True
+            stats.failed_renewals += 1
+            return
+        loaded.renew(selection)
+        self.selections[layer] = selection
+        stats.renewals += 1
+
+    def _load_keys(self, loaded: LoadedRows, layer: int, missing: Tensor) -> Waits[None]:
+        """Load keys of rows.
+
+        Raises: `RowsLost`.
+        """
+        if len(missing):
+            rows, keys = yield from self.prefix.more(layer, KEYS, missing)
+            rows = rows.to(loaded.keys.device)
+            loaded.put_keys(rows, self._rotate(keys.to(loaded.keys.device), rows))
+
+    def _rotate(self, keys: Tensor, rows: Tensor | None) -> Tensor:
+        """Rotate keys of rows of the prefix (None: all rows) to the rows' positions."""
+        if self._rotation is None:
+            return keys
+        cos, sin = self._rotation
+        return rotate(keys, (cos, sin) if rows is None else (cos[rows], sin[rows]))

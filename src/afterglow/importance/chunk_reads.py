@@ -1,0 +1,141 @@
+"""Read chunks of one request's prefix from disk, and hand them over when they are needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from afterglow.importance.chunk_cache import ChunkKey
+from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
+from afterglow.importance.waits import Waits
+from afterglow.memory.pages import allocate
+from afterglow.plan.step import DEMAND, Selectable
+from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.layout import PROBES
+from afterglow.store.moving.reading import Reading
+
+
+@dataclass(slots=True)
+class _Coming:
+    """Hold a chunk on its way. `rows` lie in a buffer of the chunk's own, which `reading` fills."""
+
+    reading: Reading
+    rows: Tensor
+    counted: list[bool]  # one for all chunks of a reading: is the reading in the statistics?
+
+
+class ChunkReads:
+    """Read chunks ahead of need or on demand. `away`: seconds that the request has waited for them."""
+
+    def __init__(self, loader: ChunkLoader, views: Sequence[Selectable]) -> None:
+        self._loader = loader
+        self._layout = loader.layout
+        self._views = views
+        self._coming: dict[ChunkKey, _Coming] = {}
+        self.away = 0.0
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._coming
+
+    def asked(self, layer: int, tensor: int) -> list[ChunkKey]:
+        """List the chunks of a layer's keys or values that were asked for."""
+        return [key for key in self._coming if key.layer == layer and key.tensor == tensor]
+
+    def has_come(self, key: ChunkKey) -> bool:
+        """Tell whether the read of a chunk has ended."""
+        return self._coming[key].reading.ended
+
+    def clear(self) -> None:
+        """Forget all chunks. Buffers that are still being filled live on until their reads end."""
+        self._coming.clear()
+
+    def ask(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        """Read the chunks that are neither cached nor on their way. With priority DEMAND, urge chunks that are on their way."""
+        loader, layout = self._loader, self._layout
+        assert loader.reader is not None or not keys
+        urgent: list[Reading] = []
+        by_extent: dict[str, list[ChunkKey]] = {}
+        for key in dict.fromkeys(keys):
+            coming = self._coming.get(key)
+            if coming is not None:
+                if priority == DEMAND and not coming.reading.ended:
+                    urgent.append(coming.reading)
+            elif loader.cache.look(key) is None:
+                by_extent.setdefault(key.extent, []).append(key)
+        if loader.reader is None:
+            return
+        if urgent:
+            loader.reader.urge(urgent)
+        for extent, wanted in by_extent.items():
+            rows = next(view.rows for view in self._views if view.extent == extent)
+            reads: list[ChunkRead] = []
+            pieces: list[tuple[ChunkKey, np.ndarray]] = []
+            for run in _runs(sorted(wanted)):
+                first, stop = run[0], run[0].chunk + len(run)
+                if first.tensor == PROBES:
+                    stop = layout.blocks(rows)
+                    into = [allocate(stop * layout.probe_chunk_bytes)]
+                else:
+                    into = [loader.buffers.take() for _ in run]
+                reads.append(ChunkRead(first.layer, first.tensor, first.chunk, stop, into))
+                pieces += zip(run, into, strict=True)
+            reading = loader.reader.read(extent, reads, wanted[0].edition, priority)
+            counted = [False]
+            for key, memory in pieces:
+                self._coming[key] = _Coming(reading, self._as_rows(memory, key.tensor), counted)
+
+    def fetch(self, keys: Sequence[ChunkKey]) -> Waits[dict[ChunkKey, Tensor]]:
+        """Get chunks from the cache, and the others from disk: rows [rows, heads, head_dim] by key.
+
+        Raises: `RowsLost`.
+        """
+        cache, found = self._loader.cache, {}
+        for key in keys:  # now: while other chunks come, these may leave the cache
+            if (rows := cache.look(key)) is not None:
+                found[key] = rows
+        self.ask([key for key in keys if key not in found], DEMAND)
+        for key in keys:
+            if key in found:
+                continue
+            coming = self._coming[key]
+            yield from self.wait_for(coming.reading, key.extent)
+            if not coming.counted[0]:
+                coming.counted[0] = True
+                self._loader.took(coming.reading)
+            found[key] = coming.rows
+        return found
+
+    def wait_for(self, reading: Reading, extent: str) -> Waits[None]:
+        """Wait for a reading of an extent's file.
+
+        Raises: `RowsLost`, where the reading has failed, or the file is another one now.
+        """
+        if not reading.ended:
+            began = time.perf_counter()
+            yield reading
+            self.away += time.perf_counter() - began
+        if not reading.wait(0):
+            if not reading.stale:
+                self._loader.forget(extent)
+            raise RowsLost(extent, reading.stale)
+
+    def _as_rows(self, memory: np.ndarray, tensor: int) -> Tensor:
+        heads = self._layout.probe_heads if tensor == PROBES else self._layout.kv_heads
+        return torch.from_numpy(memory).view(self._loader.arena.dtype).view(-1, heads, self._layout.head_dim)
+
+
+def _runs(keys: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:
+    """Group chunks that lie side by side in the file."""
+    run: list[ChunkKey] = []
+    for key in keys:
+        if run and (key[:4] != run[-1][:4] or key.chunk != run[-1].chunk + 1):
+            yield run
+            run = []
+        run.append(key)
+    if run:
+        yield run

@@ -1,0 +1,189 @@
+/* The binary interface of the kernels: every function that Python calls, and the structs that those functions take.
+
+   C includes this file, and kernels/built.py reads it with cffi, where a pointer to numbers is an address. Raise the version with
+   every change of a declaration. Strides count floats unless a comment says otherwise. `threads` is how many threads may share a
+   call; `width` is how many floats a vector has: 16 or 8, at most what `afterglow_width` returns. A function that returns int
+   returns 0, or 1 if there was no memory. */
+
+#pragma once
+#include <stdint.h>
+
+#define AFTERGLOW_ABI_VERSION 4
+
+/* Returns the version that the library was compiled with. */
+int afterglow_abi_version(void);
+
+/* Returns the number of floats in the widest vectors of this processor (narrower ones run as well), or 0 if no kernel runs on it. */
+int afterglow_width(void);
+
+/* Returns whether this processor multiplies bytes: what `afterglow_multiply_bytes` needs. */
+int afterglow_bytes(void);
+
+/* Rows [start, start + rows) of a context, float [layers][2][kv_heads][capacity][head_dim], and the batch rows that read them:
+   batch_rows[first .. first + count) of the table. `causal`: the queries are those of the segment's last rows, and a query sees no
+   row after its own. */
+typedef struct {
+    const float *context;
+    int64_t capacity;
+    int64_t start;
+    int64_t rows;
+    int64_t first;
+    int64_t count;
+    int64_t causal;
+} afterglow_segment;
+
+/* The segments of a step. */
+typedef struct {
+    const afterglow_segment *segments;
+    int64_t count;
+    const int64_t *batch_rows;
+    int64_t kv_heads;
+    int64_t head_dim;
+} afterglow_table;
+
+/* The queries of a batch, [rows][heads][head_dim] with rows `stride` apart, and their results so far: out [rows][heads][head_dim]
+   and lse [rows][heads] (natural logarithm), both contiguous. */
+typedef struct {
+    const float *queries;
+    int64_t stride;
+    int64_t heads;
+    float scale;
+    float *out;
+    float *lse;
+} afterglow_queries;
+
+/* Merges attention over `layer` of all segments into `out` and `lse` of the batch. */
+int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglow_queries *batch, int threads, int width);
+
+/* Copies keys and values [rows][kv_heads][head_dim] of a batch to `layer` of contexts: row batch_rows[first + i] of the batch
+   becomes row start + i of the segment. */
+void afterglow_append(const afterglow_table *table, int64_t layer, const float *keys, int64_t key_stride, const float *values,
+                      int64_t value_stride);
+
+/* A matrix in panels. Floats: panels [outputs / (2 width), rounded up][inputs][2 width], and `terms` the bias of as many outputs as
+   the panels have, or null. Bytes: panels [outputs / 32, rounded up][inputs / 4, rounded up][32][4], and `terms` [panels][3][32]:
+   the sum that an offset of 128 adds to an output (int32), scales, biases. */
+typedef struct {
+    const void *panels;
+    const float *terms;
+    int64_t inputs;
+    int64_t outputs;
+    int64_t bytes;
+} afterglow_matrix;
+
+/* Writes out [rows][outputs] = x [rows][inputs] times a matrix of floats, plus its bias; added to `out` if `add` is not 0. */
+int afterglow_multiply(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out, int threads,
+                       int width);
+
+/* Does the same with a matrix of bytes; rows of x are rounded to bytes, each with a scale of its own. */
+int afterglow_multiply_bytes(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out,
+                             int threads);
+
+/* An RMS norm: its weight [size], and the number that is added to the mean square. */
+typedef struct {
+    const float *weight;
+    int64_t size;
+    double eps;
+} afterglow_norm;
+
+/* Writes out [rows][size] = x / sqrt(mean(x^2) + eps) * weight. */
+void afterglow_rms_norm(const afterglow_norm *norm, const float *x, int64_t x_stride, float *out, int64_t rows, int threads, int width);
+
+/* Writes out [rows][size] = silu(x[.][0 .. size)) * x[.][size .. 2 size). */
+void afterglow_gated_silu(const float *x, int64_t x_stride, float *out, int64_t rows, int64_t size, int threads, int width);
+
+/* The part of a layer after attention. `mlp_in` yields gates, then the numbers that they let through. */
+typedef struct {
+    afterglow_matrix out;
+    afterglow_matrix mlp_in;
+    afterglow_matrix mlp_out;
+    afterglow_norm before;
+    afterglow_norm after;
+} afterglow_layer;
+
+/* Turns x [rows][hidden], the input of a layer, into the layer's output, given `attended` [rows][out.inputs]; writes the output after
+   the next norm to normed [rows][hidden]. */
+int afterglow_finish_layer(const afterglow_layer *layer, float *x, const float *attended, int64_t attended_stride, float *normed,
+                           int64_t rows, int threads, int width);
+
+/* Heads of rows, [rows][heads][head_dim]: rows and heads have a stride each. */
+typedef struct {
+    float *data;
+    int64_t row_stride;
+    int64_t head_stride;
+} afterglow_heads;
+
+/* A rotation of `x` into `out`. The first `rotary_dim` numbers of a head turn, in halves; the rest is copied. cos and sin
+   [rows][rotary_dim], sin with the sign of its half. */
+typedef struct {
+    afterglow_heads x;
+    afterglow_heads out;
+    const float *cos;
+    const float *sin;
+    int64_t rows;
+    int64_t heads;
+    int64_t head_dim;
+    int64_t rotary_dim;
+} afterglow_rotation;
+
+/* Writes the rotated rows. */
+void afterglow_rotate(const afterglow_rotation *rotation, int threads, int width);
+
+/* A rounding of rows to bytes: x [rows][size] is about scales[row] * (numbers [row][size] - levels - 1). */
+typedef struct {
+    const float *x;
+    int64_t stride;
+    int64_t rows;
+    int64_t size;
+    int64_t levels;
+    uint8_t *numbers;
+    float *scales;
+} afterglow_rounding;
+
+/* Writes numbers and scales. */
+void afterglow_round(const afterglow_rounding *rounding, int threads, int width);
+
+/* Copies `count` rows of `bytes` bytes one after another: out[i] is row rows[i] of piece which[i]. pieces [.] are addresses;
+   strides [.], in bytes, are those of a piece's rows. */
+void afterglow_pick(const void *pieces, const int64_t *strides, const int64_t *which, const int64_t *rows, int64_t count, int64_t bytes,
+                    void *out, int threads);
+
+/* Queries [count][heads][head_dim] whose softmax over past rows and own rows is summed up for each past row. Own rows end with the
+   rows of the queries themselves, and a query sees no row after its own. other_lse [count][heads], or null: log-sum-exp of the rows
+   that the queries attend to besides. sums [kv_heads][past_rows]. */
+typedef struct {
+    const float *queries;
+    int64_t query_stride;
+    int64_t count;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+    afterglow_heads past;
+    int64_t past_rows;
+    afterglow_heads own;
+    int64_t own_rows;
+    const float *other_lse;
+    float scale;
+    float *sums;
+} afterglow_columns;
+
+/* Writes the sums over the queries of each KV head. */
+int afterglow_column_sums(const afterglow_columns *columns, int threads, int width);
+
+/* A vote of at most 4095 heads on rows: sums [heads][rows], heads `stride` apart, and their mean [rows]. The k (1 to rows) largest of
+   each head (of equals the first ones) go to mask [heads][rows] and, ascending, to places [heads][k]. ranking [rows] gets all rows
+   that have a vote: by votes, then by the larger mean, then the lower row first. */
+typedef struct {
+    const float *sums;
+    int64_t stride;
+    int64_t heads;
+    int64_t rows;
+    int64_t k;
+    const float *mean;
+    uint8_t *mask;
+    int64_t *places;
+    int64_t *ranking;
+} afterglow_ballot;
+
+/* Returns how many rows have a vote, or -1 if there was no memory. */
+int64_t afterglow_vote(const afterglow_ballot *ballot, int threads);

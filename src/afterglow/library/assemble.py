@@ -1,0 +1,92 @@
+"""Turn a request's token outputs into pieces of text: decode, find stop strings, count. One object for each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from afterglow.errors import RequestError
+from afterglow.request import CachedTokens, Missed, Output, Selected, TokenLogprob, Truncation
+from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The text and tokens that one output adds to a reply.
+
+    `text` may be empty: the end may be an unfinished character, or the beginning of a stop string.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: Finish | None
+
+
+class Assembler:
+    """Collect the text and the facts of one reply, output by output."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        """`min_tokens`: the first tokens of the reply, in which no stop string ends the reply."""
+        self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stops, include=include_stop)
+        self._min_tokens = min_tokens
+        self.text = ""
+        self.tokens: list[int] = []
+        self.cached = CachedTokens()
+        self.missed = Missed()
+        self.waited = 0.0
+        self.truncation: Truncation | None = None
+        self.selected: Selected | None = None
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self.finish: Finish | None = None
+
+    def feed(self, output: Output) -> Piece:
+        """Add one output of the engine.
+
+        When a stop string completes, `finish` is set although the engine goes on: the caller cancels the request.
+        Raises: RequestError, if the engine gave the request up.
+        """
+        if output.finish_reason == "error":
+            raise RequestError(output.error or "the request failed", status=500)
+        if output.finish_reason == "cancelled":  # not by the caller: the engine is closing
+            raise RequestError("the server is shutting down", status=503, code="unavailable")
+        if not self.tokens:
+            self.cached, self.missed, self.waited = output.cached, output.missed, output.waited
+            self.truncation = output.truncation
+        if output.selected is not None:
+            self.selected = output.selected
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        text = ""
+        count = 0
+        for token in output.tokens:
+            count += 1
+            # The token that ends a reply is generated and counted, but left out of the text.
+            if output.finish_reason == "stop" and count == len(output.tokens):
+                continue
+            look = len(self.tokens) + count > self._min_tokens
+            text += self._stops.push(self._decoder.push((token,)), look=look)
+            if self._stops.matched is not None:
+                self.finish = "stop"
+                break
+        if output.finish_reason is not None and self.finish is None:
+            text += self._stops.push(self._decoder.flush(), look=len(self.tokens) + count > self._min_tokens)
+            text += self._stops.flush()
+            self.finish = "stop" if self._stops.matched is not None else output.finish_reason
+        tokens = output.tokens[:count]
+        self.text += text
+        self.tokens.extend(tokens)
+        return Piece(text, tokens, output.logprobs[:count], self.finish)

@@ -1,0 +1,169 @@
+"""A model in this process, for programs: text and conversations in, text and vectors out."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from afterglow.config import EngineConfig
+from afterglow.errors import ConfigError, RequestError
+from afterglow.library.locate import find_model, model_name
+from afterglow.library.text_reply import TextReply, generated
+from afterglow.library.threads import set_up_threads
+from afterglow.request import Completion, ContextWindow, Request, SamplingParams
+from afterglow.text import Tokenizer
+
+if TYPE_CHECKING:
+    from afterglow.engine.engine import Engine
+    from afterglow.engine.setup import Progress
+    from afterglow.memo.sequence_embedder import EmbedResult
+    from afterglow.memo.texts import TextEmbedder
+
+Message = Mapping[str, object]
+
+
+class LanguageModel:
+    """An engine with its tokenizer. `load_model` makes one; use it in a `with` block, or close it.
+
+    Methods may be called from several threads; their requests run in one batch.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        """`engine` has been started."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.window = ContextWindow(engine.max_model_len)
+        self._embedder: TextEmbedder | None = None
+
+    def __enter__(self) -> LanguageModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel running requests, write KV that is only in memory to disk, and release the cache directory."""
+        self.engine.close(flush=True)
+
+    def generate(
+        self,
+        prompts: str | Request | Sequence[str | Request],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """Continue prompts, all in one batch, and return the replies in order.
+
+        `sampling` is for prompts that are text: a `Request` has its own. `stop`: strings that end a reply, and are left
+        out of its text. Raises: RequestError.
+        """
+        given = [prompts] if isinstance(prompts, str | Request) else prompts
+        for prompt in given:
+            if not isinstance(prompt, str | Request):
+                raise RequestError(f"a prompt must be text or a Request, got {prompt!r}; token ids go into a Request")
+        replies = [self.stream(prompt, sampling, stop=stop) for prompt in given]
+        deque(generated(self.engine, replies), maxlen=0)
+        return [reply.completion for reply in replies]
+
+    def stream(
+        self, prompt: str | Request, sampling: SamplingParams | None = None, *, stop: Sequence[str] = ()
+    ) -> TextReply:
+        """Continue a prompt; iterate over the result for the text as it is generated. Raises: RequestError."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+            prompt = Request(uuid.uuid4().hex, ids, self._fitted(sampling or SamplingParams(), len(ids)))
+        return TextReply(self.engine, self.tokenizer, prompt, stop)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        salt: str = "",
+        session_id: str | None = None,
+        truncation: bool = False,
+    ) -> Completion:
+        """Answer a conversation, given as messages with `role` and `content`.
+
+        `salt`: cached tokens are only found under equal salts. `session_id`: a name under which the conversation can be
+        listed, pinned and deleted. `truncation`: leave out the oldest turns of a conversation that outgrows the context.
+        Raises: RequestError.
+        """
+        reply = self.stream_chat(messages, sampling, stop=stop, salt=salt, session_id=session_id, truncation=truncation)
+        deque(reply, maxlen=0)
+        return reply.completion
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        salt: str = "",
+        session_id: str | None = None,
+        truncation: bool = False,
+    ) -> TextReply:
+        """Answer a conversation as `chat` does; iterate over the result for the text as it is generated.
+
+        Raises: RequestError.
+        """
+        sampling = sampling or SamplingParams()
+        prompt = self.tokenizer.encode_chat(
+            messages,
+            salt=salt,
+            cut_over=self.window.longest(sampling.max_tokens) if truncation else None,
+            window=None if truncation else self.window,
+        )
+        request = Request(
+            uuid.uuid4().hex,
+            prompt.ids,
+            sampling if truncation else self._fitted(sampling, len(prompt.ids)),
+            salt=salt,
+            session_id=session_id,
+            truncation=truncation,
+            turns=prompt.turns,
+        )
+        return TextReply(self.engine, self.tokenizer, request, stop, prompt)
+
+    def embed(self, texts: Sequence[str]) -> EmbedResult:
+        """Embed texts with this model: `vectors`, float32 (texts, dimensions), of unit length. Raises: RequestError."""
+        if self._embedder is None:
+            from afterglow.memo.texts import text_embedder
+
+            engine = self.engine
+            self._embedder = text_embedder(engine.decoder, engine.model_dir, self.tokenizer, engine.model_name)
+        return self._embedder.embed(texts)
+
+    def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        """Shorten the reply to what the context has room for. Raises: RequestError."""
+        self.window.refuse(prompt_tokens)
+        return replace(sampling, max_tokens=min(sampling.max_tokens, self.window.room(prompt_tokens)))
+
+
+def load_model(
+    model: str | Path | None = None, config: EngineConfig | None = None, *, progress: Progress | None = None
+) -> LanguageModel:
+    """Load a model and open its cache: a Hugging Face directory, or the name of a model that was downloaded before.
+
+    None is the small model that ships with Afterglow. `progress` is called with a stage, and with its bytes
+    done and in total. Raises: ModelError, ConfigError.
+    """
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config must be an EngineConfig, got {config!r}; a CacheConfig is its field `cache`")
+    folder = find_model(model)
+    set_up_threads(config.threads)
+    tokenizer = Tokenizer(folder)
+    from afterglow.engine.engine import Engine
+
+    engine = Engine.load(folder, config, progress, name=model_name(model, folder.resolve()))
+    engine.start()
+    return LanguageModel(engine, tokenizer)

@@ -1,0 +1,121 @@
+"""Replies as text, while they are generated and at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from afterglow.library.assemble import Assembler
+from afterglow.request import CachedTokens, Completion, Output, Request, TokenLogprob
+from afterglow.text import ChatPrompt, Tokenizer
+
+if TYPE_CHECKING:
+    from afterglow.engine.engine import Engine
+
+
+class TextReply:
+    """One reply: iterate over it for pieces of its text as they are generated; `completion` has the whole reply.
+
+    Closing the iterator, or leaving its loop, cancels the request.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        request: Request,
+        stop: Sequence[str] = (),
+        chat: ChatPrompt | None = None,
+    ) -> None:
+        """`stop`: strings that end the reply, and are left out of its text. `chat`: the conversation that it answers, where its
+        token ids are to be known when it comes back as text."""
+        self.request = request
+        self.prompt_tokens = len(request.prompt)
+        self.ttft_s: float | None = None
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._assembler = Assembler(tokenizer, request.prompt, stop, min_tokens=request.sampling.min_tokens)
+        self._logprobs: list[TokenLogprob] = []
+
+    def __iter__(self) -> Iterator[str]:
+        """Generate the reply and yield its text. Raises: RequestError."""
+        with closing(generated(self._engine, [self])) as pieces:
+            for _, piece in pieces:
+                yield piece
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._assembler.text
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens so far."""
+        return self._assembler.tokens
+
+    @property
+    def cached(self) -> CachedTokens:
+        """The prompt tokens that came from the cache; zero before the first token."""
+        return self._assembler.cached
+
+    @property
+    def ended(self) -> bool:
+        """Has a stop string, a stop token or the length ended the reply?"""
+        return self._assembler.finish is not None
+
+    @property
+    def completion(self) -> Completion:
+        """The reply as far as it was generated; `cancelled` if it has not ended by itself."""
+        found = self._assembler
+        return Completion(
+            tokens=tuple(found.tokens),
+            finish_reason=found.finish or "cancelled",
+            cached=found.cached,
+            ttft_s=self.ttft_s or 0.0,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=found.prompt_logprobs,
+            truncation=found.truncation,
+            selected=found.selected,
+            missed=found.missed,
+            text=found.text,
+        )
+
+    def _feed(self, at: float, output: Output) -> str:
+        """Add an output that came `at` seconds after the request; returns the text it adds. Raises: RequestError."""
+        if self.ttft_s is None and output.tokens:
+            self.ttft_s = at
+        piece = self._assembler.feed(output)
+        self._logprobs.extend(piece.logprobs)
+        return piece.text
+
+    def _remember(self) -> None:
+        """Have the tokenizer use the generated ids where the reply comes back as text."""
+        if self._chat is not None:
+            self._tokenizer.remember(self._chat, self.text, self.tokens)
+
+
+def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, str]]:
+    """Generate replies together, and yield each piece of text with the reply it belongs to.
+
+    Raises: RequestError.
+    """
+    unfinished = {reply.request.id: reply for reply in replies}
+    outputs = engine.outputs([reply.request for reply in replies])
+    try:
+        for at, output in outputs:
+            reply = unfinished.get(output.request_id)
+            if reply is None:  # a stop string has ended the reply before the engine did
+                continue
+            text = reply._feed(at, output)
+            if reply.ended:
+                del unfinished[output.request_id]
+                if output.finish_reason is None:
+                    engine.cancel(output.request_id)
+            if text:
+                yield reply, text
+    finally:
+        outputs.close()
+        for reply in replies:
+            reply._remember()

@@ -1,0 +1,76 @@
+"""What a database knows besides maps and vectors: how it was made, what distances mean, what held-out text showed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.errors import ConfigError, DamageError
+from afterglow.memo.isotonic import Isotonic
+from afterglow.memo.options import MemoOptions
+
+SETTINGS = "memo.json"
+POWER = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoSettings:
+    """`memo.json`. `errors` has a function for each layer: distance -> 1 - cosine of the embedding if that layer alone
+    takes the map. `curve`: rows of threshold, hit rate and error on held-out text."""
+
+    records: int
+    trained_on: int  # records that the projector was trained for; later ones were added
+    vectors_crc: int
+    options: MemoOptions
+    variation: Isotonic  # distance -> total variation of the maps
+    errors: tuple[Isotonic, ...]
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+    def save(self, folder: Path) -> None:
+        """Replaces the file at once."""
+        value = dataclasses.asdict(self)
+        part = folder / f"{SETTINGS}.part"
+        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, folder / SETTINGS)
+
+    @staticmethod
+    def load(folder: Path) -> MemoSettings:
+        """Read the file. Raises: ConfigError (no file, or the build has not ended), DamageError."""
+        path = folder / SETTINGS
+        if not path.is_file():
+            raise ConfigError(f"{folder} holds no finished database of attention maps; afterglow memo build makes one")
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            value["options"] = MemoOptions(**value["options"])
+            value["variation"] = _isotonic(value["variation"])
+            value["errors"] = tuple(map(_isotonic, value["errors"]))
+            return MemoSettings(**value)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DamageError(f"{path} cannot be read ({error}); build the database anew") from None
+
+    def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """Nearest distances [n], inf where there is no neighbour -> which layers take maps, [n, layers], and the
+        similarity of each sentence."""
+        known = np.isfinite(distances)
+        d = np.where(known, distances, 0.0).astype(np.float64)
+        layers = len(self.errors)
+        if self.options.accept == "sentence":
+            similarity = np.where(known, 1 - (d if self.options.similarity == "1-d" else d * d), -np.inf)
+            return np.repeat((similarity >= threshold)[:, None], layers, 1), similarity
+        errors = np.stack([error(d) for error in self.errors], 1)
+        order = np.argsort(errors, 1, kind="stable")
+        spent = np.cumsum(np.take_along_axis(errors, order, 1), 1)
+        taken = np.zeros(errors.shape, bool)
+        np.put_along_axis(taken, order, (spent <= 1 - threshold + 1e-12) & known[:, None], 1)
+        return taken, np.where(known, 1 - (errors * taken).sum(1), -np.inf)
+
+
+def _isotonic(value: dict[str, list[float]]) -> Isotonic:
+    return Isotonic(tuple(value["x"]), tuple(value["y"]))

@@ -1,0 +1,64 @@
+"""Map page-aligned memory, on huge pages where the system has them.
+
+The first touch of a 4 KiB page costs as much as the copy that causes it, and a transfer past the page cache needs one address
+for the device per huge page instead of one per 4 KiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+HUGE_PAGE: Final = 2 << 20
+LARGE: Final = 2 * HUGE_PAGE  # bytes of tensors; below it, rounding up to huge pages would waste too much
+_HUGE_FROM: Final = HUGE_PAGE // 4  # bytes of buffers for transfers, which are few
+_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+_KEPT_BY_MALLOC: Final = 512 << 20  # bytes
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def allocate(num_bytes: int, *, reserve: bool = True) -> Bytes:
+    """Map zeroed memory that costs nothing until it is touched: uint8 [num_bytes], page-aligned.
+
+    From half a megabyte on the memory starts at a huge page and asks for huge pages. `reserve` False: do not count the memory
+    against the system's limit before it is touched.
+
+    Raises:
+        OSError, OverflowError, ValueError: the system cannot map so much.
+    """
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    huge = num_bytes >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE")
+    page = HUGE_PAGE if huge else mmap.PAGESIZE
+    size = round_up(num_bytes, page) + (page if huge else 0)  # one more, to begin at a huge page
+    # Private, not shared as is mmap's default: only private memory can have huge pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if reserve else _NO_RESERVE))
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = np.frombuffer(memory, np.uint8)
+    start = -flat.ctypes.data % page
+    return flat[start : start + num_bytes]
+
+
+def round_up(num_bytes: int, unit: int = HUGE_PAGE) -> int:
+    """Compute the least multiple of `unit` that is not below `num_bytes`."""
+    return -(-num_bytes // unit) * unit
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 512 MiB of freed memory for the next step's tensors.
+
+    The setting holds for the whole process. It has no effect where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _KEPT_BY_MALLOC)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BY_MALLOC)

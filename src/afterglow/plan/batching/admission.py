@@ -1,0 +1,316 @@
+"""How a waiting job comes to the device: what of its prompt is cached, where, and what must be moved first.
+
+It knows the index, the tiers and the other jobs' promises; not the batch, not the step. An attempt either joins or says
+what the job waits for, and may be repeated at any time: each starts from the index anew, so that whatever has
+vanished, been damaged or been added meanwhile is accounted for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+from math import inf
+
+from afterglow.plan.batching.batch import Batch
+from afterglow.plan.batching.compaction import Compaction
+from afterglow.plan.batching.job import Job, Stage, Wait
+from afterglow.plan.batching.load_or_recompute import LoadOrRecompute, stages_of
+from afterglow.plan.cache import Cache
+from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.prefix.extent import View
+from afterglow.plan.prefix.ghosts import Reason
+from afterglow.plan.prefix.index import NO_MATCH, Match, common_rows
+from afterglow.plan.step import Admit, Selectable
+from afterglow.plan.tiers.device import GROWTH_BLOCKS, Context
+
+UNKNOWN_HOLD_S = 0.05  # how long to wait for slots before it is known what computing takes
+MIN_ASKING_ROWS = 16  # last tokens of a prompt that are computed, to find out which rows are important to them
+MAX_ROUNDS = 4  # evictions that a job waits for before it recomputes rows that could not be loaded
+
+
+class Admission:
+    """Attempts to admit jobs."""
+
+    def __init__(self, cache: Cache, batch: Batch, compaction: Compaction, options: SchedulerOptions) -> None:
+        self.compaction = compaction
+        self.decision = LoadOrRecompute(cache, options)
+        self._cache = cache
+        self._batch = batch
+
+    def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
+        """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
+        job.again_at = now
+        if job.origin is not None and (wait := self._revive(job, now)) is not None:
+            return wait
+        tokens = bytes(job.tokens)
+        match = self._match(job, tokens)
+        if job.spec.read and job.cut is None and self._is_promised(job, tokens, match.rows):
+            self._cache.counters.waits_prefix += not job.waited
+            job.waited = True
+            return Wait.PREFIX
+        if job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated:
+            return self._select(job, match, may_join, now)
+        context, device_rows = self._cache.device.best(tokens, match)
+        guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
+        for extent in guarded:  # making room must cost neither the chosen context nor the match
+            extent.ref_count += 1
+        views = _beyond(match, device_rows)
+        kept = [
+            v
+            for v in self.decision.choose(job, views, device_rows, now)
+            if not self._cache.loading.avoids(v.extent, now)
+        ]
+        self._batch.pin(job, kept)
+        obtained = self._obtain(job, kept, now)
+        room = obtained is None or not may_join or self.may_save(job, match.rows, job.length, now)
+        for extent in guarded:
+            extent.ref_count -= 1
+        if obtained is None:
+            return Wait.SLOTS
+        if len(obtained) < len(kept):  # the rest cannot be had, and what lies beyond it is of no use then
+            views = views[: views.index(kept[len(obtained)])]
+        loading = [view.extent for view in obtained if view.extent.host == "loading"]
+        job.loads.update(dict.fromkeys(loading))
+        stages = stages_of(views, obtained, device_rows)
+        if job.patient and loading:
+            self._cache.loading.open_gates_of(loading)
+            job.again_at = inf
+            return Wait.LOADS
+        if not idle and not self.decision.may_begin(job, stages[0], now):
+            job.again_at = self.decision.begins_at(job, stages[0], now)
+            return Wait.LOADS
+        if not may_join:
+            return Wait.TURN
+        if not room:
+            return Wait.SAVES
+        take = self._reserve(job, context, device_rows)
+        if take is None:
+            return Wait.DEVICE
+        return self._join(job, match, context, take, device_rows, views, obtained, stages, now)
+
+    def _select(self, job: Job, match: Match, may_join: bool, now: float) -> Admit | Wait:
+        """Admit a job that takes the important rows of its prefix from any tier: no extent is loaded as a whole (SPEC §IV)."""
+
+        def readable(view: View) -> bool:
+            extent = view.extent
+            return extent.host == "ready" or (extent.disk == "ready" and not self._cache.loading.avoids(extent, now))
+
+        # A prompt that is known nearly to its end has to ask with some of its tokens all the same.
+        views = list(takewhile(readable, _before(match, job.length - MIN_ASKING_ROWS)))
+        if not may_join:
+            return Wait.TURN
+        if self._reserve(job, None, 0) is None:
+            return Wait.DEVICE
+        self._batch.pin(job, views)
+        job.loads = {view.extent: None for view in views if view.extent.host != "ready"}
+        rows = sum(view.stop - view.start for view in views)
+        admit = self._join(job, match, None, False, 0, views, views, [Stage((), rows, None)], now)
+        job.approximate, job.saving = bool(views), job.saving and not views
+        found = [
+            Selectable(v.extent.id, v.extent.rows, v.start, v.stop, v.extent.slots if v.extent.host == "ready" else ())
+            for v in views
+        ]
+        registered = self._cache.registered_prefix(job.spec.salt, job.tokens)
+        exact = min(rows, registered.rows) if registered is not None else 0
+        return replace(admit, selectable=tuple(found), exact=exact)
+
+    def _revive(self, job: Job, now: float) -> Wait | None:
+        """Bring the rows that survived a truncation to where the job looks for them. None: done, or not to be done."""
+        origin = job.origin
+        assert origin is not None
+        if job.copies:
+            if self.compaction.under_way(job.copies):
+                job.again_at = inf
+                return Wait.LOADS
+            self._revived(job)
+            return None
+        surviving = self.compaction.surviving(origin.salt, origin.tokens, origin.kept)
+        views = list(takewhile(lambda view: not self._cache.loading.avoids(view.extent, now), surviving))
+        rows = sum(view.stop - view.start for view in views)
+        pays = job.spec.read and rows > self._match(job, bytes(job.tokens)).rows
+        if pays and not self.decision.pays(views, rows, now):
+            self.decision.probe(views, now)
+            pays = False
+        if not pays:
+            self._revived(job)
+            return None
+        self._batch.pin(job, views)
+        obtained = self._obtain(job, views, now)
+        if obtained is None:
+            return Wait.SLOTS
+        job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
+        if any(view.extent.host == "loading" for view in obtained):
+            self._cache.loading.open_gates_of(job.pins)  # a copy needs all layers
+            job.again_at = inf
+            return Wait.LOADS
+        job.carried = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
+        job.copies = self.compaction.begin(job.spec, bytes(job.tokens), obtained, now)
+        if job.copies:
+            job.again_at = inf
+            return Wait.LOADS
+        if obtained and self._cache.relief and job.rounds < MAX_ROUNDS:
+            job.rounds += 1
+            return Wait.SLOTS
+        self._revived(job)
+        return None
+
+    def _revived(self, job: Job) -> None:
+        job.origin, job.copies, job.cut = None, [], None
+        self._batch.unpin(job)
+
+    def _match(self, job: Job, tokens: bytes) -> Match:
+        """Match the tokens but the last one, which has to be computed in any case: there is no other way to logits."""
+        if not job.spec.read:
+            return NO_MATCH
+        last = len(tokens) // 4 - 1
+        return self._cache.match(job.spec.salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)])
+
+    def _is_promised(self, job: Job, tokens: bytes, matched: int) -> bool:
+        """Will another job put more of these tokens into the index, so that waiting pays?"""
+        limit = len(tokens) // 4 - 1
+        for other in self._batch.promising():
+            if other.spec.salt != job.spec.salt or other.tokens[:4] != tokens[:4]:
+                continue  # as nearly always
+            rows = other.promised
+            if rows > matched:
+                same = min(common_rows(other.tokens, 0, tokens, 0, rows), limit)
+                # A prefill takes a while; rows that have left the device are about to be saved: any number is worth it.
+                least = self._cache.capacity.block_rows if other.running else 1
+                if same - matched >= least or matched < same == limit:
+                    return True
+        return False
+
+    def may_save(self, job: Job, start: int, stop: int, now: float) -> bool:
+        """Back-pressure (A7): are there slots for rows [start, stop), or is it not worth waiting for them?
+
+        Rows that are not saved are computed again next turn: a job waits for slots that are being freed for at most as
+        long as that takes.
+        """
+        if not job.spec.write or start >= stop:
+            return True
+        need = min(self._cache.capacity.blocks(stop - start) + 1, self._cache.host.pool.total // 2)
+        if self._cache.host.room_for_rows(need, now) or not self._cache.relief:
+            return True
+        if job.blocked_since is None:
+            job.blocked_since = now
+            self._cache.counters.holds += 1
+        return now >= self.deadline(job, start, stop)
+
+    def deadline(self, job: Job, start: int, stop: int) -> float:
+        """Return until when a blocked job waits for slots."""
+        since = job.blocked_since if job.blocked_since is not None else 0.0
+        return since + (self._cache.cost.compute(stop - start, start) if self._cache.cost.known else UNKNOWN_HOLD_S)
+
+    def _obtain(self, job: Job, views: list[View], now: float) -> list[View] | None:
+        """Start loads; returns the views whose rows are in host or on their way to it. None: wait for slots."""
+        for i, view in enumerate(views):
+            self._cache.loading.used(view.extent)
+            if view.extent.host == "absent" and not self._cache.loading.load(view.extent, now, job.key):
+                if self._cache.relief and job.rounds < MAX_ROUNDS:
+                    job.rounds += 1
+                    return None
+                job.cut = view.extent.first_row + view.start
+                self._cache.counters.cut_loads += 1
+                self._batch.pin(job, views[:i])
+                return views[:i]
+        return views
+
+    def _reserve(self, job: Job, context: Context | None, device_rows: int) -> bool | None:
+        """Count the job's segment against the device's budget: True, it takes the context over; None, no room.
+
+        With room to grow, because growing may mean copying; with less room where that would keep the job waiting.
+        """
+        found = None
+        for blocks in (GROWTH_BLOCKS, 1):
+            growth = max(min(job.remaining, blocks * self._cache.capacity.block_rows), 1)
+            capacity = min(self._cache.capacity.round_up(job.length + growth), self._cache.device.budget)
+            found = found if found is not None else self._reserve_rows(job, context, device_rows, capacity)
+        return found
+
+    def _reserve_rows(self, job: Job, context: Context | None, device_rows: int, capacity: int) -> bool | None:
+        if context is None:
+            return self._give(job, capacity, 0, None, False)
+        own = context.salt == job.spec.salt and not (context.pinned or context.registered)
+        wanted = own and 2 * device_rows >= context.rows
+        if not wanted and self._give(job, capacity, 0, context, False) is not None:
+            return False
+        if context.pinned or context.registered:
+            return None
+        return self._give(job, max(capacity, context.capacity), context.capacity, context, True)
+
+    def _give(self, job: Job, capacity: int, counted: int, keep: Context | None, take: bool) -> bool | None:
+        """Reserve a segment of `capacity` rows; `counted` rows count already. Returns `take`; None: no room."""
+        if not self._cache.device.reserve(capacity - counted, keep):
+            return None
+        job.capacity = capacity
+        return take
+
+    def _join(
+        self,
+        job: Job,
+        match: Match,
+        context: Context | None,
+        take: bool,
+        device_rows: int,
+        views: list[View],
+        obtained: list[View],
+        stages: list[Stage],
+        now: float,
+    ) -> Admit:
+        if context is not None:
+            if take:
+                self._cache.device.take_over(context)
+            else:
+                self._cache.device.copy_from(context)
+        rows = device_rows + sum(view.stop - view.start for view in views)
+        gathered = sum(view.stop - view.start for view in obtained)
+        held = [*_before(match, device_rows), *views]
+        for extent in dict.fromkeys(view.extent for view in held):
+            self._cache.touch(extent, now, job.spec)
+            if extent not in job.uses:
+                job.uses[extent] = None
+                extent.ref_count += 1
+        disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
+        disk += min(job.carried, gathered - disk)
+        job.hits = (device_rows, gathered - disk, disk)
+        if job.cut is not None:  # for want of slots the match was cut short; what lies beyond is cached all the same
+            job.cut = None
+            match = self._match(job, bytes(job.tokens))
+        self._cache.counters.recomputed += match.rows - device_rows - gathered
+        why: Reason = "cold"
+        if job.spec.read and match.rows < job.length - 1:
+            why = self._cache.ghosts.why(job.spec.salt, bytes(job.tokens), match, self._cache.index)
+        job.missed = (why, job.length - match.rows)
+        job.rows, job.covered, job.blocked_since = device_rows, rows, None
+        job.stages = stages
+        job.target = job.length
+        job.saving = job.spec.write
+        job.approximate = job.lingering = False
+        job.state = "prefilling"
+        job.loads, job.cut, job.rounds, job.tried, job.patient = {}, None, 0, -1, False
+        self._cache.loading.promote(job.pins)
+        if len(obtained) < len(views):
+            self.decision.probe(views, now)
+        return Admit(context.id if context is not None else None, take, device_rows)
+
+
+def _before(match: Match, rows: int) -> list[View]:
+    """Return the views of the first `rows` rows of a match."""
+    found = []
+    for view in match.views:
+        if rows <= 0:
+            break
+        found.append(View(view.extent, view.start, min(view.stop, view.start + rows)))
+        rows -= view.stop - view.start
+    return found
+
+
+def _beyond(match: Match, rows: int) -> list[View]:
+    """Return the views of a match without its first `rows` rows."""
+    found = []
+    for view in match.views:
+        skip = min(rows, view.stop - view.start)
+        rows -= skip
+        if view.start + skip < view.stop:
+            found.append(View(view.extent, view.start + skip, view.stop))
+    return found

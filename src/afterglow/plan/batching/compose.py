@@ -1,0 +1,213 @@
+"""The composition of steps: decodes, prompt tokens of jobs that are at it, and of jobs that join.
+
+First come, first served; continuous batching; prompts in pieces beside running decodes. It knows the queue, the batch and
+admission; not the results of a step.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import islice
+from math import inf
+
+from afterglow.plan.batching.admission import Admission
+from afterglow.plan.batching.batch import Batch
+from afterglow.plan.batching.job import Job, Wait
+from afterglow.plan.batching.queue import RequestQueue
+from afterglow.plan.batching.repetition import Outlook
+from afterglow.plan.batching.shares import Sharer, shares
+from afterglow.plan.cache import Cache
+from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.step import Admit, Gather, Run, Save, Share
+
+IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
+MAX_TRIED_JOBS = 64  # waiting jobs that are tried in one step
+_TOKEN = struct.Struct("<I")
+
+
+class StepComposer:
+    """Composes steps: which jobs run, and over which of their tokens."""
+
+    def __init__(
+        self, cache: Cache, queue: RequestQueue, batch: Batch, admission: Admission, options: SchedulerOptions
+    ) -> None:
+        self.layerwise = options.preload == "layerwise"  # may a job join while its layers are on their way?
+        self.wake = inf  # when to look again if nothing happens
+        self.outlook = Outlook()
+        self._cache = cache
+        self._queue = queue
+        self._batch = batch
+        self._admission = admission
+        self._drafts = batch.drafts
+        self._chunk = options.prefill_chunk  # prompt tokens beside running decodes; 0: prefills keep decodes waiting
+        self._soon = cache.capacity.block_rows // 2  # rows
+        self._most = options.max_batch
+        self._sharers: list[int | tuple[int, int]] = []  # the batch whose `_shares` are known
+        self._shares: tuple[Share, ...] = ()
+
+    def compose(self, now: float, wake: float) -> list[Run]:
+        """Choose the runs of the next step. `wake`: when to look again in any case."""
+        self.wake = wake
+        self.outlook.reset()
+        if self._chunk:
+            runs = self._decodes(now)
+            return runs + self._prefills(now, self._chunk if runs else max(self._chunk, IDLE_PREFILL))
+        runs = self._prefills(now, IDLE_PREFILL)
+        if all(self._queue.jobs[run.job].lingering for run in runs):  # no job waits for those
+            runs += self._decodes(now)
+        return runs  # a prefill or decodes, as in the papers
+
+    def _decodes(self, now: float) -> list[Run]:
+        """Choose a row of every decoding job. When a job needs room, jobs that soon need some are given it too."""
+        running = self._batch.running
+        soon = 0
+        for job in list(running):
+            if job.state != "decoding":
+                continue
+            if job.rows >= job.capacity:
+                self._grow(job, now)
+                soon = self._soon
+            elif job.drafts and job.drafts[-1].full:
+                soon = self._soon
+        runs: list[Run] = []
+        for job in running:
+            if job.state != "decoding":
+                continue
+            row = job.rows
+            if job.capacity - row <= soon:
+                self._batch.extend_early(job)
+            saves: tuple[Save, ...] = ()
+            if job.saving and row >= job.covered:
+                saves = self._drafts.tee_one(job, row, soon, now)
+            token = _TOKEN.unpack_from(job.tokens, 4 * row)
+            runs.append(Run(job.spec.job, row, token, True, job.capacity, None, (), saves))
+        return runs
+
+    def _prefills(self, now: float, budget: int) -> list[Run]:
+        """Choose prompt tokens: first of jobs that are prefilling, then of jobs that join."""
+        runs: list[Run] = []
+        decoding = any(job.state == "decoding" for job in self._batch.running)
+        for job in self._batch.running:
+            if job.state == "prefilling" and job.lingering:
+                runs.append(self._run(job, budget, None, now))  # it has had its share of the budget
+            elif job.state == "prefilling" and budget > 0:
+                next_stage = job.stages[0] if job.stages and job.rows == job.stop else None
+                alone = not decoding and self.layerwise
+                if (
+                    not alone
+                    and next_stage is not None
+                    and not self._admission.decision.may_begin(job, next_stage, now)
+                ):
+                    self.outlook.restless = True
+                    continue  # the others need not wait for its rows
+                stop = min(job.length, job.rows + budget)
+                if not self._admission.may_save(job, max(job.rows, job.covered), stop, now):
+                    self.wake = min(self.wake, self._admission.deadline(job, job.rows, stop))
+                    self.outlook.restless = True
+                    continue
+                job.blocked_since = None
+                runs.append(self._run(job, budget, None, now))
+                budget -= len(runs[-1].tokens)
+        if len(self._batch.running) >= self._most or self._queue.full:
+            self.outlook.closed = True
+            return runs
+        waiting = self._their_turn()
+        seats = self._most - len(self._batch.running) - sum(job.has_seat for job in waiting)
+        for job in waiting:
+            taken = job.has_seat
+            if len(self._batch.running) >= self._most:
+                break
+            if seats <= 0 and not taken:
+                continue
+            outcome = self._try(job, budget > 0, now)
+            self.outlook.awaited = self.outlook.awaited or outcome in (Wait.PREFIX, Wait.SLOTS, Wait.SAVES, Wait.LOADS)
+            self.outlook.closed = outcome is Wait.DEVICE
+            seats += taken - (isinstance(outcome, Admit) or job.has_seat)
+            if isinstance(outcome, Admit):
+                runs.append(self._run(job, budget, outcome, now))
+                budget -= len(runs[-1].tokens)
+            elif outcome in (Wait.DEVICE, Wait.SLOTS, Wait.SAVES, Wait.TURN):
+                break  # first come, first served: no job passes another for want of room
+        return runs
+
+    def _their_turn(self) -> list[Job]:
+        """List the first jobs in the queue, without those whose conversation has another turn that runs or came earlier (A1)."""
+        busy = {job.conversation for job in self._batch.running} - {None}
+        turns = (job for job in self._queue.waiting if job.conversation not in busy and self._queue.is_next_turn(job))
+        return list(islice(turns, MAX_TRIED_JOBS))
+
+    def _try(self, job: Job, may_join: bool, now: float) -> Admit | Wait:
+        """Attempt to admit a job, unless nothing has changed since the last time."""
+        idle = not self._batch.running and self.layerwise
+        if self._stands(job, now) and job.verdict is not None and not idle:
+            if job.verdict is Wait.LOADS:
+                self.wake = min(self.wake, job.again_at)
+            return job.verdict
+        outcome: Admit | Wait
+        if self._admission.compaction.is_promised(job, self._batch.promising()):
+            self._cache.counters.waits_prefix += not job.waited
+            job.waited, outcome = True, Wait.PREFIX
+        else:
+            outcome = self._admission.attempt(job, now, idle, may_join)
+        if isinstance(outcome, Admit):
+            self._queue.admit(job)
+            return outcome
+        job.state = "loading" if outcome is Wait.LOADS else "waiting"
+        # A turn comes with the budget of the next step, slots come with time: of both the version knows nothing.
+        lasting = outcome not in (Wait.TURN, Wait.SAVES)
+        if outcome is Wait.SAVES:
+            self.wake = min(self.wake, self._admission.deadline(job, 0, job.length))
+        elif outcome is Wait.LOADS:
+            lasting = job.again_at > now
+            self.wake = min(self.wake, job.again_at) if lasting else self.wake
+        self.outlook.restless = self.outlook.restless or not lasting
+        job.tried, job.verdict = (self._queue.version, outcome) if lasting else (-1, None)
+        job.lessons = self._cache.cost.lessons
+        return outcome
+
+    def _stands(self, job: Job, now: float) -> bool:
+        """Would another attempt end as the last one?"""
+        if job.tried != self._queue.version:
+            return False
+        return job.verdict is not Wait.LOADS or (now < job.again_at and job.lessons == self._cache.cost.lessons)
+
+    def _run(self, job: Job, budget: int, admit: Admit | None, now: float) -> Run:
+        start = job.rows
+        gathers: tuple[Gather, ...] = ()
+        if job.stages and (admit is not None or job.rows == job.stop):
+            stage = job.stages.pop(0)
+            start, gathers, job.stop = stage.start, stage.gathers, stage.stop
+        rest = (job.stop if job.stop is not None else job.length) - start
+        rows = min(rest, budget) if self._chunk and not job.approximate else rest  # all its rows ask for important ones
+        tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
+        sample = start + rows == job.length and job.remaining > 0
+        new = max(start, job.covered)  # rows before it are cached already, and are only computed again
+        saves = self._drafts.tee(job, new, start + rows - new, now) if job.saving and start + rows > new else ()
+        return Run(job.spec.job, start, tokens, sample, job.capacity, admit, gathers, saves)
+
+    def _grow(self, job: Job, now: float) -> None:
+        """Give a decoding job more room, at the cost of retained contexts, then of the job that came last."""
+        while job.running and not self._batch.extend(job):
+            victim = max(self._batch.running, key=lambda other: other.key)
+            if len(self._batch.running) == 1 or job.rows >= self._cache.device.budget:
+                self._queue.finish(job, None, "length", now)
+            else:
+                # It may be this very job: were it to push out an older one, they could do so in turns for ever.
+                self._cache.counters.preemptions += 1
+                self._queue.send_back(victim, now)
+
+    def shared(self, runs: list[Run]) -> tuple[Share, ...]:
+        """Find the shares of the step's jobs, anew when the jobs are others, or a job has a longer prefix."""
+        sharers: list[int | tuple[int, int]] = [
+            run.job if len(run.tokens) == 1 and run.admit is None else (run.job, run.start) for run in runs
+        ]
+        if sharers != self._sharers:
+            self._sharers = sharers
+            jobs = [self._queue.jobs[run.job] for run in runs]
+            self._shares = shares([self._sharer(job, run) for job, run in zip(jobs, runs, strict=True)])
+        return self._shares
+
+    def _sharer(self, job: Job, run: Run) -> Sharer:
+        prefix = self._drafts.prefix_of(job)
+        rows = 0 if job.approximate else run.start  # no other job has the rows of a selection
+        return Sharer(job.spec.job, job.spec.salt, job.tokens, rows, prefix.rows if prefix is not None else 0)

@@ -1,0 +1,118 @@
+"""Load or recompute: which cached rows a job takes from disk, which it computes again, and when it may begin.
+
+It knows costs, loads and the job's views; not the queue, not the device.
+"""
+
+from __future__ import annotations
+
+from afterglow.plan.batching.job import Job, Stage
+from afterglow.plan.cache import Cache
+from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.prefix.extent import View
+from afterglow.plan.step import Gather
+
+
+class LoadOrRecompute:
+    """Decides by predicted times, or as `source` says. `whole`: a job begins when all its rows are there (a baseline)."""
+
+    def __init__(self, cache: Cache, options: SchedulerOptions) -> None:
+        self.source = options.source
+        self.whole = options.preload == "whole"
+        self._cache = cache
+
+    def choose(self, job: Job, views: list[View], row: int, now: float) -> list[View]:
+        """Choose the views to be used, so that the prefill is predicted to end first; the others are recomputed.
+
+        The tail of the rows on disk is loaded while the head is recomputed: loaded rows need no recomputed ones. Loading
+        all, recomputing all, and recomputing rows in host are cases of this (spec A8, A10; design: splitting).
+        """
+        cold = [i for i, view in enumerate(views) if view.extent.host != "ready"]
+        if self.source == "load" or not views or (self.source == "auto" and not self._cache.cost.known):
+            return views
+        if self.source == "recompute":
+            return []
+        cost = self._cache.cost
+        starts, end = [], row
+        for view in views:
+            starts.append(end)
+            end += view.stop - view.start
+        final = cost.compute(job.length - end, end)
+        gathering = cost.gather(end - row)
+        flying = [views[i].extent.load for i in cold]
+        reads = [cost.read(views[i].extent.file_bytes) for i in cold]
+        best, recomputed, head = float("inf"), 0, 0.0
+        for split in range(len(cold) + 1):
+            if split:  # the view before the split is recomputed too
+                i = cold[split - 1]
+                rows = views[i].stop - views[i].start
+                follows = split > 1 and cold[split - 2] == i - 1
+                head += cost.compute(rows, starts[i]) - (cost.compute(0, 0) if follows else 0.0) - cost.gather(rows)
+            under_way = [move for move in flying[split:] if move is not None]
+            others = [seconds for seconds, move in zip(reads[split:], flying[split:], strict=True) if move is None]
+            first, last = cost.coming(under_way, others, now)
+            total = max(max(head + gathering, first) + final, last + final / cost.layers)
+            if total < best:
+                best, recomputed = total, split
+        if cost.compute(job.length - row, row) < best:
+            return []
+        gone = set(cold[:recomputed])
+        return [view for i, view in enumerate(views) if i not in gone]
+
+    def pays(self, views: list[View], rows: int, now: float) -> bool:
+        """Is loading and copying them faster than computing what remains of the prompt from its first token?"""
+        if self.source != "auto" or not self._cache.cost.known:
+            return self.source != "recompute"
+        extents = dict.fromkeys(view.extent for view in views)  # of a scattered list, many views are of one extent
+        sizes = [extent.file_bytes for extent in extents if extent.host == "absent"]
+        return self._cache.cost.loads(sizes, now) <= self._cache.cost.compute(rows, 0)
+
+    def may_begin(self, job: Job, stage: Stage, now: float) -> bool:
+        """Beside running decodes: are the rows of a stage there, or so soon that no job has to wait for them?"""
+        if self._cache.loading.read_buffer is not None:
+            return True  # the loads go on only when the job has joined
+        under_way = [move for move in stage.loads if self._cache.moves.is_under_way(move)]
+        if not under_way:
+            return True
+        if self.whole:
+            return False
+        stop = stage.stop if stage.stop is not None else job.length
+        computing = self._cache.cost.compute(stop - stage.start, stage.start)
+        return self._cache.cost.known and self._cache.cost.fits(*self._cache.cost.coming(under_way, (), now), computing)
+
+    def begins_at(self, job: Job, stage: Stage, now: float) -> float:
+        """Return when a stage may begin that may not now, as far as that depends on time alone."""
+        under_way = [move for move in stage.loads if self._cache.moves.is_under_way(move)]
+        stop = stage.stop if stage.stop is not None else job.length
+        return self._cache.cost.fits_at(under_way, self._cache.cost.compute(stop - stage.start, stage.start), now)
+
+    def probe(self, views: list[View], now: float) -> None:
+        """Read, now and then, the shortest extent on disk that is recomputed, beside the computation and for a part of its
+        time: else a tier that was slow once would be slow for ever."""
+        cold = [view.extent for view in views if view.extent.host == "absent" and view.extent.disk == "ready"]
+        if self.source != "auto" or not self._cache.cost.known or not cold:
+            return
+        extent = min(cold, key=lambda each: (each.file_bytes, -each.first_row))
+        most = self._cache.cost.probe(extent.rows, extent.first_row, now)
+        if most is not None:
+            self._cache.loading.probe(extent, most, now)
+
+
+def stages_of(views: list[View], kept: list[View], row: int) -> list[Stage]:
+    """Make the stages of a prefill from the views of a match; views that are not `kept` are recomputed."""
+    stages: list[Stage] = []
+    gathers: list[Gather] = []
+    gap: int | None = None  # where the rows begin that are recomputed now
+    wanted = iter(kept)
+    following = next(wanted, None)
+    for view in views:
+        if view is following:
+            if gap is not None:
+                stages.append(Stage(tuple(gathers), gap, row))
+                gathers, gap = [], None
+            extent = view.extent
+            gathers.append(Gather(extent.id, view.start, view.stop, extent.slots, extent.load))
+            following = next(wanted, None)
+        elif gap is None:
+            gap = row
+        row += view.stop - view.start
+    return [*stages, Stage(tuple(gathers), gap if gap is not None else row, None)]

@@ -1,0 +1,64 @@
+"""The digest of a step: what a replay is compared by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from afterglow.plan.step import Drop, ExtentRecord, Load, Move, Run, Selectable, Step, Store
+
+
+def step_digest(step: Step) -> str:
+    """Hash the values of a step (blake2b, 8 bytes, hex): equal for equal steps, in any process and any version of the plan.
+
+    The values are listed here one by one, in an order that is a part of the journal's format. Names of classes and of
+    fields are not in it, so that they may change.
+    """
+    values = [
+        step.number,
+        [[item.job, item.context, item.rows] for item in step.releases],
+        step.frees,
+        [_move_values(move) for move in step.moves],
+        step.urged,
+        [_run_values(run) for run in step.runs],
+        step.wake_at,
+        step.repeat,
+        [[share.jobs, share.start, share.stop] for share in step.shares],
+    ]
+    return hashlib.blake2b(json.dumps(values, separators=(",", ":")).encode(), digest_size=8).hexdigest()
+
+
+def _move_values(move: Move) -> list[Any]:
+    if isinstance(move, Load):
+        extra = [move.ahead, move.most_s]
+        return ["load", move.move, move.extent, move.rows, move.slots, move.priority, move.why, *extra]
+    if isinstance(move, Store):
+        return ["store", move.move, _record_values(move.record), move.slots, move.priority, move.why]
+    if isinstance(move, Drop):
+        return ["drop", move.move, move.extent, move.priority, move.why]
+    return ["copy", move.move, move.pieces, move.slots, move.rows, move.priority]
+
+
+def _record_values(record: ExtentRecord) -> list[Any]:
+    names = [record.id, record.parent, record.parent_rows, record.salt, record.kind, record.tokens.hex()]
+    return [*names, record.file_bytes, record.last_used, record.hits, record.expires]
+
+
+def _run_values(run: Run) -> list[Any]:
+    admit = run.admit
+    return [
+        run.job,
+        run.start,
+        run.tokens,
+        run.sample,
+        run.capacity,
+        admit
+        and [admit.context, admit.take, admit.device_rows, [_view_values(v) for v in admit.selectable], admit.exact],
+        [[g.extent, g.start, g.stop, g.slots, g.move] for g in run.gathers],
+        [[save.draft, save.slots, save.draft_row, save.job_row, save.rows] for save in run.saves],
+    ]
+
+
+def _view_values(view: Selectable) -> list[Any]:
+    return [view.extent, view.rows, view.start, view.stop, view.slots]

@@ -1,0 +1,1 @@
+"""Where extents lie (device, host, disk), and the moves that change it."""

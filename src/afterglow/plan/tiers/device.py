@@ -1,0 +1,180 @@
+"""The device tier: a budget of rows shared by running jobs' segments and the contexts kept of finished ones.
+
+It knows sizes, token strings and which extents a context contains; not what computes on them, nor the other tiers.
+A context counts with the whole segment that it was; it never shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from afterglow.plan.options import Capacity
+from afterglow.plan.prefix.extent import NONE, Extent, View, with_key, without_key
+from afterglow.plan.prefix.index import Match, common_rows
+from afterglow.plan.stats import Counters
+
+GROWTH_BLOCKS = 4  # blocks by which a segment grows while there is room: growing may mean copying
+MAX_CANDIDATES = 16  # contexts looked at per match; a popular prefix may be part of hundreds
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """Rows that a job has left on the device. The first `rows` may be used, if the index knows them too."""
+
+    id: int
+    salt: str
+    tokens: bytes
+    rows: int
+    capacity: int
+    extents: dict[Extent, None] = field(default_factory=dict)
+    pinned: bool = False  # copied from in the current step
+    doomed: bool = False  # to be freed as soon as it is not pinned
+    registered: bool = False  # a registered prefix, which is copied only and stays
+
+
+class Device:
+    """Segments and contexts against one budget."""
+
+    def __init__(self, capacity: Capacity, counters: Counters, max_model_len: int = 2**31) -> None:
+        self.block = capacity.block_rows
+        self.budget = capacity.device_rows // self.block * self.block
+        self.used = 0
+        self.contexts: dict[int, Context] = {}  # least recently used first
+        self.frees: list[int] = []
+        self.longest = min(max_model_len, self.budget)  # rows of the longest context that any job may come to
+        self._counters = counters
+        self._last_id = 0
+
+    def reserve(self, rows: int, keep: Context | None = None) -> bool:
+        """Count `rows` more, freeing contexts (never `keep`) for them. All or nothing."""
+        short = self.used + rows - self.budget
+        if short > 0:
+            victims = []
+            for context in self.contexts.values():
+                if short <= 0:
+                    break
+                if context is not keep and not (context.pinned or context.registered):
+                    victims.append(context)
+                    short -= context.capacity
+            if short > 0:
+                return False
+            for context in victims:
+                self.free(context)
+        self.used += rows
+        return True
+
+    def release(self, rows: int) -> None:
+        """Count a running job's segment no more."""
+        self.used -= rows
+
+    def retain(self, salt: str, tokens: bytes, rows: int, capacity: int) -> Context:
+        """Make a running job's segment a context."""
+        self._last_id += 1
+        context = Context(self._last_id, salt, tokens, rows, capacity)
+        self.contexts[context.id] = context
+        return context
+
+    def contain(self, context: Context, extents: tuple[Extent, ...]) -> None:
+        """Note that a context contains rows of these extents. Of a prefix under another salt it has rows of its own,
+        which others are not to be given."""
+        for extent in extents:
+            if extent.salt != context.salt:
+                continue
+            context.extents[extent] = None
+            extent.contexts = with_key(extent.contexts, context.id)
+
+    def hold(self, context: Context) -> None:
+        """Keep a context whatever happens, if there is always room for the longest context of a job beside all that are
+        kept so, and it is not kept already."""
+        kept = [other for other in self.contexts.values() if other.registered]
+        room = self.budget - sum(other.capacity for other in kept) - (self.longest // self.block + 1) * self.block
+        there = any(other.salt == context.salt and other.tokens == context.tokens for other in kept)
+        context.registered = context.capacity <= room and not there
+
+    def let_go(self, salt: str, tokens: bytes) -> None:
+        """Keep the context with exactly these tokens no longer than others."""
+        for context in self.contexts.values():
+            context.registered = context.registered and not (context.salt == salt and context.tokens == tokens)
+
+    def free(self, context: Context) -> None:
+        """Forget a context: at once, or after the step that copies from it."""
+        if context.pinned:
+            context.doomed = True
+            return
+        self._detach(context)
+        self.used -= context.capacity
+        self.frees.append(context.id)
+        self._counters.evicted_device += 1
+
+    def take_over(self, context: Context) -> None:
+        """Let a job go on in a context's segment; the rows stay counted."""
+        self._detach(context)
+
+    def copy_from(self, context: Context) -> None:
+        """Let a job start with a copy of a context, which must outlive the step."""
+        context.pinned = True
+        self.contexts[context.id] = self.contexts.pop(context.id)
+
+    def unpin(self) -> bool:
+        """Unpin contexts after a step. Was any pinned?"""
+        pinned = [context for context in self.contexts.values() if context.pinned]
+        for context in pinned:
+            context.pinned = False
+            if context.doomed:
+                self.free(context)
+        return bool(pinned)
+
+    def forget(self, extent: Extent) -> None:
+        """Free the contexts that contain an extent that has left the index."""
+        for number in list(extent.contexts):
+            self.free(self.contexts[number])
+
+    def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
+        """Let contexts that contain rows of `parts` contain rows of `whole`, which has come in their place."""
+        for number in sorted({number for part in parts for number in part.contexts}):
+            extents = self.contexts[number].extents
+            for part in parts:
+                extents.pop(part, None)
+            extents[whole] = None
+            whole.contexts = with_key(whole.contexts, number)
+        for part in parts:
+            part.contexts = NONE
+
+    def best(self, tokens: bytes, match: Match) -> tuple[Context | None, int]:
+        """Find the context that has most of a match's rows, and how many; of equals the more recent one."""
+        view: View
+        end = limit = match.rows
+        salt = match.views[-1].extent.salt if match.views else ""
+        for view in reversed(match.views):
+            if view.extent.salt != salt:  # a prefix of others', of whose contexts nothing else is wanted
+                salt, limit = view.extent.salt, end
+            end -= view.stop - view.start
+            found: Context | None = None
+            rows = 0
+            for number in list(view.extent.contexts)[: -MAX_CANDIDATES - 1 : -1]:
+                context = self.contexts[number]
+                same = common_rows(context.tokens, 0, tokens, 0, min(context.rows, limit))
+                if same > rows and not context.doomed:
+                    found, rows = context, same
+                if rows == limit:
+                    break
+            if found is not None:
+                return found, rows
+        return None, 0
+
+    def check(self, running_rows: int) -> None:
+        """Segments + contexts = used <= budget; contexts <-> extents."""
+        assert self.used == running_rows + sum(context.capacity for context in self.contexts.values())
+        assert self.used <= self.budget
+        for context in self.contexts.values():
+            assert 0 < context.rows <= context.capacity
+            assert context.rows * 4 <= len(context.tokens)
+            for extent in context.extents:
+                assert context.id in extent.contexts
+                assert context.doomed or not extent.dead
+
+    def _detach(self, context: Context) -> None:
+        del self.contexts[context.id]
+        for extent in context.extents:
+            extent.contexts = without_key(extent.contexts, context.id)

@@ -1,0 +1,1 @@
+"""Rights of callers: API keys, and web pages in browsers."""

@@ -1,0 +1,222 @@
+"""`/v1/cache`: list, pin and delete the caller's conversations and system prompts; clear the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from afterglow.errors import RequestError
+from afterglow.request import PrefixInfo, SessionInfo
+from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.api.stored_responses import ask_database
+from afterglow.server.blocking import ENGINE, PROMPTS
+from afterglow.server.bodies.json_body import check_session
+from afterglow.server.bodies.reader import read_body
+from afterglow.server.bodies.text_bodies import PromptBody
+from afterglow.server.error_responses import engine_dead
+from afterglow.server.json import json_response
+from afterglow.server.state import State
+
+COUNT_SECONDS = 1.0  # for stored responses to be counted
+
+
+def _context(http: HttpRequest) -> tuple[State, RequestRecord, str]:
+    """Return state, record and salt of a request: the key's salt, with `?cache_salt=` if the client gives one."""
+    state: State = http.app.state.afterglow
+    record: RequestRecord = http.scope["afterglow.record"]
+    return state, record, state.tenants.salt(record.caller, http.query_params.get("cache_salt"))
+
+
+async def list_sessions(http: HttpRequest) -> Response:
+    """List the caller's conversations in the cache."""
+    state, _, salt = _context(http)
+    found = await _sessions(state, salt)
+    return json_response({"object": "list", "data": [_card(session) for session in found]})
+
+
+async def delete_session(http: HttpRequest) -> Response:
+    """Delete a conversation's KV and replies."""
+    state, _, salt = _context(http)
+    name = http.path_params["name"]
+    _check_alive(state)
+    if not await ENGINE(state.engine.forget_session, salt, name):
+        await _refuse_prompt(state, salt, name)
+        raise _unknown(name)
+    await ask_database(state.engine.conversations.replies.forget, [salt], name)
+    return json_response({"object": "cache.session", "name": name, "deleted": True})
+
+
+async def pin_session(http: HttpRequest) -> Response:
+    """Keep a conversation in the cache."""
+    return await _pin(http, True)
+
+
+async def unpin_session(http: HttpRequest) -> Response:
+    """Let a pinned conversation be evicted again."""
+    return await _pin(http, False)
+
+
+async def _pin(http: HttpRequest, pinned: bool) -> Response:
+    state, _, salt = _context(http)
+    name = http.path_params["name"]
+    _check_alive(state)
+    if not await ENGINE(state.engine.pin_session, salt, name, pinned):
+        raise _unknown(name)
+    return json_response({"object": "cache.session", "name": name, "pinned": pinned})
+
+
+async def list_prompts(http: HttpRequest) -> Response:
+    """List the system prompts that are registered for the caller's requests."""
+    state, _, salt = _context(http)
+    _check_alive(state)
+    found = await ENGINE(state.system_prompts.listing, salt)
+    return json_response({"object": "list", "data": [_prompt_card(prompt) for prompt in found]})
+
+
+async def put_prompt(http: HttpRequest) -> Response:
+    """Register a system prompt, or replace the one of that name. Answers when it is computed and kept."""
+    state, _, salt = _context(http)
+    body = await read_body(http, PromptBody)
+    name = http.path_params["name"]
+    check_session(name)
+    _check_alive(state)
+    state.tokenizer.check_length(body.text, state.reply_lengths.window, "text")
+    found = await PROMPTS(state.system_prompts.register, salt, name, body.text)
+    return json_response({**_prompt_card(found), "prefilled_tokens": found.tokens - found.cached})
+
+
+async def delete_prompt(http: HttpRequest) -> Response:
+    """Unregister one of the caller's system prompts."""
+    state, _, salt = _context(http)
+    name = http.path_params["name"]
+    _check_alive(state)
+    if not await PROMPTS(state.system_prompts.forget, salt, name):
+        await _refuse_prompt(state, salt, name)
+        raise RequestError(f"there is no system prompt {name[:80]!r}", status=404, code="not_found")
+    return json_response({"object": "cache.prompt", "name": name, "deleted": True})
+
+
+async def cache_stats(http: HttpRequest) -> Response:
+    """Count the caller's own conversations, tokens, responses and prompts. Admins also get the engine's statistics."""
+    state, record, salt = _context(http)
+    found = await _sessions(state, salt)
+    usage = state.tenants.usage(record.caller)
+    prompts = await ENGINE(state.system_prompts.listing, salt)
+    number, size = await _responses(state, record)
+    said: dict[str, Any] = {
+        "object": "cache.stats",
+        "sessions": {
+            "count": len(found),
+            "pinned": sum(session.pinned for session in found),
+            "tokens": sum(session.tokens for session in found),
+            "cached_tokens": _tiers(found),
+        },
+        "since_start": {
+            "requests": usage.requests,
+            "prompt_tokens": usage.prompt_tokens,
+            "generated_tokens": usage.generated_tokens,
+            "cached_tokens": {"device": usage.device, "host": usage.host, "disk": usage.disk},
+        },
+        "responses": {"count": number, "bytes": size},
+        "prompts": {"count": len(prompts), "tokens": sum(prompt.tokens for prompt in prompts)},
+    }
+    if record.caller.admin:
+        said["engine"] = asdict(state.engine.stats())
+    return json_response(said)
+
+
+async def reset_prefix_cache(http: HttpRequest) -> Response:
+    """Clear the cache. Admins clear the caches of all tenants; other keys clear everything that was ever stored under
+    them. Without keys, a salt is its client's secret, and only the given one is cleared. Tenants' registered prompts
+    and stored responses go too; the operator's prompt stays."""
+    state, record, salt = _context(http)
+    tenant, conversations = record.caller.tenant, state.engine.conversations
+    if record.caller.admin:
+        state.engine.reset_cache()
+        state.tokenizer.replies.clear()
+        state.system_prompts.reset()
+        await ask_database(conversations.replies.forget)
+        return json_response({"status": "ok", "cleared": "all"})
+    if tenant:
+        state.engine.reset_cache(tenant=tenant)
+        state.tokenizer.replies.clear(lambda salt: salt.startswith(f"{tenant}/"))
+        state.system_prompts.reset(tenant=tenant)
+        await ask_database(conversations.replies.forget_tenant, tenant)
+    else:
+        state.engine.reset_cache(salt)
+        state.tokenizer.replies.clear(lambda other: other == salt)
+        state.system_prompts.reset(salt)
+        await ask_database(conversations.replies.forget, [salt])
+    return json_response({"status": "ok", "cleared": "own"})
+
+
+async def _responses(state: State, record: RequestRecord) -> tuple[int | None, int | None]:
+    """Count the caller's stored responses and their bytes; None where the file system is slow to answer."""
+    try:
+        number, size = await ask_database(state.engine.conversations.count, record.caller.tenant, within=COUNT_SECONDS)
+    except RequestError:
+        return None, None
+    return number, size
+
+
+async def _sessions(state: State, salt: str) -> list[SessionInfo]:
+    _check_alive(state)
+    return await ENGINE(state.engine.sessions, salt)
+
+
+def _check_alive(state: State) -> None:
+    if not state.engine.healthy:
+        raise engine_dead()
+
+
+def _card(session: SessionInfo) -> dict[str, Any]:
+    return {
+        "object": "cache.session",
+        "name": session.name,
+        "tokens": session.tokens,
+        "cached_tokens": _tiers([session]),
+        "last_used": session.last_used,
+        "expires": session.expires,
+        "pinned": session.pinned,
+    }
+
+
+def _prompt_card(prompt: PrefixInfo) -> dict[str, Any]:
+    return {
+        "object": "cache.prompt",
+        "name": prompt.name,
+        "tokens": prompt.tokens,
+        "cached_tokens": _tiers([prompt]),
+        "shared": prompt.shared,
+        "pinned": True,
+    }
+
+
+async def _refuse_prompt(state: State, salt: str, name: str) -> None:
+    """Raise a RequestError where the name is a registered system prompt's."""
+    for prompt in await ENGINE(state.system_prompts.listing, salt):
+        if prompt.name == name:
+            raise _is_prompt(prompt)
+
+
+def _is_prompt(prompt: PrefixInfo) -> RequestError:
+    if prompt.shared:
+        message = f"{prompt.name!r} is the system prompt of all tenants; start the server without --system-prompt-file"
+    else:
+        message = (
+            f"{prompt.name!r} is a registered system prompt; afterglow cache unregister, or"
+            f" DELETE /v1/cache/prompts/{prompt.name}, lets it go"
+        )
+    return RequestError(message, status=409, code="registered_prompt")
+
+
+def _tiers(sessions: Sequence[SessionInfo | PrefixInfo]) -> dict[str, int]:
+    return {tier: sum(getattr(session, tier) for session in sessions) for tier in ("device", "host", "disk")}
+
+
+def _unknown(name: str) -> RequestError:
+    return RequestError(f"there is no conversation {name[:80]!r} in the cache", status=404, code="not_found")

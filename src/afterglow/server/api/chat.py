@@ -1,0 +1,114 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from afterglow.errors import RequestError
+from afterglow.library.assemble import Piece
+from afterglow.request import Request, TokenLogprob
+from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.bodies.reader import read_body
+from afterglow.server.bodies.reply_bodies import ChatBody
+from afterglow.server.replies.choice_replies import ChoiceReplies
+from afterglow.server.replies.logprobs import chat_logprobs
+from afterglow.server.replies.make_requests import make_requests
+from afterglow.server.state import State
+from afterglow.text import ChatPrompt
+
+
+async def chat_completions(http: HttpRequest) -> Response:
+    """Answer a conversation."""
+    state: State = http.app.state.afterglow
+    record: RequestRecord = http.scope["afterglow.record"]
+    body = await read_body(http, ChatBody)
+    state.models.check(body.model)
+    if body.messages is None:
+        raise RequestError("messages is required", param="messages")
+    state.reply_lengths.check_count(body.replies_per_prompt, "n")
+    salt = state.tenants.salt(record.caller, body.cache_salt)
+    cut = (body.truncation or state.config.chat_truncation) == "auto"
+    prompt = await state.prompt_encoder.encode(body, body.messages, salt, size=body.size, cut=cut)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), logprobs)
+    requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
+    return await ChatReplies(state, http, body, requests, prompt).answer()
+
+
+class ChatReplies(ChoiceReplies):
+    """Replies to a conversation."""
+
+    body: ChatBody
+    chat: ChatPrompt
+
+    def __init__(
+        self, state: State, http: HttpRequest, body: ChatBody, requests: Sequence[Request], chat: ChatPrompt
+    ) -> None:
+        super().__init__(state, http, body, requests, chat)
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+
+    async def whole(self) -> Response:
+        logprobs: list[list[TokenLogprob]] = [[] for _ in self.texts]
+        async with aclosing(self.pieces()) as pieces:
+            async for index, piece in pieces:
+                logprobs[index].extend(piece.logprobs)
+        self._remember()
+        values = 8 * sum(len(found) for found in logprobs) * (1 + (self.body.top_logprobs or 0))
+        size = values + sum(len(reply.text) for reply in self.texts)
+        if self.body.return_token_ids:
+            size += len(self.chat.ids)
+        return await self.state.text_threads.respond(size, lambda: self._describe(logprobs))
+
+    def _describe(self, logprobs: list[list[TokenLogprob]]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": "chat.completion",
+            **self._prompt_ids(),
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": reply.text, "refusal": None},
+                    "logprobs": self._logprobs(logprobs[index]),
+                    "finish_reason": reply.finish,
+                    **self.ids(reply.tokens),
+                }
+                for index, reply in enumerate(self.texts)
+            ],
+            "usage": self.usage(),
+        }
+
+    def head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"}
+
+    async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
+        # The role goes out with the first token, not before: a client's clock stops at the first chunk.
+        delta: dict[str, str] = {"role": "assistant", "content": ""} if first else {}
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.finish is not None and index == 0:
+            self._remember()
+        ids = self.ids(piece.tokens)
+        if not (delta or piece.finish or piece.logprobs or ids):
+            return None
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.logprobs)}
+        return {
+            **(self._prompt_ids() if first else {}),
+            "choices": [{**choice, "finish_reason": piece.finish, **ids}],
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return chat_logprobs(self.state.tokenizer, logprobs) if self.body.logprobs else None
+
+    def _prompt_ids(self) -> dict[str, list[int]]:
+        return {"prompt_token_ids": self.chat.ids} if self.body.return_token_ids else {}
+
+    def _remember(self) -> None:
+        """Remember the first reply for when it comes back as text: a client that asks for several continues one at most."""
+        self.state.kept_replies.remember(self.chat, self.requests[0], self.texts[0], write=True)

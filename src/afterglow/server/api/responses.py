@@ -1,0 +1,213 @@
+"""`/v1/responses`: the server stores conversations, so that a client sends only the new items."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from afterglow.errors import RequestError, StoreError
+from afterglow.request import Request
+from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.api.stored_responses import ask_database
+from afterglow.server.blocking import FILES, FILES_SECONDS
+from afterglow.server.bodies.limits import MESSAGE_CHARS, check_messages
+from afterglow.server.bodies.reader import read_body
+from afterglow.server.bodies.reply_bodies import ResponseBody
+from afterglow.server.bodies.response_items import (
+    Item,
+    as_messages,
+    new_id,
+    output_message,
+    output_text,
+    with_reply_ids,
+)
+from afterglow.server.json import json_response
+from afterglow.server.replies.make_requests import make_requests
+from afterglow.server.replies.pending_replies import Replies
+from afterglow.server.replies.stream import event
+from afterglow.server.state import State
+from afterglow.text import ChatPrompt, Reply
+
+log = logging.getLogger("afterglow.server")
+# not OpenAI's
+_OWN_USAGE = ("cached_tokens_details", "missed_tokens_details", "replies_details", "truncation", "kv_selection")
+
+
+async def create_response(http: HttpRequest) -> Response:
+    """Answer, and keep the conversation."""
+    state: State = http.app.state.afterglow
+    record: RequestRecord = http.scope["afterglow.record"]
+    body = await read_body(http, ResponseBody)
+    state.models.check(body.model)
+    items: list[Item] = body.input
+    before = await _before(state, record, body.previous_response_id)
+
+    def join() -> tuple[list[dict[str, str]], dict[int, Reply], int]:
+        messages, replies = as_messages(body.instructions, [*before, *items])
+        return messages, replies, check_messages(messages, "input")
+
+    messages, replies, size = await state.text_threads.run(MESSAGE_CHARS * (len(before) + len(items)), join)
+    salt = state.tenants.salt(record.caller, body.cache_salt)
+    cut = body.truncation == "auto"
+    prompt = await state.prompt_encoder.encode(body, messages, salt, size=size, cut=cut, replies=replies)
+    sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), None)
+    requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
+    return await ResponseReply(state, http, body, requests, prompt).answer()
+
+
+async def _before(state: State, record: RequestRecord, previous: str | None) -> list[Item]:
+    """Read the items of the conversation so far. Raises: RequestError."""
+    if previous is None:
+        return []
+    found = await ask_database(state.engine.conversations.chain, previous, record.caller.tenant)
+    if found is None:
+        raise RequestError(
+            f"Previous response with id {previous[:80]!r} not found, or one before it: it was not stored, was deleted, "
+            "or has expired",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return list(found)
+
+
+class ResponseReply(Replies):
+    """One response under way."""
+
+    body: ResponseBody
+    chat: ChatPrompt
+
+    def __init__(
+        self, state: State, http: HttpRequest, body: ResponseBody, requests: Sequence[Request], chat: ChatPrompt
+    ) -> None:
+        super().__init__(state, http, body, requests, chat)
+        self._id = new_id("resp")
+        self._message = new_id("msg")
+        self._created = int(time.time())
+        self._store = body.store is not False
+        self._sequence = 0
+
+    async def whole(self) -> Response:
+        async with aclosing(self.pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        return json_response(await self._finish())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        place = {"item_id": self._message, "output_index": 0, "content_index": 0}
+        started = self._describe("in_progress", [], None)
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+        item = output_message(self._message, "in_progress", [])
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.content_part.added", **place, part=output_text(""))
+        try:
+            async with aclosing(self.pieces()) as pieces:
+                async for _, piece in pieces:
+                    if piece.text:
+                        yield self._event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
+            done = await self._finish()
+        except RequestError as error:
+            yield self._failed(str(error))
+            return
+        except Exception:
+            log.exception("a stream failed")
+            yield self._failed("internal error")
+            return
+        item = done["output"][0]
+        yield self._event("response.output_text.done", **place, text=item["content"][0]["text"], logprobs=[])
+        yield self._event("response.content_part.done", **place, part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{done['status']}", response=done)
+
+    async def _finish(self) -> dict[str, Any]:
+        """Describe the response as it ended; store it if the client wants that and the disk allows it."""
+        reply = self.texts[0]
+        status = "incomplete" if reply.finish == "length" else "completed"
+        item = output_message(self._message, status, [reply.text])
+        generated = self.state.kept_replies.remember(self.chat, self.requests[0], reply, write=False)
+        done = self._describe(status, [item], self._response_usage())
+        if self._store:
+            items = [*self.body.input, with_reply_ids(item, generated)]
+            try:
+                await FILES(
+                    self.state.engine.conversations.add,
+                    self._id,
+                    self.record.caller.tenant,
+                    self.body.previous_response_id,
+                    self.model,
+                    done,
+                    items,
+                    within=FILES_SECONDS,
+                )
+            except (
+                StoreError,
+                RequestError,
+            ) as error:  # the response is sent all the same, and says that it was not stored
+                log.warning("a response was not stored: %s", error)
+                done["store"] = False
+        if self.body.return_token_ids:
+            done |= {"prompt_token_ids": self.chat.ids, "token_ids": reply.tokens}
+        return done
+
+    def _failed(self, message: str) -> bytes:
+        error = {"code": "server_error", "message": message}
+        return self._event("response.failed", response=self._describe("failed", [], None, error))
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        data = event({"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return f"event: {kind}\n".encode() + data
+
+    def _response_usage(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            **{name: usage[name] for name in _OWN_USAGE if name in usage},
+        }
+
+    def _describe(
+        self, status: str, output: list[Item], usage: dict[str, Any] | None, error: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        body = self.body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_retention": body.prompt_cache_retention,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": self._store,
+            "temperature": self.requests[0].sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": 0,
+            "top_p": self.requests[0].sampling.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": usage,
+            "user": body.user,
+        }

@@ -1,0 +1,98 @@
+"""Blocking calls, to the engine's thread or to a file system, each in a thread of its own.
+
+The event loop's default threads are few and shared: a disk that hangs would hold them one after the other. These
+threads are bounded in number, serve one target only, and do not keep a process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from afterglow.errors import RequestError
+
+T = TypeVar("T")
+FILES_SECONDS: Final = 30.0  # how long a request waits for a file system
+
+
+class BlockingCalls:
+    """Runs calls to one target. `most`: calls at a time; more are refused."""
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what = what
+        self._most = most
+        self._running = 0
+        self._lock = threading.Lock()
+
+    async def __call__(self, work: Callable[..., T], *args: Any, within: float | None = None) -> T:
+        """Run `work(*args)` in a thread and return its result.
+
+        Raises: RequestError, if too many calls wait already, or after `within` seconds (the call then goes on); and the
+        errors of `work`.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if done.done():
+                return  # the caller has stopped waiting
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]
+
+        def ended(result: T | None, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self.start(work, *args, ended=ended)
+        try:
+            await asyncio.wait([done], timeout=within)
+            if not done.done():
+                raise RequestError(
+                    f"{self._what} did not answer for {within:g} s; try again later", status=503, code="unavailable"
+                )
+            return done.result()
+        finally:
+            done.cancel()
+
+    def start(
+        self,
+        work: Callable[..., T],
+        *args: Any,
+        ended: Callable[[T | None, BaseException | None], None] = lambda result, error: None,
+    ) -> None:
+        """Begin a call; `ended` gets its result or its error, on the call's thread. Raises: RequestError, if too many
+        calls wait already."""
+        with self._lock:
+            if self._running >= self._most:
+                raise RequestError(
+                    f"{self._running} requests wait for {self._what} already; try again later",
+                    status=503,
+                    code="unavailable",
+                )
+            self._running += 1
+
+        def run() -> None:
+            try:
+                result = work(*args)
+            except BaseException as error:
+                self._leave()
+                ended(None, error)
+            else:
+                self._leave()
+                ended(result, None)
+
+        threading.Thread(target=run, name="afterglow-apart", daemon=True).start()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+
+
+ENGINE: Final = BlockingCalls("the engine", 128)
+PROMPTS: Final = BlockingCalls("the registration of system prompts", 16)
+FILES: Final = BlockingCalls("the file of stored responses", 64)

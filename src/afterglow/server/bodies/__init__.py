@@ -1,0 +1,1 @@
+"""Request bodies: limits, parsing, checked values."""

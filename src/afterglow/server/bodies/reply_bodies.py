@@ -1,0 +1,306 @@
+"""Bodies of requests for replies, and how they become sampling parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, PrivateAttr
+
+from afterglow.errors import RequestError
+from afterglow.request import MAX_LOGPROBS, SamplingParams
+from afterglow.server.bodies.defaults import SamplingDefaults
+from afterglow.server.bodies.json_body import (
+    NOT_SUPPORTED,
+    Int,
+    JsonBody,
+    Name,
+    Unused,
+    at_most,
+    check_session,
+    check_variables,
+)
+from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts
+from afterglow.server.bodies.response_items import read_input
+from afterglow.text.chat_template import shown
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+PRIORITIES = 100  # above and below 0
+LONGEST_TTL_S = 10 * 365 * 24 * 3600.0
+RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps KV in memory for an hour at most
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Body(JsonBody):
+    """The base of bodies that ask for replies."""
+
+    unsupported: ClassVar[Unused] = {}
+    prompt_field: ClassVar[str]
+    tokens_field: ClassVar[str] = "max_tokens"
+    default_tokens: ClassVar[int | None] = None  # of a reply, where the request gives no limit
+
+    model: Name | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_NAME)] = None
+    min_tokens: Int | None = None
+    seed: Int | None = None
+    stop: Annotated[Name | list[Name] | None, at_most(MAX_NAME)] = None
+    stop_token_ids: Annotated[list[Int] | None, at_most(MAX_NAME)] = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = False
+    ignore_eos: bool = False
+    cache_salt: Name | None = None
+    session_id: str | None = None
+    priority: Int | None = 0
+    kv_retention: float | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Any = None
+    user: Name | None = None
+
+    @classmethod
+    def refused(cls) -> Unused:
+        return {**NOT_SUPPORTED, **cls.unsupported}
+
+    def check(self) -> None:
+        for name in ("cache_salt", "prompt_cache_key"):
+            if getattr(self, name) == "":
+                raise RequestError(f"{name} must be a non-empty string; leave it out for none", param=name)
+        check_session(self.session_id)
+        if not -PRIORITIES <= (self.priority or 0) <= PRIORITIES:
+            raise RequestError(
+                f"priority must lie between {-PRIORITIES} and {PRIORITIES} (lower is served first), got {self.priority}",
+                param="priority",
+            )
+        if len(self.stops) > MAX_STOPS or not all(self.stops):
+            raise RequestError(f"stop must be at most {MAX_STOPS} non-empty strings", param="stop")
+        _ = self.ttl_s
+
+    @property
+    @abstractmethod
+    def reply_tokens(self) -> int | None:
+        """Return the most tokens of a reply; None where the request gives no limit."""
+
+    @property
+    def replies_per_prompt(self) -> int:
+        """Return the number of replies to each prompt."""
+        return 1
+
+    @property
+    def stops(self) -> list[str]:
+        """Return the stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """Return `logit_bias` by token id: JSON's keys are strings. Raises: RequestError."""
+        found = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 20 and str(int(key)) == key):
+                raise RequestError(
+                    f"logit_bias: the keys must be token ids, as decimal strings, got {shown(key)}", param="logit_bias"
+                )
+            found[int(key)] = bias
+        return found
+
+    @property
+    def ttl_s(self) -> float | None:
+        """Return the seconds of `prompt_cache_retention`. Raises: RequestError."""
+        value = self.prompt_cache_retention
+        if value is None:
+            return None
+        if isinstance(value, str) and value in RETENTIONS:
+            return RETENTIONS[value]
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_TTL_S:
+            return float(value)
+        raise RequestError(
+            f"prompt_cache_retention must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f}), "
+            f"got {shown(value)}",
+            param="prompt_cache_retention",
+        )
+
+    @property
+    def volatile(self) -> bool:
+        """Check whether KV must stay off the disk: OpenAI holds "in_memory" in volatile memory only."""
+        return bool(self.prompt_cache_retention == "in_memory")
+
+    def sampling(self, defaults: SamplingDefaults, max_tokens: int, logprobs: Int | None) -> SamplingParams:
+        """Combine the fields of the body with the defaults. Raises: RequestError."""
+
+        def pick(name: str) -> Any:
+            value = getattr(self, name)
+            return getattr(defaults, name) if value is None else value
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=pick("temperature"),
+            top_p=pick("top_p"),
+            top_k=pick("top_k"),
+            min_p=pick("min_p"),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=pick("repetition_penalty"),
+            logit_bias=self.biases,
+            min_tokens=self.min_tokens or 0,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+class ChoicesBody(Body):
+    """The base of the bodies of `/v1/completions` and `/v1/chat/completions`."""
+
+    stream_options: StreamOptions | None = None
+    n: Int | None = 1
+    max_tokens: Int | None = None
+    response_format: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true", param="stream_options")
+        kind = (self.response_format or {"type": "text"}).get("type")
+        if kind != "text":
+            raise RequestError(
+                f"response_format of type {shown(kind)} is not supported, only 'text'", param="response_format"
+            )
+
+    @property
+    def reply_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def replies_per_prompt(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(ChoicesBody):
+    """`/v1/completions`."""
+
+    unsupported: ClassVar[Unused] = {"truncation": ("disabled",)}  # a text has no turns
+    most_values = MAX_VALUES
+    prompt_field = "prompt"
+    default_tokens = 16  # as in OpenAI's API
+
+    prompt: Any = None  # once it is checked, a list of texts or of lists of token ids
+    best_of: Int | None = None
+    echo: bool | None = False
+    logprobs: Int | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(f"best_of must equal n ({self.n or 1}), got {self.best_of}", param="best_of")
+        self.prompt = read_prompts(self.prompt)
+
+
+class ChatBody(ChoicesBody):
+    """`/v1/chat/completions`."""
+
+    prompt_field = "messages"
+
+    messages: Any = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = False
+    top_logprobs: Int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """Return the work of the messages, in characters."""
+        return self._size
+
+    @property
+    def reply_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def check(self) -> None:
+        super().check()
+        self._size = check_messages(self.messages)
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}", param="top_logprobs"
+            )
+        check_variables(self.chat_template_kwargs)
+
+
+class ResponseBody(Body):
+    """`/v1/responses`."""
+
+    unsupported: ClassVar[Unused] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "context_management": ([],),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+    }
+    prompt_field = "input"
+    tokens_field = "max_output_tokens"
+
+    input: Any = None  # once it is checked, a list of items
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = True
+    truncation: Literal["auto", "disabled"] | None = None
+    max_output_tokens: Int | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(16)] = None
+    include: Annotated[list[Name] | None, at_most(64)] = None
+    text: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def reply_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    def check(self) -> None:
+        super().check()
+        check_variables(self.chat_template_kwargs)
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise RequestError(
+                f"max_output_tokens must be 1 or more, got {self.max_output_tokens}", param="max_output_tokens"
+            )
+        metadata = self.metadata or {}
+        if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+            raise RequestError(
+                "metadata must be at most 16 pairs, with keys of at most 64 and values of at most 512 characters",
+                param="metadata",
+            )
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise RequestError("include: message.output_text.logprobs is not supported", param="include")
+        form = (self.text or {}).get("format") or {"type": "text"}
+        kind = form.get("type") if isinstance(form, dict) else form
+        if kind != "text":
+            raise RequestError(f"text.format of type {shown(kind)} is not supported, only 'text'", param="text.format")
+        check_chars(len(self.instructions or ""), "instructions")
+        check_messages(self.input, "input")
+        self.input = read_input(self.input)

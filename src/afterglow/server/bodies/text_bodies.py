@@ -1,0 +1,97 @@
+"""Bodies of requests that generate nothing: tokens, system prompts, embeddings, ranking."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import FailFast, PrivateAttr
+
+from afterglow.errors import RequestError
+from afterglow.server.bodies.json_body import Int, JsonBody, Name, check_variables
+from afterglow.server.bodies.limits import (
+    MAX_VALUES,
+    check_chars,
+    check_ids,
+    check_messages,
+    read_documents,
+    read_inputs,
+)
+from afterglow.text.chat_template import shown
+
+
+class TokenizeBody(JsonBody):
+    """`/tokenize`."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        check_chars(len(self.prompt or ""), "prompt")
+        check_variables(self.chat_template_kwargs)
+        self._size = len(self.prompt) if self.prompt is not None else check_messages(self.messages)
+
+
+class PromptBody(JsonBody):
+    """`PUT /v1/cache/prompts/NAME`."""
+
+    text: str
+
+    def check(self) -> None:
+        check_chars(len(self.text), "text")
+
+
+class DetokenizeBody(JsonBody):
+    """`/detokenize`."""
+
+    most_values = MAX_VALUES
+
+    model: Name | None = None
+    tokens: Annotated[list[Int], FailFast()]
+
+    def check(self) -> None:
+        check_ids(len(self.tokens), "tokens")
+
+
+class EmbeddingBody(JsonBody):
+    """`/v1/embeddings`. `user` and unknown fields are ignored."""
+
+    most_values = MAX_VALUES
+
+    input: Any = None  # once it is checked, a list of texts or of lists of token ids
+    model: Name | None = None
+    encoding_format: Any = None
+    dimensions: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+
+    def check(self) -> None:
+        self.input = read_inputs(self.input)
+
+
+class RerankBody(JsonBody):
+    """`/v1/rerank`."""
+
+    model: Name | None = None
+    query: Any = None
+    documents: Any = None  # once it is checked, a list of texts
+    top_n: Int | None = None
+    return_documents: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+
+    def check(self) -> None:
+        if not isinstance(self.query, str) or not self.query:
+            raise RequestError(f"query must be a non-empty string, got {shown(self.query)}", param="query")
+        check_chars(len(self.query), "query")
+        self.documents = read_documents(self.documents)
+        if self.top_n is not None and self.top_n < 1:
+            raise RequestError(f"top_n must be 1 or more, got {self.top_n}", param="top_n")

@@ -1,0 +1,101 @@
+"""The bridge between the engine's thread and the event loop.
+
+The engine calls a sink on its own thread and must not wait there. All outputs of a step cross in one wake-up of the
+loop, and are handed to the HTTP requests that wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from afterglow.errors import RequestError
+from afterglow.request import Output, Request
+from afterglow.server.engine_like import EngineLike
+from afterglow.server.error_responses import engine_dead, shutting_down
+from afterglow.server.metrics.trace_recorder import TraceRecorder
+
+WATCH_SECONDS = 0.5
+Deliver = Callable[[Output | RequestError], None]  # called on the event loop
+
+
+class Bridge:
+    """All requests in flight. Lives on the event loop; only `_sink` runs on the engine's thread."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self.engine = engine
+        self.recorder: TraceRecorder | None = None
+        self.draining = False
+        self._delivers: dict[str, Deliver] = {}  # by request id
+        self._arrived: deque[Output] = deque()
+        self._scheduled = False
+
+    def start(self, recorder: TraceRecorder | None = None) -> None:
+        """Bind the bridge to the running event loop."""
+        self.recorder = recorder
+        self._loop = asyncio.get_running_loop()
+        self._watcher = self._loop.create_task(self._watch())
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Submit a request; `deliver` gets its outputs, or an error, until `leave`. Raises: RequestError."""
+        if self.draining:
+            raise shutting_down()
+        if not self.engine.healthy:
+            raise engine_dead()
+        self._delivers[request.id] = deliver
+        try:
+            self.engine.submit(request, self._sink)
+        except BaseException:
+            del self._delivers[request.id]
+            raise
+        if self.recorder is not None:
+            self.recorder.began(request)
+
+    def leave(self, request: Request, tokens: Sequence[int], *, running: bool) -> None:
+        """End a request that got `tokens`. `running`: the engine still works on it, and is told to stop."""
+        self._delivers.pop(request.id, None)
+        if self.recorder is not None:
+            self.recorder.ended(request, tokens)
+        if running:
+            self.engine.cancel(request.id)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+
+    def abort(self, error: RequestError) -> None:
+        """End all requests in flight with an error."""
+        for deliver in list(self._delivers.values()):
+            deliver(error)
+
+    async def aclose(self) -> None:
+        """Stop watching the engine."""
+        self._watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watcher
+
+    def _sink(self, output: Output) -> None:
+        self._arrived.append(output)
+        if not self._scheduled:
+            # A lost race only wakes the loop twice; an output is never left behind, since it was appended
+            # before the flag was read and `_deliver` clears the flag before it looks.
+            self._scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        while self._arrived:
+            output = self._arrived.popleft()
+            if deliver := self._delivers.get(output.request_id):
+                deliver(output)
+
+    async def _watch(self) -> None:
+        """Tell the requests in flight when the engine has died: no output will come."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._delivers and not self.engine.healthy and not self.draining:
+                self._deliver()
+                self.abort(engine_dead())

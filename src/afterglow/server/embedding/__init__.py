@@ -1,0 +1,1 @@
+"""Models that embed, beside the engine."""

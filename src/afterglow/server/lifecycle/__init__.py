@@ -1,0 +1,1 @@
+"""Start, connections and end of the server's process."""

@@ -1,0 +1,180 @@
+"""Prometheus metrics, under the names of `metric_names.py`.
+
+The engine's numbers are read at each request for metrics, from a snapshot that never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from afterglow.server.error_responses import CLIENT_GONE
+from afterglow.server.metrics.metric_names import ROWS, number_at
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_TIME = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+VLLM = "vllm:"  # families of this name carry vLLM's label `engine` as well; its value is always `ENGINE`
+ENGINE = "0"
+PROBLEMS = ("refused", "busy", "failed", "gone")
+
+
+class HasStats(Protocol):
+    @property
+    def healthy(self) -> bool: ...
+    def stats(self) -> Any: ...
+
+
+class HasReplies(Protocol):
+    spliced: int
+    retokenised: int
+
+
+class Metrics:
+    """The registry of one server, and the numbers that only the HTTP side knows."""
+
+    def __init__(self, engine: HasStats, text: HasReplies, model_name: str, max_model_len: int = 2**20) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self.registry.register(_EngineCollector(engine, text, model_name))
+        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT)
+        self.latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _LATENCY)
+        self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _GAP)
+        lengths = _ones_twos_fives(max_model_len)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time until a request's first step.", _TIME)
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Time from a request's first step to its first token.", _TIME
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "Time from a request's first token to its last.", _TIME
+        )
+        self._per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _PER_TOKEN
+        )
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self._generated = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", lengths)
+        self.most_generated = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Generated tokens of the longest of a request's replies.", lengths
+        )
+        ProcessCollector(registry=self.registry)
+        self.problems = dict.fromkeys(PROBLEMS, 0)  # responses, by what went wrong
+        self._responses = Counter(
+            "afterglow:http_responses", "HTTP responses by status.", ("status",), registry=self.registry
+        )
+        self.refused_connections = Counter(
+            "afterglow:connections_refused", "Connections beyond --max-connections.", registry=self.registry
+        )
+        self.late_connections = Counter(
+            "afterglow:connections_timed_out",
+            "Connections that took too long to send a request.",
+            registry=self.registry,
+        )
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        labels = _labels(name, self._model)
+        family = Histogram(name, help, tuple(labels), buckets=buckets, registry=self.registry)
+        return family.labels(**labels)
+
+    def finished(self, *, prompt: int, generated: int, queue: float, prefill: float, decode: float) -> None:
+        """Count a finished reply: its tokens, and the seconds of its phases."""
+        self._prompt.observe(prompt)
+        self._generated.observe(generated)
+        self._queue.observe(queue)
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
+        if generated > 1:
+            self._per_token.observe(decode / (generated - 1))
+
+    def response(self, status: int) -> None:
+        """Count a response by its status."""
+        self._responses.labels(str(status)).inc()
+        if status >= 400:
+            self.problems[_problem(status)] += 1
+
+    def text(self) -> bytes:
+        """Write all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def _problem(status: int) -> str:
+    if status in (429, 503):
+        return "busy"
+    return "gone" if status == CLIENT_GONE else "failed" if status >= 500 else "refused"
+
+
+def _labels(name: str, model: str) -> dict[str, str]:
+    return {"model_name": model, **({"engine": ENGINE} if name.startswith(VLLM) else {})}
+
+
+def _ones_twos_fives(most: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50, ... up to `most`: vLLM's buckets of lengths."""
+    steps = (m * 10**e for e in range(len(str(most))) for m in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= most)
+
+
+def flatten(stats: Any) -> dict[str, float]:
+    """List the numbers of nested statistics by their paths, for example `plan.counters.loads`. Numbers that are not
+    known yet are left out."""
+    table: dict[str, float] = {}
+
+    def add(value: Mapping[str, Any], prefix: str) -> None:
+        for name, number in value.items():
+            if isinstance(number, Mapping):
+                add(number, f"{prefix}{name}.")
+            elif isinstance(number, int | float):
+                table[prefix + name] = number
+
+    add(asdict(stats), "")
+    return table
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: HasStats, text: HasReplies, model_name: str) -> None:
+        self._engine = engine
+        self._text = text
+        self._model = model_name
+
+    def describe(self) -> list[Metric]:
+        return []  # otherwise registering would ask the engine
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._engine.stats()
+        stats = flatten(snapshot)
+        families: dict[str, Metric] = {}
+        for row in ROWS:
+            if (value := number_at(stats, row.path)) is not None:
+                self._add(families, row.name, row.kind, row.help, row.labels, value)
+        for kind, number in snapshot.store.errors.items():
+            self._add(families, "afterglow:store_errors", "counter", "Failed calls of the store, by kind.",
+                      (("kind", kind),), number)  # fmt: skip
+        device = snapshot.tiers.device
+        usage = device.used / device.capacity if device.capacity else 0.0
+        self._add(families, "vllm:kv_cache_usage_perc", "gauge", "Used part of device KV, 0 to 1.", (), usage)
+        for name, value in (("spliced", self._text.spliced), ("retokenised", self._text.retokenised)):
+            self._add(families, "afterglow:replies", "counter", "Own replies that came back as text, by how "
+                      "they became tokens.", (("how", name),), value)  # fmt: skip
+        self._add(families, "afterglow:healthy", "gauge", "1 while the engine runs.", (), self._engine.healthy)
+        yield from families.values()
+
+    def _add(
+        self,
+        families: dict[str, Metric],
+        name: str,
+        kind: str,
+        help: str,
+        labels: tuple[tuple[str, str], ...],
+        value: float,
+    ) -> None:
+        own = _labels(name, self._model)
+        make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+        family = families.setdefault(name, make(name, help, labels=[*own, *(key for key, _ in labels)]))
+        family.add_metric([*own.values(), *(v for _, v in labels)], float(value))  # type: ignore[attr-defined]

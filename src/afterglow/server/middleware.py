@@ -1,0 +1,174 @@
+"""The checks before every route: web page, API key, type and size of the body. Also request ids and the access log.
+
+Plain ASGI: Starlette's middleware class would buffer streams and swallow disconnects.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from afterglow.errors import RequestError
+from afterglow.server.access.browsers import BrowserPolicy
+from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.error_responses import CLIENT_GONE, ClientGone, error_response
+from afterglow.server.state import State
+
+log = logging.getLogger("afterglow.server")
+access = logging.getLogger("afterglow.access")
+
+OPEN_PATHS = ("/health", "/docs", "/openapi.json")
+METRICS_PATH = "/metrics"
+QUIET_PATHS = ("/health", "/metrics", "/dashboard/data", "/v1/cache/sessions")  # polled all day long by machines
+MAX_REQUEST_ID = 128
+
+
+class Middleware:
+    """Checks each HTTP request, runs its route, and accounts for it."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app = app
+        self._state = state
+        self._browsers = BrowserPolicy(state.config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        record = RequestRecord(request_id=given if 0 < len(given) <= MAX_REQUEST_ID else uuid.uuid4().hex)
+        scope["afterglow.record"] = record
+        status = 0
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                answered = MutableHeaders(scope=message)
+                answered["X-Request-ID"] = record.request_id
+                self._browsers.mark(headers.get("origin"), answered)
+            await send(message)
+
+        try:
+            try:
+                self._browsers.check(scope["method"], headers)
+                if (answer := self._browsers.preflight(scope["method"], headers)) is not None:
+                    await answer(scope, receive, watched_send)
+                    return
+                self._check_key(scope["path"], headers, record)
+                _check_json(scope["method"], headers)
+                limited = _limit(receive, headers, self._state.config.max_body)
+                await self._app(scope, limited, watched_send)
+            except RequestError as error:
+                await error_response(error)(scope, receive, watched_send)
+            except ClientGone:
+                status = CLIENT_GONE
+            except Exception:
+                log.exception("request %s failed", record.request_id)
+                if status:
+                    raise  # the response has begun: the connection must be cut
+                await error_response(RequestError("internal error", status=500))(scope, receive, watched_send)
+        finally:
+            self._account(scope, record, status or CLIENT_GONE)
+            if record.large:
+                self._state.bodies.trim_soon()
+
+    def _check_key(self, path: str, headers: Headers, record: RequestRecord) -> None:
+        if path in OPEN_PATHS:
+            return
+        caller = self._state.tenants.identify(headers.get("authorization", ""))
+        if caller is None:
+            raise RequestError(
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+            )
+        if caller.metrics and path != METRICS_PATH:
+            raise RequestError(f"this key opens {METRICS_PATH} alone", status=403, code="metrics_key_only")
+        record.caller = caller
+
+    def _account(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        """Count a finished request, and write its line in the access log."""
+        seconds = time.perf_counter() - record.began
+        metrics = self._state.metrics
+        metrics.response(status)
+        details = ""
+        if record.prompt_tokens is not None:
+            metrics.latency.observe(seconds)
+            self._state.tenants.count(record.caller, record.prompt_tokens, record.generated, record.cached)
+            if record.ttft is not None:
+                metrics.ttft.observe(record.ttft)
+            tiers = (
+                ("device", record.cached.device),
+                ("host", record.cached.host),
+                ("disk", record.cached.disk),
+            )
+            found = ", ".join(f"{name} {count}" for name, count in tiers if count)
+            details = (
+                f" prompt={record.prompt_tokens} cached={record.cached.total}{f' ({found})' if found else ''}"
+                f" generated={record.generated}"
+                + (f" ttft={record.ttft * 1e3:.0f}ms" if record.ttft is not None else "")
+            )
+        level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+        if record.note:
+            details += f" {record.note}"
+        client = scope["client"][0] if scope.get("client") else "-"
+        access.log(
+            level,
+            "%s %s %s %d%s time=%.0fms",
+            client,
+            scope["method"],
+            _plain(scope["path"]),
+            status,
+            details,
+            seconds * 1e3,
+        )
+
+
+def _check_json(method: str, headers: Headers) -> None:
+    """Refuse bodies that are not declared as JSON: a web page that sends without a preflight never declares it."""
+    kind = headers.get("content-type", "")
+    plain = kind.partition(";")[0].strip().lower()
+    bare = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    if method in ("GET", "HEAD", "OPTIONS") or bare or plain == "application/json" or plain.endswith("+json"):
+        return
+    raise RequestError(
+        f"the body must be JSON with the header 'Content-Type: application/json', got {kind[:80]!r}",
+        status=415,
+        code="unsupported_media_type",
+    )
+
+
+def _limit(receive: Receive, headers: Headers, max_body: int) -> Receive:
+    """Wrap `receive`: refuse a body as soon as its declared or its received length is too large."""
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_body:
+        raise _too_large(max_body)
+    size = 0
+
+    async def limited() -> Message:
+        nonlocal size
+        message = await receive()
+        if message["type"] == "http.request":
+            size += len(message.get("body", b""))
+            if size > max_body:
+                raise _too_large(max_body)
+        return message
+
+    return limited
+
+
+def _plain(path: str) -> str:
+    """Quote a path with unusual characters: %0a in a path must not begin another line of the log."""
+    return path if path.isprintable() and " " not in path else repr(path)
+
+
+def _too_large(max_body: int) -> RequestError:
+    return RequestError(
+        f"the request body is larger than {max_body} bytes (--max-body)", status=413, code="body_too_large"
+    )

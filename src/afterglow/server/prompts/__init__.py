@@ -1,0 +1,1 @@
+"""System prompts that are registered."""

@@ -1,0 +1,79 @@
+"""From a conversation's messages to the token ids of a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from afterglow.errors import RequestError
+from afterglow.server.bodies.reply_bodies import ChatBody, ResponseBody
+from afterglow.server.bodies.reply_lengths import ReplyLengths
+from afterglow.server.prompts.system_prompts import RegisteredPrompt, SystemPrompts
+from afterglow.server.text_threads import TextThreads
+from afterglow.text import ChatPrompt, Reply, Tokenizer
+from afterglow.text.chat_template import texts_in
+from afterglow.text.lengths import LONG
+from afterglow.text.turns import TEMPLATE
+
+log = logging.getLogger("afterglow.server")
+
+
+class PromptEncoder:
+    """Renders and tokenises conversations, each behind the system prompt that is registered for it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: SystemPrompts, lengths: ReplyLengths, threads: TextThreads
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._lengths = lengths
+        self._threads = threads
+        self._warned = False  # that the chat template shows no places to cut at
+
+    async def encode(
+        self,
+        body: ChatBody | ResponseBody,
+        messages: Any,
+        salt: str,
+        *,
+        size: int,
+        cut: bool,
+        replies: Mapping[int, Reply] | None = None,
+    ) -> ChatPrompt:
+        """Turn the conversation of a request into a prompt. `size`: how much work that is, in characters. `cut`: the engine
+        truncates a prompt that is too long, and is told its turns; otherwise such a prompt is an error.
+
+        Raises: RequestError.
+        """
+        variables = body.chat_template_kwargs
+
+        def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
+            begun, known, registered = self._prompts.begin(messages, salt, replies)
+            found = self._tokenizer.encode_chat(
+                begun,
+                salt=salt,
+                variables=variables,
+                replies=known,
+                cut_over=self._lengths.longest_prompt(body) if cut else None,
+                window=None if cut else self._lengths.window,
+            )
+            return found, registered
+
+        if size <= LONG:
+            texts = (*texts_in(messages), *self._prompts.texts(salt))
+            # A marker in a message may need another tokenizer, whose construction takes seconds once.
+            waits = any(map(self._tokenizer.markers.mentioned_in, texts))
+            size = LONG + 1 if waits else sum(map(len, texts))
+        try:
+            prompt, registered = await self._threads.run(size, work)
+        except RequestError as error:
+            if error.param == "messages":
+                error.param = body.prompt_field
+            raise
+        if prompt.uncut == TEMPLATE and not self._warned:
+            self._warned = True
+            log.warning("truncation: %s; the oldest tokens after the system prompt are left out instead", TEMPLATE)
+        if registered is not None and not variables:
+            self._prompts.used(registered, prompt.ids)
+        return prompt

@@ -1,0 +1,1 @@
+"""What hardware a workload needs, and what it costs."""

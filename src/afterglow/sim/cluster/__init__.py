@@ -1,0 +1,1 @@
+"""Several engines behind a router, with a store in common or without."""

@@ -1,0 +1,1 @@
+"""The modelled machine: devices, model shapes, what a pass takes there."""

@@ -1,0 +1,1 @@
+"""Where requests come from: made conversations and recorded traces."""

@@ -1,0 +1,188 @@
+"""Reads extents: one file each to host slots, every chunk verified."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+
+import numpy as np
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.errors import DamageError, StoreError
+from afterglow.store.extents import pieces
+from afterglow.store.extents.chunks import TENSORS, crcs_of, in_text_order
+from afterglow.store.extents.extent_folder import ExtentFolder
+from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full
+from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
+from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
+from afterglow.store.extents.pieces import Tensors, arena_buffers
+from afterglow.store.extents.tier import ExtentRead
+from afterglow.store.places import open_file
+
+
+class ExtentReader:
+    """Reads extents of one layout from one folder."""
+
+    def __init__(self, folder: ExtentFolder, layout: KVLayout, digest: str, checksums: Executor) -> None:
+        """`checksums`: computes them while this thread sits in system calls."""
+        self._folder = folder
+        self._layout = layout
+        self._digest = digest
+        self._checksums = checksums
+        self._scratch = Scratch()
+        self._heads = Scratch()
+
+    def read(self, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
+        """Fill slots with consecutive layers of an extent's first blocks; return the bytes read. See `Tier.read`."""
+        extent, rows = read.extent, read.rows
+        try:
+            self._folder.check(extent)
+            fd, direct = open_direct(str(self._folder.file(extent)), os.O_RDONLY, direct=self._folder.direct)
+            try:
+                self._check_size(fd, rows)
+                total = self._read_file(fd, read, layer_done, layers)
+                if not direct:
+                    forget_pages(fd)
+                return total
+            finally:
+                os.close(fd)
+        except DamageError as error:
+            raise DamageError(f"extent {extent[:16]}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
+
+    def head(self, path: Path, extent: str | None = None) -> Head:
+        """Read and verify the head of the file at `path`, through the page cache or not.
+
+        Raises:
+            DamageError: it is no head, or that of another extent.
+            StoreError: it cannot be read.
+        """
+        layout = self._layout
+        try:
+            self._folder.check(path.parent.name)
+            with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
+                start = file.read(ALIGNMENT)
+                rows = peek_rows(start)
+                self._check_size(file.fileno(), rows)  # also keeps a wrong count from asking for gigabytes
+                head = start + file.read(layout.head_bytes(rows) - len(start))
+        except DamageError as error:
+            raise DamageError(f"{path.name[:16]}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"reading {path}: {error.strerror}") from error
+        return decode_head(head, layout, self._digest, extent=extent)
+
+    def verify(self, extent: str, seen: Callable[[int, int, Bytes], None] | None = None) -> Head:
+        """Read every byte of an extent and compare it with the checksums; return its head.
+
+        `seen(layer, kv, tensor)` may look at the keys and values, as they are stored.
+
+        Raises:
+            DamageError, StoreError: as for `read`.
+        """
+        path = self._folder.file(extent)
+        head = self.head(path, extent)
+        layout, rows = self._layout, head.record.rows
+        tensor = self._scratch.take(layout.tensor_bytes(rows))
+        try:
+            with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
+                for layer, kv in np.ndindex(layout.layers, 2):
+                    read_full(file.fileno(), [tensor], layout.offset(rows, layer, kv))
+                    _compare(list(tensor.reshape(-1, layout.chunk_bytes)), head, layer, kv)
+                    if seen is not None:
+                        seen(layer, kv, tensor)
+                for layer in range(layout.layers if layout.probe_heads else 0):
+                    probes = tensor[: layout.probe_bytes(rows)]
+                    read_full(file.fileno(), [probes], layout.offset(rows, layer, PROBES))
+                    _compare(list(probes.reshape(-1, layout.probe_chunk_bytes)), head, layer, PROBES)
+                forget_pages(file.fileno())
+        except OSError as error:
+            raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
+        return head
+
+    def _check_size(self, fd: int, rows: int) -> None:
+        size, wanted = os.fstat(fd).st_size, self._layout.file_bytes(rows)
+        if size != wanted:
+            raise DamageError(f"{size} bytes long instead of the {wanted} of {rows} rows")
+
+    def _decode(self, raw: Bytes, read: ExtentRead) -> Head:
+        return decode_head(raw.tobytes(), self._layout, self._digest, extent=read.extent, rows=read.rows)
+
+    def _read_file(self, fd: int, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
+        layout, rows, slots, arena = self._layout, read.rows, read.slots, read.arena
+        raw_head = self._heads.take(layout.head_bytes(rows))
+        if layout.probe_heads:
+            if read.head is None:
+                read_full(fd, [raw_head], 0)
+                read.head = self._decode(raw_head, read)
+            sidecar = read.head.sidecar
+            if sidecar is not None and sidecar.reordered:
+                return self._read_reordered(fd, read, read.head, layer_done, layers)
+        whole = len(slots) == layout.blocks(rows)
+        span = layout.tensor_bytes(rows) if whole else align_up(len(slots) * layout.chunk_bytes)
+        joined = pieces.pieces(layout, rows, span, slots, pieces.READ_BYTES)
+        parts = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
+        if layers.start and read.head is None:
+            read_full(fd, [raw_head], 0)
+        total = done = 0
+        settled: Callable[[], None] | None = None  # waits for the piece that is verified while the next one is read
+        for part in parts:
+            bounce = None if arena.aligned else self._scratch.take(len(part) * span)
+            buffers = arena_buffers(part, arena, slots) if bounce is None else [bounce]
+            if part[0] == (0, 0):  # the head ends where layer 0 begins: one read brings both
+                total += read_full(fd, [raw_head, *buffers], 0)
+            else:
+                total += read_full(fd, buffers, layout.offset(rows, *part[0]))
+            if settled is not None:
+                settled()
+                layer_done(done)
+            done = part[-1][0] + part[-1][1]  # a piece that ends with keys leaves its layer open
+            if bounce is None and part is not parts[-1]:
+                settled = self._checksums.submit(self._settle, read, part, raw_head, None).result
+            else:
+                self._settle(read, part, raw_head, bounce)
+                settled = None
+                layer_done(done)
+        return total
+
+    def _settle(self, read: ExtentRead, part: Tensors, raw_head: Bytes, bounce: Bytes | None) -> None:
+        """Verify the tensors of a piece; bring them from the bounce buffer to their slots if they have come there."""
+        if read.head is None:
+            read.head = self._decode(raw_head, read)
+        slots = list(read.slots)
+        used = len(slots) * self._layout.chunk_bytes
+        for index, (layer, kv) in enumerate(part):
+            plane = read.arena.plane(layer, kv)
+            if bounce is None:
+                _compare([plane[slot] for slot in slots], read.head, layer, kv)
+            else:
+                tensor = bounce.reshape(len(part), -1)[index, :used].reshape(len(slots), -1)
+                _compare(list(tensor), read.head, layer, kv)
+                plane[slots] = tensor
+
+    def _read_reordered(
+        self, fd: int, read: ExtentRead, head: Head, layer_done: Callable[[int], None], layers: range
+    ) -> int:
+        """As `_read_file`: rows whose place in the file is another go where the text has them. Reads whole tensors."""
+        layout, rows, slots = self._layout, read.rows, list(read.slots)
+        total = 0 if layers.start else layout.head_bytes(rows)
+        assert head.sidecar is not None
+        wanted = len(slots) * BLOCK_ROWS
+        for layer in layers:
+            for kv in (0, 1):
+                stored = self._scratch.take(layout.tensor_bytes(rows))
+                total += read_full(fd, [stored], layout.offset(rows, layer, kv))
+                _compare(list(stored.reshape(-1, layout.chunk_bytes)), head, layer, kv)
+                text = in_text_order(stored.reshape(-1, layout.row_bytes), head.sidecar.order[layer])
+                read.arena.rows[layer, kv, slots] = text[:wanted].reshape(len(slots), BLOCK_ROWS, -1)
+            layer_done(layer + 1)
+        return total
+
+
+def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int) -> None:
+    found, wanted = [crc32c(data) for data in chunks], crcs_of(head, layer, kv)[: len(chunks)]
+    if found != wanted:
+        chunk = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        raise DamageError(f"layer {layer}, {TENSORS[kv]}, chunk {chunk}")

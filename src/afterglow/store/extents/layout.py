@@ -1,0 +1,192 @@
+"""Where every byte of an extent lies, from the KV layout and a row count alone. Pure: no I/O, no contents.
+
+    offset 0        8 bytes        length of the JSON header, little-endian (safetensors)
+           8        JSON           metadata first, then the tensor table, then spaces
+           ...      tokens         uint32 [padded_rows]
+           ...      crc32c         uint32 [layers, 2, chunks]
+    head_bytes      layers.0.keys    [padded_rows, kv_heads, head_dim]
+                    layers.0.values  the same
+                    layers.1.keys    ...
+                    layers.0.probe_keys  [padded_rows, probe_heads, head_dim]   only in layouts with probe heads, which
+                    layers.1.probe_keys  ...                                    have two more tables before `head_bytes`:
+                                     probe_crc32c uint32 [layers, chunks], order uint16 [layers, padded_rows]
+
+The spaces in the header make `head_bytes` a multiple of 4096, and `padded_rows` makes every tensor one, so
+that each layer's keys and values start aligned for direct I/O (safetensors allows no gaps between tensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.errors import ConfigError
+
+ALIGNMENT: Final = 4096
+META_RESERVE: Final = 1024  # room for the metadata JSON, so that the head's size does not depend on its values
+KEYS, VALUES, PROBES = 0, 1, 2
+
+_ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+def align_up(num_bytes: int) -> int:
+    """Compute the least multiple of 4096 that is not below `num_bytes`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Describes the shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16" or "F16".
+
+    `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar; spec S10), and rows
+    may be stored in another order than the text's.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    probe_heads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEMSIZE:
+            raise ConfigError(f"KV dtype must be one of {', '.join(_ITEMSIZE)}, got {self.dtype!r}")
+        for name in ("layers", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a KV layout needs {name} of at least 1, got {getattr(self, name)}")
+        if not 0 <= self.probe_heads <= self.kv_heads:
+            raise ConfigError(f"{self.probe_heads} probe heads are not among {self.kv_heads} KV heads")
+
+    @property
+    def row_bytes(self) -> int:
+        """Compute the bytes of one token's keys (or values) in one layer."""
+        return self.kv_heads * self.head_dim * _ITEMSIZE[self.dtype]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Compute the bytes of 64 rows of one layer's keys (or values)."""
+        return BLOCK_ROWS * self.row_bytes
+
+    @property
+    def probe_row_bytes(self) -> int:
+        """Compute the bytes of one token's probe keys in one layer: the keys of the first heads."""
+        return self.probe_heads * self.head_dim * _ITEMSIZE[self.dtype]
+
+    @property
+    def probe_chunk_bytes(self) -> int:
+        """Compute the bytes of 64 rows of one layer's probe keys."""
+        return BLOCK_ROWS * self.probe_row_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Compute the bytes of 64 rows in all layers, keys and values: the size of a slot of the arena."""
+        return self.layers * 2 * self.chunk_bytes
+
+    @staticmethod
+    def blocks(rows: int) -> int:
+        """Count the blocks (slots) that `rows` rows take."""
+        return -(-rows // BLOCK_ROWS)
+
+    def padded_rows(self, rows: int) -> int:
+        """Count the rows of each tensor in the file: whole chunks, and a multiple of 4096 bytes."""
+        # Chunks that make up whole 4096s; gcd(0, n) is n.
+        step = ALIGNMENT // math.gcd(self.chunk_bytes, self.probe_chunk_bytes, ALIGNMENT)
+        return -(-self.blocks(rows) // step) * step * BLOCK_ROWS
+
+    def file_chunks(self, rows: int) -> int:
+        """Count the chunks of each tensor in the file, padding included."""
+        return self.padded_rows(rows) // BLOCK_ROWS
+
+    def tensor_bytes(self, rows: int) -> int:
+        """Compute the bytes of one layer's keys (or values) in the file, padding included."""
+        return self.padded_rows(rows) * self.row_bytes
+
+    def probe_bytes(self, rows: int) -> int:
+        """Compute the bytes of one layer's probe keys in the file, padding included."""
+        return self.padded_rows(rows) * self.probe_row_bytes
+
+    def table_bytes(self, rows: int) -> int:
+        """Compute the bytes of the tables between the header and `layers.0.keys`."""
+        return sum(size for *_, size in self.tables(rows))
+
+    def tables(self, rows: int) -> Iterator[tuple[str, str, list[int], int]]:
+        """Yield name, dtype, shape and bytes of each tensor between the header and `layers.0.keys`, in order."""
+        padded, chunks = self.padded_rows(rows), self.file_chunks(rows)
+        yield "tokens", "U32", [padded], 4 * padded
+        yield "crc32c", "U32", [self.layers, 2, chunks], 8 * self.layers * chunks
+        if self.probe_heads:
+            yield "probe_crc32c", "U32", [self.layers, chunks], 4 * self.layers * chunks
+            yield "order", "U16", [self.layers, padded], 2 * self.layers * padded
+
+    def head_bytes(self, rows: int) -> int:
+        """Compute the bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
+        return _head_bytes(self, self.padded_rows(rows))
+
+    def header_bytes(self, rows: int) -> int:
+        """Compute the length of the JSON header, with its spaces, without the 8 bytes before it."""
+        return self.head_bytes(rows) - self.table_bytes(rows) - 8
+
+    def offset(self, rows: int, layer: int, kv: int, chunk: int = 0) -> int:
+        """Compute where a chunk of `layers.{layer}.keys` (kv 0), `.values` (kv 1) or `.probe_keys` (kv 2) starts in the file
+        of `rows` rows.
+        """
+        if kv == PROBES:
+            before = self.layers * 2 * self.tensor_bytes(rows) + layer * self.probe_bytes(rows)
+            return self.head_bytes(rows) + before + chunk * self.probe_chunk_bytes
+        tensor = (layer * 2 + kv) * self.tensor_bytes(rows)
+        return self.head_bytes(rows) + tensor + chunk * self.chunk_bytes
+
+    def file_bytes(self, rows: int) -> int:
+        """Compute the size of the file of an extent of `rows` rows."""
+        return self.head_bytes(rows) + self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows))
+
+    def as_dict(self) -> dict[str, int | str]:
+        """Return the layout as `afterglow.json` keeps it."""
+        probes = {"probe_heads": self.probe_heads} if self.probe_heads else {}
+        return {
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+            "block_rows": BLOCK_ROWS,
+            **probes,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers x {self.kv_heads} heads x {self.head_dim} {self.dtype}"
+
+
+def tensor_table(layout: KVLayout, rows: int) -> bytes:
+    """Return the safetensors header's entries for all tensors: JSON members, without the braces around them."""
+    return _padded_table(layout, layout.padded_rows(rows))
+
+
+@lru_cache(maxsize=256)
+def _head_bytes(layout: KVLayout, padded: int) -> int:
+    fixed = 8 + META_RESERVE + len(_padded_table(layout, padded))
+    return align_up(fixed + layout.table_bytes(padded))
+
+
+@lru_cache(maxsize=256)
+def _padded_table(layout: KVLayout, rows: int) -> bytes:
+    def entries() -> Iterator[tuple[str, str, list[int], int]]:
+        padded = layout.padded_rows(rows)
+        yield from layout.tables(rows)
+        for layer in range(layout.layers):
+            for name in ("keys", "values"):
+                shape = [padded, layout.kv_heads, layout.head_dim]
+                yield f"layers.{layer}.{name}", layout.dtype, shape, layout.tensor_bytes(rows)
+        for layer in range(layout.layers if layout.probe_heads else 0):
+            shape = [padded, layout.probe_heads, layout.head_dim]
+            yield f"layers.{layer}.probe_keys", layout.dtype, shape, layout.probe_bytes(rows)
+
+    table, start = {}, 0
+    for name, dtype, shape, size in entries():
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
+        start += size
+    return json.dumps(table, separators=(",", ":")).encode()[1:-1]

@@ -1,0 +1,194 @@
+"""A new version of an extent's file, with its rows in another order, made beside the old one (SPEC §IV-D; spec S12).
+
+Rows are carried over layer by layer, so that other work may go first in between and no more than a layer is in memory. The
+old file stays open until the new one has taken its place or is given up: so no other file gets its inode meanwhile, and
+the inode says whether the file is still the one that was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.errors import DamageError, StoreError
+from afterglow.store.extents.chunks import crcs_of, in_text_order
+from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full, write_full
+from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, decode_head, encode_head
+from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
+
+Ranks = Callable[[], npt.NDArray[np.uint16]]
+
+
+@dataclass(frozen=True, slots=True)
+class FileVersions:
+    """Names the old file, and the new one until it takes the old one's place."""
+
+    path: str
+    temporary: str
+    direct: bool
+
+
+class Rewriting:
+    """Rewrites one file, if that is `needed`: call `go_on` until it returns False, then `publish`. For one thread at a time."""
+
+    def __init__(
+        self,
+        files: FileVersions,
+        layout: KVLayout,
+        digest: str,
+        extent: str,
+        rows: int,
+        ranks: Ranks,
+        carried: Callable[[int], None] | None = None,
+    ) -> None:
+        """Open both files. `ranks` gives uint16 [layers, rows]: which row of the text goes to each place.
+
+        `carried` is called with the bytes of each layer.
+
+        Raises:
+            DamageError: the old file has a wrong size or a damaged head.
+            StoreError: a file cannot be opened or read.
+        """
+        self._files, self._layout, self._digest, self._rows, self._name = files, layout, digest, rows, extent[:16]
+        self._carried = carried
+        self._scratch = Scratch()
+        self._layer = 0
+        self._crcs = np.zeros((layout.layers, VALUES + 1, layout.file_chunks(rows)), np.uint32)
+        self._probe_crcs = np.zeros((layout.layers, layout.file_chunks(rows)), np.uint32)
+        self.written = 0
+        self._old = self._new = -1
+        with self._said():
+            self._old, _ = open_direct(files.path, os.O_RDONLY, direct=files.direct)
+            size = os.fstat(self._old).st_size
+            if size != layout.file_bytes(rows):
+                raise DamageError(f"{size} bytes long instead of the {layout.file_bytes(rows)} of {rows} rows")
+            raw = self._scratch.take(layout.head_bytes(rows))
+            read_full(self._old, [raw], 0)
+            self._head: Head = decode_head(raw.tobytes(), layout, digest, extent=extent, rows=rows)
+            assert self._head.sidecar is not None, "rewriting needs a layout with probe heads"
+            self._before = self._head.sidecar.order
+            self._order = np.tile(np.arange(layout.padded_rows(rows), dtype=np.uint16), (layout.layers, 1))
+            self._order[:, :rows] = ranks()
+            # Chunks are read whole: where every row stays in its chunk nothing is gained.
+            self.needed = any(
+                not np.array_equal(_chunks(new, rows), _chunks(old, rows))
+                for new, old in zip(self._order, self._before, strict=True)
+            )
+            if self.needed:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                self._new, _ = open_direct(files.temporary, flags, direct=files.direct)
+
+    def go_on(self) -> bool:
+        """Carry one layer over; return False when the whole file has been written.
+
+        Raises:
+            DamageError: a chunk of the old file is damaged.
+            StoreError: a file cannot be read or written.
+        """
+        with self._said():
+            layout, rows, layer, before = self._layout, self._rows, self._layer, self.written
+            for kv in (KEYS, VALUES):
+                stored = self._read(layer, kv)
+                text = in_text_order(stored.reshape(-1, layout.row_bytes), self._before[layer])
+                made = text[self._order[layer]]
+                self._crcs[layer, kv] = _crcs(made, layout.file_chunks(rows))
+                self._write(made, layout.offset(rows, layer, kv))
+                if kv == KEYS:
+                    probes = np.ascontiguousarray(made[:, : layout.probe_row_bytes])
+                    self._probe_crcs[layer] = _crcs(probes, layout.file_chunks(rows))
+                    self._write(probes, layout.offset(rows, layer, PROBES))
+            self._layer += 1
+            if self._carried is not None:
+                self._carried(self.written - before)
+            if self._layer < layout.layers:
+                return True
+            assert self._head.sidecar is not None
+            sidecar = Sidecar(self._probe_crcs, self._order, self._head.sidecar.version + 1)
+            head = encode_head(layout, self._digest, self._head.record, self._crcs, sidecar)
+            self._write(np.frombuffer(head, np.uint8), 0)
+            forget_pages(self._old)
+            forget_pages(self._new)
+            return False
+
+    @property
+    def current(self) -> bool:
+        """Tell whether the file in place is still the one that is read.
+
+        Raises:
+            StoreError: the file cannot be looked at.
+        """
+        with self._said():
+            try:
+                there = os.stat(self._files.path)
+            except FileNotFoundError:
+                return False
+            mine = os.fstat(self._old)
+            return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def publish(self) -> bool:
+        """Take the old file's place, if that file is still there; no other thread may write the extent meanwhile.
+
+        Raises:
+            StoreError: the file cannot be renamed.
+        """
+        try:
+            if not self.current:
+                return False
+            with self._said():
+                os.rename(self._files.temporary, self._files.path)
+            return True
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up a version that has not been published."""
+        for fd in (self._old, self._new):
+            if fd >= 0:
+                os.close(fd)
+        if self._new >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._files.temporary)
+        self._old = self._new = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except DamageError as error:
+            raise DamageError(f"extent {self._name}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"rewriting extent {self._name}: {error.strerror}") from error
+
+    def _read(self, layer: int, kv: int) -> Bytes:
+        """Read and verify a tensor as it is stored; the next call overwrites it."""
+        layout, rows = self._layout, self._rows
+        stored = self._scratch.take(layout.tensor_bytes(rows))
+        read_full(self._old, [stored], layout.offset(rows, layer, kv))
+        if _crcs(stored, layout.file_chunks(rows)) != crcs_of(self._head, layer, kv):
+            raise DamageError(f"layer {layer}, {'values' if kv else 'keys'}")
+        return stored
+
+    def _write(self, data: Bytes, offset: int) -> None:
+        buffer = self._scratch.take(data.nbytes)
+        buffer[:] = data.reshape(-1)
+        self.written += write_full(self._new, [buffer], offset)
+
+
+def _chunks(order: npt.NDArray[np.uint16], rows: int) -> npt.NDArray[np.int64]:
+    """Return in which chunk each row of the text lies."""
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return place[:rows] // BLOCK_ROWS
+
+
+def _crcs(tensor: Bytes, chunks: int) -> list[int]:
+    return [crc32c(chunk) for chunk in tensor.reshape(chunks, -1)]

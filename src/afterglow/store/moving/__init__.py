@@ -1,0 +1,1 @@
+"""Threads that carry moves out, save new rows, and read chunks on request."""

@@ -1,0 +1,165 @@
+"""The work of each kind of move, as the mover's threads carry it out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from afterglow.errors import SlowError, StoreError
+from afterglow.plan.step import DEMAND, Copy, Load, Store
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.tier import ExtentRead, HostArena
+from afterglow.store.moving.copying import copy_rows
+from afterglow.store.moving.mover import Mover
+from afterglow.store.moving.stored_extents import StoredExtents
+from afterglow.store.moving.task import Abandoned, Task
+
+# How many layers of an extent are read at a time while other loads wait for the same threads. All extents of a request are needed
+# layer by layer (CachedAttention §3.2.1, spec A3): read whole, one after another, the first layer of the last one would come
+# when nearly everything else has come. Measured on bench-100m with two threads: reads of these sizes reach 86-93 % of the
+# bandwidth of whole extents (docs/log.md).
+MIN_READ_BYTES: Final = 256 << 10  # below it a read costs more calls than bytes
+MAX_READ_BYTES: Final = 2 << 20
+MAX_ALONE_BYTES: Final = 32 << 20  # of a read that no load waits for: a load that comes meanwhile waits for it
+MIN_READS: Final = 3  # into how many reads an extent is cut that is smaller than all that
+
+
+def layers_at_once(layout: KVLayout, blocks: int, crowded: bool) -> int:
+    """Choose how many layers of `blocks` blocks one read brings, at least one. `crowded`: other loads wait to read beside it."""
+    size = 2 * blocks * layout.chunk_bytes
+    if not crowded:
+        return max(1, MAX_ALONE_BYTES // size)
+    return max(1, -(-MIN_READ_BYTES // size), min(-(-layout.layers // MIN_READS), MAX_READ_BYTES // size))
+
+
+class LoadWork:
+    """Reads an extent into host slots, some layers at a time: after each read the thread may go to a load that has come less
+    far.
+    """
+
+    def __init__(self, move: Load, arena: HostArena, stored: StoredExtents, mover: Mover) -> None:
+        self._move = move
+        self._arena = arena
+        self._stored = stored
+        self._mover = mover
+        self._most_s = move.most_s if move.most_s is not None else math.inf
+        self._there = 0  # layers that have been read
+        self._read: ExtentRead | None = None
+
+    def run(self, task: Task) -> int:
+        """Read until all is there, the gate is closed or another load goes first; return the bytes.
+
+        Raises:
+            StoreError: the extent cannot be read. It is dropped if it never can be.
+            SlowError: it takes longer than the move allows.
+        """
+        move, began, layers, moved = self._move, time.perf_counter(), self._arena.layout.layers, 0
+        rows, tier = self._stored.rows(move.extent), self._stored.tier
+        assert tier is not None, "extents on disk without a disk tier"
+        if self._read is None or self._read.rows != rows:
+            self._read = ExtentRead(move.extent, rows, self._arena, move.slots)
+        advance = partial(self._advance, task, began)
+        try:
+            while self._there < (limit := task.limit(layers)):
+                count = layers_at_once(self._arena.layout, len(move.slots), self._mover.crowded(task))
+                stop = min(limit, self._there + count)
+                moved += tier.read(self._read, advance, self._there, stop)
+                self._there = stop
+                advance(self._there)
+                if self._there < limit and self._mover.overtaken(task):
+                    break
+            if self._there < layers:
+                task.pause()
+            return moved
+        except (Abandoned, SlowError):
+            raise
+        except StoreError as error:
+            self._stored.drop_lost(move.extent, error)
+            raise
+
+    def _advance(self, task: Task, began: float, done: int) -> None:
+        task.advance(done)
+        layers = self._arena.layout.layers
+        seconds = task.seconds + time.perf_counter() - began
+        if seconds > self._most_s and done < layers and task.priority != DEMAND:
+            task.bytes = self._arena.layout.file_bytes(self._move.rows) * done // layers
+            raise SlowError(f"{done} of {layers} layers in {seconds:.3f} s")
+
+
+class CopyWork:
+    """Copies rows from host slots to other host slots."""
+
+    def __init__(self, move: Copy, arena: HostArena) -> None:
+        self._move = move
+        self._arena = arena
+
+    def run(self, task: Task) -> int:
+        """Copy all layers; return the bytes.
+
+        Raises:
+            StoreError: slots and rows do not agree.
+        """
+        return copy_rows(self._arena, self._move.pieces, self._move.slots, self._move.rows, task.advance)
+
+
+class StoreWork:
+    """Writes host slots as an extent: its file first, then its row in the catalog."""
+
+    def __init__(self, move: Store, arena: HostArena, stored: StoredExtents) -> None:
+        self._move = move
+        self._arena = arena
+        self._stored = stored
+
+    def run(self, task: Task) -> int:
+        """Write the whole extent or nothing; return the bytes.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        if self._stored.tier is None:
+            raise StoreError("there is no disk tier")
+        record = self._stored.sized(self._move.record)
+        written = self._stored.tier.write(record, self._arena, self._move.slots, task.advance)
+        self._stored.add(record, task.advance)
+        return written
+
+
+class DropWork:
+    """Removes an extent from the disk."""
+
+    def __init__(self, extent: str, stored: StoredExtents) -> None:
+        self._extent = extent
+        self._stored = stored
+
+    def run(self, task: Task) -> int:
+        """Remove row and file; return 0 bytes.
+
+        Raises:
+            StoreError: the row or the file cannot be removed.
+        """
+        self._stored.remove(self._extent)
+        return 0
+
+
+class SweepWork:
+    """Removes a file without a row that was found at the start."""
+
+    def __init__(self, extent: str, stored: StoredExtents, swept: Callable[[], None]) -> None:
+        """`swept` is called when the file has been removed."""
+        self._extent = extent
+        self._stored = stored
+        self._swept = swept
+
+    def run(self, task: Task) -> int:
+        """Remove the file, unless the extent was stored again since the start (the mover keeps the order); return 0 bytes.
+
+        Raises:
+            StoreError: it cannot be removed.
+        """
+        if self._stored.tier is not None and self._extent not in self._stored:
+            self._stored.tier.delete(self._extent)
+            self._swept()
+        return 0

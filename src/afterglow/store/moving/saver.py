@@ -1,0 +1,182 @@
+"""Copies new rows into host slots: one thread, first come, first served. Knows drafts only as numbers.
+
+The thread is not one of the mover's, because a copy into memory should not wait for a disk that is busy or hangs. The copies
+that wait for it are the write buffer (CachedAttention §3.2.2): where that is full, callers with more rows wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.plan.step import SaveDone
+from afterglow.store.extents.head import Bytes
+from afterglow.store.extents.tier import HostArena
+from afterglow.store.worker import Worker
+
+log = logging.getLogger("afterglow.store")
+
+WRITE_BUFFER: Final = 256 * 1024**2
+
+SaveReport = Callable[[SaveDone, int, float], None]
+
+
+@dataclass(slots=True)
+class _Group:
+    """The rows of a draft that come together, layer by layer."""
+
+    layers: int = 0
+    failed: int = 0
+    ns: int = 0
+
+
+class RowSaver:
+    """Calls `report(done, bytes, seconds)` once per group of rows, when all layers of the group have come in: `ok` if every layer
+    was copied. A group is named by its draft and first row.
+
+    While more than `limit_bytes` would wait to be copied, a save blocks its caller, first come, first served; a save that is
+    larger than the limit goes when nothing else waits. `waits` and `wait_seconds` count that.
+    """
+
+    def __init__(self, arena: HostArena, report: SaveReport, limit_bytes: int = WRITE_BUFFER) -> None:
+        self.waits = 0
+        self.wait_seconds = 0.0
+        self._arena = arena
+        self._report = report
+        self._limit = limit_bytes
+        self._groups: dict[tuple[int, int], _Group] = {}  # by draft and first row
+        self._groups_lock = threading.Lock()
+        self._room = threading.Condition()
+        self._line: deque[object] = deque()  # callers that wait for room
+        self._copies = 0  # that are queued, or run
+        self._buffered = 0  # their bytes
+        self._closed = False
+        self._worker = Worker("afterglow-saver", self._carry_out)
+
+    def save(
+        self,
+        draft: int,
+        layer: int,
+        slots: Sequence[int],
+        first_row: int,
+        keys: Bytes,
+        values: Bytes,
+    ) -> None:
+        """Copy one layer's rows; uint8 [rows, row_bytes] each, the saver's own until they are copied."""
+
+        def copy() -> None:
+            for (a, b), place in self._places(slots, first_row, len(keys)):
+                self._arena.rows[(layer, 0, *place)] = keys[a:b]
+                self._arena.rows[(layer, 1, *place)] = values[a:b]
+
+        self._run(draft, first_row, len(keys), 1, copy, keys.nbytes + values.nbytes)
+
+    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes) -> None:
+        """Copy rows of all layers at once; uint8 [layers, 2, rows, row_bytes]."""
+        rows = block.shape[2]
+
+        def copy() -> None:
+            for (a, b), place in self._places(slots, first_row, rows):
+                self._arena.rows[(slice(None), slice(None), *place)] = block[:, :, a:b]
+
+        self._run(draft, first_row, rows, self._arena.layout.layers, copy, block.nbytes)
+
+    def pending(self) -> int:
+        """Count the copies that wait for room, are queued, or run."""
+        with self._room:
+            return len(self._line) + self._copies
+
+    def close(self) -> None:
+        """Let in the callers that wait for room, do all copies, then end the thread. Later saves are copied by their callers."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+            self._room.wait_for(lambda: not self._line)
+        self._worker.close()
+
+    # -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _places(slots: Sequence[int], first_row: int, rows: int) -> list[tuple[tuple[int, int], tuple[int, slice]]]:
+        """(rows of the source, (slot, rows of the slot)) for each slot that the rows touch."""
+        places = []
+        done = 0
+        while done < rows:
+            block, at = divmod(first_row + done, BLOCK_ROWS)
+            count = min(BLOCK_ROWS - at, rows - done)
+            places.append(((done, done + count), (slots[block], slice(at, at + count))))
+            done += count
+        return places
+
+    def _run(self, draft: int, first_row: int, rows: int, layers: int, copy: Callable[[], None], size: int) -> None:
+        """Copy `size` bytes in the saver's thread; in this one when that has ended."""
+
+        def work() -> None:
+            start = time.perf_counter_ns()
+            failed = False
+            try:
+                copy()
+            except Exception:
+                # Wrong shapes or slots are mistakes of the caller; the rows are lost, the server is not.
+                log.exception("rows [%d, %d) of draft %d could not be saved", first_row, first_row + rows, draft)
+                failed = True
+            self._count(draft, first_row, rows, layers, failed, time.perf_counter_ns() - start)
+
+        if not self._enqueue(work, size):
+            work()
+
+    def _enqueue(self, work: Callable[[], None], size: int) -> bool:
+        """Queue a copy as soon as there is room; False: the thread takes no more."""
+        me = object()
+
+        def room() -> bool:
+            fits = not self._buffered or self._buffered + size <= self._limit
+            return self._closed or (fits and self._line[0] is me)
+
+        with self._room:
+            self._line.append(me)
+            try:
+                if not room():
+                    self.waits += 1
+                    start = time.perf_counter()
+                    self._room.wait_for(room)
+                    self.wait_seconds += time.perf_counter() - start
+                taken = self._worker.put((work, size))
+                if taken:
+                    self._buffered += size
+                    self._copies += 1
+                return taken
+            finally:  # also when the caller is interrupted: a caller that has left the line holds up no other
+                self._line.remove(me)
+                self._room.notify_all()
+
+    def _count(self, draft: int, first_row: int, rows: int, layers: int, failed: bool, ns: int) -> None:
+        layout = self._arena.layout
+        with self._groups_lock:
+            group = self._groups.setdefault((draft, first_row), _Group())
+            group.layers += layers
+            group.failed += failed
+            group.ns += ns
+            if group.layers < layout.layers:
+                return
+            self._groups.pop((draft, first_row))
+        ok = not group.failed
+        moved = rows * layout.row_bytes * 2 * layout.layers if ok else 0
+        self._report(SaveDone(draft, first_row, rows, ok), moved, group.ns / 1e9)
+
+    def _carry_out(self, copies: deque[tuple[Callable[[], None], int]]) -> None:
+        while copies:
+            work, size = copies.popleft()
+            work()
+            del work  # it holds the rows, and the next copy may be long in coming
+            with self._room:
+                self._copies -= 1
+                self._buffered -= size
+                if self._line:
+                    self._room.notify_all()

@@ -1,0 +1,1 @@
+"""One model's folder under the cache directory: its description, its locks, and its neighbours."""

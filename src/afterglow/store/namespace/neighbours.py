@@ -1,0 +1,73 @@
+"""Other caches in the same cache directory: of other models, or of the same with other number formats.
+
+A disk budget is one namespace's. The files of another model are never removed for it, because they may be wanted again
+tomorrow; but the log warns the operator, who has set the budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from afterglow.config import format_size
+from afterglow.store.namespace.namespace import holder, is_namespace
+from afterglow.store.places import bytes_below
+
+log = logging.getLogger("afterglow.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Describes a namespace that no process holds."""
+
+    path: Path
+    bytes: int
+
+
+def others(path: Path) -> list[Path]:
+    """List the namespaces beside the one in the folder `path`, by name."""
+    return [other for other in sorted(path.parent.iterdir()) if other != path and is_namespace(other)]
+
+
+def idle(paths: Sequence[Path]) -> list[Neighbour]:
+    """List the given namespaces that no process holds, the largest first. A server that runs has a budget of its own."""
+    found = [Neighbour(path, bytes_below(path)) for path in paths if holder(path) is None]
+    return sorted(found, key=lambda item: -item.bytes)
+
+
+def excess(path: Path, budget: int) -> str | None:
+    """Return a warning if the namespace in the folder `path` and those that no process holds take more than `budget` bytes."""
+    beside = idle(others(path))
+    total = bytes_below(path) + sum(item.bytes for item in beside)
+    if not beside or total <= budget:
+        return None
+    names = ", ".join(f"{item.path.name} ({format_size(item.bytes)})" for item in beside)
+    remedy = f"afterglow cache clear {beside[0].path.name} --cache-dir {shlex.quote(str(path.parent))}"
+    return (
+        f"{path.parent} takes {format_size(total)}, more than --disk-cache {format_size(budget)}, which is for one model in"
+        f" one number format only. Nobody uses {names}. To remove the largest: {remedy}"
+    )
+
+
+def warn(path: Path, budget: int) -> threading.Thread | None:
+    """Log the warning of `excess`, in a thread: a large cache has files beyond number. None: there are no other namespaces."""
+
+    def work() -> None:
+        try:
+            if (said := excess(path, budget)) is not None:
+                log.warning("%s", said)
+        except OSError as error:  # a look around is not worth more than a line
+            log.info("what else is in %s cannot be counted: %s", path.parent, error.strerror)
+
+    try:
+        if not others(path):
+            return None
+    except OSError:
+        return None
+    thread = threading.Thread(target=work, name="afterglow-neighbours", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,3 @@
+"""The version of the distribution `afterglow-llm`."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,127 @@
+"""The command line as a user meets it: in processes of its own, or in this one."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+
+from afterglow.cli import main
+
+BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
+SMALL = ("--device-cache", "64M", "--host-cache", "64M", "--disk-cache", "64M", "--threads", "1")
+
+
+# A server that ends with this process, even with a killed one: then the other end of its standard input is closed.
+TIED = """
+import os, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+from afterglow.cli import main
+main()
+"""
+
+
+def afterglow(*args: str, input: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "afterglow.cli", *args]
+    return subprocess.run(
+        command,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+def inside(*args: str) -> subprocess.CompletedProcess[str]:
+    """The same without a process of its own: quicker where only files are looked at."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with mock.patch("sys.argv", ["afterglow", *args]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(args, int(str(code or 0)), out.getvalue(), err.getvalue())
+
+
+def flat(text: str) -> str:
+    """Help without its frames and line breaks."""
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+needs_model = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+
+
+class Served:
+    """`afterglow serve` on the bundled model, in a process."""
+
+    def __init__(self, cache: Path, *args: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TIED, "serve", "--port", str(self.port),
+             "--cache-dir", str(cache), *SMALL, *args],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        self.tie, self.process.stdin = self.process.stdin, None  # `communicate` would close it
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{self.url}/health")
+                return
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.process.communicate()[1]
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def ask(self, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json={"temperature": 0, **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def respond(self, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(f"{self.url}/v1/responses", json={"temperature": 0, **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that fails shall not leave its server behind."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        self.tie.close()
+
+    def end(self, *signals: signal.Signals) -> tuple[int, str]:
+        for number in signals:
+            self.process.send_signal(number)
+            time.sleep(0.7)  # two at once would be taken for one
+        _, log = self.process.communicate(timeout=30)
+        return self.process.returncode, log

@@ -1,0 +1,133 @@
+"""`afterglow cache`, on disk and through servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from afterglow.server.lifecycle.address import address_of, announce
+from afterglow.server.server_config import ServerConfig
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.namespace.namespace import Namespace
+from tests.cli.kit import inside
+from tests.server.conftest import Running, running
+from tests.text import toys
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = ServerConfig(port=0, grace=0.5, api_key=("one", "two"))
+    with running(toys.byte_level(tmp_path_factory.mktemp("keyed")), config) as server:
+        for key, name in (("one", "mine"), ("two", "theirs")):
+            server.openai(key).chat.completions.create(
+                model="fake-model", messages=[{"role": "user", "content": "hi"}], extra_body={"session_id": name}
+            )
+        yield server
+
+
+def ask(server: Running, *args: str, key: str = "one") -> subprocess.CompletedProcess[str]:
+    return inside("cache", *args, "--server", server.url, "--api-key", key)
+
+
+def test_a_named_server_tells_each_key_its_own(keyed: Running) -> None:
+    found = [json.loads(ask(keyed, "ls", "--json", key=key).stdout) for key in ("one", "two")]
+    assert [[session["name"] for session in sessions] for sessions in found] == [["mine"], ["theirs"]]
+    assert ask(keyed, "pin", "mine").returncode == 0
+    assert "yes" in ask(keyed, "ls").stdout
+    assert ask(keyed, "pin", "theirs").returncode == 1
+    assert ask(keyed, "rm", "theirs").returncode == 1
+    assert "sessions" in ask(keyed, "stats").stdout
+    assert "engine" not in json.loads(ask(keyed, "stats", "--json").stdout)
+    assert json.loads(ask(keyed, "rm", "--json", "theirs", key="two").stdout)[0]["deleted"] is True
+    assert ask(keyed, "ls", key="two").stdout == "nothing is stored\n"
+    salted = inside("cache", "ls", "--server", keyed.url, "--api-key", "one", "--cache-salt", "x", "--json")
+    assert json.loads(salted.stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--server", "{url}", "--api-key", "wrong"), "wants another key; give it with --api-key"),
+        (("--server", "{url}"), "wants another key"),
+        (("--server", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
+        (("--server", "http://[bad"), "no server answers at"),
+        (("--server", "{url}/nonsense", "--api-key", "one"), "there is no /nonsense/v1/cache"),
+    ],
+)
+@pytest.mark.parametrize("command", [("ls",), ("stats",), ("pin", "x"), ("rm", "x")])
+def test_what_a_server_does_not_do_is_said(
+    keyed: Running, command: tuple[str, ...], args: tuple[str, ...], says: str
+) -> None:
+    result = inside("cache", *command, *(arg.format(url=keyed.url) for arg in args))
+    assert result.returncode in (1, 2)
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_holder_that_is_no_server_is_said(tmp_path: Path) -> None:
+    layout = KVLayout(1, 1, 8, "F32")
+    with Namespace.open(tmp_path, "m", "0" * 64, layout):
+        listed = inside("cache", "ls", "m-", "--cache-dir", str(tmp_path))
+        assert listed.returncode == 0
+        assert f"process {os.getpid()}" in listed.stderr
+        assert "does not say where it listens; try --server" in listed.stderr
+        assert listed.stdout == "nothing is stored\n"
+        assert inside("cache", "stats", "--cache-dir", str(tmp_path)).returncode == 0
+        pinned = inside("cache", "pin", "x", "--cache-dir", str(tmp_path))
+        assert pinned.returncode == 2
+        assert "try --server" in pinned.stderr
+        # A server that has died without giving its address back, and one that listens everywhere.
+        announce(next(tmp_path.iterdir()), "http://0.0.0.0:9")
+        assert address_of(next(tmp_path.iterdir())) == "http://127.0.0.1:9"
+        listed = inside("cache", "ls", "m-", "--cache-dir", str(tmp_path))
+        assert (listed.returncode, listed.stdout) == (0, "nothing is stored\n")
+        assert "no server answers at http://127.0.0.1:9" in listed.stderr
+        with Namespace.open(tmp_path, "n", "1" * 64, layout):
+            several = inside("cache", "pin", "x", "--cache-dir", str(tmp_path))
+            assert "several namespaces are held" in several.stderr
+    assert address_of(next(tmp_path.iterdir())) is None
+
+
+def test_an_empty_cache_says_so(tmp_path: Path) -> None:
+    for name in ("ls", "check", "stats"):
+        result = inside("cache", name, "--cache-dir", str(tmp_path))
+        assert (result.returncode, result.stdout) == (0, "nothing is stored\n")
+    assert json.loads(inside("cache", "check", "--json", "--cache-dir", str(tmp_path)).stdout) == []
+
+
+@pytest.mark.parametrize("description", ['{"format": 999}', "{", "[]"])
+def test_what_another_version_left_can_be_cleared(tmp_path: Path, description: str) -> None:
+    layout = KVLayout(1, 1, 8, "F32")
+    folder = ("--cache-dir", str(tmp_path))
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (outside / "mine").write_text("x")
+    with Namespace.open(tmp_path, "m", "0" * 64, layout) as namespace:
+        path = namespace.path
+        (path / "afterglow.json").write_text(description)
+        (path / "extents" / "ab").mkdir(parents=True)
+        (path / "extents" / "ab" / "x").write_bytes(b"x" * 5000)
+        (path / "something-new").symlink_to(outside)
+        held = inside("cache", "clear", "--yes", *folder)
+        assert held.returncode == 2
+        assert f"in use by process {os.getpid()}" in held.stderr
+        assert (path / "extents" / "ab" / "x").exists()
+    assert inside("cache", "clear", *folder).returncode == 2  # standard input is no terminal
+    with mock.patch("sys.stdin.isatty", return_value=True, create=True), mock.patch("builtins.input") as asked:
+        asked.return_value = "n"
+        assert inside("cache", "clear", *folder).returncode == 1
+        assert f"{path.name}, which cannot be read" in asked.call_args[0][0]
+        asked.return_value = "y"
+        cleared = inside("cache", "clear", *folder)
+    assert cleared.returncode == 0, cleared.stderr
+    assert "4.9 KiB freed" in cleared.stdout
+    assert [entry.name for entry in path.iterdir()] == ["lock"]
+    assert (outside / "mine").exists()
+    assert inside("cache", "ls", *folder).stdout == "nothing is stored\n"
+    Namespace.open(tmp_path, "m", "0" * 64, layout).close()

@@ -1,0 +1,110 @@
+"""`afterglow chat`."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from afterglow.cli.conversation import ABOUT_BUNDLED, BUNDLED_LONGEST, Messages, RemoteSpeaker, converse
+from tests.cli.kit import BUNDLED, SMALL, afterglow
+from tests.server.conftest import REPLY, running
+from tests.text import toys
+from tests.waiting import wait_for
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(toys.byte_level(tmp_path_factory.mktemp("model"))) as server:
+        yield server.url
+
+
+def test_chat_over_pipes(url: str) -> None:
+    result = afterglow("chat", "--url", url, "--system", "Be brief.", input="hello\n\n/reset\nagain\nmore\n/quit\nno\n")
+    assert result.returncode == 0
+    assert result.stdout.splitlines() == [REPLY] * 3
+    notes = result.stderr.splitlines()
+    assert len(notes) == 3
+    assert re.fullmatch(r"\[\d+ prompt tokens, 0 cached, first token after \d+ ms\]", notes[0])
+    assert re.search(r"\d+ cached \(host \d+\)", notes[2])
+
+
+class Canned:
+    note = "note"
+
+    def __init__(self, pieces: list[str | BaseException]) -> None:
+        self.pieces = pieces
+        self.asked: list[Messages] = []
+
+    def reply(self, messages: Messages) -> Iterator[str]:
+        self.asked.append([dict(m) for m in messages])
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+def test_commands_and_interruptions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/system Be kind.\nhi again\n/help\n/nonsense\n"))
+    speaker = Canned(["par", KeyboardInterrupt()])
+    assert converse(speaker, None) == 0
+    assert speaker.asked == [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi again"}],
+    ]
+    out = capsys.readouterr().out
+    assert out.count("par …") == 2
+    assert "/reset" in out
+    assert "there is no command /nonsense" in out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bundled_model_says_what_it_can_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
+    assert converse(Canned([]), None, ABOUT_BUNDLED) == 0
+    assert capsys.readouterr().out.startswith("This is the small model that ships with Afterglow.")
+    assert converse(Canned([]), None) == 0
+    assert capsys.readouterr().out.startswith("Type a message")
+
+
+@pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+def test_the_first_conversation_works_and_ends() -> None:
+    """The prompts that are proposed are answered; a question that the model cannot answer ends all the same, and says so."""
+    told, asked = (line.strip() for line in ABOUT_BUNDLED.splitlines()[1:3])
+    talk = f"{told}\n{asked}\n/reset\nMy name is Ada.\nWhat is my name?\n"
+    result = afterglow("chat", *SMALL, input=talk)
+    replies = result.stdout.splitlines()
+    assert result.returncode == 0
+    assert "teal" in replies[1]
+    assert len(replies[3]) < 1000
+    assert result.stderr.splitlines()[3].endswith(f"cut off after {BUNDLED_LONGEST} tokens (--max-tokens)]")
+    assert "cut off" not in result.stderr.splitlines()[1]
+
+
+def test_a_server_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without asking for fewer tokens, which a server with a short context would refuse."""
+    monkeypatch.setattr("afterglow.cli.conversation.LONGEST", 5)
+    with running(toys.byte_level(tmp_path)) as server:
+        speaker = RemoteSpeaker(server.url, None, None, None, {"temperature": 0.0})
+        assert 0 < len("".join(speaker.reply([{"role": "user", "content": "hi"}]))) < len(REPLY)
+        speaker._client.close()
+        assert speaker.note.endswith("cut off after 5 tokens (--max-tokens)")
+        wait_for(lambda: server.engine.in_flight == 0)
+        assert server.engine.requests[0].sampling.max_tokens > 5
+
+
+def test_an_error_of_the_server_ends_a_pipe(url: str) -> None:
+    result = afterglow("chat", "--url", url, input="the mill " * 600 + "\n")
+    assert result.returncode == 2
+    assert "maximum context length is 512 tokens" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,183 @@
+"""The library on the bundled model: batches, streams, conversations, limits."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from afterglow import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    LanguageModel,
+    Request,
+    RequestError,
+    SamplingParams,
+    load_model,
+)
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+CONFIG = EngineConfig(
+    cache=CacheConfig(device_cache=2**28, host_cache=2**27, disk_cache=0), max_model_len=256, threads=1
+)
+FACT = [{"role": "user", "content": "My favorite color is teal. I live in Lisbon."}]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[LanguageModel]:
+    with load_model(config=CONFIG) as loaded:
+        yield loaded
+
+
+def test_texts_and_requests_go_in_one_batch_and_come_back_in_order(model: LanguageModel) -> None:
+    ids = model.tokenizer.encode("The boat is")
+    replies = model.generate(["I live in", Request("one", ids, replace(GREEDY, max_tokens=3)), "The boat is"], GREEDY)
+    assert [len(reply.tokens) for reply in replies] == [8, 3, 8]
+    assert replies[1].tokens == replies[2].tokens[:3]
+    assert replies[2].text.startswith(replies[1].text)
+    for reply in replies:
+        assert reply.finish_reason == "length"
+        assert reply.text == model.tokenizer.decode(reply.tokens)
+        assert reply.cached.total + reply.missed.tokens > 0
+
+
+def test_a_stop_string_ends_one_reply_of_a_batch_and_cancels_it(model: LanguageModel) -> None:
+    (whole,) = model.generate("I live in Lisbon. I", replace(GREEDY, max_tokens=32))
+    stop = whole.text[3:6]
+    cut, other = model.generate(["I live in Lisbon. I", "The mill is"], replace(GREEDY, max_tokens=200), stop=[stop])
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert len(cut.tokens) < 32
+    assert other.finish_reason in ("length", "stop")
+    model.engine.settle()
+    assert model.engine.stats().plan.running == 0
+
+
+def test_log_probabilities_come_with_each_token(model: LanguageModel) -> None:
+    (reply,) = model.generate("The boat is", replace(GREEDY, logprobs=2))
+    assert [found.token for found in reply.logprobs] == list(reply.tokens)
+    assert all(found.rank == 1 and len(found.top) == 2 and found.logprob <= 0 for found in reply.logprobs)
+
+
+def test_a_stream_yields_the_text_piece_by_piece(model: LanguageModel) -> None:
+    (whole,) = model.generate("The boat is", GREEDY)
+    reply = model.stream("The boat is", GREEDY)
+    seen = ""
+    for piece in reply:
+        seen += piece
+        assert reply.text == seen
+    assert reply.ended
+    assert seen == whole.text == reply.completion.text
+    assert reply.completion.tokens == whole.tokens
+
+
+def test_leaving_a_stream_cancels_the_request(model: LanguageModel) -> None:
+    reply = model.stream("The boat is", replace(GREEDY, max_tokens=200, ignore_eos=True))
+    pieces = iter(reply)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    model.engine.settle()
+    assert not reply.ended
+    assert reply.completion.finish_reason == "cancelled"
+    assert len(reply.tokens) < 200
+
+
+def test_a_conversation_finds_the_turn_before_with_the_generated_ids(model: LanguageModel) -> None:
+    first = model.chat(FACT, GREEDY, salt="a conversation")
+    longer = [*FACT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Where do I live?"}]
+    spliced = model.tokenizer.spliced
+    second = model.chat(longer, GREEDY, salt="a conversation")
+    assert model.tokenizer.spliced == spliced + 1
+    before = len(model.tokenizer.encode_chat(FACT).ids)
+    assert second.cached.total >= before
+    assert model.chat(longer, GREEDY, salt="another").cached.total == 0
+
+
+def test_a_conversation_that_outgrows_the_context_is_truncated_or_refused(model: LanguageModel) -> None:
+    long = [{"role": "user", "content": "I live in Lisbon. " * 12}, {"role": "assistant", "content": "Noted."}] * 6
+    messages = [*long, {"role": "user", "content": "Where do I live?"}]
+    reply = model.chat(messages, GREEDY, truncation=True)
+    assert reply.truncation is not None
+    assert reply.truncation.dropped > 0
+    with pytest.raises(RequestError, match="maximum context length is 256 tokens") as refused:
+        model.chat(messages, GREEDY)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_reply_is_no_longer_than_the_context_has_room_for(model: LanguageModel) -> None:
+    prompt = "I live in Lisbon. " * 40
+    size = len(model.tokenizer.encode(prompt))
+    assert size < 256
+    (reply,) = model.generate(prompt, replace(GREEDY, max_tokens=4096, ignore_eos=True))
+    assert len(reply.tokens) == 256 - size
+    with pytest.raises(RequestError, match="maximum context length is 256 tokens"):
+        model.generate("I live in Lisbon. " * 80, GREEDY)
+
+
+def test_one_bad_request_cancels_those_of_its_call(model: LanguageModel) -> None:
+    good = Request("good", model.tokenizer.encode("The boat is"), replace(GREEDY, max_tokens=200, ignore_eos=True))
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        model.generate([good, Request("bad", [10**6], GREEDY)])
+    model.engine.settle()
+    (again,) = model.generate(replace(good, sampling=GREEDY))  # its id is free again
+    assert len(again.tokens) == 8
+
+
+def test_threads_share_the_engine(model: LanguageModel) -> None:
+    expected = model.generate(["The boat is", "I live in"], GREEDY)
+    found: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        (reply,) = model.generate(["The boat is", "I live in"][number % 2], GREEDY)
+        found[number] = reply.text
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: expected[number % 2].text for number in range(6)}
+
+
+def test_texts_become_vectors_of_unit_length(model: LanguageModel) -> None:
+    found = model.embed(["A cat sat.", "The boat is blue."])
+    assert found.vectors.shape[0] == 2
+    assert (found.vectors.norm(dim=1) - 1).abs().max() < 1e-5
+
+
+def test_a_closed_model_refuses(tmp_path: Path) -> None:
+    with load_model(config=CONFIG) as closed:
+        pass
+    with pytest.raises(RequestError):
+        closed.generate("The boat is")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (CacheConfig, {"host_cache": "8G"}, "host_cache must be int, got '8G'"),
+        (CacheConfig, {"cache_dir": 5}, "cache_dir must be Path or nothing, got 5"),
+        (CacheConfig, {"ttl": True}, "ttl must be float or nothing, got True"),
+        (EngineConfig, {"max_batch": "8"}, "max_batch must be int, got '8'"),
+        (EngineConfig, {"cache": None}, "cache must be CacheConfig, got None"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(kind: type, given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        kind(**given)
+
+
+def test_a_folder_may_be_text_and_a_number_whole() -> None:
+    assert CacheConfig(cache_dir="kv", ttl=5).cache_dir == Path("kv")  # type: ignore[arg-type]
+
+
+def test_what_is_no_configuration_or_prompt_is_refused(model: LanguageModel) -> None:
+    with pytest.raises(ConfigError, match="its field `cache`"):
+        load_model(config=CacheConfig())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="token ids go into a Request"):
+        model.generate([[1, 2, 3]])  # type: ignore[list-item]

@@ -1,0 +1,129 @@
+"""Matrices in blocks of 4 to 8 bits: unpacked as the gguf library does it, multiplied as exactly as 8-bit activations allow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.kernels.packed import BLOCK_FORMATS, PackedPanels, asymmetric_blocks, dequantize, rounded_groups
+
+HALVES = {  # format: where a block's float16 numbers are
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def random_blocks(block_format: str, outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    """Blocks of any bytes, but with scales as a trained matrix has them."""
+    kind, generator = BLOCK_FORMATS[block_format], torch.Generator().manual_seed(seed)
+    blocks = torch.randint(
+        256, (outputs, inputs // kind.weights, kind.num_bytes), dtype=torch.uint8, generator=generator
+    )
+    scales = torch.randn(*blocks.shape[:2], 2, generator=generator) / 100
+    for which, place in enumerate(HALVES.get(block_format, ())):
+        blocks[..., place : place + 2] = scales[..., which : which + 1].half().view(torch.uint8)
+    if block_format in ("A4", "A8"):
+        blocks[..., :4] = scales[..., :1].contiguous().view(torch.uint8)
+    if block_format == "A4":
+        blocks[..., 4] &= 15
+    if block_format == "MXFP4":
+        blocks[..., 0] = blocks[..., 0] % 8 + 118
+    return blocks.flatten(1)
+
+
+@pytest.mark.parametrize("block_format", sorted(BLOCK_FORMATS.keys() - {"A4", "A8"}))
+def test_weights_are_those_of_the_gguf_library(block_format: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    kind = BLOCK_FORMATS[block_format]
+    any_bytes = np.random.default_rng(0).integers(0, 256, (67, kind.row_bytes(1536)), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = gguf.quants.dequantize(any_bytes, gguf.GGMLQuantizationType[block_format])
+    found = dequantize(torch.from_numpy(any_bytes), block_format).numpy()
+    assert np.isfinite(wanted).mean() > 0.8
+    assert np.array_equal(found, wanted, equal_nan=True)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_format]] == (kind.weights, kind.num_bytes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_asymmetric_blocks(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1 << bits, (7, 96), dtype=torch.uint8, generator=generator)
+    zero = torch.randint(1 << bits, (7, 3), dtype=torch.uint8, generator=generator)
+    scale = torch.randn(7, 3, generator=generator)
+    blocks = asymmetric_blocks(numbers, scale, zero, bits)
+    wanted = (numbers.float() - zero.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
+    assert torch.equal(dequantize(blocks, f"A{bits}"), wanted)
+
+
+def test_rounded_rows_are_near() -> None:
+    x = torch.randn(50, 96, generator=torch.Generator().manual_seed(0))
+    x[3] = 0
+    x[4, :32] = 1e-38
+    x[5, 32:64] *= 1e30
+    numbers, scale = rounded_groups(x)
+    assert numbers[numbers != 0].abs().max() == 127
+    error = numbers.double() * scale.double()[..., None] - x.double().unflatten(1, (3, 32))
+    assert (error.abs() <= scale[..., None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 12, 13, 100])
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_products(block_format: str, rows: int, bias: bool) -> None:
+    """Near float64's of the rounded rows (float32 sums), and of the rows themselves (half a step for each of 8 bits)."""
+    outputs, inputs = 50, 768 if BLOCK_FORMATS[block_format].weights == 256 else 736
+    blocks = random_blocks(block_format, outputs, inputs)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs + 3, generator=generator)[:, 1:-2]
+    offset = torch.randn(outputs, generator=generator) if bias else None
+    matrix = PackedPanels(blocks, block_format, inputs, offset)
+    assert (matrix.inputs, matrix.outputs) == (inputs, outputs)
+    found = matrix(x).double()
+    weight = dequantize(blocks, block_format).double()
+    added = None if offset is None else offset.double()
+    numbers, scale = rounded_groups(x)
+    near = F.linear((numbers.double() * scale.double()[..., None]).flatten(1), weight, added)
+    size = F.linear(x.double().abs(), weight.abs())
+    assert ((found - near).abs() <= 2e-6 * size + 1e-6).all()
+    steps = scale.double().repeat_interleave(32, 1) / 2
+    assert ((found - F.linear(x.double(), weight, added)).abs() <= F.linear(steps, weight.abs()) * 1.001 + 1e-6).all()
+
+
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_a_row_is_the_same_whatever_its_batch(block_format: str) -> None:
+    matrix = PackedPanels(random_blocks(block_format, 70, 512), block_format, 512, torch.arange(70.0))
+    x = torch.randn(300, 512, generator=torch.Generator().manual_seed(1))
+    whole = matrix(x)
+    for start, rows in ((0, 1), (7, 1), (0, 12), (5, 13), (239, 2), (240, 7), (1, 299)):
+        assert torch.equal(matrix(x[start : start + rows]), whole[start : start + rows])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 70), (16, 48), (32, 70), (5, 6), (3, 69)])
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_a_part(block_format: str, start: int, stop: int) -> None:
+    matrix = PackedPanels(random_blocks(block_format, 70, 256), block_format, 256, torch.arange(70.0))
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    part = matrix.part(start, stop)
+    assert (part.inputs, part.outputs) == (256, stop - start)
+    assert torch.equal(part(x), matrix(x)[:, start:stop])
+
+
+def test_rows_that_are_no_blocks() -> None:
+    blocks = random_blocks("Q4_0", 3, 64)
+    with pytest.raises(ValueError, match="unknown block format 'Q2_K': known are Q8_0"):
+        PackedPanels(blocks, "Q2_K", 64)
+    with pytest.raises(ValueError, match="blocks of 18"):
+        PackedPanels(blocks[:, 1:], "Q4_0", 64)
+    with pytest.raises(ValueError, match="has not 96 inputs"):
+        PackedPanels(blocks, "Q4_0", 96)
+    with pytest.raises(ValueError, match="100 inputs are no whole number"):
+        BLOCK_FORMATS["Q4_0"].row_bytes(100)

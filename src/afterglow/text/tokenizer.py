@@ -1,5 +1,4 @@
-"""The tokenizer of a model directory: `tokenizer.json` (or BERT's `vocab.txt`), its special tokens and its chat
-template."""
+"""The tokenizer of a model: text to ids and back, and conversations through the model's chat template."""
 
 from __future__ import annotations
 
@@ -12,35 +11,28 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
-from afterglow.errors import ModelError, RequestError
+from afterglow.errors import RequestError
 from afterglow.request import ContextWindow
 from afterglow.text import lengths
-from afterglow.text.chat_template import ChatTemplate, Message, find_chat_template, flatten_messages
+from afterglow.text.chat_template import ChatTemplate, Message, flatten_messages
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Markers, Rendered
 from afterglow.text.reply_memory import ChatPrompt, Reply, ReplyMemory, Segment, chains, rows_at, splice
+from afterglow.text.tokenizer_files import read_parts
 from afterglow.text.turns import TOKENS, Turns, find_turns
-from afterglow.text.wordpiece import from_vocab
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Turns text to ids and back, as `transformers` does with the same directory.
+    """Turns text to ids and back, as `transformers` does with the same model directory or GGUF file.
 
     Beginning-of-text tokens are added by the post-processor (`add_bos_token` is ignored beside a `tokenizer.json`, as
     in transformers 5); chat templates write their special tokens themselves.
     """
 
-    def __init__(self, model_dir: str | Path, *, replies: ReplyMemory | None = None) -> None:
-        folder = Path(model_dir)
-        self._fast = _load_fast(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        named = {**_read_json(folder / "special_tokens_map.json"), **config}
-        self.special_tokens = {name: text for name in _NAMED if (text := _token_text(named.get(name)))}
-        self._add_missing_tokens(config)
+    def __init__(self, model: str | Path, *, replies: ReplyMemory | None = None) -> None:
+        parts = read_parts(Path(model))
+        self._fast = parts.fast
+        self.special_tokens = parts.special_tokens
         self._added: dict[int, str] = {i: token.content for i, token in self._fast.get_added_tokens_decoder().items()}
         self._special = {
             token.content: i for i, token in self._fast.get_added_tokens_decoder().items() if token.special
@@ -50,8 +42,9 @@ class Tokenizer:
         self.byte_level = "ByteLevel" in _kinds(decoder)
         self._byte_fallback = "ByteFallback" in _kinds(decoder)
         self._most_chars = lengths.most_chars(state, _BYTE_OF)
-        source = find_chat_template(folder, config)
-        self.chat_template = ChatTemplate(source, self.special_tokens) if source is not None else None
+        self.chat_template = (
+            ChatTemplate(parts.chat_template, self.special_tokens) if parts.chat_template is not None else None
+        )
         self.markers = Markers(self._fast, self._marker_ids(), _unknown(state["model"]))
         self.replies = ReplyMemory() if replies is None else replies
         self.spliced = 0  # replies in prompts whose generated ids were used, since the start
@@ -215,61 +208,8 @@ class Tokenizer:
         shown = {added: i for i, added in self._added.items() if _BRACKETED.fullmatch(added) and added in text}
         return {**self._special, **shown}
 
-    def _add_missing_tokens(self, config: Mapping[str, Any]) -> None:
-        """Add tokens that only the configuration knows: otherwise a chat template's markers would be cut up."""
-        decoder = config.get("added_tokens_decoder")
-        entries = [decoder[key] for key in sorted(decoder, key=int)] if isinstance(decoder, dict) else []
-        entries += list(self.special_tokens.values())
-        for entry in entries:
-            text = _token_text(entry)
-            if not text or self._fast.token_to_id(text) is not None:
-                continue
-            options = {k: v for k, v in entry.items() if k in _FLAGS} if isinstance(entry, dict) else {}
-            special = options.pop("special", True) or text in self.special_tokens.values()
-            self._fast.add_tokens([tokenizers.AddedToken(text, special=special, **options)])
-
 
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
-def _load_fast(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        if not folder.is_dir():
-            raise ModelError(f"{folder} is not a model directory")
-        if (folder / "vocab.txt").is_file():
-            return from_vocab(folder / "vocab.txt", _read_json(folder / "tokenizer_config.json"))
-        remedy = "copy it there from where the model came from"
-        if any((folder / name).is_file() for name in ("tokenizer.model", "spiece.model", "vocab.json")):
-            remedy = (
-                "the older tokenizer files in it are not read; write one with "
-                f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
-            )
-        raise ModelError(f"{folder} has no tokenizer.json: {remedy}")
-    try:
-        fast = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{path} is not a tokenizer: {error}") from error
-    fast.no_truncation()  # left-overs of training; a server must see the whole prompt
-    fast.no_padding()
-    return fast
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _token_text(entry: object) -> str | None:
-    """Return the text of a token, which is written as a string or as an object with its flags."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:

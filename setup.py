@@ -41,7 +41,17 @@ setup(
             "afterglow.kernels._native",
             sources=[
                 NATIVE + name
-                for name in ("team.c", "segments.c", "matrix.c", "bytes.c", "passes.c", "block.c", "pick.c", "vote.c")
+                for name in (
+                    "team.c",
+                    "segments.c",
+                    "matrix.c",
+                    "bytes.c",
+                    "fill.c",
+                    "passes.c",
+                    "block.c",
+                    "pick.c",
+                    "vote.c",
+                )
             ],
             depends=[NATIVE + name for name in ("team.h", "afterglow.h", "vectors.h", "rows.h", "panel.h", "passes.h")],
             extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ from afterglow.model.decoder import PlainAttend
 from afterglow.model.linear import (
     BytePanelLinear,
     Int8Linear,
+    Keeping,
     Linear,
     PackedLinear,
     PanelLinear,
     PlainLinear,
     can_pack,
     int8_levels,
-    keeping,
 )
 from afterglow.model.loader import load_model
 from tests import doors
@@ -135,7 +135,7 @@ def test_the_fastest_way_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPatch,
 
     doors.forget_trials_of_matrices()
     monkeypatch.setattr(linear, "_seconds", seconds)
-    keep = keeping(torch.float32, CPU)
+    keep = Keeping(torch.float32, CPU)
     assert {type(keep(torch.randn(24, 8), None)) for _ in range(3)} == {fast}
     assert len(tried) == 3 * len(linear.TRIAL_ROWS)
     doors.forget_trials_of_matrices()
@@ -146,7 +146,7 @@ def test_a_little_faster_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no such products on this machine")
     doors.forget_trials_of_matrices()
     monkeypatch.setattr(linear, "_seconds", lambda which, x: 1.0 if isinstance(which, PlainLinear) else 1.05)
-    assert type(keeping(torch.float32, CPU)(torch.randn(24, 8), None)) is not PlainLinear
+    assert type(Keeping(torch.float32, CPU)(torch.randn(24, 8), None)) is not PlainLinear
     doors.forget_trials_of_matrices()
 
 
@@ -167,6 +167,31 @@ def test_int8_products_are_those_of_rounded_numbers(int8: Int8, rows: int, bias:
     if rows >= 64:
         error = (ours - F.linear(x, weight, offset)).norm() / F.linear(x, weight, offset).norm()
         assert error < (0.02 if levels == 127 else 0.04)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7, 13), (64, 64), (100, 1030)])
+def test_int8_parts_are_rounded_as_the_whole_matrix_in_float32(
+    int8: Int8, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight, offset, x = random_case(shape, 9, True)
+    weight[2] = 0
+    weight[1] = torch.arange(shape[1]) - 2.5  # ties
+    weight[1, 0] = 127
+    weight = weight.to(dtype)
+    filled = (Int8Linear if int8 is not BytePanelLinear else BytePanelLinear).empty(*shape)
+    cuts = (0, 1, 5, shape[0] // 2, shape[0])
+    for start, stop in pairwise(cuts):
+        filled.fill(start, weight[start:stop])
+    ours = filled.done(offset)
+    scale = weight.float().abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    numbers = (weight.float() / scale[:, None]).round()
+    if isinstance(ours, BytePanelLinear):
+        found, bias = ours.part(0, shape[0])
+        assert torch.equal(found, numbers * scale[:, None])
+        assert bias is not None
+        assert torch.equal(bias, offset)
+    assert torch.equal(ours(x), int8(weight.float(), offset)(x))
 
 
 def test_an_int8_row_does_not_depend_on_its_batch(int8: Int8) -> None:
@@ -194,13 +219,13 @@ def test_a_part_of_the_outputs(kind: Callable[[Tensor, Tensor | None], Linear]) 
 
 def test_int8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not on cpu in bfloat16"):
-        keeping(torch.bfloat16, CPU, "int8")
+        Keeping(torch.bfloat16, CPU, "int8")
     with pytest.raises(ConfigError, match="--device cpu"):
-        keeping(torch.float32, torch.device("cuda"), "int8")
+        Keeping(torch.float32, torch.device("cuda"), "int8")
     monkeypatch.setattr(linear, "int8_levels", lambda: 0)
     monkeypatch.setattr(linear, "has_bytes", lambda: False)
     with pytest.raises(ConfigError, match="--quantization none"):
-        keeping(torch.float32, CPU, "int8")
+        Keeping(torch.float32, CPU, "int8")
 
 
 def test_overflowing_processors_take_fewer_levels(monkeypatch: pytest.MonkeyPatch) -> None:

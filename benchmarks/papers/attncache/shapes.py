@@ -20,7 +20,7 @@ from afterglow.memo.vector_index import VectorIndex
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import BatchAttend
 from afterglow.model.families import Names
-from afterglow.model.linear import int8_levels, keeping
+from afterglow.model.linear import Keeping, int8_levels
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.weights import WeightAssembler
 from benchmarks.papers.attncache.database_times import OPENED, SEARCHED, STORED, fetching, opening, searching
@@ -285,7 +285,7 @@ class FourBit:
         generator = torch.Generator().manual_seed(0)
         self._inputs = [x.repeat(1, -(-inputs // x.shape[1]))[:, :inputs].contiguous() for _, inputs in shapes]
         self._narrow = [one.bfloat16() for one in self._inputs]
-        make = keeping(torch.float32, torch.device("cpu"))
+        make = Keeping(torch.float32, torch.device("cpu"))
         self._plain = [make(torch.randn(shape, generator=generator) * 0.02, None) for shape in shapes]
         self._packed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.works = True

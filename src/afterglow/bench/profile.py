@@ -36,7 +36,7 @@ from afterglow.engine.tee import Tee
 from afterglow.kernels import decode
 from afterglow.kernels.block import Block
 from afterglow.model.decoder import Attention, Decoder, Norm
-from afterglow.model.linear import BytePanelLinear, Int8Linear, PackedLinear, PanelLinear, PlainLinear, keeping
+from afterglow.model.linear import BytePanelLinear, Int8Linear, Keeping, PackedLinear, PanelLinear, PlainLinear
 from afterglow.model.presets import PRESETS
 from afterglow.plan.scheduler import Scheduler
 from afterglow.request import Request, SamplingParams
@@ -120,7 +120,7 @@ class MachineRoof:
     @classmethod
     def measured(cls) -> MachineRoof:
         data, x = torch.ones(READ_BYTES // 4), torch.ones(512, 2048)
-        kept = keeping(torch.float32, torch.device("cpu"))
+        kept = Keeping(torch.float32, torch.device("cpu"))
         large, matrix = kept(data.view(-1, 2048), None), kept(torch.ones(2048, 2048), None)
         reading = min(_seconds(call) for _ in range(7) for call in (data.sum, lambda: large(x[:1])))
         product = min(_seconds(lambda: matrix(x)) for _ in range(7))

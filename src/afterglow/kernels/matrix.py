@@ -7,6 +7,7 @@ Measured on one core (AMD with AVX-512), a matrix of 4,096 x 768 that comes from
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from afterglow.kernels.built import native
 from afterglow.memory.pages import LARGE, allocate
 
 BYTE_LANES = 32  # outputs of a panel in 8 bits
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # AFTERGLOW_FLOAT32 and so on
 
 
 class Panels:
@@ -68,26 +70,49 @@ class BytePanels:
     __slots__ = ("_biased", "_factors", "_library", "_panels", "inputs", "matrix", "outputs")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Reorder `weight` [outputs, inputs]; `bias` [outputs]."""
+        """Round `weight` [outputs, inputs]; `bias` [outputs]."""
+        self._reserve(*weight.shape)
+        self.fill(0, weight)
+        self.done(bias)
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int) -> Self:
+        """Return a matrix without numbers, for `fill` to write all outputs of, and then `done`."""
+        matrix = cls.__new__(cls)
+        matrix._reserve(outputs, inputs)
+        return matrix
+
+    def _reserve(self, outputs: int, inputs: int) -> None:
         library = native()
         assert library is not None, "there are no compiled kernels"
         self._library = library
-        self.outputs, self.inputs = weight.shape
-        count, steps = -(-self.outputs // BYTE_LANES), -(-self.inputs // 4)
-        scale = weight.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
-        numbers = torch.zeros(count * BYTE_LANES, steps * 4, dtype=torch.int8)
-        numbers[: self.outputs, : self.inputs] = (weight / scale[:, None]).round_()
+        self.outputs, self.inputs = outputs, inputs
+        count, steps = -(-outputs // BYTE_LANES), -(-inputs // 4)
         self._panels = _on_huge_pages(torch.int8, count, steps, BYTE_LANES, 4)
-        self._panels.copy_(numbers.view(count, BYTE_LANES, steps, 4).transpose(1, 2))
+        self._panels[-1:] = 0  # may have lanes without an output
         self._factors = torch.zeros(count, 3, BYTE_LANES)
-        spare = count * BYTE_LANES - self.outputs
-        self._factors[:, 0].view(torch.int32).copy_((128 * numbers.sum(1, dtype=torch.int32)).view(count, BYTE_LANES))
-        self._factors[:, 1] = F.pad(scale, (0, spare)).view(count, BYTE_LANES)
+        self._biased = False
+        panels, terms = self._panels.data_ptr(), self._factors.data_ptr()
+        self.matrix = library.new("afterglow_matrix *", (panels, terms, inputs, outputs, 1))
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """Round `weight` [rows, inputs], float32, bfloat16 or float16, to the outputs from `start` on. No other copy is made."""
+        assert weight.shape[1] == self.inputs
+        assert start + weight.shape[0] <= self.outputs
+        weight = weight.contiguous()
+        rows = (weight.data_ptr(), *weight.shape, KINDS[weight.dtype])
+        self._library.lib.afterglow_fill_bytes(
+            *(self._library.new("afterglow_rows *", rows), start),
+            *(self._panels.data_ptr(), self._factors.data_ptr(), torch.get_num_threads()),
+        )
+
+    def done(self, bias: Tensor | None) -> Self:
+        """Return the filled matrix, with `bias` [outputs]."""
         self._biased = bias is not None
         if bias is not None:
-            self._factors[:, 2] = F.pad(bias.float(), (0, spare)).view(count, BYTE_LANES)
-        panels, terms = self._panels.data_ptr(), self._factors.data_ptr()
-        self.matrix = library.new("afterglow_matrix *", (panels, terms, self.inputs, self.outputs, 1))
+            spare = self._factors.shape[0] * BYTE_LANES - self.outputs
+            self._factors[:, 2] = F.pad(bias.float(), (0, spare)).view(-1, BYTE_LANES)
+        return self
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `x` [rows, inputs], float32: [rows, outputs]. Raises: MemoryError."""

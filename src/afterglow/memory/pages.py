@@ -51,6 +51,26 @@ def round_up(num_bytes: int, unit: int = HUGE_PAGE) -> int:
     return -(-num_bytes // unit) * unit
 
 
+def read_soon(address: int, num_bytes: int) -> None:
+    """Ask the system to read a part of a mapped file that will be used at once, in large reads instead of page by page."""
+    _advise(address, num_bytes, getattr(mmap, "MADV_WILLNEED", None))
+
+
+def give_back(address: int, num_bytes: int) -> None:
+    """Let the system have the pages of a part of a mapped file. What is mapped stays valid: a later access reads it again."""
+    _advise(address, num_bytes, getattr(mmap, "MADV_DONTNEED", None))
+
+
+def _advise(address: int, num_bytes: int, advice: int | None) -> None:
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if advice is not None:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), ctypes.c_int(advice))
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep up to 512 MiB of freed memory for the next step's tensors.
 

@@ -34,6 +34,7 @@ from afterglow.kernels.passes import rounded
 PACK_ROWS = 64  # row count that the packed layout is chosen for; anything but 1 is good for all
 FEW_ROWS = 4  # oneDNN is slower at 1 and 2 rows than at 4
 TRIAL_ROWS = (1, 16, 128)  # decoding one request, several, and a prefill
+FILL_ROWS = 256  # that are rounded at a time
 TRIAL_OUTPUTS = 1024  # of a matrix are enough to try
 WORTH = 1.3  # what comes later in the list has to be so much faster: the choice must not hang on noise, nor layers fall apart
 
@@ -50,6 +51,18 @@ class Linear(Protocol):
 
     def rows(self, start: int, stop: int) -> Linear:
         """Return the outputs from `start` to `stop` as a matrix: a copy if this one is packed."""
+        ...
+
+
+class Filling(Protocol):
+    """A matrix that is made part by part, so that no more than one part of it need be there as the file has it."""
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """Take `weight` [rows, inputs], float32, bfloat16 or float16 on any device, as the outputs from `start` on."""
+        ...
+
+    def done(self, bias: Tensor | None) -> Linear:
+        """Return the matrix, with `bias` [outputs]. All outputs must be filled; nothing can be filled afterwards."""
         ...
 
 
@@ -115,12 +128,37 @@ class Int8Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, levels: int = 127) -> None:
         """As `PlainLinear`; `levels`: the largest magnitude that a number of `x` is rounded to."""
-        self.outputs, self.inputs = weight.shape
-        self._bias, self._levels = bias, levels
-        self._scale = weight.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
-        self._zeros = torch.zeros(self.outputs, dtype=torch.int32)
-        numbers = (weight / self._scale[:, None]).round_().to(torch.int8)
-        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(numbers, [PACK_ROWS, self.inputs])
+        self._reserve(weight.shape[0], weight.shape[1], levels)
+        self.fill(0, weight)
+        self.done(bias)
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int) -> Int8Linear:
+        """Return a matrix without numbers: see `Filling`."""
+        matrix = cls.__new__(cls)
+        matrix._reserve(outputs, inputs, int8_levels())
+        return matrix
+
+    def _reserve(self, outputs: int, inputs: int, levels: int) -> None:
+        self.outputs, self.inputs, self._levels = outputs, inputs, levels
+        self._scale = torch.empty(outputs)
+        self._zeros = torch.zeros(outputs, dtype=torch.int32)
+        self._packed: Tensor = torch.empty(outputs, inputs, dtype=torch.int8)
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """See `Filling`."""
+        for first, piece in enumerate(torch.split(weight, FILL_ROWS)):
+            rows = slice(start + first * FILL_ROWS, start + first * FILL_ROWS + len(piece))
+            floats = piece.float()
+            scale = floats.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
+            self._scale[rows] = scale
+            self._packed[rows] = (floats / scale[:, None]).round_().to(torch.int8)
+
+    def done(self, bias: Tensor | None) -> Int8Linear:
+        """See `Filling`."""
+        self._bias = None if bias is None else bias.float()
+        self._packed = torch.ops.onednn.qlinear_prepack(self._packed, [PACK_ROWS, self.inputs])
+        return self
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 0:
@@ -154,42 +192,69 @@ class BytePanelLinear(BytePanels):
 Kind: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 
 
+class WholeFilling:
+    """A matrix that is put together as it is, then handed to the way to keep it."""
+
+    def __init__(self, kind: Kind, weight: Tensor) -> None:
+        """Fill `weight` [outputs, inputs], in the dtype and on the device that computes."""
+        self._kind, self._weight = kind, weight
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """See `Filling`."""
+        self._weight[start : start + weight.shape[0]].copy_(weight)
+
+    def done(self, bias: Tensor | None) -> Linear:
+        """See `Filling`."""
+        return self._kind(self._weight, None if bias is None else bias.to(self._weight))
+
+
 def _cut(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if bias is None else bias[start:stop]
 
 
-def keeping(
-    dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none"
-) -> Callable[[Tensor, Tensor | None], Linear]:
-    """Return how to keep (weight, bias) of a model that computes in `dtype` on `device`.
+class Keeping:
+    """A way to keep the matrices of a model that computes in one dtype on one device."""
 
-    Raises: ConfigError if the model cannot be quantised so.
-    """
-    if quantization == "int8":
-        if device.type != "cpu" or dtype != torch.float32:
-            raise ConfigError(
-                f"--quantization int8 computes on CPU in float32, not on {device.type} in {str(dtype).removeprefix('torch.')}; "
-                "use --device cpu --dtype float32, or no quantization"
-            )
-        kinds: list[Kind] = [*((BytePanelLinear,) if has_bytes() else ()), *((_int8,) if int8_levels() else ())]
-        if not kinds:
-            raise ConfigError(
-                "--quantization int8 needs operators that this torch does not have, or which are wrong on this processor; "
-                "use --quantization none"
-            )
-    else:
-        panels = device.type == "cpu" and dtype == torch.float32 and native() is not None
-        kinds = [
-            *((PanelLinear,) if panels else ()),
-            *((PackedLinear,) if can_pack(dtype, device) else ()),
-            PlainLinear,
-        ]
+    def __init__(self, dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none") -> None:
+        """Choose among the ways that work here. Raises: ConfigError if the model cannot be quantised so."""
+        self._dtype, self._device = dtype, device
+        self._kinds = _int8_kinds(dtype, device) if quantization == "int8" else _float_kinds(dtype, device)
 
-    def kept(weight: Tensor, bias: Tensor | None) -> Linear:
-        outputs, inputs = weight.shape
-        return _fastest(tuple(kinds), min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())(weight, bias)
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Keep a whole matrix."""
+        matrix = self.begin(*weight.shape)
+        matrix.fill(0, weight)
+        return matrix.done(bias)
 
-    return kept
+    def begin(self, outputs: int, inputs: int) -> Filling:
+        """Begin a matrix of which nothing is there."""
+        kind = _fastest(self._kinds, min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())
+        if kind is BytePanelLinear:
+            return BytePanelLinear.empty(outputs, inputs)
+        if kind is _int8:
+            return Int8Linear.empty(outputs, inputs)
+        return WholeFilling(kind, torch.empty(outputs, inputs, dtype=self._dtype, device=self._device))
+
+
+def _int8_kinds(dtype: torch.dtype, device: torch.device) -> tuple[Kind, ...]:
+    if device.type != "cpu" or dtype != torch.float32:
+        raise ConfigError(
+            f"--quantization int8 computes on CPU in float32, not on {device.type} in {str(dtype).removeprefix('torch.')}; "
+            "use --device cpu --dtype float32, or no quantization"
+        )
+    kinds = (*((BytePanelLinear,) if has_bytes() else ()), *((_int8,) if int8_levels() else ()))
+    if not kinds:
+        raise ConfigError(
+            "--quantization int8 needs operators that this torch does not have, or which are wrong on this processor; "
+            "use --quantization none"
+        )
+    return kinds
+
+
+def _float_kinds(dtype: torch.dtype, device: torch.device) -> tuple[Kind, ...]:
+    panels = device.type == "cpu" and dtype == torch.float32 and native() is not None
+    packs = can_pack(dtype, device)
+    return (*((PanelLinear,) if panels else ()), *((PackedLinear,) if packs else ()), PlainLinear)
 
 
 def _int8(weight: Tensor, bias: Tensor | None) -> Int8Linear:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import ModelError
+from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
@@ -180,6 +181,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self._open = contextlib.ExitStack()
         self._done = self._total = 0
+        self._last: Tensor | None = None
         for path in weight_files(directory):
             try:
                 handle = self._open.enter_context(safe_open(path, framework="pt"))
@@ -199,6 +201,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Unmap the files; tensors that were read stay valid."""
+        self._last = None
         self._open.close()
         self._files.clear()
 
@@ -224,7 +227,8 @@ class Checkpoint:
         return names[dtype]
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor: see `WeightSource.get`. NOTE: it may be a view of the mapped file; copy it to keep it."""
+        """Return a tensor: see `WeightSource.get`. NOTE: it may be a view of the mapped file; copy it to keep it, and never
+        write to it. The next call gives its pages back: memory holds those of one tensor."""
         found = self._find(name)
         handle = self._files[found]
         about = handle.get_slice(found)
@@ -237,6 +241,10 @@ class Checkpoint:
             tensor: Tensor = handle.get_tensor(found)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{self._directory}: {found} cannot be read ({error})") from None
+        if self._last is not None:
+            give_back(self._last.data_ptr(), self._last.nbytes)
+        read_soon(tensor.data_ptr(), tensor.nbytes)
+        self._last = tensor
         self._done += tensor.nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 4
+#define AFTERGLOW_ABI_VERSION 5
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -78,6 +78,22 @@ int afterglow_multiply(const afterglow_matrix *matrix, const float *x, int64_t x
 /* Does the same with a matrix of bytes; rows of x are rounded to bytes, each with a scale of its own. */
 int afterglow_multiply_bytes(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out,
                              int threads);
+
+#define AFTERGLOW_FLOAT32 0
+#define AFTERGLOW_BFLOAT16 1
+#define AFTERGLOW_FLOAT16 2
+
+/* Rows of weights as a checkpoint has them, [rows][size] of one of the types above, one after another. */
+typedef struct {
+    const void *data;
+    int64_t rows;
+    int64_t size;
+    int64_t kind;
+} afterglow_rows;
+
+/* Rounds rows to bytes, each with a scale of its own: they become the outputs from `start` on of a matrix of bytes whose panels and
+   terms are written. Needs what `afterglow_multiply_bytes` needs. */
+void afterglow_fill_bytes(const afterglow_rows *rows, int64_t start, void *panels, float *terms, int threads);
 
 /* An RMS norm: its weight [size], and the number that is added to the mean square. */
 typedef struct {

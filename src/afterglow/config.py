@@ -15,6 +15,7 @@ from afterglow.choices import (
     DtypeName,
     ImportanceExact,
     ImportanceFallback,
+    KVDtypeName,
     KVSource,
     PolicyName,
     Preload,
@@ -27,6 +28,7 @@ from afterglow.errors import ConfigError
 
 BLOCK_ROWS = 64  # rows of a chunk and of a block (SPEC §III; CachedAttention leaves it open)
 MAX_EXTENT_ROWS = 1024
+SCALE_BYTES = 4  # of the float32 scale that follows the numbers of each head where rows are stored in 8 bits
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
@@ -187,7 +189,11 @@ class EngineConfig:
     quantization: QuantizationName = option(
         "none", "int8: weights, and what they are multiplied with, in 8 bits; on CPU, faster and not exact."
     )
-    kv_dtype: DtypeName = option("auto", "Dtype of stored keys and values; auto is the compute dtype (exact).")
+    kv_dtype: KVDtypeName = option(
+        "auto",
+        "Dtype of keys and values in host memory and on disk; auto is the compute dtype (exact). int8 takes nearly a quarter of "
+        "float32's bytes, with a scale for each row and head. What is reused from there has been rounded; on the device nothing is.",
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: CUDA where it is there and passes a short self-test.")
     max_model_len: int | None = option(None, "Longest context in tokens; default: the model's own limit.")
     max_batch: int = option(24, "Requests that run at the same time (the papers' 24).")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.peers.random_gguf import SPREAD, write_random
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from afterglow.gguf_file import open_gguf
 from afterglow.model.spec import ModelSpec, RopeSpec
-from benchmarks.peers.random_gguf import SPREAD, write_random
 
 SPEC = ModelSpec(
     family="llama",

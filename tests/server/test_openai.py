@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import openai
 import pytest
 
@@ -48,6 +50,19 @@ def test_the_next_turn_is_cached_by_tier(server: Running) -> None:
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached == first.usage.prompt_tokens + first.usage.completion_tokens - 1
     assert second.usage.model_dump()["cached_tokens_details"] == {"device": 0, "host": cached, "disk": 0}
+
+
+def test_usage_names_the_dtype_of_stored_rows(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ask(server).usage
+    assert plain is not None
+    assert "kv_dtype" not in plain.model_dump()
+    monkeypatch.setattr(server.engine, "config", replace(server.engine.config, kv_dtype="int8"))
+    said = ask(server).usage
+    assert said is not None
+    assert said.model_dump()["kv_dtype"] == "int8"
+    response = server.openai().responses.create(model="fake-model", input="Ada", store=False)
+    assert response.usage is not None
+    assert response.usage.model_dump()["kv_dtype"] == "int8"
 
 
 def test_streaming(server: Running) -> None:

@@ -21,6 +21,7 @@ from afterglow.store.namespace.namespace import Namespace
 
 ALIGNED = KVLayout(2, 2, 8, "F32")  # chunks of 4096 bytes: transfers go straight to the slots
 ODD = KVLayout(3, 1, 6, "BF16")  # chunks of 768 bytes: transfers pass through a bounce buffer
+EIGHT_BITS = KVLayout(3, 2, 7, "I8")  # rows of 22 bytes: tensors start anywhere
 DIGEST = "5eed" * 16
 
 

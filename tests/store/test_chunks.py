@@ -26,7 +26,8 @@ from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, 
 
 DIRECT = KVLayout(2, 4, 16, "F32", probe_heads=2)  # chunks of 16 KiB, of probe keys 8 KiB
 SMALL = KVLayout(3, 2, 8, "F32", probe_heads=1)  # chunks of probe keys of 2 KiB: two make a page
-LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", probe_heads=3)]
+EIGHT_BITS = KVLayout(3, 3, 7, "I8", probe_heads=2)  # rows of 33 bytes: chunks start anywhere
+LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", probe_heads=3), EIGHT_BITS]
 ROWS = 150
 
 

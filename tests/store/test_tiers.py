@@ -21,7 +21,7 @@ from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.faults import kind_of
 from afterglow.store.moving.task import Abandoned
-from tests.store.store_kit import ALIGNED, DIGEST, ODD, arena_of, contents, extent_name, record
+from tests.store.store_kit import ALIGNED, DIGEST, EIGHT_BITS, ODD, arena_of, contents, extent_name, record
 
 
 def ignore(layers: int = 0) -> None:
@@ -272,6 +272,10 @@ class TestDisk(TierContract):
 
 class TestDiskThroughABounceBuffer(TestDisk):
     layout = ODD
+
+
+class TestDiskOfRowsInEightBits(TestDisk):
+    layout = EIGHT_BITS
 
 
 class TestPartsOfADisk(TestDisk):

@@ -150,7 +150,7 @@ class Engine:
         return replace(
             found,
             engine=replace(found.engine, damaged_responses=self.conversations.damaged),
-            tiers=Tiers.of(found.plan, parts.capacity, size.device_row_bytes, size.host_block_bytes),
+            tiers=Tiers.of(found.plan, parts.capacity, size.device_row_bytes, size.host_block_bytes, size.kv_dtype),
             store=parts.store.stats(),
         )
 

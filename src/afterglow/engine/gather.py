@@ -19,6 +19,7 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
 from afterglow.kernels.rope import RopeTable, Rotation, rotate_into
+from afterglow.kernels.stored_rows import widen_into
 from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
 
@@ -47,7 +48,7 @@ class BatchEntry:
 
 @dataclass(slots=True)
 class HostRows:
-    """Read rows from the host arena: [layers, 2, slots, 64, kv_heads, head_dim], un-rotated."""
+    """Read rows from the host arena: [layers, 2, slots, 64, kv_heads, stored width], un-rotated."""
 
     arena: Tensor
     store: KVStore
@@ -93,7 +94,7 @@ class HostRows:
         return under_way or self.ready(gather, layer, wait=False)
 
     def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
-        """Yield keys (`which` 0) or values (1) in pieces [rows, kv_heads, head_dim], in order. The pieces are views of the
+        """Yield keys (`which` 0) or values (1) in pieces [rows, kv_heads, stored width], in order. The pieces are views of the
         slots, unless these are scattered."""
         first, last = gather.start // BLOCK_ROWS, -(-gather.stop // BLOCK_ROWS)
         slots = gather.slots[first:last]
@@ -110,9 +111,17 @@ class HostRows:
             yield rows
 
 
-def _put(rows: Tensor, place: Tensor) -> None:
-    """Copy host rows to their place on the device. A change of dtype happens there: on the CPU it would cost time, and wait."""
-    place.copy_(rows.to(place.device, non_blocking=True), non_blocking=True)
+def _put(rows: Tensor, place: Tensor, angles: Rotation | None = None) -> None:
+    """Copy host rows to their place on the device, turned by `angles`. A change of dtype happens there: on the CPU it would cost
+    time, and wait.
+    """
+    rows = rows.to(place.device, non_blocking=True)
+    if rows.dtype == torch.int8:
+        widen_into(rows, place, angles)
+    elif angles is not None:
+        rotate_into(rows, angles, place)
+    else:
+        place.copy_(rows, non_blocking=True)
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -222,4 +231,4 @@ class Gatherer:
             return
         cos, sin = entry.gather_angles
         within = slice(where.start - entry.gather_from, where.stop - entry.gather_from)
-        rotate_into(rows.to(keys.device, non_blocking=True), (cos[within], sin[within]), keys[where])
+        _put(rows, keys[where], (cos[within], sin[within]))

@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 PROBE_HEADS = 3  # of each layer, the first (SPEC §IV-B)
 READ_TIMEOUT = 30.0  # seconds without progress after which a read counts as lost
 
-_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def build(
             undo.callback(journal.close)
         _restore(scheduler, store)
         blocks = arena.view(_kv_dtype(decoder, config))
-        blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.head_dim)
+        blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.width)
         runner, scores, selective = make_runner(config, decoder, store, blocks, layout, inbox.pressed)
         parts = EngineParts(
             config=config,
@@ -233,7 +233,7 @@ def make_runner(
 ) -> tuple[Runner, Scores | None, SelectiveAttention | None]:
     """Make the runner, and what truncation by importance and selective attention need.
 
-    `blocks`: the host arena, [layers, 2, slots, 64, kv_heads, head_dim]. `pressed`: does a caller wait for the engine's thread?
+    `blocks`: the host arena, [layers, 2, slots, 64, kv_heads, stored width]. `pressed`: does a caller wait for the engine's thread?
     """
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
     selective = _selective(config, decoder, store, blocks, layout) if layout.probe_heads else None
@@ -268,7 +268,9 @@ def undisturbed() -> Iterator[None]:
 
 
 def _kv_dtype(decoder: Decoder, config: EngineConfig) -> torch.dtype:
-    return decoder.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    if config.kv_dtype == "auto":
+        return decoder.dtype
+    return torch.int8 if config.kv_dtype == "int8" else DTYPES[config.kv_dtype]
 
 
 def _kv_format(

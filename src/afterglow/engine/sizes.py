@@ -15,7 +15,7 @@ from afterglow.store.database.connection import relic_bytes
 from afterglow.store.database.conversations import FILE as CONVERSATIONS
 from afterglow.store.database.conversations import MAX_BYTES as MAX_CONVERSATION_BYTES
 from afterglow.store.database.conversations import footprint
-from afterglow.store.extents.layout import KVLayout
+from afterglow.store.extents.layout import KV_DTYPES, KVLayout
 from afterglow.store.extents.tier import arena_bytes
 from afterglow.store.namespace.namespace import Namespace
 
@@ -28,12 +28,13 @@ MIN_DEVICE_ROWS = 4 * BLOCK_ROWS
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Hold what device and host memory take. `max_model_len`: tokens of the longest context that the device can hold."""
+    """Hold what device and host memory take. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context that the device can hold."""
 
     device_rows: int
     device_row_bytes: int
     host_slots: int
     host_block_bytes: int
+    kv_dtype: str
     max_model_len: int
 
 
@@ -50,7 +51,14 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
     device_rows = _device_rows(int(cache.device_cache * extents), row_bytes)
     if cache.reuse:
         _check_host(cache.host_cache, host_slots, block_bytes, device_rows)
-    return Sizes(device_rows, row_bytes, host_slots, block_bytes, _max_model_len(spec, config, device_rows))
+    return Sizes(
+        device_rows,
+        row_bytes,
+        host_slots,
+        block_bytes,
+        KV_DTYPES[layout.dtype],
+        _max_model_len(spec, config, device_rows),
+    )
 
 
 def capacity(size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None) -> Capacity:

@@ -78,19 +78,23 @@ class TierBytes:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Bytes of KV by tier."""
+    """Bytes of KV by tier. `kv_dtype`: the dtype of stored rows, in host and on disk; "int8" has a scale for each row and head."""
 
     device: TierBytes = TierBytes()
     host: TierBytes = TierBytes()
     disk: TierBytes = TierBytes()
+    kv_dtype: str = ""
 
     @classmethod
-    def of(cls, plan: Stats, capacity: Capacity, device_row_bytes: int, host_block_bytes: int) -> Tiers:
+    def of(
+        cls, plan: Stats, capacity: Capacity, device_row_bytes: int, host_block_bytes: int, kv_dtype: str = ""
+    ) -> Tiers:
         """Turn the plan's rows and slots into bytes."""
         return cls(
             TierBytes(plan.device_rows * device_row_bytes, capacity.device_rows * device_row_bytes),
             TierBytes(plan.host_slots * host_block_bytes, capacity.host_slots * host_block_bytes),
             TierBytes(plan.disk_bytes, capacity.disk_bytes),
+            kv_dtype,
         )
 
 

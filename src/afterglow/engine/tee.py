@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from afterglow.engine.context import KVShape
+from afterglow.kernels.stored_rows import narrowed, stored_width
 from afterglow.plan.step import Save
 from afterglow.store.kvstore import KVStore
 
@@ -39,7 +40,7 @@ class _Exit:
         self._leaving: deque[tuple[Any, Callable[[], None]]] = deque()  # events, and calls to make after them
 
     def take(self, hand_over: Callable[..., None], *tensors: Tensor) -> None:
-        """Call `hand_over` with each tensor [..., kv_heads, head_dim] as uint8 [..., row_bytes], now or soon."""
+        """Call `hand_over` with each tensor [..., kv_heads, stored width] as uint8 [..., row_bytes], now or soon."""
         if self._stream is None:
             hand_over(*map(_bytes, tensors))
             return
@@ -65,7 +66,7 @@ class _Exit:
 
 
 def _bytes(rows: Tensor) -> Bytes:
-    """View rows [..., kv_heads, head_dim] on the CPU as bytes: uint8 [..., row_bytes]."""
+    """View rows [..., kv_heads, stored width] on the CPU as bytes: uint8 [..., row_bytes]."""
     return rows.view(torch.uint8).flatten(-2).numpy()
 
 
@@ -100,7 +101,7 @@ class Tee:
         self._exit = _Exit(shape.device, shape.device.type != "cpu" if staged is None else staged)
         self._dtype = kv_dtype
         self._tail = torch.empty(
-            (shape.layers, 2, max_batch, FLUSH_ROWS, shape.kv_heads, shape.head_dim),
+            (shape.layers, 2, max_batch, FLUSH_ROWS, shape.kv_heads, stored_width(shape.head_dim, kv_dtype)),
             dtype=kv_dtype,
             device=shape.device,
         )
@@ -142,13 +143,13 @@ class Tee:
         """
         if self._tail_index is not None:
             rows, lanes, places = self._tail_index
-            self._tail[layer, 0].index_put_((lanes, places), keys[rows].to(self._dtype))
-            self._tail[layer, 1].index_put_((lanes, places), values[rows].to(self._dtype))
+            self._tail[layer, 0].index_put_((lanes, places), narrowed(keys[rows], self._dtype))
+            self._tail[layer, 1].index_put_((lanes, places), narrowed(values[rows], self._dtype))
         for each in self._prefills:
             if layer < each.layers:  # the layer left in an earlier attempt at this step
                 continue
             save = each.save
-            k, v = keys[each.rows].to(self._dtype), values[each.rows].to(self._dtype)
+            k, v = narrowed(keys[each.rows], self._dtype), narrowed(values[each.rows], self._dtype)
             self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
             each.layers = layer + 1
 

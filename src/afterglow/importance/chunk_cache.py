@@ -341,7 +341,7 @@ class ChunkCache:
         self._editions: dict[str, tuple[str, dict[ChunkKey, None]]] = {}  # by extent: its edition, and used chunks
 
     def look(self, key: ChunkKey) -> Tensor | None:
-        """Find the rows of a chunk, [rows, heads, head_dim], on the device or in host; None if they are not cached."""
+        """Find the rows of a chunk as they are stored, on the device or in host; None if they are not cached."""
         return self._rows.get(key)
 
     def now(self, extent: str, edition: str) -> None:

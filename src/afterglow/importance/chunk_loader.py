@@ -70,7 +70,7 @@ class ChunkLoader:
         prior: Prior = "cut",
         room: int | None = None,
     ) -> None:
-        """`arena`: host slots, [layers, 2, slots, 64, kv_heads, head_dim]. `reader`: None without a disk tier. `dtype`: of the
+        """`arena`: host slots, [layers, 2, slots, 64, kv_heads, stored width]. `reader`: None without a disk tier. `dtype`: of the
         rows that are returned. `timeout`: seconds after which a read counts as lost. `room`: bytes on disk that the new
         version of a file may take beside the old one; None: any."""
         self.arena, self.layout, self.reader, self.cache = arena, layout, reader, cache

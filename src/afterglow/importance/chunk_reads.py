@@ -90,7 +90,7 @@ class ChunkReads:
                 self._coming[key] = _Coming(reading, self._as_rows(memory, key.tensor), counted)
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Waits[dict[ChunkKey, Tensor]]:
-        """Get chunks from the cache, and the others from disk: rows [rows, heads, head_dim] by key.
+        """Get chunks from the cache, and the others from disk: stored rows [rows, heads, stored width] by key.
 
         Raises: `RowsLost`.
         """
@@ -126,7 +126,7 @@ class ChunkReads:
 
     def _as_rows(self, memory: np.ndarray, tensor: int) -> Tensor:
         heads = self._layout.probe_heads if tensor == PROBES else self._layout.kv_heads
-        return torch.from_numpy(memory).view(self._loader.arena.dtype).view(-1, heads, self._layout.head_dim)
+        return torch.from_numpy(memory).view(self._loader.arena.dtype).view(-1, heads, self._layout.width)
 
 
 def _runs(keys: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:

@@ -22,6 +22,7 @@ from afterglow.importance.select import Selection
 from afterglow.importance.speculation import Speculation, guess, within
 from afterglow.importance.waits import Waits
 from afterglow.kernels.pick import picked
+from afterglow.kernels.stored_rows import widened
 from afterglow.plan.step import DEMAND, PREFETCH, Selectable
 from afterglow.store.extents.layout import KEYS, PROBES, VALUES
 
@@ -330,19 +331,19 @@ class PrefixLoader:
         return joined
 
     def _joined(self, chunks: Sequence[Tensor], which: Tensor, place: Tensor) -> Tensor:
-        """Pick rows out of chunks. Where one chunk is on the device the result is there too."""
+        """Pick rows out of chunks, and widen them. Where one chunk is on the device the result is there too."""
         dtype = self._loader.dtype
         devices = {chunk.device for chunk in chunks}
         if len(devices) == 1:
-            return picked(chunks, which, place).to(dtype)
+            return widened(picked(chunks, which, place), dtype)
         here = self._loader.cache.device
-        out = torch.empty((len(which), *chunks[0].shape[1:]), dtype=dtype, device=here)
+        out = torch.empty((len(which), *chunks[0].shape[1:]), dtype=chunks[0].dtype, device=here)
         for device in devices:
             mine = torch.tensor([chunk.device == device for chunk in chunks])
             at = mine[which].nonzero().squeeze(1)
             some = [chunk for chunk in chunks if chunk.device == device]
-            out[at.to(here)] = picked(some, (mine.cumsum(0) - 1)[which[at]], place[at]).to(here, dtype)
-        return out
+            out[at.to(here)] = picked(some, (mine.cumsum(0) - 1)[which[at]], place[at]).to(here)
+        return widened(out, dtype)
 
     def _probe_keys_in_host(self, view: Selectable, layer: int) -> Tensor:
         """Gather the probe keys of all rows of a view's extent up to the view's end."""

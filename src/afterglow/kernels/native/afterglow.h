@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 5
+#define AFTERGLOW_ABI_VERSION 6
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -158,6 +158,36 @@ typedef struct {
 
 /* Writes numbers and scales. */
 void afterglow_round(const afterglow_rounding *rounding, int threads, int width);
+
+/* Rows [rows][heads] as they are stored in 8 bits: `head_dim` signed numbers, and behind them the head's scale, a float at any
+   address; head_dim + 4 bytes. A number times its scale is what it stands for. */
+typedef struct {
+    afterglow_heads x;
+    int8_t *out;
+    int64_t rows;
+    int64_t heads;
+    int64_t head_dim;
+} afterglow_narrowing;
+
+/* Writes stored rows [rows][heads][head_dim + 4] of x. */
+void afterglow_narrow(const afterglow_narrowing *narrowing, int threads, int width);
+
+/* Stored rows, `stride` bytes apart, that become floats; then the first `rotary_dim` numbers of a head turn, as in a rotation, or
+   none where it is 0. */
+typedef struct {
+    const int8_t *stored;
+    int64_t stride;
+    afterglow_heads out;
+    const float *cos;
+    const float *sin;
+    int64_t rows;
+    int64_t heads;
+    int64_t head_dim;
+    int64_t rotary_dim;
+} afterglow_widening;
+
+/* Writes the rows that stored ones stand for. */
+void afterglow_widen(const afterglow_widening *widening, int threads, int width);
 
 /* Copies `count` rows of `bytes` bytes one after another: out[i] is row rows[i] of piece which[i]. pieces [.] are addresses;
    strides [.], in bytes, are those of a piece's rows. */

@@ -1,4 +1,4 @@
-/* Operations on rows between products, one pass over the rows each: rotation, norm, gated activation, rounding to 8 bits. Float32.
+/* Operations on rows, one pass over the rows each: rotation, norm, gated activation, rounding to 8 bits and back. Float32.
 
    Torch takes three to six operations for each. Every one reads and writes all rows, and for a single row the call takes longer
    than the work. Compiled and called as segments.c is. */
@@ -10,6 +10,10 @@
 
 #define NO_WAKE 65536 /* below so many numbers no thread is woken */
 #define PIECE 8192    /* numbers that one thread passes at a time */
+
+#define MOST_SCALE 0x1.020406p+121f /* times 127, the largest that is finite */
+#define ROUNDING 12582912.0f        /* 1.5 * 2^23: added to a number, it leaves the rounded number in the lowest bits */
+#define ROUNDING_BITS 0x4b400000
 
 TARGET(AVX512)
 #define V 16
@@ -103,4 +107,48 @@ static void round_rows(const void *what, int64_t from, int64_t to, int worker) {
 void afterglow_round(const afterglow_rounding *rounding, int threads, int width) {
     const rounding_job job = {.rounding = rounding, .wide = width == 16};
     share_rows(round_rows, &job, rounding->rows, rounding->rows * rounding->size, threads);
+}
+
+typedef struct {
+    const afterglow_narrowing *narrowing;
+    int wide;
+} narrowing_job;
+
+static void narrow_rows(const void *what, int64_t from, int64_t to, int worker) {
+    const narrowing_job *job = what;
+    const afterglow_narrowing *n = job->narrowing;
+    const int64_t bytes = n->head_dim + sizeof(float);
+    (void)worker;
+    for (int64_t row = from; row < to; row++)
+        for (int64_t head = 0; head < n->heads; head++)
+            (job->wide ? narrow_16 : narrow_8)(n->x.data + row * n->x.row_stride + head * n->x.head_stride,
+                                               n->out + (row * n->heads + head) * bytes, n->head_dim);
+}
+
+void afterglow_narrow(const afterglow_narrowing *narrowing, int threads, int width) {
+    const narrowing_job job = {.narrowing = narrowing, .wide = width == 16};
+    share_rows(narrow_rows, &job, narrowing->rows, narrowing->rows * narrowing->heads * narrowing->head_dim, threads);
+}
+
+typedef struct {
+    const afterglow_widening *widening;
+    int wide;
+} widening_job;
+
+static void widen_rows(const void *what, int64_t from, int64_t to, int worker) {
+    const widening_job *job = what;
+    const afterglow_widening *w = job->widening;
+    const int64_t dim = w->rotary_dim, bytes = w->head_dim + sizeof(float);
+    (void)worker;
+    for (int64_t row = from; row < to; row++)
+        for (int64_t head = 0; head < w->heads; head++) {
+            float *out = w->out.data + row * w->out.row_stride + head * w->out.head_stride;
+            (job->wide ? widen_16 : widen_8)(w->stored + row * w->stride + head * bytes, out, w->head_dim);
+            if (dim) (job->wide ? rotate_16 : rotate_8)(out, w->cos + row * dim, w->sin + row * dim, out, dim);
+        }
+}
+
+void afterglow_widen(const afterglow_widening *widening, int threads, int width) {
+    const widening_job job = {.widening = widening, .wide = width == 16};
+    share_rows(widen_rows, &job, widening->rows, widening->rows * widening->heads * widening->head_dim, threads);
 }

@@ -1,6 +1,7 @@
 /* One row each. Included by passes.c once for each V, floats in a vector, after vectors.h. */
 
 typedef uint8_t NAME(bytes) __attribute__((vector_size(V)));
+typedef int8_t NAME(small) __attribute__((vector_size(V)));
 
 /* Rotates a head's first `dim` numbers, in halves that turn together. */
 static void NAME(rotate)(const float *x, const float *cos, const float *sin, float *out, int64_t dim) {
@@ -67,6 +68,48 @@ static float NAME(round)(const float *x, int levels, uint8_t *out, int64_t n) {
     }
     for (; i < n; i++) out[i] = (uint8_t)(x[i] / scale + zero);
     return scale;
+}
+
+/* A head's numbers in 8 bits, the largest magnitude being 127, and its scale behind them. The scale is a normal number whose 127-fold
+   is finite; it is NaN, and so are all numbers, where a number of the head is not finite. */
+static void NAME(narrow)(const float *x, int8_t *out, int64_t n) {
+    bits most = {0}; /* magnitudes compare as integers do, and what is not finite is larger than all others */
+    int64_t i = 0;
+    for (; i + V <= n; i += V) {
+        const bits magnitude = (bits)load(x + i) & INT32_MAX, which = magnitude > most;
+        most = (magnitude & which) | (most & ~which);
+    }
+    int32_t peak = 0, whole;
+    for (; i < n; i++) {
+        memcpy(&whole, x + i, sizeof whole);
+        peak = (whole & INT32_MAX) > peak ? whole & INT32_MAX : peak;
+    }
+    for (int j = 0; j < V; j++) peak = most[j] > peak ? most[j] : peak;
+    float scale = NAN, largest;
+    if (peak < 0x7f800000) {
+        memcpy(&largest, &peak, sizeof largest);
+        scale = (largest > 127 * FLT_MIN ? largest : 127 * FLT_MIN) / 127;
+        scale = scale > MOST_SCALE ? MOST_SCALE : scale;
+        for (i = 0; i + V <= n; i += V) {
+            const vec rounded = load(x + i) / scale + ROUNDING; /* ties to even */
+            const NAME(small) narrow = __builtin_convertvector((bits)rounded - ROUNDING_BITS, NAME(small));
+            memcpy(out + i, &narrow, V);
+        }
+        for (; i < n; i++) {
+            const float rounded = x[i] / scale + ROUNDING;
+            memcpy(&whole, &rounded, sizeof whole);
+            out[i] = (int8_t)(whole - ROUNDING_BITS);
+        }
+    } else
+        memset(out, 0, n);
+    memcpy(out + n, &scale, sizeof scale);
+}
+
+/* Left to the compiler, which makes vectors of this loop: GCC converts a vector of bytes to floats one by one. */
+static void NAME(widen)(const int8_t *restrict x, float *restrict out, int64_t n) {
+    float scale;
+    memcpy(&scale, x + n, sizeof scale);
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale;
 }
 
 #undef V

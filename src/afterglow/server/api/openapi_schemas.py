@@ -94,6 +94,7 @@ COMPONENTS: dict[str, Schema] = {
             "completion_tokens": COUNT,
             "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
             "cached_tokens_details": TIERS,
+            "kv_dtype": TEXT,
             "missed_tokens_details": {"type": "object", "additionalProperties": COUNT},
             "replies_details": object_of({"spliced": COUNT, "retokenised": COUNT}),
             "truncation": ANY,

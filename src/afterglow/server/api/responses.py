@@ -36,7 +36,14 @@ from afterglow.text import ChatPrompt, Reply
 
 log = logging.getLogger("afterglow.server")
 # not OpenAI's
-_OWN_USAGE = ("cached_tokens_details", "missed_tokens_details", "replies_details", "truncation", "kv_selection")
+_OWN_USAGE = (
+    "cached_tokens_details",
+    "kv_dtype",
+    "missed_tokens_details",
+    "replies_details",
+    "truncation",
+    "kv_selection",
+)
 
 
 async def create_response(http: HttpRequest) -> Response:

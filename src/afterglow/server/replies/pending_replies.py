@@ -177,12 +177,14 @@ class Replies(ABC):
         prompt = self.prompt_tokens
         cached = self.cached
         replies, truncation, selected = self._returned(), self._truncation(), self._selected()
+        kv_dtype = self.state.engine.config.kv_dtype
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.record.generated,
             "total_tokens": prompt + self.record.generated,
             "prompt_tokens_details": {"cached_tokens": cached.total},
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
+            **({"kv_dtype": kv_dtype} if kv_dtype != "auto" else {}),
             "missed_tokens_details": self._missed(),
             **({"replies_details": replies} if replies is not None else {}),
             **({"truncation": truncation} if truncation is not None else {}),

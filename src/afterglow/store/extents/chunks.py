@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from afterglow.errors import DamageError, StoreError
-from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full
+from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head
-from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
+from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout
 
 TENSORS: Final = ("keys", "values", "probe keys")  # by their number
 HEADS_KEPT: Final = 1024  # verified heads in memory: about 30 KiB each for 12 layers and 1,024 rows
@@ -92,14 +92,13 @@ class ChunkReader:
             raise DamageError(
                 f"{status.st_size} bytes long instead of the {self.layout.file_bytes(rows)} of {rows} rows"
             )
-        raw = self._scratch.take(self.layout.head_bytes(rows))
-        size = read_full(fd, [raw], 0)
+        raw = read_span(fd, 0, self.layout.head_bytes(rows), self._scratch)
         head = decode_head(raw.tobytes(), self.layout, self.digest, extent=extent, rows=rows)
         head = replace(head, edition=blake2b(raw.data, digest_size=8).hexdigest())
         self._heads[extent] = identity, head
         if len(self._heads) > HEADS_KEPT:
             self._heads.popitem(last=False)
-        return size, head
+        return raw.nbytes, head
 
     def _read(self, fd: int, rows: int, read: ChunkRead, head: Head) -> int:
         layout = self.layout
@@ -110,10 +109,8 @@ class ChunkReader:
         if wanted % ALIGNMENT == start % ALIGNMENT == 0 and all(map(_aligned, read.into)):
             total = read_full(fd, read.into, start)
         else:
-            begin = start // ALIGNMENT * ALIGNMENT
-            bounce = self._scratch.take(align_up(start + wanted) - begin)
-            total = read_full(fd, [bounce], begin)
-            from_here = bounce[start - begin :]
+            from_here = read_span(fd, start, wanted, self._scratch)
+            total = wanted
             for into in read.into:
                 into[:], from_here = from_here[: into.nbytes], from_here[into.nbytes :]
         table, chunk = crcs_of(head, read.layer, read.kv), read.first

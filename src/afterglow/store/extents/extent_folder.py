@@ -62,8 +62,10 @@ class ExtentFolder:
         """Choose a new name for the file of an extent until it is complete."""
         return f"{self.path}/{extent[:2]}/{TEMPORARY}{os.getpid()}-{next(self._numbers)}"
 
-    def create(self, extent: str, name: str) -> tuple[int, bool]:
+    def create(self, extent: str, name: str, direct: bool = True) -> tuple[int, bool]:
         """Create a file of this name in the extent's folder: its descriptor, and whether it bypasses the page cache.
+
+        `direct`: it is to bypass the page cache if files in this folder can.
 
         Raises:
             OSError: it cannot be created.
@@ -74,7 +76,7 @@ class ExtentFolder:
             make_folder(self.path)
         found = kind_at(folder)
         if found == "folder":
-            return open_direct(name, flags, direct=self.direct)
+            return open_direct(name, flags, direct=self.direct and direct)
         if found != "absent":
             self._out_of_the_way(folder)
         try:
@@ -85,7 +87,7 @@ class ExtentFolder:
                 self._remake()
             make_folder(self.path)
             folder.mkdir(FOLDER_MODE, exist_ok=True)
-        return open_direct(name, flags, direct=self.direct)
+        return open_direct(name, flags, direct=self.direct and direct)
 
     def publish(self, name: str, extent: str) -> None:
         """Give a complete file the name of its extent.

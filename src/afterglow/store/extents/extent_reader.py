@@ -14,7 +14,7 @@ from afterglow.errors import DamageError, StoreError
 from afterglow.store.extents import pieces
 from afterglow.store.extents.chunks import TENSORS, crcs_of, in_text_order
 from afterglow.store.extents.extent_folder import ExtentFolder
-from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full
+from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
 from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
 from afterglow.store.extents.pieces import Tensors, arena_buffers
@@ -67,7 +67,8 @@ class ExtentReader:
                 start = file.read(ALIGNMENT)
                 rows = peek_rows(start)
                 self._check_size(file.fileno(), rows)  # also keeps a wrong count from asking for gigabytes
-                head = start + file.read(layout.head_bytes(rows) - len(start))
+                size = layout.head_bytes(rows)
+                head = (start + file.read(max(0, size - len(start))))[:size]
         except DamageError as error:
             raise DamageError(f"{path.name[:16]}: {error}") from error
         except OSError as error:
@@ -111,30 +112,26 @@ class ExtentReader:
         return decode_head(raw.tobytes(), self._layout, self._digest, extent=read.extent, rows=read.rows)
 
     def _read_file(self, fd: int, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
-        layout, rows, slots, arena = self._layout, read.rows, read.slots, read.arena
-        raw_head = self._heads.take(layout.head_bytes(rows))
+        layout, rows, slots = self._layout, read.rows, read.slots
         if layout.probe_heads:
             if read.head is None:
-                read_full(fd, [raw_head], 0)
-                read.head = self._decode(raw_head, read)
+                read.head = self._decode(read_span(fd, 0, layout.head_bytes(rows), self._heads), read)
             sidecar = read.head.sidecar
             if sidecar is not None and sidecar.reordered:
                 return self._read_reordered(fd, read, read.head, layer_done, layers)
         whole = len(slots) == layout.blocks(rows)
-        span = layout.tensor_bytes(rows) if whole else align_up(len(slots) * layout.chunk_bytes)
+        used = len(slots) * layout.chunk_bytes
+        span = layout.tensor_bytes(rows) if whole else align_up(used) if layout.aligned else used
         joined = pieces.pieces(layout, rows, span, slots, pieces.READ_BYTES)
         parts = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
+        raw_head = self._heads.take(layout.head_bytes(rows))
         if layers.start and read.head is None:
-            read_full(fd, [raw_head], 0)
+            raw_head = read_span(fd, 0, layout.head_bytes(rows), self._heads)
         total = done = 0
         settled: Callable[[], None] | None = None  # waits for the piece that is verified while the next one is read
         for part in parts:
-            bounce = None if arena.aligned else self._scratch.take(len(part) * span)
-            buffers = arena_buffers(part, arena, slots) if bounce is None else [bounce]
-            if part[0] == (0, 0):  # the head ends where layer 0 begins: one read brings both
-                total += read_full(fd, [raw_head, *buffers], 0)
-            else:
-                total += read_full(fd, buffers, layout.offset(rows, *part[0]))
+            size, bounce = self._fetch(fd, read, part, span, raw_head)
+            total += size
             if settled is not None:
                 settled()
                 layer_done(done)
@@ -146,6 +143,20 @@ class ExtentReader:
                 settled = None
                 layer_done(done)
         return total
+
+    def _fetch(self, fd: int, read: ExtentRead, part: Tensors, span: int, raw_head: Bytes) -> tuple[int, Bytes | None]:
+        """Read the tensors of a piece, and the head where it ends before them: one read brings both. Returns the bytes, and the
+        buffer that the tensors have come to, `span` bytes each; None if they are in their slots.
+        """
+        layout, arena, start = self._layout, read.arena, self._layout.offset(read.rows, *part[0])
+        begin = 0 if part[0] == (0, 0) else start
+        if not layout.aligned:
+            data = read_span(fd, begin, start - begin + len(part) * span, self._scratch)
+            raw_head[: start - begin] = data[: start - begin]
+            return data.nbytes, data[start - begin :]
+        bounce = None if arena.aligned else self._scratch.take(len(part) * span)
+        buffers = arena_buffers(part, arena, read.slots) if bounce is None else [bounce]
+        return read_full(fd, buffers if begin else [raw_head, *buffers], begin), bounce
 
     def _settle(self, read: ExtentRead, part: Tensors, raw_head: Bytes, bounce: Bytes | None) -> None:
         """Verify the tensors of a piece; bring them from the bounce buffer to their slots if they have come there."""
@@ -172,8 +183,8 @@ class ExtentReader:
         wanted = len(slots) * BLOCK_ROWS
         for layer in layers:
             for kv in (0, 1):
-                stored = self._scratch.take(layout.tensor_bytes(rows))
-                total += read_full(fd, [stored], layout.offset(rows, layer, kv))
+                stored = read_span(fd, layout.offset(rows, layer, kv), layout.tensor_bytes(rows), self._scratch)
+                total += stored.nbytes
                 _compare(list(stored.reshape(-1, layout.chunk_bytes)), head, layer, kv)
                 text = in_text_order(stored.reshape(-1, layout.row_bytes), head.sidecar.order[layer])
                 read.arena.rows[layer, kv, slots] = text[:wanted].reshape(len(slots), BLOCK_ROWS, -1)

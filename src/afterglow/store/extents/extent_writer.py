@@ -60,7 +60,7 @@ class ExtentWriter:
         """Make the file of an extent, complete or not at all; return the bytes that `fill` says it has written."""
         temporary = self._folder.temporary(extent)
         try:
-            fd, direct = self._folder.create(extent, temporary)
+            fd, direct = self._folder.create(extent, temporary, direct=self._layout.aligned)
             try:
                 try:
                     written = fill(fd)
@@ -138,7 +138,7 @@ class ExtentWriter:
         return self._checksums.submit(work).result
 
     def _sources(self, part: Tensors, arena: HostArena, slots: Sequence[int], rows: int) -> list[Bytes]:
-        if arena.aligned:
+        if arena.aligned or not self._layout.aligned:  # where tensors are not aligned, nothing is padded either
             return arena_buffers(part, arena, slots)
         return [self._gather(part, arena, slots, self._layout.tensor_bytes(rows))]
 

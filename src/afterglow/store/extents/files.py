@@ -17,7 +17,7 @@ import numpy as np
 from afterglow.errors import DamageError
 from afterglow.memory.pages import allocate
 from afterglow.store.extents.head import Bytes
-from afterglow.store.extents.layout import ALIGNMENT
+from afterglow.store.extents.layout import ALIGNMENT, align_up
 from afterglow.store.places import open_file
 
 IOV_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024)
@@ -66,6 +66,17 @@ def open_direct(path: str, flags: int, *, direct: bool) -> tuple[int, bool]:
 def read_full(fd: int, buffers: Sequence[Bytes], offset: int) -> int:
     """Fill all buffers from `offset` on; returns the bytes. Raises DamageError where the file ends early."""
     return _transfer(fd, buffers, offset, os.preadv, "the file ends early")
+
+
+def read_span(fd: int, start: int, num_bytes: int, scratch: Scratch) -> Bytes:
+    """Read bytes from any offset of a file whose size is a multiple of 4096: uint8 [num_bytes], in `scratch`.
+
+    Whole pages are read, as files need that are open for direct I/O. Raises DamageError where the file ends early.
+    """
+    begin = start // ALIGNMENT * ALIGNMENT
+    pages = scratch.take(align_up(start + num_bytes) - begin)
+    read_full(fd, [pages], begin)
+    return pages[start - begin :][:num_bytes]
 
 
 def write_full(fd: int, buffers: Sequence[Bytes], offset: int) -> int:

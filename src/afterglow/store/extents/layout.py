@@ -13,6 +13,10 @@
 
 The spaces in the header make `head_bytes` a multiple of 4096, and `padded_rows` makes every tensor one, so
 that each layer's keys and values start aligned for direct I/O (safetensors allows no gaps between tensors).
+
+Rows in 8 bits ("I8") are [padded_rows, kv_heads, head_dim + 4]: of each head its numbers, and the bytes of their scale, a
+float32. To make tensors of such rows multiples of 4096 would take up to 960 rows; so they follow each other at any offset,
+padded to whole chunks only, and the spaces make the whole file a multiple of 4096. Readers of aligned pages read a little more.
 """
 
 from __future__ import annotations
@@ -24,14 +28,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from afterglow.config import BLOCK_ROWS
+from afterglow.config import BLOCK_ROWS, SCALE_BYTES
 from afterglow.errors import ConfigError
 
 ALIGNMENT: Final = 4096
 META_RESERVE: Final = 1024  # room for the metadata JSON, so that the head's size does not depend on its values
 KEYS, VALUES, PROBES = 0, 1, 2
 
-_ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2}
+KV_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}  # as options name them
+_ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 
 
 def align_up(num_bytes: int) -> int:
@@ -41,7 +46,8 @@ def align_up(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Describes the shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16" or "F16".
+    """Describes the shape of one token's keys and values. `dtype` is safetensors' word: "F32", "BF16", "F16", or "I8" for numbers
+    of 8 bits with a scale for each head.
 
     `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar; spec S10), and rows
     may be stored in another order than the text's.
@@ -63,9 +69,19 @@ class KVLayout:
             raise ConfigError(f"{self.probe_heads} probe heads are not among {self.kv_heads} KV heads")
 
     @property
+    def width(self) -> int:
+        """Count the elements of one head in a row, its scale's bytes included."""
+        return self.head_dim + (SCALE_BYTES if self.dtype == "I8" else 0)
+
+    @property
+    def aligned(self) -> bool:
+        """Tell whether each tensor starts at a multiple of 4096 bytes."""
+        return self.dtype != "I8"
+
+    @property
     def row_bytes(self) -> int:
         """Compute the bytes of one token's keys (or values) in one layer."""
-        return self.kv_heads * self.head_dim * _ITEMSIZE[self.dtype]
+        return self.kv_heads * self.width * _ITEMSIZE[self.dtype]
 
     @property
     def chunk_bytes(self) -> int:
@@ -75,7 +91,7 @@ class KVLayout:
     @property
     def probe_row_bytes(self) -> int:
         """Compute the bytes of one token's probe keys in one layer: the keys of the first heads."""
-        return self.probe_heads * self.head_dim * _ITEMSIZE[self.dtype]
+        return self.probe_heads * self.width * _ITEMSIZE[self.dtype]
 
     @property
     def probe_chunk_bytes(self) -> int:
@@ -93,7 +109,9 @@ class KVLayout:
         return -(-rows // BLOCK_ROWS)
 
     def padded_rows(self, rows: int) -> int:
-        """Count the rows of each tensor in the file: whole chunks, and a multiple of 4096 bytes."""
+        """Count the rows of each tensor in the file: whole chunks, and a multiple of 4096 bytes where tensors are aligned."""
+        if not self.aligned:
+            return self.blocks(rows) * BLOCK_ROWS
         # Chunks that make up whole 4096s; gcd(0, n) is n.
         step = ALIGNMENT // math.gcd(self.chunk_bytes, self.probe_chunk_bytes, ALIGNMENT)
         return -(-self.blocks(rows) // step) * step * BLOCK_ROWS
@@ -141,9 +159,13 @@ class KVLayout:
         tensor = (layer * 2 + kv) * self.tensor_bytes(rows)
         return self.head_bytes(rows) + tensor + chunk * self.chunk_bytes
 
+    def data_bytes(self, rows: int) -> int:
+        """Compute the bytes of all keys and values in the file, and of the probe keys."""
+        return self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows))
+
     def file_bytes(self, rows: int) -> int:
-        """Compute the size of the file of an extent of `rows` rows."""
-        return self.head_bytes(rows) + self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows))
+        """Compute the size of the file of an extent of `rows` rows: a multiple of 4096."""
+        return self.head_bytes(rows) + self.data_bytes(rows)
 
     def as_dict(self) -> dict[str, int | str]:
         """Return the layout as `afterglow.json` keeps it."""
@@ -169,7 +191,8 @@ def tensor_table(layout: KVLayout, rows: int) -> bytes:
 @lru_cache(maxsize=256)
 def _head_bytes(layout: KVLayout, padded: int) -> int:
     fixed = 8 + META_RESERVE + len(_padded_table(layout, padded))
-    return align_up(fixed + layout.table_bytes(padded))
+    data = layout.data_bytes(padded)  # a multiple of 4096 where tensors are aligned
+    return align_up(fixed + layout.table_bytes(padded) + data) - data
 
 
 @lru_cache(maxsize=256)
@@ -179,10 +202,10 @@ def _padded_table(layout: KVLayout, rows: int) -> bytes:
         yield from layout.tables(rows)
         for layer in range(layout.layers):
             for name in ("keys", "values"):
-                shape = [padded, layout.kv_heads, layout.head_dim]
+                shape = [padded, layout.kv_heads, layout.width]
                 yield f"layers.{layer}.{name}", layout.dtype, shape, layout.tensor_bytes(rows)
         for layer in range(layout.layers if layout.probe_heads else 0):
-            shape = [padded, layout.probe_heads, layout.head_dim]
+            shape = [padded, layout.probe_heads, layout.width]
             yield f"layers.{layer}.probe_keys", layout.dtype, shape, layout.probe_bytes(rows)
 
     table, start = {}, 0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError, StoreError
 from afterglow.store.extents.chunks import crcs_of, in_text_order
-from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full, write_full
+from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_span, write_full
 from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, decode_head, encode_head
 from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
 
@@ -68,8 +68,7 @@ class Rewriting:
             size = os.fstat(self._old).st_size
             if size != layout.file_bytes(rows):
                 raise DamageError(f"{size} bytes long instead of the {layout.file_bytes(rows)} of {rows} rows")
-            raw = self._scratch.take(layout.head_bytes(rows))
-            read_full(self._old, [raw], 0)
+            raw = read_span(self._old, 0, layout.head_bytes(rows), self._scratch)
             self._head: Head = decode_head(raw.tobytes(), layout, digest, extent=extent, rows=rows)
             assert self._head.sidecar is not None, "rewriting needs a layout with probe heads"
             self._before = self._head.sidecar.order
@@ -82,7 +81,7 @@ class Rewriting:
             )
             if self.needed:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                self._new, _ = open_direct(files.temporary, flags, direct=files.direct)
+                self._new, _ = open_direct(files.temporary, flags, direct=files.direct and layout.aligned)
 
     def go_on(self) -> bool:
         """Carry one layer over; return False when the whole file has been written.
@@ -171,8 +170,7 @@ class Rewriting:
     def _read(self, layer: int, kv: int) -> Bytes:
         """Read and verify a tensor as it is stored; the next call overwrites it."""
         layout, rows = self._layout, self._rows
-        stored = self._scratch.take(layout.tensor_bytes(rows))
-        read_full(self._old, [stored], layout.offset(rows, layer, kv))
+        stored = read_span(self._old, layout.offset(rows, layer, kv), layout.tensor_bytes(rows), self._scratch)
         if _crcs(stored, layout.file_chunks(rows)) != crcs_of(self._head, layer, kv):
             raise DamageError(f"layer {layer}, {'values' if kv else 'keys'}")
         return stored

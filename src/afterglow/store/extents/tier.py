@@ -49,7 +49,8 @@ class HostArena:
         self.rows: Bytes = self.view.reshape(layout.layers, 2, slots, BLOCK_ROWS, layout.row_bytes)
         # Direct I/O wants memory, length and file offset aligned; otherwise transfers pass through a bounce
         # buffer. So they do where a tensor in the file has more chunks than an extent's blocks.
-        self.aligned = layout.padded_rows(1) == BLOCK_ROWS and flat.ctypes.data % ALIGNMENT == 0
+        whole = layout.padded_rows(1) == BLOCK_ROWS
+        self.aligned = layout.aligned and whole and flat.ctypes.data % ALIGNMENT == 0
 
     def plane(self, layer: int, kv: int) -> Bytes:
         """One layer's keys (kv 0) or values (kv 1) in all slots: uint8 [slots, chunk_bytes], a view."""

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from afterglow.kernels import attention
-from afterglow.model import linear
+from afterglow.model import keeping
 
 # ---- model and kernels
 
 
 def forget_trials_of_matrices() -> None:
     """Forget which way to keep a matrix was found fastest."""
-    linear._fastest.cache_clear()
+    keeping._fastest.cache_clear()
 
 
 def fused_merge() -> Any:

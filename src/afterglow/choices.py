@@ -14,4 +14,5 @@ ImportanceExact = Literal["idle", "never"]
 RelayMode = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-QuantizationName = Literal["none", "int8"]
+QuantizationName = Literal["auto", "none", "int8", "int4"]
+KeptWeights = Literal["none", "int8", "int4", "blocks"]  # "blocks": as a quantised file has them

@@ -187,7 +187,9 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     dtype: DtypeName = option("auto", "Compute dtype; auto is float32 on CPU and the checkpoint's on CUDA.")
     quantization: QuantizationName = option(
-        "none", "int8: weights, and what they are multiplied with, in 8 bits; on CPU, faster and not exact."
+        "auto",
+        "int8 or int4: weights in so many bits, and what they are multiplied with in 8; on CPU, faster and not exact. auto: as the "
+        "files have them. none: as numbers of the compute dtype, whatever the files have.",
     )
     kv_dtype: KVDtypeName = option(
         "auto",

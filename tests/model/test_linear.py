@@ -14,12 +14,12 @@ from torch import Tensor
 from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import has_bytes
-from afterglow.model import linear
+from afterglow.model import keeping
 from afterglow.model.decoder import PlainAttend
+from afterglow.model.keeping import TRIAL_ROWS, Keeping
 from afterglow.model.linear import (
     BytePanelLinear,
     Int8Linear,
-    Keeping,
     Linear,
     PackedLinear,
     PanelLinear,
@@ -104,7 +104,7 @@ def test_a_row_of_panels_is_the_same_whatever_its_batch(width: int, threads: int
 
 
 def test_packing_is_only_used_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "native", lambda: None)
+    monkeypatch.setattr(keeping, "native", lambda: None)
     assert not can_pack(torch.bfloat16, CPU)
     assert not can_pack(torch.float32, torch.device("cuda"))
     monkeypatch.setattr(PackedLinear, "_product", lambda self, x: torch.zeros(x.shape[0], 6))
@@ -134,10 +134,10 @@ def test_the_fastest_way_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPatch,
         return 1.0 if isinstance(which, fast) else 2.0
 
     doors.forget_trials_of_matrices()
-    monkeypatch.setattr(linear, "_seconds", seconds)
+    monkeypatch.setattr(keeping, "_seconds", seconds)
     keep = Keeping(torch.float32, CPU)
     assert {type(keep(torch.randn(24, 8), None)) for _ in range(3)} == {fast}
-    assert len(tried) == 3 * len(linear.TRIAL_ROWS)
+    assert len(tried) == 3 * len(TRIAL_ROWS)
     doors.forget_trials_of_matrices()
 
 
@@ -145,7 +145,7 @@ def test_a_little_faster_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_keep(PackedLinear):
         pytest.skip("no such products on this machine")
     doors.forget_trials_of_matrices()
-    monkeypatch.setattr(linear, "_seconds", lambda which, x: 1.0 if isinstance(which, PlainLinear) else 1.05)
+    monkeypatch.setattr(keeping, "_seconds", lambda which, x: 1.0 if isinstance(which, PlainLinear) else 1.05)
     assert type(Keeping(torch.float32, CPU)(torch.randn(24, 8), None)) is not PlainLinear
     doors.forget_trials_of_matrices()
 
@@ -222,8 +222,8 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> 
         Keeping(torch.bfloat16, CPU, "int8")
     with pytest.raises(ConfigError, match="--device cpu"):
         Keeping(torch.float32, torch.device("cuda"), "int8")
-    monkeypatch.setattr(linear, "int8_levels", lambda: 0)
-    monkeypatch.setattr(linear, "has_bytes", lambda: False)
+    monkeypatch.setattr(keeping, "int8_levels", lambda: 0)
+    monkeypatch.setattr(keeping, "has_bytes", lambda: False)
     with pytest.raises(ConfigError, match="--quantization none"):
         Keeping(torch.float32, CPU, "int8")
 

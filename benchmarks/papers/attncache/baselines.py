@@ -243,7 +243,7 @@ def redundancy(embedder: Embedder, sentences: Sequence[Sequence[int]]) -> tuple[
         seen = _Inputs(BatchAttend(model, positions, [len(ids)]))
         with torch.inference_mode():
             model.forward(torch.tensor(ids, device=model.device), positions, seen)
-            x = F.embedding(torch.tensor(ids, device=model.device), model._embed).to(model.dtype)
+            x = model._embed(torch.tensor(ids, device=model.device), model.dtype)
             if isinstance(model, Decoder) and model._positions is not None:
                 x = x + F.embedding(positions + model.spec.position_offset, model._positions)
             for index, (layer, (out, mlp_out)) in enumerate(zip(model.layers, kept, strict=True)):

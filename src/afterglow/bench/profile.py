@@ -36,7 +36,8 @@ from afterglow.engine.tee import Tee
 from afterglow.kernels import decode
 from afterglow.kernels.block import Block
 from afterglow.model.decoder import Attention, Decoder, Norm
-from afterglow.model.linear import BytePanelLinear, Int8Linear, Keeping, PackedLinear, PanelLinear, PlainLinear
+from afterglow.model.keeping import Keeping
+from afterglow.model.linear import BytePanelLinear, Int8Linear, PackedLinear, PanelLinear, PlainLinear
 from afterglow.model.presets import PRESETS
 from afterglow.plan.scheduler import Scheduler
 from afterglow.request import Request, SamplingParams

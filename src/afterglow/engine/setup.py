@@ -280,7 +280,7 @@ def _kv_format(
     spec, kv_dtype = decoder.spec, _kv_dtype(decoder, config)
     digest = model_digest(
         model,
-        numeric_mode(str(decoder.dtype), str(kv_dtype), config.quantization),
+        numeric_mode(str(decoder.dtype), str(kv_dtype), decoder.quantization),
         progress=functools.partial(progress, "digest of the weights") if progress else None,
     )
     probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from afterglow.choices import QuantizationName
+from afterglow.choices import KeptWeights
 from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.maps import Identity, MapStore
 from afterglow.memo.memo_settings import POWER, MemoSettings
@@ -37,7 +37,7 @@ Vectors = dict[int, NDArray[np.float32]]
 
 
 def memo_digest(
-    model: str | Path, dtype: str, quantization: QuantizationName = "none", *, progress: Progress | None = None
+    model: str | Path, dtype: str, quantization: KeptWeights = "none", *, progress: Progress | None = None
 ) -> str:
     """The digest of a model for its attention maps; `dtype`: the type of the computation. Raises: ModelError."""
     weights = "" if quantization == "none" else f", weights={quantization}"

@@ -160,7 +160,7 @@ def load_embedding_model(
     *,
     dtype: DtypeName = "auto",
     device: str = "cpu",
-    quantization: QuantizationName = "none",
+    quantization: QuantizationName = "auto",
     progress: Progress | None = None,
 ) -> Model:
     """The encoder or the decoder of a model directory. Raises: ModelError; ConfigError where it cannot be quantised so."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.choices import QuantizationName
+from afterglow.choices import KeptWeights
 from afterglow.kernels.attention import attend
 from afterglow.kernels.block import Block
 from afterglow.kernels.matrix import BytePanels, Panels
@@ -22,6 +22,7 @@ from afterglow.kernels.passes import gated_silu, rms_norm
 from afterglow.kernels.rope import RopeTable, Rotation, rotate
 from afterglow.model.linear import Linear
 from afterglow.model.spec import Activation, ModelSpec
+from afterglow.model.tables import Table
 
 
 class Norm:
@@ -151,16 +152,17 @@ class Decoder:
         self,
         spec: ModelSpec,
         *,
-        embed: Tensor,
+        embed: Table,
         positions: Tensor | None,
         layers: Sequence[Layer],
         final_norm: Norm,
         head: Linear,
         rope: RopeTable | None,
         dtype: torch.dtype,
-        quantization: QuantizationName = "none",
+        quantization: KeptWeights = "none",
     ) -> None:
-        """Put the decoder together. `embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`."""
+        """Put the decoder together. `embed` has a row of `hidden` for each token; `positions` [rows, hidden] may be
+        narrower than `dtype`."""
         self.spec = spec
         self.quantization = quantization
         self.rope = rope
@@ -197,7 +199,7 @@ class Decoder:
     @torch.inference_mode()
     def begin(self, ids: Tensor, positions: Tensor) -> Hidden:
         """Begin a pass that can be left between layers: return it before its first layer."""
-        x = F.embedding(ids, self._embed).to(self.dtype)
+        x = self._embed(ids, self.dtype)
         if self._positions is not None:
             x = x + F.embedding(positions + self.spec.position_offset, self._positions)
         return Hidden(x, self._norms[0](x))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
-from afterglow.choices import QuantizationName
+from afterglow.choices import KeptWeights
 from afterglow.model.loader import Progress, is_preset, read_spec, weight_files
 from afterglow.model.presets import PRESETS
 
@@ -19,7 +19,7 @@ KV_LAYOUT_VERSION = 1  # raise it whenever the same weights would yield differen
 READ_BYTES = 8 << 20
 
 
-def numeric_mode(compute_dtype: str, kv_dtype: str, quantization: QuantizationName = "none") -> str:
+def numeric_mode(compute_dtype: str, kv_dtype: str, quantization: KeptWeights = "none") -> str:
     """Return the properties of the arithmetic that a digest depends on, as text."""
     quantized = "" if quantization == "none" else f",weights={quantization}"
     return f"compute={compute_dtype},kv={kv_dtype}{quantized}"

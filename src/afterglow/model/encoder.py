@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.choices import QuantizationName
+from afterglow.choices import KeptWeights
 from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import ACTIVATIONS, Attend, Attention, Decoder, Layer, Norm
 from afterglow.model.spec import EncoderSpec
+from afterglow.model.tables import Table
 
 
 class Encoder:
@@ -31,15 +32,16 @@ class Encoder:
         self,
         spec: EncoderSpec,
         *,
-        embed: Tensor,
+        embed: Table,
         positions: Tensor,
         token_type: Tensor | None,
         embed_norm: Norm,
         layers: Sequence[Layer],
         dtype: torch.dtype,
-        quantization: QuantizationName = "none",
+        quantization: KeptWeights = "none",
     ) -> None:
-        """Put the encoder together. `embed` [vocab, hidden] and `positions` [rows, hidden] may be narrower than `dtype`.
+        """Put the encoder together. `embed` has a row of `hidden` for each token; `positions` [rows, hidden] may be
+        narrower than `dtype`.
         `token_type` [hidden]: the embedding of the first segment; a single text has no second one."""
         self.spec = spec
         self.dtype = dtype
@@ -57,7 +59,7 @@ class Encoder:
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute the last layer's states [tokens, hidden] of `ids` and `positions`, int64 [tokens], of a flat batch."""
-        x = F.embedding(ids, self._embed).to(self.dtype)
+        x = self._embed(ids, self.dtype)
         if self._token_type is not None:
             x = x + self._token_type
         x = self._embed_norm(x + F.embedding(positions + self.spec.position_offset, self._positions))

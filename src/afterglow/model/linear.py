@@ -16,27 +16,20 @@ The operators are private: where a trial run fails or differs, `F.linear` does t
 from __future__ import annotations
 
 import functools
-import math
-import time
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.choices import QuantizationName
-from afterglow.errors import ConfigError
-from afterglow.kernels.built import native
-from afterglow.kernels.matrix import BytePanels, Panels, has_bytes
+from afterglow.kernels.matrix import BytePanels, Panels
+from afterglow.kernels.packed import PackedPanels
 from afterglow.kernels.passes import rounded
 
 PACK_ROWS = 64  # row count that the packed layout is chosen for; anything but 1 is good for all
 FEW_ROWS = 4  # oneDNN is slower at 1 and 2 rows than at 4
-TRIAL_ROWS = (1, 16, 128)  # decoding one request, several, and a prefill
 FILL_ROWS = 256  # that are rounded at a time
-TRIAL_OUTPUTS = 1024  # of a matrix are enough to try
-WORTH = 1.3  # what comes later in the list has to be so much faster: the choice must not hang on noise, nor layers fall apart
 
 
 class Linear(Protocol):
@@ -189,97 +182,41 @@ class BytePanelLinear(BytePanels):
         return BytePanelLinear(*self.part(start, stop))
 
 
-Kind: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
+class BlockLinear(PackedPanels):
+    """Weights in the blocks of a quantised file, or rounded to such."""
+
+    __slots__ = ()
+
+    def rows(self, start: int, stop: int) -> BlockLinear:
+        """See `Linear`."""
+        return self.part(start, stop)
 
 
-class WholeFilling:
-    """A matrix that is put together as it is, then handed to the way to keep it."""
+class StackedLinear:
+    """Matrices of the same inputs, one below the other: parts of a fused one that are kept in different ways."""
 
-    def __init__(self, kind: Kind, weight: Tensor) -> None:
-        """Fill `weight` [outputs, inputs], in the dtype and on the device that computes."""
-        self._kind, self._weight = kind, weight
+    __slots__ = ("_parts", "inputs", "outputs")
 
-    def fill(self, start: int, weight: Tensor) -> None:
-        """See `Filling`."""
-        self._weight[start : start + weight.shape[0]].copy_(weight)
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        """Stack at least one matrix."""
+        self._parts = tuple(parts)
+        self.inputs, self.outputs = parts[0].inputs, sum(part.outputs for part in parts)
 
-    def done(self, bias: Tensor | None) -> Linear:
-        """See `Filling`."""
-        return self._kind(self._weight, None if bias is None else bias.to(self._weight))
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], 1)
+
+    def rows(self, start: int, stop: int) -> Linear:
+        parts, first = [], 0
+        for part in self._parts:
+            inside = max(start - first, 0), min(stop - first, part.outputs)
+            if inside[0] < inside[1]:
+                parts.append(part.rows(*inside))
+            first += part.outputs
+        return parts[0] if len(parts) == 1 else StackedLinear(parts)
 
 
 def _cut(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if bias is None else bias[start:stop]
-
-
-class Keeping:
-    """A way to keep the matrices of a model that computes in one dtype on one device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none") -> None:
-        """Choose among the ways that work here. Raises: ConfigError if the model cannot be quantised so."""
-        self._dtype, self._device = dtype, device
-        self._kinds = _int8_kinds(dtype, device) if quantization == "int8" else _float_kinds(dtype, device)
-
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Keep a whole matrix."""
-        matrix = self.begin(*weight.shape)
-        matrix.fill(0, weight)
-        return matrix.done(bias)
-
-    def begin(self, outputs: int, inputs: int) -> Filling:
-        """Begin a matrix of which nothing is there."""
-        kind = _fastest(self._kinds, min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())
-        if kind is BytePanelLinear:
-            return BytePanelLinear.empty(outputs, inputs)
-        if kind is _int8:
-            return Int8Linear.empty(outputs, inputs)
-        return WholeFilling(kind, torch.empty(outputs, inputs, dtype=self._dtype, device=self._device))
-
-
-def _int8_kinds(dtype: torch.dtype, device: torch.device) -> tuple[Kind, ...]:
-    if device.type != "cpu" or dtype != torch.float32:
-        raise ConfigError(
-            f"--quantization int8 computes on CPU in float32, not on {device.type} in {str(dtype).removeprefix('torch.')}; "
-            "use --device cpu --dtype float32, or no quantization"
-        )
-    kinds = (*((BytePanelLinear,) if has_bytes() else ()), *((_int8,) if int8_levels() else ()))
-    if not kinds:
-        raise ConfigError(
-            "--quantization int8 needs operators that this torch does not have, or which are wrong on this processor; "
-            "use --quantization none"
-        )
-    return kinds
-
-
-def _float_kinds(dtype: torch.dtype, device: torch.device) -> tuple[Kind, ...]:
-    panels = device.type == "cpu" and dtype == torch.float32 and native() is not None
-    packs = can_pack(dtype, device)
-    return (*((PanelLinear,) if panels else ()), *((PackedLinear,) if packs else ()), PlainLinear)
-
-
-def _int8(weight: Tensor, bias: Tensor | None) -> Int8Linear:
-    return Int8Linear(weight, bias, levels=int8_levels())
-
-
-@functools.cache
-def _fastest(kinds: tuple[Kind, ...], outputs: int, inputs: int, threads: int) -> Kind:
-    """Return the fastest way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
-    best, least = kinds[0], float("inf")
-    for kind in kinds if len(kinds) > 1 else ():
-        matrix = kind(torch.ones(outputs, inputs), None)
-        took = math.prod(_seconds(matrix, torch.ones(rows, inputs)) for rows in TRIAL_ROWS)
-        if took < least * WORTH ** -len(TRIAL_ROWS):
-            best, least = kind, took
-    return best
-
-
-def _seconds(linear: Linear, x: Tensor) -> float:
-    best = float("inf")
-    for _ in range(3):  # the first makes its plans
-        began = time.perf_counter()
-        linear(x)
-        best = min(best, time.perf_counter() - began)
-    return best
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -36,7 +36,7 @@ def load_model(
     *,
     dtype: DtypeName = "auto",
     device: str = "cpu",
-    quantization: QuantizationName = "none",
+    quantization: QuantizationName = "auto",
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -74,7 +74,7 @@ def load_encoder(
     *,
     dtype: DtypeName = "auto",
     device: str = "cpu",
-    quantization: QuantizationName = "none",
+    quantization: QuantizationName = "auto",
     progress: Progress | None = None,
 ) -> Encoder:
     """Load the encoder of a model directory; `dtype` and errors as in `load_model`."""
@@ -225,6 +225,10 @@ class Checkpoint:
                 "(quantised checkpoints are not)"
             )
         return names[dtype]
+
+    def packed(self, name: str, shape: tuple[int, int]) -> None:
+        """Return None: all tensors are numbers."""
+        return
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor: see `WeightSource.get`. NOTE: it may be a view of the mapped file; copy it to keep it, and never

@@ -83,13 +83,17 @@ class RandomSource:
             self.taken[name] = tensor
         return tensor
 
+    def packed(self, name: str, shape: tuple[int, int]) -> None:
+        """Return None: all weights are numbers."""
+        return
+
 
 def random_model(
     spec: ModelSpec,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-    quantization: QuantizationName = "none",
+    quantization: QuantizationName = "auto",
 ) -> Decoder:
     """Make a decoder of Llama's weight names with random weights; equal for equal (spec, seed)."""
     return WeightAssembler(spec, Names(), RandomSource(seed), dtype, torch.device(device), quantization).decoder()

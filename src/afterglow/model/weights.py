@@ -7,25 +7,39 @@ each fused matrix is filled tensor by tensor, in 8 bits straight from the file's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from afterglow.choices import QuantizationName
+from afterglow.choices import KeptWeights, QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.families import Names
-from afterglow.model.linear import Keeping, Linear
+from afterglow.model.keeping import Keeping, blocks_work
+from afterglow.model.linear import BlockLinear, Linear, StackedLinear
 from afterglow.model.rotary import rope_table
 from afterglow.model.spec import EncoderSpec, ModelSpec
+from afterglow.model.tables import BlockTable, Table
+
+
+class PackedTensor(NamedTuple):
+    """A matrix in blocks: uint8 [outputs, bytes of a row], of a format in `afterglow.kernels.packed`."""
+
+    blocks: Tensor
+    block_format: str
 
 
 class WeightSource(Protocol):
     """A source of tensors by name."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor `name`, on the host, in its own dtype. Raises: ModelError if missing or of another shape."""
+        """Return the tensor `name`, on the host, in its own dtype, or dequantised. Raises: ModelError if missing or of another shape."""
+        ...
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
+        """Return the matrix `name` in blocks, None if the source has numbers for it. Raises: as `get`."""
         ...
 
 
@@ -39,17 +53,19 @@ class WeightAssembler:
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: QuantizationName = "none",
+        quantization: QuantizationName = "auto",
     ) -> None:
         """Choose how to keep matrices. Raises: ConfigError if the model cannot be quantised so."""
         self._spec, self._names, self._source = spec, names, source
-        self._dtype, self._device, self._quantization = dtype, device, quantization
+        self._dtype, self._device = dtype, device
+        self._keeps_blocks = quantization == "auto" and blocks_work(dtype, device)
+        self._kept: KeptWeights = "none" if quantization == "auto" else quantization
         self._keeping = Keeping(dtype, device, quantization)
 
     def decoder(self) -> Decoder:
         """Build the whole decoder. Raises: ModelError at the first tensor that is missing or has another shape."""
         spec, names = self._spec, self._names
-        embed = self._table(names.embed + ".weight", spec.vocab)
+        embed = self._embedding()
         positions = self._positions() if spec.positions == "learned" else None
         layers = [self._layer(index) for index in range(spec.layers)]
         return Decoder(
@@ -61,14 +77,14 @@ class WeightAssembler:
             head=self._head(embed),
             rope=None if spec.rope is None else rope_table(spec.rope, self._device),
             dtype=self._dtype,
-            quantization=self._quantization,
+            quantization=self._kept,
         )
 
     def encoder(self) -> Encoder:
         """Build the whole encoder. Raises: ModelError at the first tensor that is missing or has another shape."""
         spec, names = self._spec, self._names
         assert isinstance(spec, EncoderSpec)
-        embed = self._table(names.embed + ".weight", spec.vocab)
+        embed = self._embedding()
         types = None
         if spec.token_types:
             types = self._get(names.token_types + ".weight", spec.token_types, spec.hidden)[0].clone()
@@ -80,11 +96,12 @@ class WeightAssembler:
             embed_norm=self._norm(names.embed_norm, spec.hidden),
             layers=[self._layer(index) for index in range(spec.layers)],
             dtype=self._dtype,
-            quantization=self._quantization,
+            quantization=self._kept,
         )
 
     def _positions(self) -> Tensor:
-        return self._table(self._names.positions + ".weight", self._spec.max_positions + self._spec.position_offset)
+        rows = self._spec.max_positions + self._spec.position_offset
+        return self._keeping.narrow(self._source.get(self._names.positions + ".weight", (rows, self._spec.hidden)))
 
     def _layer(self, index: int) -> Layer:
         spec, names = self._spec, self._names
@@ -110,12 +127,20 @@ class WeightAssembler:
     def _get(self, name: str, *shape: int) -> Tensor:
         return self._source.get(name, shape).to(self._device, self._dtype)
 
-    def _table(self, name: str, rows: int) -> Tensor:
-        """Return an embedding table. It stays narrow where we compute in float32: widening looked-up rows is exact."""
-        table = self._source.get(name, (rows, self._spec.hidden))
-        dtype = table.dtype if self._dtype == torch.float32 else self._dtype
-        # NOTE: a checkpoint's tensors may be views of a mapped file, which another program may overwrite.
-        return table.to(self._device, dtype, copy=True)
+    def _packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
+        found = self._source.packed(name, shape) if self._keeps_blocks else None
+        if found is not None:
+            self._kept = "blocks"
+        return found
+
+    def _embedding(self) -> Table:
+        name, shape = self._names.embed + ".weight", (self._spec.vocab, self._spec.hidden)
+        found = self._packed(name, shape)
+        return (
+            self._keeping.table(self._source.get(name, shape))
+            if found is None
+            else BlockTable(found[0].clone(), found[1])
+        )
 
     def _norm(self, name: str, size: int, *, rms: bool | None = None) -> Norm:
         rms = self._spec.norm == "rms" if rms is None else rms
@@ -123,15 +148,24 @@ class WeightAssembler:
         bias = None if rms else self._get(name + ".bias", size).clone()
         return Norm(weight, bias, rms=rms, eps=self._spec.norm_eps)
 
-    def _linear(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool) -> Linear:
-        """Build one matrix out of the modules `parts` (name, outputs), stacked in order."""
-        outputs = sum(size for _, size in parts)
-        matrix = self._keeping.begin(outputs, inputs)
-        start = 0
-        for name, size in parts:
-            matrix.fill(start, self._source.get(name + ".weight", (size, inputs)))
-            start += size
-        return matrix.done(torch.cat([self._bias(name, size) for name, size in parts]) if bias else None)
+    def _linear(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, *, head: bool = False) -> Linear:
+        """Build one matrix out of the modules `parts` (name, outputs), stacked in order. Neighbours of one block format become one."""
+        found = [(name, size, self._packed(name + ".weight", (size, inputs))) for name, size in parts]
+        stack: list[Linear] = []
+        for kind, same in groupby(found, key=lambda part: part[2] and part[2].block_format):
+            run = list(same)
+            biases = torch.cat([self._bias(name, size) for name, size, _ in run]) if bias else None
+            if kind is not None:
+                blocks = [part.blocks for _, _, part in run if part is not None]
+                stack.append(BlockLinear(blocks[0] if len(blocks) == 1 else torch.cat(blocks), kind, inputs, biases))
+                continue
+            matrix = self._keeping.begin(sum(size for _, size, _ in run), inputs, head=head)
+            start = 0
+            for name, size, _ in run:
+                matrix.fill(start, self._source.get(name + ".weight", (size, inputs)))
+                start += size
+            stack.append(matrix.done(biases))
+        return stack[0] if len(stack) == 1 else StackedLinear(stack)
 
     def _bias(self, name: str, size: int) -> Tensor:
         return self._get(name + ".bias", size).clone()
@@ -147,16 +181,15 @@ class WeightAssembler:
         group = spec.heads // spec.kv_heads
         rows = torch.arange(sum(sizes)).reshape(spec.kv_heads, group + 2, spec.head_dim)
         order = torch.cat((rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()))
-        weight = self._source.get(names[0] + ".weight", (sum(sizes), spec.hidden))[order]
-        return self._keeping(
-            weight, self._bias(names[0], sum(sizes))[order.to(self._device)] if spec.qkv_bias else None
-        )
+        shape = (sum(sizes), spec.hidden)
+        bias = self._bias(names[0], sum(sizes))[order.to(self._device)] if spec.qkv_bias else None
+        found = self._packed(names[0] + ".weight", shape)
+        if found is not None:
+            return BlockLinear(found.blocks[order], found.block_format, spec.hidden, bias)
+        return self._keeping(self._source.get(names[0] + ".weight", shape)[order], bias)
 
-    def _head(self, embed: Tensor) -> Linear:
+    def _head(self, embed: Table) -> Linear:
         spec = self._spec
         if not spec.tied_embeddings:
-            return self._linear([(self._names.head, spec.vocab)], spec.hidden, spec.head_bias)
-        # Lookups need plain rows, so packing a tied head costs a second copy of this one matrix. It is the
-        # largest of all and read at every token: packed it takes 4.1 ms instead of 6.8 (768 x 32000, one
-        # row).
-        return self._keeping(embed, self._bias(self._names.head, spec.vocab) if spec.head_bias else None)
+            return self._linear([(self._names.head, spec.vocab)], spec.hidden, spec.head_bias, head=True)
+        return self._keeping.tied(embed, self._bias(self._names.head, spec.vocab) if spec.head_bias else None)

@@ -1,0 +1,171 @@
+"""The way to keep each matrix of a model: chosen by what works on this machine, by short trials, and by `--quantization`."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from afterglow.choices import QuantizationName
+from afterglow.errors import ConfigError
+from afterglow.kernels.block_rounding import round_to_blocks
+from afterglow.kernels.built import native
+from afterglow.kernels.matrix import has_bytes
+from afterglow.kernels.packed import BLOCK_FORMATS, GROUP
+from afterglow.model.linear import (
+    BlockLinear,
+    BytePanelLinear,
+    Filling,
+    Int8Linear,
+    Linear,
+    PackedLinear,
+    PanelLinear,
+    PlainLinear,
+    can_pack,
+    int8_levels,
+)
+from afterglow.model.tables import BlockTable, PlainTable, Table
+
+TRIAL_ROWS = (1, 16, 128)  # decoding one request, several, and a prefill
+TRIAL_OUTPUTS = 1024  # of a matrix are enough to try
+WORTH = 1.3  # what comes later in the list has to be so much faster: the choice must not hang on noise, nor layers fall apart
+FORMAT, HEAD_FORMAT = "Q4_0", "Q8_0"  # of weights that are rounded to 4 bits; of embedding and head beside them
+
+Kind: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
+
+
+class WholeFilling:
+    """A matrix that is put together as it is, then handed to the way to keep it."""
+
+    def __init__(self, kind: Kind, weight: Tensor) -> None:
+        """Fill `weight` [outputs, inputs], in the dtype and on the device that computes."""
+        self._kind, self._weight = kind, weight
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """See `Filling`."""
+        self._weight[start : start + weight.shape[0]].copy_(weight)
+
+    def done(self, bias: Tensor | None) -> Linear:
+        """See `Filling`."""
+        return self._kind(self._weight, None if bias is None else bias.to(self._weight))
+
+
+class BlockFilling:
+    """A matrix whose parts are rounded to blocks."""
+
+    def __init__(self, outputs: int, inputs: int, block_format: str) -> None:
+        """Make room for the blocks, of the format Q4_0 or Q8_0."""
+        self._format, self._inputs = block_format, inputs
+        self._blocks = torch.empty(outputs, BLOCK_FORMATS[block_format].row_bytes(inputs), dtype=torch.uint8)
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """See `Filling`."""
+        round_to_blocks(weight, self._format, self._blocks[start : start + weight.shape[0]])
+
+    def done(self, bias: Tensor | None) -> Linear:
+        """See `Filling`."""
+        return BlockLinear(self._blocks, self._format, self._inputs, bias)
+
+
+class Keeping:
+    """A way to keep the matrices of a model that computes in one dtype on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none") -> None:
+        """Choose among the ways that work here. Raises: ConfigError if the model cannot be quantised so."""
+        self._dtype, self._device = dtype, device
+        self._blocks = quantization == "int4"
+        if quantization in ("int8", "int4") and not blocks_work(dtype, device):
+            raise ConfigError(
+                f"--quantization {quantization} computes on CPU in float32, not on {device.type} in "
+                f"{str(dtype).removeprefix('torch.')}; use --device cpu --dtype float32, or --quantization none"
+            )
+        self._kinds = _int8_kinds(quantization) if quantization == "int8" else _float_kinds(dtype, device)
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Keep a whole matrix."""
+        matrix = self.begin(*weight.shape)
+        matrix.fill(0, weight)
+        return matrix.done(bias)
+
+    def begin(self, outputs: int, inputs: int, *, head: bool = False) -> Filling:
+        """Begin a matrix of which nothing is there. `head`: it yields logits, and keeps 8 bits where others get 4."""
+        if self._blocks and inputs % GROUP == 0:
+            return BlockFilling(outputs, inputs, HEAD_FORMAT if head else FORMAT)
+        kinds = _int8_kinds("int4") if self._blocks else self._kinds
+        kind = _fastest(kinds, min(outputs, TRIAL_OUTPUTS), inputs, torch.get_num_threads())
+        if kind is BytePanelLinear:
+            return BytePanelLinear.empty(outputs, inputs)
+        if kind is _int8:
+            return Int8Linear.empty(outputs, inputs)
+        return WholeFilling(kind, torch.empty(outputs, inputs, dtype=self._dtype, device=self._device))
+
+    def table(self, weight: Tensor) -> Table:
+        """Keep an embedding table, [rows, width], in 8 bits beside matrices of 4, else `narrow`."""
+        if self._blocks and weight.shape[1] % GROUP == 0:
+            return BlockTable(round_to_blocks(weight, HEAD_FORMAT), HEAD_FORMAT)
+        return PlainTable(self.narrow(weight))
+
+    def narrow(self, weight: Tensor) -> Tensor:
+        """Return a copy of rows that will be looked up, on the device that computes: in their own dtype if the arithmetic is in
+        float32, since widening them then is exact."""
+        # NOTE: a checkpoint's tensors may be views of a mapped file, which another program may overwrite.
+        return weight.to(self._device, weight.dtype if self._dtype == torch.float32 else self._dtype, copy=True)
+
+    def tied(self, table: Table, bias: Tensor | None) -> Linear:
+        """Keep a head whose weights are those of `table`. Lookups need plain rows, so this is a second copy of that matrix. It
+        is the largest of all and read at every token: reordered, 768 x 32000 times one row takes 4.1 ms instead of 6.8."""
+        if isinstance(table, BlockTable):
+            return BlockLinear(table.blocks, table.block_format, table.width, bias)
+        assert isinstance(table, PlainTable)
+        return self(table.weight, bias)
+
+
+def blocks_work(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a model that computes so can have weights of few bits."""
+    return device.type == "cpu" and dtype == torch.float32
+
+
+def _int8_kinds(quantization: QuantizationName) -> tuple[Kind, ...]:
+    kinds = (*((BytePanelLinear,) if has_bytes() else ()), *((_int8,) if int8_levels() else ()))
+    if not kinds:
+        raise ConfigError(
+            f"--quantization {quantization} needs operators that this torch does not have, or which are wrong on this processor; "
+            "use --quantization none"
+        )
+    return kinds
+
+
+def _float_kinds(dtype: torch.dtype, device: torch.device) -> tuple[Kind, ...]:
+    panels = device.type == "cpu" and dtype == torch.float32 and native() is not None
+    packs = can_pack(dtype, device)
+    return (*((PanelLinear,) if panels else ()), *((PackedLinear,) if packs else ()), PlainLinear)
+
+
+def _int8(weight: Tensor, bias: Tensor | None) -> Int8Linear:
+    return Int8Linear(weight, bias, levels=int8_levels())
+
+
+@functools.cache
+def _fastest(kinds: tuple[Kind, ...], outputs: int, inputs: int, threads: int) -> Kind:
+    """Return the fastest way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
+    best, least = kinds[0], float("inf")
+    for kind in kinds if len(kinds) > 1 else ():
+        matrix = kind(torch.ones(outputs, inputs), None)
+        took = math.prod(_seconds(matrix, torch.ones(rows, inputs)) for rows in TRIAL_ROWS)
+        if took < least * WORTH ** -len(TRIAL_ROWS):
+            best, least = kind, took
+    return best
+
+
+def _seconds(linear: Linear, x: Tensor) -> float:
+    best = float("inf")
+    for _ in range(3):  # the first makes its plans
+        began = time.perf_counter()
+        linear(x)
+        best = min(best, time.perf_counter() - began)
+    return best

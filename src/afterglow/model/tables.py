@@ -1,0 +1,49 @@
+"""Embedding tables: rows of a matrix, looked up by number."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
+
+
+class Table(Protocol):
+    """A matrix [rows, width] whose rows are looked up."""
+
+    device: torch.device
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows `ids`, int64 [n], in `dtype`: [n, width]."""
+        ...
+
+
+class PlainTable:
+    """Rows as they are; they may be narrower than the arithmetic, since widening looked-up rows is exact."""
+
+    __slots__ = ("device", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        """Keep `weight` [rows, width]."""
+        self.device, self.weight = weight.device, weight
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.embedding(ids, self.weight).to(dtype)
+
+
+class BlockTable:
+    """Rows in blocks, dequantised as they are looked up. On CPU."""
+
+    __slots__ = ("block_format", "blocks", "device", "width")
+
+    def __init__(self, blocks: Tensor, block_format: str) -> None:
+        """Keep `blocks`, uint8 [rows, bytes of a row]; formats: `afterglow.kernels.packed`."""
+        self.device, self.blocks, self.block_format = blocks.device, blocks, block_format
+        about = BLOCK_FORMATS[block_format]
+        self.width = blocks.shape[1] // about.num_bytes * about.weights
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize(F.embedding(ids, self.blocks), self.block_format).to(dtype)

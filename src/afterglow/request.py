@@ -10,6 +10,7 @@ from typing import Literal
 from afterglow.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 MAX_LOGPROBS = 20
 MAX_PENALTY = 2.0  # of presence and frequency, as OpenAI has it
@@ -48,6 +49,21 @@ class ContextWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """Say which texts a reply may be: no token is drawn that cannot lead to one of them, and no stop token before its end.
+
+    `kind` and `text`: a JSON schema, as JSON (`{"type": "object"}` is JSON mode); a regular expression of the whole reply; a
+    list of texts to choose from, as JSON; or a context-free grammar, as Lark or GBNF. `compact`: JSON without white space
+    between its tokens. `param`: the field of the request that it came from, for errors.
+    """
+
+    kind: GrammarKind
+    text: str
+    compact: bool = False
+    param: str = field(default="grammar", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Set how tokens are drawn. `temperature == 0` is greedy.
 
@@ -57,8 +73,10 @@ class SamplingParams:
     time. `repetition_penalty` divides the logits above 0, and multiplies the others, of all tokens in the prompt or
     generated before; 1 has no effect. `logit_bias` is added to the logits of token ids. Before `min_tokens` tokens are generated no
     stop token is drawn, and callers look for no stop string.
+    `grammar`: what the reply must look like. The end of the grammar ends the reply, also before `min_tokens` and with
+    `ignore_eos`; `max_tokens` may end it earlier.
     `logprobs`: number of alternatives per generated token; None: no log-probabilities at all. They are the model's own: before
-    penalties, bias, temperature and filters.
+    penalties, bias, temperature and filters, over the tokens that the grammar permits.
     `prompt_logprobs`: the same for prompt tokens. Every prompt row has to be computed, so reuse is off.
     """
 
@@ -77,6 +95,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wanted: str) -> None:

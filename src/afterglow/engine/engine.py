@@ -47,6 +47,7 @@ class Engine:
         self.vocab_size = parts.limits.vocab_size
         self.eos_token_ids = parts.decoder.spec.eos_ids
         self.capacity = parts.capacity
+        self.grammars = parts.grammars  # of requests with one; the owner of the tokenizer hands it over
         self.decoder = parts.decoder  # may be used beside the engine: a forward pass changes nothing in it
         self.conversations = parts.conversations  # responses that clients go on from by id
         self.loop = EngineLoop(parts)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from afterglow.engine.grammars.masks import Constraint
 from afterglow.engine.stats import EngineCounters
 from afterglow.engine.token_outputs import RunOutput
 from afterglow.errors import RequestError
@@ -32,6 +33,7 @@ class LiveRequest:
     request: Request
     sink: Sink
     spec: JobSpec
+    constraint: Constraint | None = None
     cut: Cut | None = None
     truncation: Truncation | None = None
     selected: Selected | None = None

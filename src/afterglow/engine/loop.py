@@ -77,9 +77,11 @@ class EngineLoop:
         check(request, parts.limits)
         if self._refuses or self.failure is not None:
             raise RequestError("the server is shutting down", status=503, code="unavailable")
-        spec = job_spec(request, parts.config, self._eos, salt)  # what is refused takes no place in the queue
+        # What is refused takes no place in the queue.
+        constraint = parts.grammars.constraint(request.sampling)
+        spec = job_spec(request, parts.config, self._eos, salt)
         spec = replace(spec, job=self.requests.reserve(request.id), aside=own)
-        live = LiveRequest(request, sink, spec)
+        live = LiveRequest(request, sink, spec, constraint)
         if own:
             self._accept(live)
         else:
@@ -221,6 +223,9 @@ class EngineLoop:
         prefilled = sum(each.prompt_rows(run) for run, each in done)
         self.idle_work.computed(sum(len(run.tokens) for run, each in done if not each.spec.aside))
         events = self.parts.scheduler.commit(step, out.result, self.parts.store.finished(), self.parts.clock())
+        for job, error in out.broken.items():
+            self.requests.fail(live[job], f"the reply cannot follow its grammar: {error}")
+            self.parts.scheduler.cancel(job, self.parts.clock())  # unless its last token has ended it
         self.requests.take_in(events, out)
         self._counters.step(ran - began + time.perf_counter() - ended, ended - ran, prefilled)
         self._publish()
@@ -247,7 +252,7 @@ class EngineLoop:
     def _accept(self, live: LiveRequest) -> None:
         self.requests.by_job[live.spec.job] = live
         try:
-            self.parts.runner.register(live.spec.job, live.request)
+            self.parts.runner.register(live.spec.job, live.request, live.constraint)
             self._submit_to_plan(live)
         except Exception as error:  # one request's fault must not end the others
             if not isinstance(error, RequestError):

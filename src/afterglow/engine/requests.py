@@ -156,8 +156,9 @@ def job_spec(request: Request, config: EngineConfig, eos: frozenset[int], salt: 
 
 
 def stop_tokens(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
-    """List the tokens that end a reply."""
-    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
+    """List the tokens that end a reply. The end of a grammar is one of the model's, also with `ignore_eos`."""
+    ignored = sampling.ignore_eos and sampling.grammar is None
+    return frozenset(sampling.stop_token_ids) | (frozenset() if ignored else eos)
 
 
 def retention_of(request: Request, config: EngineConfig) -> float:

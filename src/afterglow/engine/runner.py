@@ -17,6 +17,7 @@ from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import CachedAttend
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
+from afterglow.engine.grammars.masks import Constraint
 from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
@@ -45,8 +46,8 @@ class Runner(Protocol):
 
     relayed: RelayCounters
 
-    def register(self, job: int, request: Request) -> None:
-        """Take in a job's request, before its first run."""
+    def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
+        """Take in a job's request, before its first run. `constraint`: of its reply, at the beginning of the grammar."""
 
     def shorten(self, job: int, prompt: bytes) -> None:
         """Note that a registered job's prompt was cut to these tokens."""
@@ -110,9 +111,9 @@ class TorchRunner:
         self._costs = RelayCosts.measured(self.shape, spec.heads) if self._relay == "auto" else None
         self.relayed = RelayCounters()
 
-    def register(self, job: int, request: Request) -> None:
+    def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
         """See `Runner`."""
-        self._outputs.register(job, request)
+        self._outputs.register(job, request, constraint)
         self._jobs[job] = _RunnerJob(request.kv_retention)
 
     def shorten(self, job: int, prompt: bytes) -> None:

@@ -172,14 +172,16 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """Compute the log-probability, the rank and the `tops[i]` best alternatives of `tokens[i]` under row i of `logits`
-    [rows, vocab], before penalties, bias, temperature and filters (vLLM's `raw_logprobs`, its default)."""
+    [rows, vocab], before penalties, bias, temperature and filters (vLLM's `raw_logprobs`, its default). Tokens that a
+    grammar forbids are no alternatives."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     chosen = logp.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     ranks = ((logp > chosen).sum(dim=-1) + 1).tolist()
     most = max(tops, default=0)
     if most:
         values, ids = logp.topk(min(most, logits.shape[-1]), dim=-1)
-        best = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+        pairs = (zip(i, v, strict=True) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
+        best = [[(token, value) for token, value in row if value > NEG_INF] for row in pairs]
     else:
         best = [[] for _ in tokens]
     return [

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS, PINNED, EngineConfig, default_cache_dir
 from afterglow.engine.gather import HostRows
+from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
 from afterglow.engine.inbox import Inbox
 from afterglow.engine.requests import RequestLimits
@@ -70,6 +71,7 @@ class EngineParts:
     scheduler: Scheduler
     store: KVStore
     runner: Runner
+    grammars: Grammars
     scores: Scores | None  # for truncation by importance
     selective: SelectiveAttention | None  # for requests that attend to a part of their prefix
     conversations: Conversations
@@ -145,6 +147,7 @@ def build(
             scheduler=scheduler,
             store=store,
             runner=runner,
+            grammars=Grammars(decoder.spec.vocab, decoder.spec.eos_ids),
             scores=scores,
             selective=selective,
             conversations=open_conversations(config.cache.disk_cache, namespace),

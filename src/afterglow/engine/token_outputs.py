@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
+from afterglow.engine.grammars.masks import Constraint, Masks
 from afterglow.engine.requests import stop_tokens
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.model.decoder import Decoder
@@ -26,6 +27,7 @@ class RunOutput:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprob]]] = field(default_factory=dict)  # with their first row
     selected: dict[int, Selected] = field(default_factory=dict)
+    broken: dict[int, str] = field(default_factory=dict)  # jobs that cannot go on, and why: their tokens are void
 
     def add(self, other: RunOutput) -> None:
         """Add the outputs of other runs of the same step."""
@@ -34,6 +36,7 @@ class RunOutput:
         self.logprobs.update(other.logprobs)
         self.prompt_logprobs.update(other.prompt_logprobs)
         self.selected.update(other.selected)
+        self.broken.update(other.broken)
 
 
 class TokenOutputs:
@@ -43,12 +46,17 @@ class TokenOutputs:
         self._decoder = decoder
         self._eos = frozenset(decoder.spec.eos_ids)
         self._requests: dict[int, tuple[Request, Sampler]] = {}
+        self._constraints: dict[int, Constraint] = {}
+        self._masks = Masks()
 
-    def register(self, job: int, request: Request) -> None:
-        """Prepare the sampler of a request."""
+    def register(self, job: int, request: Request, constraint: Constraint | None) -> None:
+        """Prepare the sampler of a request, and the first mask of its grammar."""
         sampling = request.sampling
-        sampler = Sampler.of(sampling, self._decoder.device, request.prompt, stop_tokens(sampling, self._eos))
-        self._requests[job] = request, sampler
+        stops = stop_tokens(sampling, self._eos) if constraint is None else ()  # masks have these
+        self._requests[job] = request, Sampler.of(sampling, self._decoder.device, request.prompt, stops)
+        if constraint is not None:
+            self._constraints[job] = constraint
+            self._masks.begin(constraint)
 
     def shorten(self, job: int, prompt: bytes) -> None:
         """Note that a prompt was cut to these tokens."""
@@ -59,6 +67,7 @@ class TokenOutputs:
     def forget(self, job: int) -> None:
         """Forget a request."""
         del self._requests[job]
+        self._constraints.pop(job, None)
 
     def logit_rows(self, runs: Sequence[Run], entries: Sequence[BatchEntry], rows: int) -> list[int] | None:
         """List the rows of the batch that need logits; None: all `rows` rows do."""
@@ -89,14 +98,19 @@ class TokenOutputs:
             places = last if logit_rows is None else [logit_rows.index(row) for row in last]
             rows = torch.tensor(places, device=hidden.device)
             logits = self._decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-            asked = [self._requests[runs[i].job] for i in drawing]
+            jobs = [runs[i].job for i in drawing]
+            asked = [self._requests[job] for job in jobs]
+            constrained = [(n, self._constraints[job]) for n, job in enumerate(jobs) if job in self._constraints]
+            self._masks.apply(logits, constrained)
             tokens = sample(logits, [sampler for _, sampler in asked])
-            out.result.tokens.update({runs[i].job: t for i, t in zip(drawing, tokens, strict=True)})
+            out.result.tokens.update(zip(jobs, tokens, strict=True))
             tops = {n: r.sampling.logprobs for n, (r, _) in enumerate(asked) if r.sampling.logprobs is not None}
             if tops:
                 of_rows = list(tops)
                 found = logprobs_of(logits[of_rows], [tokens[n] for n in of_rows], list(tops.values()))
-                out.logprobs = {runs[drawing[n]].job: lp for n, lp in zip(of_rows, found, strict=True)}
+                out.logprobs = {jobs[n]: lp for n, lp in zip(of_rows, found, strict=True)}
+            out.broken = {jobs[n]: each.error for n, each in constrained if each.error is not None}
+            self._masks.drew([(each, tokens[n]) for n, each in constrained if each.error is None])
         for run, entry in zip(runs, entries, strict=True):
             request, _ = self._requests[run.job]
             top = request.sampling.prompt_logprobs

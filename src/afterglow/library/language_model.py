@@ -36,6 +36,7 @@ class LanguageModel:
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         """`engine` has been started."""
         self.engine = engine
+        engine.grammars.use_tokenizer(tokenizer.serialized)
         self.tokenizer = tokenizer
         self.window = ContextWindow(engine.max_model_len)
         self._embedder: TextEmbedder | None = None

@@ -88,6 +88,10 @@ class Tokenizer:
             return bytes.fromhex(text[3:5])
         return text.replace("\u2581", " ").encode()
 
+    def serialized(self) -> str:
+        """Write the tokenizer, with all its added tokens, as the text of a `tokenizer.json`."""
+        return str(self._fast.to_str())
+
     # ------------------------------------------------------------------------------------------------ chat
 
     def encode_chat(

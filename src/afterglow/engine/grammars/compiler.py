@@ -1,0 +1,186 @@
+"""Compile grammars for one vocabulary, with llguidance, and keep them for the next requests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from afterglow.engine.grammars.masks import Constraint, Vocabulary
+from afterglow.engine.grammars.offending import find_offending, reason_of
+from afterglow.errors import RequestError
+from afterglow.request import Grammar, SamplingParams
+
+MAX_TEXT = 128 * 1024  # characters of a grammar
+MAX_KEPT = 64  # grammars, and in all
+MAX_KEPT_TEXT = 1024**2  # characters of them
+# White space between the tokens of JSON: none, one space, or a line break with its indentation. Without a limit, a model that
+# does not know how to go on would write spaces until the reply is full.
+WHITE_SPACE = r"( |\n {0,32}|\n\t{0,8})"
+# A grammar is compiled by recursion over its rules. A stack of this size (address space only) is deep enough for MAX_TEXT.
+STACK_BYTES = 256 * 1024**2
+# Masks are computed while other requests wait for their tokens too: limits of the work on one mask, some milliseconds each.
+LIMITS = LLParserLimits(
+    max_items_in_row=1000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+_one_stack = threading.Lock()  # the size of new threads' stacks is the process's
+
+
+class Grammars:
+    """Compile grammars for a model's vocabulary. For any thread."""
+
+    def __init__(self, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
+        self._read: Callable[[], str] | None = None
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def use_tokenizer(self, read: Callable[[], str]) -> None:
+        """Take the model's tokenizer. `read` returns it as the text of a `tokenizer.json`, when a request first has a
+        grammar."""
+        self._read = read
+
+    def check(self, grammar: Grammar | None) -> None:
+        """Refuse a grammar that cannot be enforced. May take up to seconds, when a grammar comes for the first time.
+
+        Raises: RequestError, with the path of the offending field.
+        """
+        if grammar is not None:
+            self._compiled(grammar)
+
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """Make the constraint of a request, at its grammar's beginning; None where it has none. Raises: RequestError."""
+        if params.grammar is None:
+            return None
+        matcher = self._compiled(params.grammar).deep_copy()
+        assert self._tokenizer is not None
+        vocabulary = Vocabulary(self.vocab_size, self._tokenizer.vocab_size, self.eos_ids)
+        return Constraint(matcher, params, vocabulary)
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            found = self._known.get(grammar)
+            if found is not None:
+                self._known.move_to_end(grammar)
+                return found
+            tokenizer = self._tokenizer = self._tokenizer or self._load(grammar)
+        made = _compile(tokenizer, grammar)
+        with self._lock:
+            self._known[grammar] = made
+            while len(self._known) > MAX_KEPT or sum(len(each.text) for each in self._known) > MAX_KEPT_TEXT:
+                self._known.popitem(last=False)
+        return made
+
+    def _load(self, grammar: Grammar) -> LLTokenizer:
+        if self._read is None:
+            raise RequestError("this engine was given no tokenizer, and a grammar needs one", param=grammar.param)
+        if not self.eos_ids:
+            raise RequestError(
+                "this model has no token that ends a text, so that a reply could not end where its grammar does",
+                param=grammar.param,
+            )
+        state = self._read()
+        try:
+            smallest = LLTokenizer(state, eos_token=list(self.eos_ids), slices=LLTokenizer.json_slices())
+            if smallest.vocab_size >= self.vocab_size:
+                return smallest
+            return LLTokenizer(
+                state, n_vocab=self.vocab_size, eos_token=list(self.eos_ids), slices=LLTokenizer.json_slices()
+            )
+        except Exception as error:  # the library raises several kinds
+            raise RequestError(
+                f"this model's tokenizer cannot be used with a grammar: {error}", param=grammar.param
+            ) from None
+
+
+def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Compile a grammar, and refuse it where a part cannot be enforced. Raises: RequestError."""
+    param = grammar.param
+    if len(grammar.text) > MAX_TEXT:
+        raise _refused(f"at most {MAX_TEXT} characters are accepted, got {len(grammar.text)}", param)
+    made: list[LLMatcher] = []
+    trouble: list[RequestError] = []
+
+    def work() -> None:
+        try:
+            matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+            matcher.compute_bitmask()  # a grammar that no text satisfies fails here
+            error = matcher.get_error() if matcher.is_error() else ""
+            if error and grammar.kind == "json_schema":
+                where, error = find_offending(json.loads(grammar.text), error, lambda part: _error_of(tokenizer, part))
+                raise _refused(reason_of(error), param + where)
+            if error:
+                raise _refused(reason_of(error), param)
+            made.append(matcher.deep_copy())
+        except RequestError as error:
+            trouble.append(error)
+
+    with _deep_stack():
+        thread = threading.Thread(target=work, name="afterglow-grammar")
+        thread.start()
+    thread.join()
+    if trouble:
+        raise trouble[0]
+    return made[0]
+
+
+def _source(grammar: Grammar) -> str:
+    """Write a grammar as llguidance reads it. Raises: RequestError."""
+    try:
+        if grammar.kind == "json_schema":
+            schema = json.loads(grammar.text)
+            if isinstance(schema, dict) and "x-guidance" in schema:
+                raise _refused("options of the compiler are not accepted", f"{grammar.param}.x-guidance")
+            if not isinstance(schema, dict | bool):
+                raise _refused(f"a JSON schema is an object, got {grammar.text[:80]}", grammar.param)
+            return _schema_source(schema, grammar.compact)
+        if grammar.kind == "choice":
+            choices = json.loads(grammar.text)
+            if not (isinstance(choices, list) and choices and all(isinstance(each, str) and each for each in choices)):
+                raise _refused("choices are a list of at least one text, none of them empty", grammar.param)
+        return grammar_from(grammar.kind, grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error).splitlines()[0], grammar.param) from None
+
+
+def _schema_source(schema: object, compact: bool = False) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        overrides={
+            "lenient": False,
+            "coerce_one_of": False,
+            "whitespace_flexible": not compact,
+            "whitespace_pattern": None if compact else WHITE_SPACE,
+        },
+    )
+
+
+def _error_of(tokenizer: LLTokenizer, schema: object) -> str:
+    matcher = LLMatcher(tokenizer, _schema_source(schema), log_level=0, limits=LIMITS)
+    return matcher.get_error() if matcher.is_error() else ""
+
+
+def _refused(reason: str, param: str) -> RequestError:
+    return RequestError(f"{param}: {reason}", param=param, code="invalid_grammar")
+
+
+@contextlib.contextmanager
+def _deep_stack() -> Iterator[None]:
+    """Give threads that are started inside a deep stack."""
+    with _one_stack:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)

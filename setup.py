@@ -47,14 +47,28 @@ setup(
                     "matrix.c",
                     "bytes.c",
                     "fill.c",
+                    "packed.c",
+                    "packed_blocks.c",
                     "passes.c",
                     "block.c",
                     "pick.c",
                     "vote.c",
                 )
             ],
-            depends=[NATIVE + name for name in ("team.h", "afterglow.h", "vectors.h", "rows.h", "panel.h", "passes.h")],
-            extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
+            depends=[
+                NATIVE + name
+                for name in (
+                    "team.h",
+                    "afterglow.h",
+                    "vectors.h",
+                    "rows.h",
+                    "panel.h",
+                    "passes.h",
+                    "packed.h",
+                    "packed_rows.h",
+                )
+            ],
+            extra_compile_args=["-O3", "-g0", "-pthread", "-Wno-psabi"],
             extra_link_args=["-pthread"],
             optional=KERNELS == "auto",
         )

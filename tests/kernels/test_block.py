@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from afterglow.kernels.block import Block
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import BytePanels, Panels, has_bytes
+from afterglow.kernels.packed import PackedPanels
+from afterglow.kernels.passes import gated_silu, rms_norm
+from tests.kernels.test_packed import random_blocks
 
 pytestmark = pytest.mark.skipif(native() is None, reason="nothing has been built here")
 HIDDEN, WIDTH, FFN = 100, 48, 132
@@ -65,3 +68,26 @@ def test_matrices_that_do_not_follow_each_other() -> None:
     out, mlp_in, _ = (Panels(weight, bias) for weight, bias in matrices)
     with pytest.raises(ValueError, match=f"{HIDDEN} -> {2 * FFN}"):
         Block(out, (before, 1e-5), mlp_in, out, (after, 1e-6))
+
+
+@pytest.mark.parametrize("rows", [1, 13, 250])
+def test_matrices_in_blocks(rows: int) -> None:
+    """What their products, one after another, come to; a row alone as in its batch."""
+    shapes = {"Q6_K": (256, 512), "Q4_K": (2 * 352, 256), "Q4_0": (256, 352)}
+    out, mlp_in, mlp_out = (
+        PackedPanels(random_blocks(block_format, *shape), block_format, shape[1], torch.arange(shape[0]) / 100.0)
+        for block_format, shape in shapes.items()
+    )
+    generator = torch.Generator().manual_seed(rows)
+    before, after, x, attended = (
+        torch.randn(shape, generator=generator) for shape in (256, 256, (rows, 256), (rows, 512))
+    )
+    wanted = x + out(attended)
+    wanted += mlp_out(gated_silu(mlp_in(rms_norm(wanted, before, 1e-5))))
+    alone = x[-1:].clone()
+    block = Block(out, (before, 1e-5), mlp_in, mlp_out, (after, 1e-6))
+    normed = block(x, attended)
+    torch.testing.assert_close(x, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(normed, rms_norm(wanted, after, 1e-6), atol=1e-5, rtol=1e-5)
+    assert torch.equal(block(alone, attended[-1:]), normed[-1:])
+    assert torch.equal(alone, x[-1:])

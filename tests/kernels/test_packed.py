@@ -8,7 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.kernels import packed
+from afterglow.kernels.built import native
 from afterglow.kernels.packed import BLOCK_FORMATS, PackedPanels, asymmetric_blocks, dequantize, rounded_groups
+
+WAYS = ["torch", *([16, 8] if native() is not None else [])]  # with vectors of so many floats
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply in one of the ways that there are."""
+    if request.param == "torch":
+        monkeypatch.setattr(packed, "native", lambda: None)
+        return
+    library = native()
+    assert library is not None
+    if library.width < request.param:
+        pytest.skip(f"this processor has no vectors of {request.param} floats")
+    monkeypatch.setattr(library, "width", request.param)
+
 
 HALVES = {  # format: where a block's float16 numbers are
     "Q8_0": (0,),
@@ -75,6 +93,7 @@ def test_rounded_rows_are_near() -> None:
     assert (error.abs() <= scale[..., None] * 0.5001).all()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 12, 13, 100])
 @pytest.mark.parametrize("block_format", BLOCK_FORMATS)
@@ -98,15 +117,38 @@ def test_products(block_format: str, rows: int, bias: bool) -> None:
     assert ((found - F.linear(x.double(), weight, added)).abs() <= F.linear(steps, weight.abs()) * 1.001 + 1e-6).all()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("block_format", BLOCK_FORMATS)
 def test_a_row_is_the_same_whatever_its_batch(block_format: str) -> None:
     matrix = PackedPanels(random_blocks(block_format, 70, 512), block_format, 512, torch.arange(70.0))
     x = torch.randn(300, 512, generator=torch.Generator().manual_seed(1))
-    whole = matrix(x)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        whole = matrix(x)
+    finally:
+        torch.set_num_threads(threads)
     for start, rows in ((0, 1), (7, 1), (0, 12), (5, 13), (239, 2), (240, 7), (1, 299)):
         assert torch.equal(matrix(x[start : start + rows]), whole[start : start + rows])
 
 
+@pytest.mark.skipif(len(WAYS) < 3, reason="nothing has been built here")
+@pytest.mark.parametrize("rows", [1, 4, 30, 250])
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_products_are_the_same_in_vectors_of_each_width(
+    block_format: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = native()
+    assert library is not None
+    matrix = PackedPanels(random_blocks(block_format, 40, 2560), block_format, 2560, torch.arange(40.0))
+    x = torch.randn(rows, 2560, generator=torch.Generator().manual_seed(1))
+    x[0, 64:96] = 0
+    found = matrix(x)
+    monkeypatch.setattr(library, "width", 8)
+    assert torch.equal(matrix(x), found)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("start", "stop"), [(0, 70), (16, 48), (32, 70), (5, 6), (3, 69)])
 @pytest.mark.parametrize("block_format", BLOCK_FORMATS)
 def test_a_part(block_format: str, start: int, stop: int) -> None:
@@ -115,8 +157,42 @@ def test_a_part(block_format: str, start: int, stop: int) -> None:
     part = matrix.part(start, stop)
     assert (part.inputs, part.outputs) == (256, stop - start)
     assert torch.equal(part(x), matrix(x)[:, start:stop])
+    middle = part.part(1, part.outputs)
+    assert torch.equal(middle(x), matrix(x)[:, start + 1 : stop])
 
 
+@pytest.mark.usefixtures("way")
+def test_the_most_that_sums_hold() -> None:
+    """All numbers at their ends: no sum of products in 16 or 32 bits may overflow."""
+    for block_format, kind in BLOCK_FORMATS.items():
+        for fill in (0, 255):
+            blocks = random_blocks(block_format, 16, 512)
+            scales = blocks.view(16, -1, kind.num_bytes).clone()
+            blocks.fill_(fill)
+            for place in HALVES.get(block_format, ()):
+                blocks.view(16, -1, kind.num_bytes)[..., place : place + 2] = scales[..., place : place + 2]
+            if block_format in ("A4", "A8"):
+                blocks.view(16, -1, kind.num_bytes)[..., :5] = scales[..., :5]
+            if block_format == "MXFP4":
+                blocks.view(16, -1, kind.num_bytes)[..., 0] = 120
+            for x in (torch.ones(13, 512), -torch.ones(13, 512)):
+                found = PackedPanels(blocks, block_format, 512)(x)
+                wanted = F.linear(x.double(), dequantize(blocks, block_format).double())
+                torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_blocks_of_a_mapped_file() -> None:
+    """Rows may begin anywhere, lie apart, and be read-only."""
+    blocks = random_blocks("Q4_K", 20, 512)
+    apart = torch.zeros(20, blocks.shape[1] + 7, dtype=torch.uint8)
+    apart[:, 3:-4] = blocks
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(PackedPanels(apart[:, 3:-4], "Q4_K", 512)(x), PackedPanels(blocks, "Q4_K", 512)(x))
+    across = blocks.T.contiguous().T
+    assert torch.equal(PackedPanels(across, "Q4_K", 512)(x), PackedPanels(blocks, "Q4_K", 512)(x))
+
+
+@pytest.mark.usefixtures("way")
 def test_rows_that_are_no_blocks() -> None:
     blocks = random_blocks("Q4_0", 3, 64)
     with pytest.raises(ValueError, match="unknown block format 'Q2_K': known are Q8_0"):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import BytePanels, Panels
+from afterglow.kernels.packed import PackedPanels
 
 
 class Block:
@@ -16,10 +17,10 @@ class Block:
 
     def __init__(
         self,
-        out: Panels | BytePanels,
+        out: Panels | BytePanels | PackedPanels,
         norm: tuple[Tensor, float],
-        mlp_in: Panels | BytePanels,
-        mlp_out: Panels | BytePanels,
+        mlp_in: Panels | BytePanels | PackedPanels,
+        mlp_out: Panels | BytePanels | PackedPanels,
         after: tuple[Tensor, float],
     ) -> None:
         """Keep the matrices. A norm is its weight [hidden] and the number that is added to the mean square; `mlp_in` yields

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.kernels.built import native
+from afterglow.kernels.matrix import on_huge_pages
+
+PANEL = 16  # outputs of a panel
 GROUP = 32  # inputs that share a scale of the activations
 LEVELS = 127  # that an activation's magnitude is rounded to
 LEAST_PEAK = 1e-30  # of a group of activations: its reciprocal is finite
@@ -60,6 +65,13 @@ def split(blocks: Tensor, block_format: str) -> Groups:
 
     Raises: ValueError if the format is unknown, or rows are no whole number of blocks.
     """
+    check(blocks, block_format)
+    kind = BLOCK_FORMATS[block_format]
+    return kind.groups(_runs(blocks, kind.num_bytes))
+
+
+def check(blocks: Tensor, block_format: str) -> None:
+    """Raise ValueError if the format is unknown, or rows of `blocks` are no whole number of blocks."""
     if block_format not in BLOCK_FORMATS:
         raise ValueError(f"unknown block format {block_format!r}: known are {', '.join(BLOCK_FORMATS)}")
     kind = BLOCK_FORMATS[block_format]
@@ -67,7 +79,6 @@ def split(blocks: Tensor, block_format: str) -> Groups:
         raise ValueError(
             f"rows of {block_format} are bytes in blocks of {kind.num_bytes}, not {blocks.dtype} {tuple(blocks.shape)}"
         )
-    return kind.groups(_runs(blocks, kind.num_bytes))
 
 
 def asymmetric_blocks(numbers: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -94,36 +105,82 @@ def rounded_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PackedPanels:
-    """A matrix [outputs, inputs] in blocks. Float32 on CPU."""
+    """A matrix [outputs, inputs] in blocks. Float32 on CPU; torch multiplies where there are no compiled kernels.
 
-    __slots__ = ("_bias", "_groups", "inputs", "matrix", "num_bytes", "outputs")
+    `matrix` is the compiled kernels' view of it, or None without them; `num_bytes` of memory hold it.
+    """
+
+    __slots__ = ("_bias", "_first", "_groups", "_library", "_panels", "inputs", "matrix", "num_bytes", "outputs")
 
     def __init__(self, blocks: Tensor, block_format: str, inputs: int, bias: Tensor | None = None) -> None:
         """Copy `blocks`, uint8 [outputs, bytes of a row], the rows exactly as in a file; `bias` [outputs].
 
         Raises: ValueError if the format is unknown, or its rows of `inputs` weights have other sizes.
         """
-        numbers, scale, minimum = split(blocks, block_format)
+        check(blocks, block_format)
         if BLOCK_FORMATS[block_format].row_bytes(inputs) != blocks.shape[1]:
             raise ValueError(f"a row of {blocks.shape[1]} bytes of {block_format} has not {inputs} inputs")
         self.inputs, self.outputs = inputs, blocks.shape[0]
-        self.matrix = None
-        self._groups = Groups(numbers, scale, minimum)
-        self._bias = None if bias is None else bias.float()
-        self.num_bytes = sum(part.nbytes for part in self._groups if part is not None)
+        self.matrix: Any = None
+        self._library = native()
+        self._first = 0  # a part may begin inside a panel
+        if self._library is None:
+            self._groups = split(blocks, block_format)
+            self._bias = None if bias is None else bias.float()
+            self.num_bytes = sum(part.nbytes for part in self._groups if part is not None)
+            return
+        number = getattr(self._library.lib, f"AFTERGLOW_{block_format}")
+        count = -(-self.outputs // PANEL)
+        self._panels = on_huge_pages(torch.uint8, count, self._library.lib.afterglow_panel_bytes(number, inputs))
+        self._bias = None if bias is None else F.pad(bias.float(), (0, count * PANEL - self.outputs))
+        if blocks.stride(1) != 1:
+            blocks = blocks.contiguous()
+        self.num_bytes = self._panels.nbytes
+        self.matrix = self._view(number)
+        self._library.lib.afterglow_pack(self.matrix, blocks.data_ptr(), blocks.stride(0), torch.get_num_threads())
+
+    def _view(self, block_format: int) -> Any:
+        """Describe the panels to the compiled kernels."""
+        assert self._library is not None
+        terms = 0 if self._bias is None else self._bias.data_ptr()
+        outputs = self._first + self.outputs
+        return self._library.new(
+            "afterglow_matrix *", (self._panels.data_ptr(), terms, self.inputs, outputs, block_format)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `x` [rows, inputs], float32: [rows, outputs]. Raises: MemoryError."""
-        return _product(x, self._groups, self._bias)
+        if self._library is None:
+            return _product(x, self._groups, self._bias)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape[0], self._first + self.outputs)
+        failed = self._library.lib.afterglow_multiply_packed(
+            *(self.matrix, x.data_ptr(), x.stride(0), x.shape[0], 0, out.data_ptr()),
+            *(torch.get_num_threads(), self._library.width),
+        )
+        if failed:
+            raise MemoryError(f"no memory to round {x.shape[0]} rows of {self.inputs} numbers")
+        return out[:, self._first :]
 
     def part(self, start: int, stop: int) -> Self:
-        """Return the outputs from `start` to `stop` as a matrix."""
+        """Return the outputs from `start` to `stop` as a matrix; with the compiled kernels it shares this one's memory."""
         part = object.__new__(type(self))
-        numbers, scale, minimum = self._groups
-        part.inputs, part.outputs, part.matrix = self.inputs, stop - start, None
-        part._groups = Groups(numbers[start:stop], scale[start:stop], None if minimum is None else minimum[start:stop])
-        part._bias = None if self._bias is None else self._bias[start:stop]
-        part.num_bytes = sum(piece.nbytes for piece in part._groups if piece is not None)
+        part.inputs, part.outputs, part._library, part._first = self.inputs, stop - start, self._library, 0
+        if self._library is None:
+            numbers, scale, minimum = self._groups
+            part._groups = Groups(
+                numbers[start:stop], scale[start:stop], None if minimum is None else minimum[start:stop]
+            )
+            part._bias = None if self._bias is None else self._bias[start:stop]
+            part.matrix, part.num_bytes = None, sum(piece.nbytes for piece in part._groups if piece is not None)
+            return part
+        first, part._first = divmod(self._first + start, PANEL)
+        end = -(-(self._first + stop) // PANEL)
+        part._panels = self._panels[first:end]
+        part._bias = None if self._bias is None else self._bias[first * PANEL : end * PANEL]
+        part.num_bytes = part._panels.nbytes
+        part.matrix = part._view(self.matrix.format)
         return part
 
 

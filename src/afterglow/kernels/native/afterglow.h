@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 6
+#define AFTERGLOW_ABI_VERSION 7
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -60,15 +60,34 @@ int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglo
 void afterglow_append(const afterglow_table *table, int64_t layer, const float *keys, int64_t key_stride, const float *values,
                       int64_t value_stride);
 
+/* What a matrix is kept in: floats, bytes with a scale for each output, or the blocks of a GGUF file. A4 and A8 are our own: 32
+   numbers of 4 or 8 bits after a float32 scale and a zero in 8 bits. */
+enum {
+    AFTERGLOW_FLOATS,
+    AFTERGLOW_BYTES,
+    AFTERGLOW_Q8_0,
+    AFTERGLOW_Q4_0,
+    AFTERGLOW_Q4_1,
+    AFTERGLOW_Q5_0,
+    AFTERGLOW_Q5_1,
+    AFTERGLOW_Q4_K,
+    AFTERGLOW_Q5_K,
+    AFTERGLOW_Q6_K,
+    AFTERGLOW_MXFP4,
+    AFTERGLOW_A4,
+    AFTERGLOW_A8
+};
+
 /* A matrix in panels. Floats: panels [outputs / (2 width), rounded up][inputs][2 width], and `terms` the bias of as many outputs as
    the panels have, or null. Bytes: panels [outputs / 32, rounded up][inputs / 4, rounded up][32][4], and `terms` [panels][3][32]:
-   the sum that an offset of 128 adds to an output (int32), scales, biases. */
+   the sum that an offset of 128 adds to an output (int32), scales, biases. Blocks: panels of 16 outputs, see packed.h, and `terms`
+   the bias or null. */
 typedef struct {
     const void *panels;
     const float *terms;
     int64_t inputs;
     int64_t outputs;
-    int64_t bytes;
+    int64_t format;
 } afterglow_matrix;
 
 /* Writes out [rows][outputs] = x [rows][inputs] times a matrix of floats, plus its bias; added to `out` if `add` is not 0. */
@@ -94,6 +113,16 @@ typedef struct {
 /* Rounds rows to bytes, each with a scale of its own: they become the outputs from `start` on of a matrix of bytes whose panels and
    terms are written. Needs what `afterglow_multiply_bytes` needs. */
 void afterglow_fill_bytes(const afterglow_rows *rows, int64_t start, void *panels, float *terms, int threads);
+
+/* Returns the bytes of a panel of 16 outputs with `inputs` inputs, in a format of blocks. */
+int64_t afterglow_panel_bytes(int64_t format, int64_t inputs);
+
+/* Writes the panels of a matrix, given its rows in blocks as in a file, `stride` bytes apart. */
+void afterglow_pack(const afterglow_matrix *matrix, const void *blocks, int64_t stride, int threads);
+
+/* Multiplies with a matrix in blocks; rows of x are rounded to bytes, each group of 32 inputs with a scale of its own. */
+int afterglow_multiply_packed(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out,
+                              int threads, int width);
 
 /* An RMS norm: its weight [size], and the number that is added to the mean square. */
 typedef struct {

@@ -9,8 +9,11 @@
 
 static int multiply(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out, int threads,
                     int width) {
-    return matrix->bytes ? afterglow_multiply_bytes(matrix, x, x_stride, rows, add, out, threads)
-                         : afterglow_multiply(matrix, x, x_stride, rows, add, out, threads, width);
+    switch (matrix->format) {
+        case AFTERGLOW_FLOATS: return afterglow_multiply(matrix, x, x_stride, rows, add, out, threads, width);
+        case AFTERGLOW_BYTES: return afterglow_multiply_bytes(matrix, x, x_stride, rows, add, out, threads);
+        default: return afterglow_multiply_packed(matrix, x, x_stride, rows, add, out, threads, width);
+    }
 }
 
 int afterglow_finish_layer(const afterglow_layer *layer, float *x, const float *attended, int64_t attended_stride, float *normed,

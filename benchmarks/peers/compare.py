@@ -97,7 +97,7 @@ def _measure(options: Any) -> int:
             cores=tuple(cores),
             vllm_compiled=options.vllm_compiled,
             wait_policy=options.wait_policy,
-            say=_Said(),
+            say=Said(),
         )
         rows, goals, figures = _kept(options.json, options.figure)
         for name in options.figure or FIGURES:
@@ -126,7 +126,7 @@ def _kept(path: Path | None, measured: list[str] | None) -> tuple[list[Any], lis
     return rows, goals, {name: notes for name, notes in found["figures"].items() if name in names}
 
 
-class _Said:
+class Said:
     """Progress, with the minutes since the start."""
 
     def __init__(self) -> None:

@@ -1,4 +1,8 @@
-"""Afterglow as a library: `Engine.submit`, all prompts at once. The cache is on, as always; the prompts are new ones."""
+"""Afterglow as a library: `Engine.submit`, all prompts at once. The cache is on, as always; the prompts are new ones.
+
+Options: model, cache (a folder), threads; where they are not the default quantization and disk (bytes of the disk tier). The mode "save" closes
+the engine, which writes what it holds to disk; other modes change nothing, since an engine finds what it holds by itself.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,21 @@ _ids = count()
 
 def start() -> tuple[Generate, dict[str, Any]]:
     options = json.loads(sys.argv[1])
-    more = {"quantization": options["quantization"]} if options.get("quantization") else {}
-    cache = CacheConfig(disk_cache=0, cache_dir=Path(options["cache"]), warm_start=False)
+    more = {name: options[name] for name in ("quantization", "max_model_len") if options.get(name)}
+    budgets = {"disk_cache": 0, "warm_start": False} | options.get("budgets", {})
+    cache = CacheConfig(cache_dir=Path(options["cache"]), **budgets)
+    began = time.perf_counter()
     engine = Engine.load(options["model"], EngineConfig(cache=cache, threads=options["threads"], max_batch=32, **more))
     engine.start()
-    return partial(_generate, engine), {"threads": options["threads"], "disk_cache": 0, "max_batch": 32, **more}
+    took = time.perf_counter() - began
+    settings = {"threads": options["threads"], **budgets, "max_batch": 32, **more, "load_s": took}
+    return partial(_generate, engine), settings
 
 
-def _generate(engine: Engine, prompts: list[list[int]], new: int, _: str) -> Answer:
+def _generate(engine: Engine, prompts: list[list[int]], new: int, mode: str) -> Answer:
+    if mode.startswith("save"):
+        engine.close(flush=True)
+        return [], []
     tokens: list[list[int]] = [[] for _ in prompts]
     stamps: list[list[float]] = [[] for _ in prompts]
     ended = [threading.Event() for _ in prompts]

@@ -1,4 +1,4 @@
-"""Writes a float32 Llama directory of Hugging Face as GGUF. Runs in llama.cpp's environment (numpy, gguf).
+"""Writes a float32 or bfloat16 Llama directory of Hugging Face as GGUF of the same numbers. Runs in llama.cpp's environment (numpy, gguf).
 
     python to_gguf.py DIRECTORY OUT.gguf
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+DTYPES = {"F32": np.float32, "BF16": np.uint16}
 LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
@@ -34,19 +36,20 @@ LAYER_NAMES = {
 }
 
 
-def tensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a safetensors file, which have to be float32."""
+def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and tensors of a safetensors file, one by one: float32, or the uint16 of bfloat16; vectors always float32."""
     data = np.memmap(path, np.uint8, "r")
     size = int.from_bytes(data[:8].tobytes(), "little")
     header: dict[str, Any] = json.loads(data[8 : 8 + size].tobytes())
     header.pop("__metadata__", None)
-    found = {}
     for name, entry in header.items():
-        if entry["dtype"] != "F32":
-            raise SystemExit(f"{name} is {entry['dtype']}, not F32")
+        if entry["dtype"] not in DTYPES:
+            raise SystemExit(f"{name} is {entry['dtype']}, not {' or '.join(DTYPES)}")
         start, stop = entry["data_offsets"]
-        found[name] = data[8 + size + start : 8 + size + stop].view(np.float32).reshape(entry["shape"])
-    return found
+        numbers = data[8 + size + start : 8 + size + stop].view(DTYPES[entry["dtype"]])
+        if numbers.dtype == np.uint16 and len(entry["shape"]) == 1:
+            numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+        yield name, numbers.reshape(entry["shape"])
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -88,8 +91,9 @@ def main(source: Path, target: Path) -> None:
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"][0])
     writer.add_add_bos_token(False)
-    for name, tensor in tensors(source / "model.safetensors").items():
-        writer.add_tensor(*renamed(name, tensor, config))
+    for name, tensor in tensors(source / "model.safetensors"):
+        raw = gguf.GGMLQuantizationType.BF16 if tensor.dtype == np.uint16 else None
+        writer.add_tensor(*renamed(name, tensor, config), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,91 @@
+"""The figures of benchmarks/results/quantized_peers.json as tables, on the terminal and as Markdown, and the goals over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afterglow.bench.report import goal, show
+from benchmarks.peers.rounds import ratio
+
+Rows = list[dict[str, Any]]
+
+HEADS = (
+    "load, first, s",
+    "load again, s",
+    "resident, GB",
+    "at most, GB",
+    "prefill, tokens/s",
+    "decode 1",
+    "of the bound",
+    "decode 8",
+    "TTFT, second turn, ms",
+    "TTFT, after a restart, ms",
+)
+ORDER = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "int4", "int8")
+SHAPE, KIND = "1.1b", "Q4_0"
+LOADS = {"load, first": 4.0, "load": 2.0}  # seconds
+BESIDE = 0.5e9  # bytes in memory besides the weights
+TIMES = {"prefill": 2.0, "decode 1": 1.5, "decode 8": 2.5}  # as fast as llama.cpp
+
+
+def show_all(rows: Rows, bounds: dict[str, dict[str, float]]) -> None:
+    for model in dict.fromkeys(row["model"] for row in rows):
+        show(f"{model}, prefill of 512 tokens", ("", *HEADS), cells(rows, model, bounds[model]))
+
+
+def cells(rows: Rows, model: str, bounds: dict[str, float]) -> list[list[str]]:
+    """One line for each arm, the engines of one file side by side. `bounds`: tokens/s that memory allows, by kind."""
+    by = {(row["kind"], row["engine"], row["measure"]): row for row in rows if row["model"] == model}
+    arms = sorted(
+        dict.fromkeys((kind, engine) for kind, engine, _ in by), key=lambda arm: (ORDER.index(arm[0]), arm[1])
+    )
+
+    def cell(arm: tuple[str, str], measure: str, scale: float = 1.0) -> str:
+        found = by.get((*arm, measure))
+        if found is None:
+            return ""
+        value = scale * found["value"]
+        form = f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+        return f"{form} ± {100 * found['spread']:.0f} %" if len(found["samples"]) > 1 else form
+
+    def share(arm: tuple[str, str]) -> str:
+        found, bound = by.get((*arm, "decode 1")), bounds.get(arm[0])
+        return f"{100 * found['value'] / bound:.0f} %" if found and bound else ""
+
+    return [
+        [
+            f"{kind}, {engine}",
+            cell((kind, engine), "load, first"),
+            cell((kind, engine), "load"),
+            cell((kind, engine), "resident", 1e-9),
+            cell((kind, engine), "peak", 1e-9),
+            cell((kind, engine), "prefill"),
+            cell((kind, engine), "decode 1"),
+            share((kind, engine)),
+            cell((kind, engine), "decode 8"),
+            cell((kind, engine), "ttft of a second turn", 1e3),
+            cell((kind, engine), "ttft after a restart", 1e3),
+        ]
+        for kind, engine in arms
+    ]
+
+
+def goals(rows: Rows, models: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the 1.1 B shape in Q4_0, whose repacked form is llama.cpp's best."""
+    by = {(r["engine"], r["measure"]): r for r in rows if r["model"] == SHAPE and r["kind"] == KIND}
+    if ("afterglow", "load") not in by:
+        return []
+    name, found = f"{SHAPE}, {KIND}", []
+    for measure, seconds in LOADS.items():
+        row = by["afterglow", measure]
+        found.append(goal(f"{name}: {measure}, s", row["value"], seconds, least=False, spread=row["spread"]))
+    row = by["afterglow", "resident"]
+    beside = row["value"] - models[SHAPE]["bytes"][KIND]
+    found.append(
+        goal(f"{name}: resident besides the weights, bytes", beside, BESIDE, least=False, spread=row["spread"])
+    )
+    for measure, wanted in TIMES.items():
+        if ("llama-cpp", measure) in by:
+            value, noise = ratio(by["afterglow", measure], by["llama-cpp", measure])
+            found.append(goal(f"{name}: {measure} / llama.cpp", value, wanted, least=True, spread=noise))
+    return found

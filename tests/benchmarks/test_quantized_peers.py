@@ -121,6 +121,32 @@ def test_a_line_says_how_near_the_bound_is() -> None:
     assert dict(zip(tables.HEADS, theirs[1:], strict=True))["load again, s"] == "123"
 
 
+def test_the_file_as_a_page() -> None:
+    found = rows(decode_1=(30.0, 24.0), load=(1.5, 123.0))
+    facts = {"first tokens": {"Q4_0": "3 of 3"}, "chosen": {"llama-cpp Q4_0": {"flash": True}}, "left out": {"a": "b"}}
+    text = tables.markdown(
+        {
+            "bandwidth": 2.5e10,
+            "settings": {"threads": 2},
+            "hardware": {"cpu": "a processor"},
+            "versions": {"llama-cpp": {"gguf": "1"}},
+            "commit": "abc",
+            "quick": True,
+            "rows": found,
+            "bounds": {"1.1b": {"Q4_0": 40.0}},
+            "models": {"1.1b": facts},
+            "goals": [{"name": "g", "value": 1.0, "goal": ">= 2", "met": False, "within_noise": False}],
+        }
+    )
+    assert text.startswith(
+        "a processor, 2 threads for both, memory read at 25.0 GB/s. Afterglow abc; gguf 1, a quick run."
+    )
+    assert "| Q4_0, llama-cpp |  | 123 |" in text
+    assert "llama.cpp's flags: Q4_0 flash=True. First tokens that are the same: Q4_0 3 of 3." in text
+    assert "Left out: a (b)." in text
+    assert "| g | 1 | >= 2 | **missed** |" in text
+
+
 def test_perplexities_are_compared_token_by_token() -> None:
     losses = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])]
     row = perplexity.compared({"afterglow": [each + 0.01 for each in losses], "llama.cpp": losses})

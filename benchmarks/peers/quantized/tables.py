@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from afterglow.bench.report import goal, show
+from afterglow.bench.report import goal, show, verdict
 from benchmarks.peers.rounds import ratio
 
 Rows = list[dict[str, Any]]
@@ -89,3 +90,37 @@ def goals(rows: Rows, models: dict[str, Any]) -> list[dict[str, Any]]:
             value, noise = ratio(by["afterglow", measure], by["llama-cpp", measure])
             found.append(goal(f"{name}: {measure} / llama.cpp", value, wanted, least=True, spread=noise))
     return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """All of the file as Markdown: the machine, a table for each model, the flags of llama.cpp, the goals."""
+    speed, settings = found["bandwidth"] / 1e9, found["settings"]
+    packages = ", ".join(f"{name} {version}" for name, version in found["versions"]["llama-cpp"].items())
+    quick = ", a quick run" if found["quick"] else ""
+    parts = [
+        f"{found['hardware']['cpu']}, {settings['threads']} threads for both, memory read at {speed:.1f} GB/s. Afterglow "
+        f"{found['commit']}; {packages}{quick}.\n"
+    ]
+    for model, facts in found["models"].items():
+        agreement = ", ".join(f"{kind} {said}" for kind, said in facts["first tokens"].items())
+        chosen = ", ".join(
+            f"{name.removeprefix('llama-cpp ')} {_flags(flags)}" for name, flags in facts["chosen"].items()
+        )
+        parts.append(_lines(("", *HEADS), cells(found["rows"], model, found["bounds"][model]), f"**{model}**"))
+        parts.append(f"llama.cpp's flags: {chosen}. First tokens that are the same: {agreement}.\n")
+        parts += [f"Left out: {name} ({reason}).\n" for name, reason in facts["left out"].items()]
+    verdicts = [
+        [g["name"], f"{g['value']:.3g}", g["goal"], verdict(g).replace("MISSED", "**missed**")] for g in found["goals"]
+    ]
+    if verdicts:
+        parts.append(_lines(("goal", "measured", "wanted", ""), verdicts))
+    return "\n".join(parts)
+
+
+def _flags(flags: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in flags.items()) or "defaults"
+
+
+def _lines(heads: Sequence[str], lines: Sequence[Sequence[str]], corner: str = "") -> str:
+    rows = [(corner or heads[0], *heads[1:]), ["---"] * len(heads), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from afterglow.library.embedder import load_embedder
     from afterglow.library.language_model import LanguageModel, load_model
     from afterglow.library.text_reply import TextReply
-    from afterglow.request import Completion, Request, SamplingParams
+    from afterglow.request import Completion, Grammar, Request, SamplingParams
 
 __all__ = [
     "AfterglowError",
@@ -27,6 +27,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineConfig",
+    "Grammar",
     "LanguageModel",
     "ModelError",
     "Request",
@@ -46,6 +47,7 @@ _HOME = {
     "ConfigError": "errors",
     "Engine": "engine.engine",
     "EngineConfig": "config",
+    "Grammar": "request",
     "LanguageModel": "library.language_model",
     "ModelError": "errors",
     "Request": "request",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afterglow.config import CacheConfig, EngineConfig
+from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.requests import owner_of
 from afterglow.engine.stats import EngineStats, TierBytes, Tiers
 from afterglow.errors import RequestError
@@ -69,6 +70,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
         self.max_queue = max_queue
+        self.grammars = Grammars(vocab_size, (eos,))
         self.config = EngineConfig(max_queue=max_queue, cache=cache or CacheConfig())
         self.gate = threading.Event()  # requests wait until it is set
         if not hold:

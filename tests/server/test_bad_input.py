@@ -68,7 +68,7 @@ BAD = [
     (CHAT, {**HI, "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
     (CHAT, {**HI, "tool_choice": "required"}, "tool_choice", "not supported"),
-    (CHAT, {**HI, "response_format": {"type": "json_object"}}, "response_format", "'json_object'"),
+    (CHAT, {**HI, "response_format": {"type": "structural_tag"}}, "response_format.type", "'structural_tag'"),
     (CHAT, {**HI, "length_penalty": 0.5}, "length_penalty", "not supported"),
     (CHAT, {**HI, "presence_penalty": 2.5}, "presence_penalty", "between -2 and 2, got 2.5"),
     (CHAT, {**HI, "frequency_penalty": -3}, "frequency_penalty", "between -2 and 2, got -3"),

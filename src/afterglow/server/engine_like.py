@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from afterglow.config import EngineConfig
 from afterglow.request import PrefixInfo, Request, SessionInfo
 from afterglow.store.database.conversations import Conversations
+
+if TYPE_CHECKING:
+    from afterglow.engine.grammars.compiler import Grammars
 
 
 class EngineLike(Protocol):
@@ -17,6 +20,7 @@ class EngineLike(Protocol):
     config: EngineConfig
     max_model_len: int
     vocab_size: int
+    grammars: Grammars
 
     @property
     def healthy(self) -> bool: ...

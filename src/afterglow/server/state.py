@@ -44,6 +44,7 @@ class State:
     ) -> None:
         """`embedders`: the models of `/v1/embeddings`, the default first."""
         self.engine = engine
+        engine.grammars.use_tokenizer(tokenizer.serialized)
         self.tokenizer = tokenizer
         self.config = config
         self.defaults = defaults

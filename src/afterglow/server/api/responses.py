@@ -209,7 +209,7 @@ class ResponseReply(Replies):
             "service_tier": "default",
             "store": self._store,
             "temperature": self.requests[0].sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text_format},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": 0,

@@ -48,11 +48,8 @@ NOT_SUPPORTED: Unused = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
     "continue_final_message": (False,),
 }
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, PrivateAttr
 
 from afterglow.errors import RequestError
-from afterglow.request import MAX_LOGPROBS, SamplingParams
+from afterglow.request import MAX_LOGPROBS, Grammar, SamplingParams
 from afterglow.server.bodies.defaults import SamplingDefaults
+from afterglow.server.bodies.grammar_fields import GrammarFields, read_format
 from afterglow.server.bodies.json_body import (
     NOT_SUPPORTED,
     Int,
-    JsonBody,
     Name,
     Unused,
     at_most,
@@ -36,7 +36,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Body(JsonBody):
+class Body(GrammarFields):
     """The base of bodies that ask for replies."""
 
     unsupported: ClassVar[Unused] = {}
@@ -75,6 +75,7 @@ class Body(JsonBody):
         return {**NOT_SUPPORTED, **cls.unsupported}
 
     def check(self) -> None:
+        super().check()
         for name in ("cache_salt", "prompt_cache_key"):
             if getattr(self, name) == "":
                 raise RequestError(f"{name} must be a non-empty string; leave it out for none", param=name)
@@ -158,6 +159,7 @@ class Body(JsonBody):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            grammar=self.grammar,
         )
 
 
@@ -175,11 +177,9 @@ class ChoicesBody(Body):
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", param="stream_options")
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind != "text":
-            raise RequestError(
-                f"response_format of type {shown(kind)} is not supported, only 'text'", param="response_format"
-            )
+
+    def formats(self) -> list[Grammar]:
+        return read_format(self.response_format, "response_format")
 
     @property
     def reply_tokens(self) -> int | None:
@@ -282,6 +282,14 @@ class ResponseBody(Body):
     def reply_tokens(self) -> int | None:
         return self.max_output_tokens
 
+    @property
+    def text_format(self) -> Any:
+        """Return the form of the reply as the client gave it."""
+        return (self.text or {}).get("format") or {"type": "text"}
+
+    def formats(self) -> list[Grammar]:
+        return read_format(self.text_format, "text.format")
+
     def check(self) -> None:
         super().check()
         check_variables(self.chat_template_kwargs)
@@ -297,10 +305,6 @@ class ResponseBody(Body):
             )
         if "message.output_text.logprobs" in (self.include or ()):
             raise RequestError("include: message.output_text.logprobs is not supported", param="include")
-        form = (self.text or {}).get("format") or {"type": "text"}
-        kind = form.get("type") if isinstance(form, dict) else form
-        if kind != "text":
-            raise RequestError(f"text.format of type {shown(kind)} is not supported, only 'text'", param="text.format")
         check_chars(len(self.instructions or ""), "instructions")
         check_messages(self.input, "input")
         self.input = read_input(self.input)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from afterglow.config import EngineConfig
+from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
 from afterglow.request import PrefixInfo, Request, SessionInfo
@@ -25,6 +26,7 @@ class EncoderOnly:
         self.config = config
         self.max_model_len = model.embedder.max_tokens
         self.vocab_size = model.embedder.model.spec.vocab
+        self.grammars = Grammars(self.vocab_size, ())
         self.conversations = Conversations(None)
 
     def submit(self, request: Request, sink: Any) -> None:

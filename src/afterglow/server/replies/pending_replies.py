@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -20,6 +21,7 @@ from afterglow.server.bridge.bridge import Deliver
 from afterglow.server.replies.stream import EventStream, while_connected
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
+from afterglow.text.lengths import LONG
 
 
 class Replies(ABC):
@@ -64,6 +66,8 @@ class Replies(ABC):
 
     async def answer(self) -> Response:
         """Submit the requests, and answer as the client wants it. Raises: RequestError, ClientGone."""
+        if self.requests[0].sampling.grammar is not None:
+            await self._compile()
         self._submit()
         if self.body.stream:
             return EventStream(self.stream(), self.close)
@@ -71,6 +75,11 @@ class Replies(ABC):
             return await while_connected(self.whole(), self._http)
         finally:
             self.close()
+
+    async def _compile(self) -> None:
+        """Compile the grammars of the replies, which takes a while when one is new. Raises: RequestError."""
+        for grammar in dict.fromkeys(request.sampling.grammar for request in self.requests):
+            await self.state.text_threads.run(LONG + 1, functools.partial(self.state.engine.grammars.check, grammar))
 
     def _submit(self) -> None:
         """Submit all requests, or none. Raises: RequestError."""

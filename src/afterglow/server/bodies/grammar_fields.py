@@ -1,0 +1,123 @@
+"""Fields that say what a reply must look like, in the forms of OpenAI and of vLLM, as one grammar.
+
+Only forms are checked here. Whether a grammar can be enforced shows when the engine compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from afterglow.errors import RequestError
+from afterglow.request import Grammar, GrammarKind
+from afterglow.server.bodies.json_body import JsonBody
+from afterglow.text.chat_template import shown
+
+JSON_MODE = '{"type": "object"}'
+_KINDS: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+# vLLM's options that change what is enforced, with the values that mean "not used".
+_OTHERS = {
+    "structural_tag": (),
+    "whitespace_pattern": (),
+    "disable_additional_properties": (False,),
+}
+
+
+class GrammarFields(JsonBody):
+    """The fields of vLLM, which all bodies that ask for replies have."""
+
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    _grammar: Grammar | None = PrivateAttr(None)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What replies must look like; None: nothing is asked for. Known once the body is checked."""
+        return self._grammar
+
+    def check(self) -> None:
+        found = [
+            _of_vllm(name, getattr(self, f"guided_{name}"), f"guided_{name}")
+            for name in _KINDS
+            if getattr(self, f"guided_{name}") is not None
+        ]
+        if self.structured_outputs is not None:
+            found += _outputs(self.structured_outputs)
+        found += self.formats()
+        if len(found) > 1:
+            names = [each.param for each in found]
+            raise RequestError(f"a reply has one form, got {len(found)}: {', '.join(names)}", param=names[1])
+        self._grammar = found[0] if found else None
+
+    def formats(self) -> list[Grammar]:
+        """Read OpenAI's field, which each endpoint has in a place of its own. Raises: RequestError."""
+        return []
+
+
+def read_format(given: Any, param: str) -> list[Grammar]:
+    """Read `response_format`, or `text.format`, whose fields are not in an object of their own. Raises: RequestError."""
+    if given is None:
+        return []
+    if not isinstance(given, dict):
+        raise RequestError(f"{param} must be an object, got {shown(given)}", param=param)
+    kind = given.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [Grammar("json_schema", JSON_MODE, param=param)]
+    if kind != "json_schema":
+        raise RequestError(
+            f"{param}.type must be 'text', 'json_object' or 'json_schema', got {shown(kind)}", param=f"{param}.type"
+        )
+    if param == "response_format":
+        given, param = given.get("json_schema"), f"{param}.json_schema"
+        if not isinstance(given, dict):
+            raise RequestError(f"{param} must be an object with a schema, got {shown(given)}", param=param)
+    for name, form in (("name", str), ("strict", bool), ("description", str)):
+        if not isinstance(given.get(name), form | None):
+            wanted = "a string" if form is str else "true or false"
+            raise RequestError(f"{param}.{name} must be {wanted}, got {shown(given[name])}", param=f"{param}.{name}")
+    schema = given.get("schema")
+    if not isinstance(schema, dict):
+        raise RequestError(f"{param}.schema must be a JSON schema, got {shown(schema)}", param=f"{param}.schema")
+    return [Grammar("json_schema", json.dumps(schema), param=f"{param}.schema")]
+
+
+def _outputs(given: dict[str, Any]) -> list[Grammar]:
+    """Read vLLM's `structured_outputs`. Raises: RequestError."""
+    name = "structured_outputs"
+    for other, unused in _OTHERS.items():
+        if given.get(other) is not None and given[other] not in unused:
+            param = f"{name}.{other}"
+            raise RequestError(f"{param} is not supported; leave it out", param=param, code="unsupported_parameter")
+    compact = given.get("disable_any_whitespace")
+    if not isinstance(compact, bool | None):
+        param = f"{name}.disable_any_whitespace"
+        raise RequestError(f"{param} must be true or false, got {shown(compact)}", param=param)
+    found = [
+        _of_vllm(kind, given[kind], f"{name}.{kind}", bool(compact)) for kind in _KINDS if given.get(kind) is not None
+    ]
+    if given.get("json_object"):
+        found.append(Grammar("json_schema", JSON_MODE, bool(compact), f"{name}.json_object"))
+    if not found:
+        raise RequestError(f"{name} needs one of json, regex, choice, grammar and json_object", param=name)
+    return found
+
+
+def _of_vllm(name: str, given: Any, param: str, compact: bool = False) -> Grammar:
+    """Read one of vLLM's kinds: a schema may be an object or its text, choices are a list of texts, the others a text."""
+    if name == "choice":
+        if not (isinstance(given, list) and given and all(isinstance(each, str) and each for each in given)):
+            raise RequestError(f"{param} must be a list of texts, none of them empty, got {shown(given)}", param=param)
+        return Grammar("choice", json.dumps(given), param=param)
+    if name == "json" and isinstance(given, dict):
+        return Grammar("json_schema", json.dumps(given), compact, param)
+    if not isinstance(given, str) or not given:
+        wanted = "a JSON schema, as an object or as text" if name == "json" else "a text that is not empty"
+        raise RequestError(f"{param} must be {wanted}, got {shown(given)}", param=param)
+    return Grammar(_KINDS[name], given, compact, param)

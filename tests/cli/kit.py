@@ -74,7 +74,7 @@ class Served:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TIED, "serve", "--port", str(self.port),
+            [sys.executable, "-c", TIED, "serve", "afterglow-small", "--port", str(self.port),
              "--cache-dir", str(cache), *SMALL, *args],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -167,7 +167,17 @@ def test_without_arguments_help_is_shown_once(args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_input_that_is_no_text(command: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "afterglow.cli", command, "--device-cache", "64M", "--disk-cache", "0"],
+        [
+            sys.executable,
+            "-m",
+            "afterglow.cli",
+            command,
+            "afterglow-small",
+            "--device-cache",
+            "64M",
+            "--disk-cache",
+            "0",
+        ],
         input=b"a\xff\xfeb\n",
         capture_output=True,
         timeout=120,
@@ -243,7 +253,7 @@ def test_physical_cores() -> None:
 
 @needs_model
 def test_generate_reads_a_pipe_and_repeats_itself(tmp_path: Path) -> None:
-    args = ("generate", "--max-tokens", "8", "--cache-dir", str(tmp_path), *SMALL)
+    args = ("generate", "afterglow-small", "--max-tokens", "8", "--cache-dir", str(tmp_path), *SMALL)
     first = afterglow(*args, input="My name is\n")
     second = afterglow(*args, "--prompt", "My name is")
     assert first.returncode == second.returncode == 0, first.stderr

@@ -167,8 +167,8 @@ def test_an_encoder_takes_no_other_beside_it(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
-def test_by_default_it_embeds_as_the_server_does(tmp_path: Path) -> None:
-    result = inside("embed", "A cat sat.", "A dog ran.")
+def test_it_embeds_as_the_server_does(tmp_path: Path) -> None:
+    result = inside("embed", "--model", "afterglow-small", "A cat sat.", "A dog ran.")
     assert (result.returncode, result.stderr) == (0, "")
     found = [json.loads(line)["embedding"] for line in result.stdout.splitlines()]
     with Served(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:

@@ -138,7 +138,9 @@ def test_a_cache_directory_of_another_format(tmp_path: Path) -> None:
     found = json.loads(description.read_text()) | {"format": 999}
     del found["crc32c"]
     description.write_text(json.dumps(found))
-    result = afterglow("generate", "-p", "x", "--max-tokens", "1", "--cache-dir", str(tmp_path), *SMALL)
+    result = afterglow(
+        "generate", "afterglow-small", "-p", "x", "--max-tokens", "1", "--cache-dir", str(tmp_path), *SMALL
+    )
     assert result.returncode == 2
     assert result.stderr.startswith("afterglow: error: ")
     assert "Traceback" not in result.stderr

@@ -76,7 +76,17 @@ class Server:
     def start(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "afterglow.cli", "serve", "--port", str(port), "--threads", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "afterglow.cli",
+            "serve",
+            "afterglow-small",
+            "--port",
+            str(port),
+            "--threads",
+            "1",
+        ]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 [*command, "--cache-dir", str(self.folder / "cache"), *self.options],

@@ -72,7 +72,7 @@ class Server:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.faulty_server", self.fault, str(self.folder),
-             "serve", "--port", str(port), "--cache-dir", str(self.folder), *SMALL, *self.options],
+             "serve", "afterglow-small", "--port", str(port), "--cache-dir", str(self.folder), *SMALL, *self.options],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
             stderr=subprocess.PIPE,

@@ -20,6 +20,7 @@ from afterglow import (
     SamplingParams,
     load_model,
 )
+from afterglow.library.locate import BUNDLED
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 CONFIG = EngineConfig(
@@ -30,7 +31,7 @@ FACT = [{"role": "user", "content": "My favorite color is teal. I live in Lisbon
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[LanguageModel]:
-    with load_model(config=CONFIG) as loaded:
+    with load_model(BUNDLED, config=CONFIG) as loaded:
         yield loaded
 
 
@@ -151,7 +152,7 @@ def test_texts_become_vectors_of_unit_length(model: LanguageModel) -> None:
 
 
 def test_a_closed_model_refuses(tmp_path: Path) -> None:
-    with load_model(config=CONFIG) as closed:
+    with load_model(BUNDLED, config=CONFIG) as closed:
         pass
     with pytest.raises(RequestError):
         closed.generate("The boat is")

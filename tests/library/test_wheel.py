@@ -108,6 +108,7 @@ def test_without_the_library_one_warning_says_so(installed: tuple[Path, dict[str
     ran = run(
         binaries / "afterglow",
         "generate",
+        "afterglow-small",
         "-p",
         "The boat",
         "--max-tokens",
@@ -120,9 +121,11 @@ def test_without_the_library_one_warning_says_so(installed: tuple[Path, dict[str
 def test_the_installed_commands_answer(installed: tuple[Path, dict[str, str]]) -> None:
     binaries, env = installed
     fact, question = "My favorite color is teal.", "What is my favorite color?"
-    assert "teal" in run(binaries / "afterglow", "chat", env=env, said=f"{fact}\n{question}\n").stdout
+    assert (
+        "teal" in run(binaries / "afterglow", "chat", "afterglow-small", env=env, said=f"{fact}\n{question}\n").stdout
+    )
     assert run(
-        binaries / "afterglow", "generate", "--prompt", "The boat is", "--max-tokens", "4", env=env
+        binaries / "afterglow", "generate", "afterglow-small", "--prompt", "The boat is", "--max-tokens", "4", env=env
     ).stdout.strip()
     version = run(
         binaries / "python", "-c", "import importlib.metadata as m; print(m.version('afterglow-llm'))", env=env

@@ -49,6 +49,7 @@ def serving(
         "-m",
         "afterglow.cli",
         "serve",
+        "afterglow-small",
         "--port",
         str(port),
         "--cache-dir",

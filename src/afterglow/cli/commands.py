@@ -14,6 +14,7 @@ from afterglow.cli.command_options import (
     ChatOptions,
     EmbedConfig,
     GenerateOptions,
+    HubModelChoice,
     ModelChoice,
     PlanOptions,
     ReportOptions,
@@ -81,6 +82,14 @@ def chat(chosen: ModelChoice, options: ChatOptions, sampling: SamplingOptions, e
     from afterglow.cli.conversation import chat as run
 
     return run(chosen.model, engine, options, sampling)
+
+
+@command(app, "pull")
+def pull(chosen: HubModelChoice) -> int:
+    """Download a model from the Hugging Face hub, or what is missing of it, and print where it is."""
+    from afterglow.cli.pull import pull as run
+
+    return run(chosen.model)
 
 
 @command(app, "embed")

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 from afterglow.cli.command_options import ChatOptions, SamplingOptions
 from afterglow.cli.progress import progress, summary
+from afterglow.cli.endless import repeated
 from afterglow.cli.standard_input import not_utf8, utf8_stdin
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError, UserError
 from afterglow.library.language_model import LanguageModel, load_model
+from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_model, model_name
+from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import CachedTokens, SamplingParams
 from afterglow.server.lifecycle.tls import untrusted
 
@@ -22,11 +25,10 @@ Messages = list[dict[str, str]]
 
 LONGEST = 1024  # tokens of a reply, if nothing else was asked for
 BUNDLED_LONGEST = 48  # of the bundled model, which says what it has to say in fewer, or never ends
-ABOUT_BUNDLED = """\
-This is the small model that ships with Afterglow. It can do one thing: remember what it was told. Try
+TRY_BUNDLED = f"""\
+{ABOUT_BUNDLED}. Try
   My favorite color is teal. I live in Lisbon.
-  What is my favorite color?
-For a conversation about anything else give a model directory, or --url of a server."""
+  What is my favorite color?"""
 
 HELP = """\
 /reset          forget the conversation
@@ -93,10 +95,9 @@ class RemoteSpeaker:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"no server answers at {url}: {untrusted(error) or error}") from None
         # Only options that were given: servers that do not know a field may refuse it.
-        unset = {"top_p": 1.0, "top_k": 0}
         wanted = {**sampling, "max_tokens": max_tokens}
         self._longest = LONGEST if max_tokens is None else None  # not asked for: the server may not have so much room
-        self._options = {k: v for k, v in wanted.items() if v is not None and v != unset.get(k)}
+        self._options = {k: v for k, v in wanted.items() if v is not None}
         self.note = ""
 
     def _first_model(self) -> str:
@@ -169,16 +170,18 @@ _TIERS = ("device", "host", "disk")
 
 def chat(model: str | None, config: EngineConfig, options: ChatOptions, sampling: SamplingOptions) -> int:
     """Converse with a server, or with a model in this process, and return the exit code. Raises: UserError."""
-    max_tokens, drawn = options.max_tokens, sampling.as_dict()
+    max_tokens, drawn = options.max_tokens, sampling.given()
     if options.url is not None:
         return converse(RemoteSpeaker(options.url, options.api_key, model, max_tokens, drawn), options.system)
+    path = find_model(model)
+    bundled = model_name(model, path) == BUNDLED
     if max_tokens is None:
-        max_tokens = BUNDLED_LONGEST if model is None else LONGEST
-    params = SamplingParams(max_tokens=max_tokens, **drawn)
+        max_tokens = BUNDLED_LONGEST if bundled else LONGEST
+    params = SamplingParams(max_tokens=max_tokens, **(SamplingDefaults.read(path).for_a_chat() | drawn))
     with progress() as report:
         local = load_model(model, config, progress=report)
     with local:
-        return converse(LocalSpeaker(local, params), options.system, ABOUT_BUNDLED if model is None else "")
+        return converse(LocalSpeaker(local, params), options.system, TRY_BUNDLED if bundled else "")
 
 
 def converse(speaker: Speaker, system: str | None, about: str = "") -> int:
@@ -218,19 +221,25 @@ def converse(speaker: Speaker, system: str | None, about: str = "") -> int:
 
 
 def _speak(speaker: Speaker, messages: Sequence[dict[str, str]]) -> str:
-    text = ""
+    """Print a reply as it comes, and return it: without its end where that only repeats what was said, for the next reply
+    would go on so."""
+    text, again = "", 0
     pieces = speaker.reply(list(messages))
     try:
         for piece in pieces:
             text += piece
             print(piece, end="", flush=True)
+            if again := repeated(text):
+                print(" …", end="")
+                break
     except KeyboardInterrupt:
         print(" …", end="")
     finally:
         pieces.close()  # type: ignore[attr-defined]
     print()
-    print(_dim(f"[{speaker.note}]"), file=sys.stderr, flush=True)
-    return text
+    stopped = ", stopped: it repeats itself" if again else ""
+    print(_dim(f"[{speaker.note}{stopped}]"), file=sys.stderr, flush=True)
+    return text[: len(text) - again]
 
 
 def _lines(watched: bool) -> Iterator[str]:

@@ -82,7 +82,7 @@ def embed(options: EmbedConfig, config: EngineConfig) -> int:
 
 
 def _model(model: str | None, memo: Path | None) -> tuple[Path, str]:
-    """Find the folder and the name of the model. The default is the bundled model, as in a server; with a memo it is the
+    """Find the folder and the name of the model. The default is that of a server; with a memo it is the
     model that memos are made of by default."""
     if model is not None or memo is not None:
         return find_embedding_model(model)

@@ -12,7 +12,7 @@ from afterglow.cli.standard_input import not_utf8, utf8_stdin
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, ModelError
 from afterglow.library.language_model import load_model
-from afterglow.library.locate import find_model
+from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, default_model, find_model
 from afterglow.request import SamplingParams
 
 
@@ -26,10 +26,12 @@ def generate(
     if model is not None and options.prompt is None and options.file is None:
         _check_model(model)
     text = _read(options.prompt, options.file)
+    if model is None and default_model() == BUNDLED and sys.stderr.isatty():
+        print(f"[{ABOUT_BUNDLED}]", file=sys.stderr)
     with progress() as report:
         local = load_model(model, config, progress=report)
     with local:
-        params = SamplingParams(max_tokens=options.max_tokens, **sampling.as_dict())
+        params = SamplingParams(max_tokens=options.max_tokens, **{"temperature": 0.0, **sampling.given()})
         if options.chat:
             reply = local.stream_chat([{"role": "user", "content": text}], params, stop=options.stop)
         else:

@@ -13,7 +13,7 @@ from afterglow.cli.progress import progress
 from afterglow.config import PINNED, EngineConfig
 from afterglow.errors import ConfigError, UserError
 from afterglow.library.embedder import load_embedder
-from afterglow.library.locate import find_embedding_model, find_model, model_name
+from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_embedding_model, find_model, model_name
 from afterglow.library.threads import set_up_threads
 from afterglow.server.server_config import ServerConfig
 
@@ -33,7 +33,7 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
         tenants = len({*server.api_key, *([server.admin_key] if server.admin_key else [])})
         config = replace(config, cache=replace(config.cache, tenant_pins=PINNED / tenants))
     folder = find_model(model)
-    name = model_name(model, folder.resolve())
+    name = model_name(model, folder)
     if not server.served_model_name:
         server = replace(server, served_model_name=(name,))
     set_up_threads(config.threads)
@@ -44,6 +44,8 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     from afterglow.server.metrics.trace_recorder import open_for_appending
 
     set_up_logging(server.log_level)
+    if model is None and name == BUNDLED:
+        log.info("%s", ABOUT_BUNDLED)
     # Mistakes in these should not take minutes to find out.
     connection_limit(server.max_connections)
     server_context(server)

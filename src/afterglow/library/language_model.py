@@ -152,10 +152,11 @@ class LanguageModel:
 def load_model(
     model: str | Path | None = None, config: EngineConfig | None = None, *, progress: Progress | None = None
 ) -> LanguageModel:
-    """Load a model and open its cache: a Hugging Face directory, or the name of a model that was downloaded before.
+    """Load a model and open its cache: a Hugging Face directory, a GGUF file, or a model on the hub (`OWNER/NAME`, or
+    `OWNER/NAME:FILE.gguf`), which is downloaded unless it was before.
 
-    None is the small model that ships with Afterglow. `progress` is called with a stage, and with its bytes
-    done and in total. Raises: ModelError, ConfigError.
+    None is `smollm2-135m-instruct` where it is installed, else `afterglow-small`, which ships with Afterglow. `progress` is
+    called with a stage, and with its bytes done and in total. Raises: ModelError, ConfigError.
     """
     config = EngineConfig() if config is None else config
     if not isinstance(config, EngineConfig):
@@ -165,6 +166,6 @@ def load_model(
     tokenizer = Tokenizer(folder)
     from afterglow.engine.engine import Engine
 
-    engine = Engine.load(folder, config, progress, name=model_name(model, folder.resolve()))
+    engine = Engine.load(folder, config, progress, name=model_name(model, folder))
     engine.start()
     return LanguageModel(engine, tokenizer)

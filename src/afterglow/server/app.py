@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from afterglow.errors import RequestError
+from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.server.api.cache import (
     cache_stats,
     delete_prompt,
@@ -35,7 +36,6 @@ from afterglow.server.api.rerank import rerank
 from afterglow.server.api.responses import create_response
 from afterglow.server.api.stored_responses import delete_response, get_response, input_items
 from afterglow.server.api.tokens import detokenize, tokenize
-from afterglow.server.bodies.defaults import SamplingDefaults
 from afterglow.server.engine_like import EngineLike
 from afterglow.server.error_responses import error_response
 from afterglow.server.middleware import Middleware

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import ContextWindow
 from afterglow.server.access.tenants import Tenants
-from afterglow.server.bodies.defaults import SamplingDefaults
 from afterglow.server.bodies.reader import BodyReader
 from afterglow.server.bodies.reply_lengths import ReplyLengths
 from afterglow.server.bridge.bridge import Bridge

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, PrivateAttr
 
 from afterglow.errors import RequestError
+from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import MAX_LOGPROBS, Grammar, SamplingParams
-from afterglow.server.bodies.defaults import SamplingDefaults
 from afterglow.server.bodies.grammar_fields import GrammarFields, read_format
 from afterglow.server.bodies.json_body import (
     NOT_SUPPORTED,

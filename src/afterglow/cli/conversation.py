@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from afterglow.cli.command_options import ChatOptions, SamplingOptions
-from afterglow.cli.progress import progress, summary
 from afterglow.cli.endless import repeated
+from afterglow.cli.progress import progress, summary
 from afterglow.cli.standard_input import not_utf8, utf8_stdin
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError, UserError

@@ -17,7 +17,8 @@ from afterglow.model.families import Names
 from afterglow.model.linear import BlockLinear, StackedLinear
 from afterglow.model.presets import PRESETS, RandomSource
 from afterglow.model.spec import ModelSpec
-from afterglow.model.weights import PackedTensor, WeightAssembler
+from afterglow.model.tables import PackedTensor
+from afterglow.model.weights import WeightAssembler
 
 CPU = torch.device("cpu")
 TIED = dataclasses.replace(PRESETS["tiny"], tied_embeddings=True, qkv_bias=True)

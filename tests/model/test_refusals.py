@@ -47,7 +47,7 @@ FALCON = plain("falcon")
         ({"model_type": "mamba"}, ["mamba", "keep a state", "use a model"]),
         ({"model_type": ...}, ["model_type"]),
         ({"hidden_act": "quick_gelu"}, ["quick_gelu", "gelu_new"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq", "--quantization int8"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq", "--quantization int4 or int8"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
         ({"vision_config": {}}, ["multimodal"]),
         ({"num_local_experts": 8}, ["mixture-of-experts", "dense model"]),

@@ -12,8 +12,9 @@ from pathlib import Path
 import platformdirs
 
 from afterglow.choices import KeptWeights
-from afterglow.model.loader import Progress, is_preset, read_spec, weight_files
+from afterglow.model.loader import Progress, is_preset, read_json, read_spec, weight_files
 from afterglow.model.presets import PRESETS
+from afterglow.model.quantization_config import unpacking
 
 KV_LAYOUT_VERSION = 1  # raise it whenever the same weights would yield differently laid out keys and values
 READ_BYTES = 8 << 20
@@ -47,9 +48,16 @@ def model_digest(
     else:
         spec, _ = read_spec(Path(model))
         files = weight_files(Path(model))
-        hashes = _file_hashes(files, cache_file or default_cache_file(), progress)
+        hashes = _file_hashes(files, cache_file or default_cache_file(), progress) + _packing(Path(model))
     parts = [f"kv layout {KV_LAYOUT_VERSION}", mode, spec.fingerprint(), *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _packing(model: Path) -> list[str]:
+    """Return how matrices of a quantised checkpoint are packed, which its weights' files do not say."""
+    config = model / "config.json"
+    unpack = unpacking(read_json(config)) if config.is_file() else None
+    return [] if unpack is None else [f"packed as {unpack.__name__}"]
 
 
 def default_cache_file() -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from afterglow.errors import ModelError
+from afterglow.model.quantization_config import unpacking
 from afterglow.model.refusals import refuse_keys, refused_kind
 from afterglow.model.rotary import read_rope
 from afterglow.model.spec import Activation, ModelSpec
@@ -75,7 +76,8 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
     if kind not in FAMILIES:
         raise refused_kind(kind, ", ".join(FAMILIES))
     family = FAMILIES[kind]
-    refuse_keys(config, family.honoured)
+    unpacking(config)
+    refuse_keys(config, family.honoured | {"quantization_config"})
     _refuse_architecture(config, family)
     fields = _read_common(config) | family.read(config)
     spec = ModelSpec(family=kind, **fields)

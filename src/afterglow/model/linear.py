@@ -192,6 +192,23 @@ class BlockLinear(PackedPanels):
         return self.part(start, stop)
 
 
+class ReorderedLinear:
+    """A matrix whose inputs are in another order than the model's: activation order of GPTQ."""
+
+    __slots__ = ("_matrix", "_order", "inputs", "outputs")
+
+    def __init__(self, matrix: Linear, order: Tensor) -> None:
+        """Keep `matrix`, and `order`, int64 [inputs]: the model's input that each of its own is."""
+        self.inputs, self.outputs = matrix.inputs, matrix.outputs
+        self._matrix, self._order = matrix, order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._matrix(x.index_select(1, self._order))
+
+    def rows(self, start: int, stop: int) -> ReorderedLinear:
+        return ReorderedLinear(self._matrix.rows(start, stop), self._order)
+
+
 class StackedLinear:
     """Matrices of the same inputs, one below the other: parts of a fused one that are kept in different ways."""
 

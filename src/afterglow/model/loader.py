@@ -21,6 +21,8 @@ from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.families import Names, replace_eos, spec_from_config
 from afterglow.model.presets import PRESETS, random_model
+from afterglow.model.quantization_config import unpacking
+from afterglow.model.quantized import QuantizedWeights
 from afterglow.model.spec import EncoderSpec, ModelSpec
 from afterglow.model.weights import WeightAssembler
 
@@ -62,7 +64,7 @@ def load_model(
             "afterglow embed, or with afterglow serve for /v1/embeddings and /v1/rerank"
         )
     spec.context(max_model_len)
-    with Checkpoint(directory, progress) as source:
+    with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
         return WeightAssembler(
             spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization
@@ -82,7 +84,7 @@ def load_encoder(
     spec, names = read_spec(directory)
     if not isinstance(spec, EncoderSpec):
         raise ModelError(f"{directory} holds a {spec.family} decoder, not an encoder ({', '.join(ENCODERS)})")
-    with Checkpoint(directory, progress) as source:
+    with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
         return WeightAssembler(
             spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization
@@ -111,23 +113,31 @@ def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> t
     return DTYPES[wanted]
 
 
+def open_weights(directory: Path, progress: Progress | None = None) -> Checkpoint | QuantizedWeights:
+    """Open the weights of a model directory. Raises: ModelError."""
+    unpack = unpacking(read_json(directory / "config.json"))
+    files = Checkpoint(directory, progress)
+    return files if unpack is None else QuantizedWeights(files, unpack)
+
+
 def read_spec(directory: Path) -> tuple[ModelSpec, Names]:
     """Read the spec of a model directory and the names of its weights; no weights are read."""
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory (and no preset: {', '.join(PRESETS)})")
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json, so this is not a Hugging Face model directory")
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     if config.get("model_type") in ENCODERS:
         return encoder_from_config(config)
     spec, names = spec_from_config(config)
     generation = directory / "generation_config.json"
     if generation.is_file():
-        spec = replace_eos(spec, _read_json(generation).get("eos_token_id"))
+        spec = replace_eos(spec, read_json(generation).get("eos_token_id"))
     return spec, names
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises: ModelError if it cannot be read, or is no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -165,7 +175,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _index(directory: Path) -> dict[str, str]:
-    files = _read_json(directory / INDEX).get("weight_map")
+    files = read_json(directory / INDEX).get("weight_map")
     if not isinstance(files, dict) or not all(
         isinstance(name, str) and name == Path(name).name for name in files.values()
     ):
@@ -222,7 +232,7 @@ class Checkpoint:
         if dtype not in names:
             raise ModelError(
                 f"{self._directory}: {name} has dtype {dtype}; supported are float32, bfloat16 and float16 "
-                "(quantised checkpoints are not)"
+                "(and what quantization_config says)"
             )
         return names[dtype]
 
@@ -230,19 +240,27 @@ class Checkpoint:
         """Return None: all tensors are numbers."""
         return
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor by our name."""
+        return name in self._files or name.partition(".")[2] in self._files
+
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor: see `WeightSource.get`. NOTE: it may be a view of the mapped file; copy it to keep it, and never
         write to it. The next call gives its pages back: memory holds those of one tensor."""
         found = self._find(name)
-        handle = self._files[found]
-        about = handle.get_slice(found)
+        about = self._files[found].get_slice(found)
         self._checked(found, about.get_dtype())
         if tuple(about.get_shape()) != shape:
             raise ModelError(
                 f"{self._directory}: {found} has shape {tuple(about.get_shape())}, config.json asks for {shape}"
             )
+        return self.read(found)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of any dtype and shape, as `get` does."""
+        found = self._find(name)
         try:
-            tensor: Tensor = handle.get_tensor(found)
+            tensor: Tensor = self._files[found].get_tensor(found)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{self._directory}: {found} cannot be read ({error})") from None
         if self._last is not None:

@@ -1,14 +1,25 @@
-"""Embedding tables: rows of a matrix, looked up by number."""
+"""Matrices as they come from files: in blocks, and as tables whose rows are looked up by number."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
+
+
+class PackedTensor(NamedTuple):
+    """A matrix in blocks: uint8 [outputs, bytes of a row], of a format in `afterglow.kernels.packed`.
+
+    `order`, int64 [inputs]: the input that each place of a row is for; None if they are in their own order.
+    """
+
+    blocks: Tensor
+    block_format: str
+    order: Tensor | None = None
 
 
 class Table(Protocol):

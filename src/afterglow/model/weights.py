@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +18,10 @@ from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.families import Names
 from afterglow.model.keeping import Keeping, blocks_work
-from afterglow.model.linear import BlockLinear, Linear, StackedLinear
+from afterglow.model.linear import BlockLinear, Linear, ReorderedLinear, StackedLinear
 from afterglow.model.rotary import rope_table
 from afterglow.model.spec import EncoderSpec, ModelSpec
-from afterglow.model.tables import BlockTable, Table
-
-
-class PackedTensor(NamedTuple):
-    """A matrix in blocks: uint8 [outputs, bytes of a row], of a format in `afterglow.kernels.packed`."""
-
-    blocks: Tensor
-    block_format: str
+from afterglow.model.tables import BlockTable, PackedTensor, Table
 
 
 class WeightSource(Protocol):
@@ -149,15 +142,16 @@ class WeightAssembler:
         return Norm(weight, bias, rms=rms, eps=self._spec.norm_eps)
 
     def _linear(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, *, head: bool = False) -> Linear:
-        """Build one matrix out of the modules `parts` (name, outputs), stacked in order. Neighbours of one block format become one."""
+        """Build one matrix out of the modules `parts` (name, outputs), stacked in order. Neighbours of one layout become one."""
         found = [(name, size, self._packed(name + ".weight", (size, inputs))) for name, size in parts]
         stack: list[Linear] = []
-        for kind, same in groupby(found, key=lambda part: part[2] and part[2].block_format):
+        for _, same in groupby(found, key=_layout):
             run = list(same)
             biases = torch.cat([self._bias(name, size) for name, size, _ in run]) if bias else None
-            if kind is not None:
-                blocks = [part.blocks for _, _, part in run if part is not None]
-                stack.append(BlockLinear(blocks[0] if len(blocks) == 1 else torch.cat(blocks), kind, inputs, biases))
+            blocks = [part for _, _, part in run if part is not None]
+            if blocks:
+                whole = blocks[0].blocks if len(blocks) == 1 else torch.cat([part.blocks for part in blocks])
+                stack.append(_of_blocks(blocks[0]._replace(blocks=whole), inputs, biases))
                 continue
             matrix = self._keeping.begin(sum(size for _, size, _ in run), inputs, head=head)
             start = 0
@@ -185,7 +179,7 @@ class WeightAssembler:
         bias = self._bias(names[0], sum(sizes))[order.to(self._device)] if spec.qkv_bias else None
         found = self._packed(names[0] + ".weight", shape)
         if found is not None:
-            return BlockLinear(found.blocks[order], found.block_format, spec.hidden, bias)
+            return _of_blocks(found._replace(blocks=found.blocks[order]), spec.hidden, bias)
         return self._keeping(self._source.get(names[0] + ".weight", shape)[order], bias)
 
     def _head(self, embed: Table) -> Linear:
@@ -193,3 +187,16 @@ class WeightAssembler:
         if not spec.tied_embeddings:
             return self._linear([(self._names.head, spec.vocab)], spec.hidden, spec.head_bias, head=True)
         return self._keeping.tied(embed, self._bias(self._names.head, spec.vocab) if spec.head_bias else None)
+
+
+def _layout(part: tuple[str, int, PackedTensor | None]) -> tuple[str, bytes | None] | None:
+    """Return what parts of one matrix in blocks have in common; None if a part has numbers."""
+    found = part[2]
+    if found is None:
+        return None
+    return found.block_format, None if found.order is None else found.order.numpy().tobytes()
+
+
+def _of_blocks(tensor: PackedTensor, inputs: int, bias: Tensor | None) -> Linear:
+    matrix = BlockLinear(tensor.blocks, tensor.block_format, inputs, bias)
+    return matrix if tensor.order is None else ReorderedLinear(matrix, tensor.order)

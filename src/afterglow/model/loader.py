@@ -1,4 +1,4 @@
-"""From a Hugging Face model directory to a Decoder or an Encoder. Only safetensors; no code of a directory is executed."""
+"""From a Hugging Face model directory, or a GGUF file, to a Decoder or an Encoder. No code of a directory is executed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import ModelError
+from afterglow.gguf_file import is_gguf, part_paths
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.families import Names, replace_eos, spec_from_config
+from afterglow.model.gguf.weights import GgufWeights, read_gguf_spec
 from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.quantization_config import unpacking
 from afterglow.model.quantized import QuantizedWeights
@@ -42,7 +44,7 @@ def load_model(
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Load the decoder of a model directory, or of a preset (`bench-100m`) with seed 0.
+    """Load the decoder of a model directory, of a GGUF file, or of a preset (`bench-100m`) with seed 0.
 
     `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
     `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the
@@ -113,15 +115,19 @@ def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> t
     return DTYPES[wanted]
 
 
-def open_weights(directory: Path, progress: Progress | None = None) -> Checkpoint | QuantizedWeights:
-    """Open the weights of a model directory. Raises: ModelError."""
-    unpack = unpacking(read_json(directory / "config.json"))
-    files = Checkpoint(directory, progress)
+def open_weights(model: Path, progress: Progress | None = None) -> Checkpoint | QuantizedWeights | GgufWeights:
+    """Open the weights of a model directory, or of a GGUF file. Raises: ModelError."""
+    if is_gguf(model):
+        return GgufWeights(model, progress)
+    unpack = unpacking(read_json(model / "config.json"))
+    files = Checkpoint(model, progress)
     return files if unpack is None else QuantizedWeights(files, unpack)
 
 
 def read_spec(directory: Path) -> tuple[ModelSpec, Names]:
-    """Read the spec of a model directory and the names of its weights; no weights are read."""
+    """Read the spec of a model directory, or of a GGUF file, and the names of its weights; no weights are read."""
+    if is_gguf(directory):
+        return read_gguf_spec(directory)
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory (and no preset: {', '.join(PRESETS)})")
     if not (directory / "config.json").is_file():
@@ -148,10 +154,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model directory, in the order of their names.
+    """Return the safetensors files of a model directory, in the order of their names; of a GGUF file, all its parts.
 
     Raises: ModelError if there are none, or a file that the index names is missing.
     """
+    if is_gguf(directory):
+        return part_paths(directory)
     if (directory / INDEX).is_file():
         files = _index(directory).values()
         found = sorted({directory / name for name in files})
@@ -169,8 +177,9 @@ def weight_files(directory: Path) -> list[Path]:
             "opened; convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes "
             "safetensors"
         )
-    if any(directory.glob("*.gguf")):
-        raise ModelError(f"{directory}: GGUF weights are not supported; use the model's safetensors")
+    found = sorted(directory.glob("*.gguf"))
+    if found:
+        raise ModelError(f"{directory}: there are no safetensors, but a GGUF file; name it: {found[0]}")
     raise ModelError(f"{directory}: no model.safetensors and no {INDEX}; the weights are missing")
 
 

@@ -88,12 +88,18 @@ def _longrope(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     return 1.0 / (short * _powers(spec)), float(attention_factor)
 
 
+def _frequency_factors(spec: RopeSpec, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Divide each frequency by a number of its own, as GGUF files write Llama 3.1's formula down."""
+    return 1.0 / (torch.tensor(scaling["factors"], dtype=torch.float32) * _powers(spec)), 1.0
+
+
 SCALINGS = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "frequency_factors": _frequency_factors,
     "dynamic": _default,  # up to the original window dynamic NTK changes nothing; beyond it is refused
 }
 
@@ -104,6 +110,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "frequency_factors": ("factors",),
     "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
 }
 OPTIONAL: dict[str, tuple[str, ...]] = {

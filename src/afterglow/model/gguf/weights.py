@@ -1,0 +1,169 @@
+"""The tensors of a GGUF file as weights: in their blocks, or dequantised; rows of q and k in the order of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from afterglow.errors import ModelError
+from afterglow.gguf_file import FileTensor, GgufFile, open_gguf
+from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
+from afterglow.model.families import Names, spec_from_config
+from afterglow.model.gguf.architectures import Architecture, read_architecture
+from afterglow.model.spec import ModelSpec
+from afterglow.model.weights import PackedTensor
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNUSED = ("rope_freqs.weight",)  # tensors that are read with the metadata
+
+
+def read_gguf_spec(path: Path) -> tuple[ModelSpec, Names]:
+    """Read the spec of a GGUF file and the names of its weights; no weights are read. Raises: ModelError."""
+    return spec_of(open_gguf(path))[:2]
+
+
+def spec_of(file: GgufFile) -> tuple[ModelSpec, Names, Architecture]:
+    """Return the spec of an opened file, the names of its weights, and how its architecture lays them out. Raises: ModelError."""
+    architecture, config = read_architecture(file)
+    try:
+        spec, _ = spec_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{file.paths[0]}: {error}") from None
+    return spec, architecture.names(spec), architecture
+
+
+class GgufWeights:
+    """The weights of a GGUF file, one tensor at a time: see `WeightSource`."""
+
+    def __init__(self, path: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        """Map the file. Raises: ModelError if it cannot be read, or holds a type of tensor that is not supported."""
+        self._file = open_gguf(path)
+        self._path, self._progress = path, progress
+        self._spec, _, architecture = spec_of(self._file)
+        self._neighbours = architecture.neighbours
+        self._read: set[str] = set()
+        self._done = 0
+        self._total = sum(tensor.blocks.nbytes for tensor in self._file.tensors.values())
+        for tensor in self._file.tensors.values():
+            if tensor.block_format not in FLOATS and tensor.block_format not in BLOCK_FORMATS:
+                raise ModelError(
+                    f"{path}: tensor {tensor.name} has the block type {tensor.block_format}; supported are "
+                    f"{', '.join((*FLOATS, *_file_formats()))}: use another file of the model"
+                )
+
+    def __enter__(self) -> GgufWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None:
+            return
+        if self._progress is not None:
+            self._progress(self._total, self._total)
+        left = sorted(set(self._file.tensors) - self._read - set(UNUSED))
+        if left:  # a nearly right model gives nearly right answers
+            raise ModelError(
+                f"{self._path}: {len(left)} tensors are none that {self._spec.family} models have here, such as {left[0]}; "
+                "use a model of a supported kind"
+            )
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether there are tensors for `packed`."""
+        return any(tensor.block_format in BLOCK_FORMATS for tensor in self._file.tensors.values())
+
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype of a tensor, by our name; bfloat16 for one in blocks."""
+        kind = FLOATS.get(self._find(name).block_format, torch.bfloat16)
+        return str(kind).removeprefix("torch.")
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor, dequantised if it is in blocks: see `WeightSource.get`. It may be a view of the mapped file."""
+        tensor = self._checked(name, shape)
+        blocks = self._blocks(tensor)
+        if tensor.block_format in FLOATS:
+            return blocks.view(FLOATS[tensor.block_format]).view(shape)
+        return dequantize(blocks, tensor.block_format).view(shape)
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> PackedTensor | None:
+        """Return a tensor in its blocks: see `WeightSource.packed`. It may be a view of the mapped file."""
+        tensor = self._checked(name, shape)
+        if tensor.block_format not in BLOCK_FORMATS:
+            return None
+        return PackedTensor(self._blocks(tensor), tensor.block_format)
+
+    def _find(self, name: str) -> FileTensor:
+        if name in self._file.tensors:
+            self._read.add(name)
+            return self._file.tensors[name]
+        part = self._part_of_qkv(name)
+        if part is None:
+            raise ModelError(f"{self._path}: the weights lack {name}; they are not what the metadata describe")
+        return part
+
+    def _part_of_qkv(self, name: str) -> FileTensor | None:
+        """Return the rows of q, k or v where all three are one tensor."""
+        place, _, rest = name.rpartition(".attn_")
+        which, _, kind = rest.partition(".")
+        fused = self._file.tensors.get(f"{place}.attn_qkv.{kind}")
+        if fused is None or which not in ("q", "k", "v"):
+            return None
+        self._read.add(fused.name)
+        spec = self._spec
+        starts = np.cumsum([0, spec.heads, spec.kv_heads, spec.kv_heads]) * spec.head_dim
+        start, stop = starts["qkv".index(which) :][:2]
+        if len(fused.shape) == 1:
+            size = fused.blocks.shape[1] // fused.shape[0]
+            blocks = fused.blocks[:, start * size : stop * size]
+        else:
+            blocks = fused.blocks[start:stop]
+        if starts[-1] != fused.shape[0]:
+            raise ModelError(f"{self._path}: {fused.name} has {fused.shape[0]} rows, the metadata ask for {starts[-1]}")
+        shape = (int(stop - start), *fused.shape[1:])
+        return dataclasses.replace(fused, name=name, shape=shape, blocks=blocks)
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        tensor = self._find(name)
+        if tensor.shape != shape:
+            raise ModelError(f"{self._path}: {name} has shape {tensor.shape}, the metadata ask for {shape}")
+        return tensor
+
+    def _blocks(self, tensor: FileTensor) -> Tensor:
+        """Return the bytes of a tensor, uint8 [rows, bytes of a row]."""
+        blocks = torch.from_numpy(_unguarded(tensor.blocks))
+        self._done += blocks.nbytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
+        heads = {".attn_q.": self._spec.heads, ".attn_k.": self._spec.kv_heads} if self._neighbours else {}
+        for part, count in heads.items():
+            if part in tensor.name:
+                rows = blocks.view(tensor.shape[0], -1)  # a bias has one number in a row here
+                halves = rows.view(count, self._spec.head_dim // 2, 2, -1).transpose(1, 2)
+                return halves.reshape(blocks.shape)
+        return blocks
+
+
+def _file_formats() -> list[str]:
+    """Return the block formats that files have: some are our own."""
+    from gguf import GGMLQuantizationType
+
+    return [name for name in BLOCK_FORMATS if name in GGMLQuantizationType.__members__]
+
+
+class _Unguarded:
+    """Mapped bytes that say they may be written: torch warns of others. Nothing writes to them."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._kept = array  # mapped as long as this is there
+        about = array.__array_interface__
+        self.__array_interface__ = about | {"data": (about["data"][0], False)}
+
+
+def _unguarded(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return np.asarray(_Unguarded(array))

@@ -48,6 +48,12 @@ def is_gguf(model: str | Path) -> bool:
     return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
+def file_stem(path: Path) -> str:
+    """Return the name of a GGUF file without its ending, or without the numbers of a split one."""
+    match = PART.fullmatch(path.name)
+    return match["stem"] if match is not None else path.stem
+
+
 def part_paths(path: Path) -> list[Path]:
     """Return the files of a model whose first (or only) file is `path`, in order.
 

@@ -85,11 +85,12 @@ class MappedReader(GGUFReader):
 
 
 class Metadata(Mapping[str, Any]):
-    """The metadata of a file: numbers, texts, and lists of them, each decoded when it is asked for."""
+    """The metadata of a file: numbers, texts, and lists of them, each decoded when it is first asked for."""
 
     def __init__(self, reader: MappedReader) -> None:
         """Take the metadata of a file that was opened."""
         self._path = reader.path
+        self._decoded: dict[str, Any] = {}
         self._fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
 
     def __len__(self) -> int:
@@ -100,13 +101,17 @@ class Metadata(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         """Return a value. Raises: KeyError; ModelError if a text is not UTF-8."""
-        field = self._fields[name]
-        try:
-            if field.types == [GGUFValueType.ARRAY, GGUFValueType.STRING]:
-                return list(_texts(field.parts[-1].tobytes()))
-            return field.contents()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{self._path}: damaged GGUF file ({name} is not UTF-8: {error})") from None
+        if name not in self._decoded:
+            field = self._fields[name]
+            try:
+                self._decoded[name] = (
+                    list(_texts(field.parts[-1].tobytes()))
+                    if field.types == [GGUFValueType.ARRAY, GGUFValueType.STRING]
+                    else field.contents()
+                )
+            except UnicodeDecodeError as error:
+                raise ModelError(f"{self._path}: damaged GGUF file ({name} is not UTF-8: {error})") from None
+        return self._decoded[name]
 
 
 def _texts(data: bytes) -> Iterator[str]:

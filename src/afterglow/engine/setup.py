@@ -27,6 +27,7 @@ from afterglow.engine.scores import Scores
 from afterglow.engine.selective import SelectiveAttention
 from afterglow.engine.sizes import MOVER_THREADS, Sizes, capacity, conversation_bytes, rewriting_bytes, sizes
 from afterglow.errors import ConfigError, StoreError
+from afterglow.gguf_file import file_stem, is_gguf
 from afterglow.importance.chunk_cache import ChunkCache, ChunkPlacement
 from afterglow.importance.chunk_loader import ChunkLoader
 from afterglow.importance.select import SelectionRules
@@ -89,10 +90,10 @@ def build(
 ) -> EngineParts:
     """Read the model, open the cache, and restore its contents.
 
-    `throttle` slows the disk tier down, for benchmarks. `name` names the model; default: the directory's name.
+    `throttle` slows the disk tier down, for benchmarks. `name` names the model; default: the name of the directory or file.
     Raises: ModelError; ConfigError, for impossible sizes and a cache directory that is in use or has another format.
     """
-    name = name or Path(model).name or "model"
+    name = name or (file_stem(Path(model)) if is_gguf(model) else Path(model).name) or "model"
     device = choose_device(config.device)
     use_device(device)
     use_threads(config.threads)

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from afterglow.errors import ModelError
-from afterglow.gguf_file import PART, is_gguf, part_paths
+from afterglow.gguf_file import PART, file_stem, is_gguf, part_paths
 from afterglow.library import hub
 
 BUNDLED = "afterglow-small"
@@ -67,8 +67,7 @@ def model_name(model: str | Path | None, path: Path) -> str:
         return str(model)
     if path.is_dir():
         return path.resolve().name
-    part = PART.fullmatch(path.name)
-    return part["stem"] if part else path.stem
+    return file_stem(path)
 
 
 def _installed(name: str) -> Path:

@@ -21,7 +21,7 @@ from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.families import Names, replace_eos, spec_from_config
-from afterglow.model.gguf.weights import GgufWeights, read_gguf_spec
+from afterglow.model.gguf.mapped_weights import GgufWeights, read_gguf_spec
 from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.quantization_config import unpacking
 from afterglow.model.quantized import QuantizedWeights

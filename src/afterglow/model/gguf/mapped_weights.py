@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from afterglow.errors import ModelError
-from afterglow.gguf_file import FileTensor, GgufFile, open_gguf
+from afterglow.gguf_file import FileTensor, open_gguf
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
+from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.families import Names, spec_from_config
 from afterglow.model.gguf.architectures import Architecture, read_architecture
 from afterglow.model.spec import ModelSpec
@@ -26,16 +28,26 @@ UNUSED = ("rope_freqs.weight",)  # tensors that are read with the metadata
 
 def read_gguf_spec(path: Path) -> tuple[ModelSpec, Names]:
     """Read the spec of a GGUF file and the names of its weights; no weights are read. Raises: ModelError."""
-    return spec_of(open_gguf(path))[:2]
+    return _read(path)[:2]
 
 
-def spec_of(file: GgufFile) -> tuple[ModelSpec, Names, Architecture]:
-    """Return the spec of an opened file, the names of its weights, and how its architecture lays them out. Raises: ModelError."""
+def _read(path: Path) -> tuple[ModelSpec, Names, Architecture]:
+    """Return the spec of a file, the names of its weights, and how its architecture lays them out; read again if the file changes."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}; name a GGUF file or a model directory") from None
+    return _read_once(path, about.st_size, about.st_mtime_ns, about.st_ino)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(path: Path, *version: int) -> tuple[ModelSpec, Names, Architecture]:
+    file = open_gguf(path)
     architecture, config = read_architecture(file)
     try:
         spec, _ = spec_from_config(config)
     except ModelError as error:
-        raise ModelError(f"{file.paths[0]}: {error}") from None
+        raise ModelError(f"{path}: {error}") from None
     return spec, architecture.names(spec), architecture
 
 
@@ -46,9 +58,10 @@ class GgufWeights:
         """Map the file. Raises: ModelError if it cannot be read, or holds a type of tensor that is not supported."""
         self._file = open_gguf(path)
         self._path, self._progress = path, progress
-        self._spec, _, architecture = spec_of(self._file)
+        self._spec, _, architecture = _read(path)
         self._neighbours = architecture.neighbours
-        self._read: set[str] = set()
+        self._used: set[str] = set()
+        self._last: npt.NDArray[np.uint8] | None = None
         self._done = 0
         self._total = sum(tensor.blocks.nbytes for tensor in self._file.tensors.values())
         for tensor in self._file.tensors.values():
@@ -62,11 +75,12 @@ class GgufWeights:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._give_back()
         if exc[0] is not None:
             return
         if self._progress is not None:
             self._progress(self._total, self._total)
-        left = sorted(set(self._file.tensors) - self._read - set(UNUSED))
+        left = sorted(set(self._file.tensors) - self._used - set(UNUSED))
         if left:  # a nearly right model gives nearly right answers
             raise ModelError(
                 f"{self._path}: {len(left)} tensors are none that {self._spec.family} models have here, such as {left[0]}; "
@@ -100,7 +114,7 @@ class GgufWeights:
 
     def _find(self, name: str) -> FileTensor:
         if name in self._file.tensors:
-            self._read.add(name)
+            self._used.add(name)
             return self._file.tensors[name]
         part = self._part_of_qkv(name)
         if part is None:
@@ -114,7 +128,7 @@ class GgufWeights:
         fused = self._file.tensors.get(f"{place}.attn_qkv.{kind}")
         if fused is None or which not in ("q", "k", "v"):
             return None
-        self._read.add(fused.name)
+        self._used.add(fused.name)
         spec = self._spec
         starts = np.cumsum([0, spec.heads, spec.kv_heads, spec.kv_heads]) * spec.head_dim
         start, stop = starts["qkv".index(which) :][:2]
@@ -136,6 +150,9 @@ class GgufWeights:
 
     def _blocks(self, tensor: FileTensor) -> Tensor:
         """Return the bytes of a tensor, uint8 [rows, bytes of a row]."""
+        self._give_back()
+        self._last = tensor.blocks
+        read_soon(tensor.blocks.ctypes.data, tensor.blocks.nbytes)
         blocks = torch.from_numpy(_unguarded(tensor.blocks))
         self._done += blocks.nbytes
         if self._progress is not None:
@@ -147,6 +164,12 @@ class GgufWeights:
                 halves = rows.view(count, self._spec.head_dim // 2, 2, -1).transpose(1, 2)
                 return halves.reshape(blocks.shape)
         return blocks
+
+    def _give_back(self) -> None:
+        """Let the pages of the tensor before go: those of one are in memory at a time."""
+        if self._last is not None:
+            give_back(self._last.ctypes.data, self._last.nbytes)
+            self._last = None
 
 
 def _file_formats() -> list[str]:

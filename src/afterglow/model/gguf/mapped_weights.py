@@ -20,7 +20,7 @@ from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.families import Names, spec_from_config
 from afterglow.model.gguf.architectures import Architecture, read_architecture
 from afterglow.model.spec import ModelSpec
-from afterglow.model.weights import PackedTensor
+from afterglow.model.tables import PackedTensor
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 UNUSED = ("rope_freqs.weight",)  # tensors that are read with the metadata

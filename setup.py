@@ -47,6 +47,7 @@ setup(
                     "matrix.c",
                     "bytes.c",
                     "fill.c",
+                    "round_blocks.c",
                     "packed.c",
                     "packed_blocks.c",
                     "passes.c",

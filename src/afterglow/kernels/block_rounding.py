@@ -1,4 +1,4 @@
-"""Weights of a float checkpoint rounded to blocks of 32: Q8_0 and Q4_0, as GGUF files have them (`native/fill.c`).
+"""Weights of a float checkpoint rounded to blocks of 32: Q8_0 and Q4_0, as GGUF files have them (`native/round_blocks.c`).
 
 The scale of a Q4_0 block is searched: the number of largest magnitude, which is to be the level -8, is tried at 19 places from
 -7.1 to -8.9, and each time the best scale for the rounded numbers is found by least squares. Of normally distributed weights the
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from afterglow.kernels.built import native
+from afterglow.kernels.matrix import KINDS
 from afterglow.kernels.packed import BLOCK_FORMATS, GROUP
 
 PIECE = 256  # rows that torch rounds at a time
@@ -21,8 +23,16 @@ def round_to_blocks(weight: Tensor, block_format: str, out: Tensor | None = None
 
     `block_format` is Q4_0 or Q8_0. Raises: ValueError if the inputs are no whole number of blocks.
     """
-    if out is None:
-        out = torch.empty(weight.shape[0], BLOCK_FORMATS[block_format].row_bytes(weight.shape[1]), dtype=torch.uint8)
+    shape = weight.shape[0], BLOCK_FORMATS[block_format].row_bytes(weight.shape[1])
+    out = torch.empty(shape, dtype=torch.uint8) if out is None else out
+    assert out.shape == shape
+    library = native()
+    if library is not None and out.is_contiguous():
+        weight = weight.contiguous()
+        rows = library.new("afterglow_rows *", (weight.data_ptr(), *weight.shape, KINDS[weight.dtype]))
+        bits = BLOCK_FORMATS[block_format].bits
+        library.lib.afterglow_round_blocks(rows, bits, out.data_ptr(), torch.get_num_threads())
+        return out
     rounded = {"Q4_0": _q4_0, "Q8_0": _q8_0}[block_format]
     for first in range(0, weight.shape[0], PIECE):
         piece = weight[first : first + PIECE].float()

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 7
+#define AFTERGLOW_ABI_VERSION 8
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -123,6 +123,9 @@ void afterglow_pack(const afterglow_matrix *matrix, const void *blocks, int64_t 
 /* Multiplies with a matrix in blocks; rows of x are rounded to bytes, each group of 32 inputs with a scale of its own. */
 int afterglow_multiply_packed(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out,
                               int threads, int width);
+
+/* Rounds rows, whose size is a multiple of 32, to blocks of Q4_0 (`bits` 4) or Q8_0 (8), row after row. */
+void afterglow_round_blocks(const afterglow_rows *rows, int64_t bits, uint8_t *out, int threads);
 
 /* An RMS norm: its weight [size], and the number that is added to the mean square. */
 typedef struct {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,12 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 from torch import Tensor
 
+from afterglow.choices import QuantizationName
+from afterglow.config import format_size
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, open_gguf
+from afterglow.memory import free
+from afterglow.model import memory_check
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.digest import model_digest
 from afterglow.model.families import Names
@@ -230,6 +235,41 @@ def test_a_block_type_without_a_kernel_is_named(tmp_path: Path) -> None:
         ModelError, match=r"ffn_down\.weight has the block type IQ4_NL; supported are F32, F16, BF16, Q8_0"
     ):
         load_model(path)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none", "int8"])
+def test_a_model_that_does_not_fit_into_memory(
+    quantization: QuantizationName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "random.gguf"
+    write_random(path, SMALL, "Q4_0")
+    about = {
+        "auto": path.stat().st_size,
+        "none": SMALL.num_parameters * 4,
+        "int8": SMALL.num_parameters + 300 * 256 * 3,  # embeddings are not rounded
+    }[quantization]
+    monkeypatch.setattr(memory_check, "free_bytes", lambda: about)
+    load_model(path, quantization=quantization)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda: about - 1)
+    needs = (
+        rf"0\.00 billion weights need about {re.escape(format_size(about))}, besides up to 4\.0 KiB for keys and values"
+    )
+    with pytest.raises(ModelError, match=needs):
+        load_model(path, quantization=quantization, kv_bytes=4096)
+
+
+def test_free_memory_is_what_the_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free, "GROUP", tmp_path)
+    assert free.free_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal:  200 kB\nMemAvailable:   100 kB\n")
+    assert free.free_bytes() == 100 * 1024
+    (tmp_path / "memory.max").write_text("50000\n")
+    (tmp_path / "memory.current").write_text("30000\n")
+    (tmp_path / "memory.stat").write_text("anon 20000\ninactive_file 6000\nactive_file 4000\n")
+    assert free.free_bytes() == 50000 - 30000 + 10000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free.free_bytes() == 100 * 1024
 
 
 @pytest.mark.long

@@ -104,6 +104,7 @@ def build(
         device=str(device),
         quantization=config.quantization,
         max_model_len=config.max_model_len,
+        kv_bytes=config.cache.device_cache + (config.cache.host_cache if device.type == "cpu" else 0),
         progress=functools.partial(progress, "weights") if progress else None,
     )
     layout, digest = _kv_format(model, decoder, config, progress)

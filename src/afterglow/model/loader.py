@@ -22,6 +22,7 @@ from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.families import Names, replace_eos, spec_from_config
 from afterglow.model.gguf.mapped_weights import GgufWeights, read_gguf_spec
+from afterglow.model.memory_check import check_memory, weight_bytes
 from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.quantization_config import unpacking
 from afterglow.model.quantized import QuantizedWeights
@@ -42,16 +43,17 @@ def load_model(
     device: str = "cpu",
     quantization: QuantizationName = "auto",
     max_model_len: int | None = None,
+    kv_bytes: int = 0,
     progress: Progress | None = None,
 ) -> Decoder:
     """Load the decoder of a model directory, of a GGUF file, or of a preset (`bench-100m`) with seed 0.
 
     `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
     `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the
-    weights.
+    weights. `kv_bytes`: of keys and values, which an error says where weights do not fit into memory.
 
-    Raises: ModelError, one line, if a part of the model is missing, damaged or not supported; ConfigError if the model cannot
-    be quantised so.
+    Raises: ModelError, one line, if a part of the model is missing, damaged or not supported, or the weights do not fit into
+    memory; ConfigError if the model cannot be quantised so.
     """
     place = torch.device(device)
     if is_preset(model):
@@ -68,9 +70,10 @@ def load_model(
     spec.context(max_model_len)
     with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
-        return WeightAssembler(
-            spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization
-        ).decoder()
+        computed = compute_dtype(dtype, spec.dtype, place)
+        needed = weight_bytes(spec, computed, place, quantization, _block_bytes(source, directory))
+        check_memory(directory, spec, needed, kv_bytes, place)
+        return WeightAssembler(spec, names, source, computed, place, quantization).decoder()
 
 
 def load_encoder(
@@ -122,6 +125,13 @@ def open_weights(model: Path, progress: Progress | None = None) -> Checkpoint | 
     unpack = unpacking(read_json(model / "config.json"))
     files = Checkpoint(model, progress)
     return files if unpack is None else QuantizedWeights(files, unpack)
+
+
+def _block_bytes(source: Checkpoint | QuantizedWeights | GgufWeights, model: Path) -> int | None:
+    """Return the bytes of the files if their weights are in blocks."""
+    if isinstance(source, Checkpoint) or (isinstance(source, GgufWeights) and not source.in_blocks):
+        return None
+    return sum(path.stat().st_size for path in weight_files(model))
 
 
 def read_spec(directory: Path) -> tuple[ModelSpec, Names]:

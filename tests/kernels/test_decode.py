@@ -179,6 +179,22 @@ def test_long_segments_in_chunks(way: int | str, heads: tuple[int, int], threads
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_prefill_in_turns_of_its_queries(way: int | str, heads: tuple[int, int], threads: int) -> None:
+    """Few KV heads, and more queries than one task takes; earlier rows besides."""
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(150, heads[0], 64, generator=generator)
+    reads = [Read(context(150, heads[1], 64, generator), 0, 150, range(150), causal=True)]
+    reads += [Read(context(290, heads[1], 64, generator), 3, 290, range(150))]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(q, reads)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_was_found_before_is_kept(way: int | str) -> None:
     """Queries that are rows of a fused projection, merged into what there is; others are left alone."""
     generator = torch.Generator().manual_seed(2)

@@ -14,6 +14,7 @@
 #define BLOCK 64   /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
 #define MAX_FEW 6  /* up to so many queries of one KV head are faster one by one */
 #define CHUNK 256  /* rows of a task at least */
+#define TASKS 4    /* for each thread, of a segment that many batch rows read */
 #define NO_WAKE 16384 /* below so many rows of a KV head no thread is woken */
 #define MAX_LANES 32
 #define MANY_PARTS 64 /* parts to merge before a second thread is used */
@@ -55,8 +56,9 @@ int afterglow_width(void) {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") ? 16 : 8;
 }
 
+/* Rows of a segment, and those of its batch rows whose queries see them. */
 typedef struct {
-    int64_t segment, head, row, rows, part;
+    int64_t segment, head, row, rows, part, first, count;
 } task;
 
 /* Rows of a task of this segment: about `chunk`, but never fewer than it has queries, so that there is not more to merge than to
@@ -64,6 +66,14 @@ typedef struct {
 static int64_t piece(int64_t chunk, const afterglow_segment *g) {
     int64_t least = g->count > CHUNK ? g->count : CHUNK;
     return ((chunk > least ? chunk : least) + BLOCK - 1) / BLOCK * BLOCK;
+}
+
+/* Batch rows of a task: all, unless the segment has so many and so few tasks that threads would end at different times. A prefill of 512
+   tokens with 3 KV heads was 3 equal tasks, for 2 threads as long as 4. */
+static int64_t turn(int64_t pieces, int64_t kv_heads, const afterglow_segment *g, int threads) {
+    const int64_t tasks = pieces ? pieces * kv_heads : 1, wanted = threads == 1 ? 1 : (TASKS * threads + tasks - 1) / tasks;
+    const int64_t count = (g->count + wanted - 1) / wanted;
+    return count < MAX_LANES ? MAX_LANES : (count + MAX_LANES - 1) / MAX_LANES * MAX_LANES;
 }
 
 /* Merges a part (out [d], lse) into the result so far. */
@@ -100,27 +110,27 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
         const afterglow_segment *segment = table.segments + now.segment;
         const float *keys =
             segment->context + ((job.layer * 2 * table.kv_heads + now.head) * segment->capacity + segment->start + now.row) * d;
-        const int64_t queries = segment->count * group, full = (queries + tile - 1) / tile * tile;
-        const int tiled = queries > MAX_FEW || segment->causal;
+        const int64_t queries = now.count * group, full = (queries + tile - 1) / tile * tile;
+        const int tiled = segment->count * group > MAX_FEW || segment->causal;
         softmax s = {.queries = queries, .d = d, .scores = job.scratch + worker * job.scratch_size};
         s.q = s.scores + BLOCK * MAX_LANES, s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
         s.seen = segment->causal ? (int32_t *)(s.sum + full) : 0;
         for (int64_t i = 0; segment->causal && i < full; i++) {
-            int64_t own = i < queries ? i / group : segment->count - 1;
+            int64_t own = now.first + (i < queries ? i / group : now.count - 1);
             s.seen[i] = segment->rows - segment->count + 1 + own - now.row;
         }
         if (tiled) memset(s.q, 0, full * d * sizeof *s.q);
         memset(s.out, 0, full * d * sizeof *s.out);
         for (int64_t i = 0; i < full; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
         for (int64_t i = 0; i < queries; i++) {
-            const int64_t row = table.batch_rows[segment->first + i / group];
+            const int64_t row = table.batch_rows[segment->first + now.first + i / group];
             const float *q = batch.queries + row * batch.stride + (now.head * group + i % group) * d;
             float *own = tiled ? s.q + i / tile * tile * d + i % tile : s.q + i * d;
             for (int64_t x = 0; x < d; x++) own[tiled ? x * tile : x] = q[x] * batch.scale;
         }
         (tiled ? job.many : job.few)(keys, keys + table.kv_heads * segment->capacity * d, now.rows, s);
         for (int64_t i = 0; i < queries; i++) {
-            int64_t at = (now.part + i / group) * batch.heads + now.head * group + i % group;
+            int64_t at = (now.part + now.first + i / group) * batch.heads + now.head * group + i % group;
             float whole = s.sum[i] > 0 ? 1 / s.sum[i] : 0; /* a query that sees none of a task's rows: lse of -infinity */
             for (int64_t x = 0; x < d; x++) job.parts[at * d + x] = s.out[i * d + x] * whole;
             job.part_lse[at] = s.most[i] + logf(s.sum[i]);
@@ -156,7 +166,8 @@ int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglo
     const int64_t chunk = threads == 1 ? INT64_MAX / 2 : rows / (8 * threads);
     for (int64_t s = 0; s < table->count; s++) {
         int64_t pieces = (segments[s].rows + piece(chunk, segments + s) - 1) / piece(chunk, segments + s);
-        count += pieces * kv_heads;
+        const int64_t own = turn(pieces, kv_heads, segments + s, threads);
+        count += pieces * kv_heads * ((segments[s].count + own - 1) / own);
         parts += pieces * segments[s].count;
     }
     if (count == 0) return 0;
@@ -171,12 +182,17 @@ int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglo
         return 1;
     }
     int64_t at = 0, first_part = 0;
-    for (int64_t s = 0; s < table->count; s++)
-        for (int64_t row = 0; row < segments[s].rows; row += piece(chunk, segments + s), first_part += segments[s].count)
-            for (int64_t head = 0; head < kv_heads; head++) {
-                int64_t left = segments[s].rows - row, size = piece(chunk, segments + s);
-                tasks[at++] = (task){s, head, row, left < size ? left : size, first_part};
-            }
+    for (int64_t s = 0; s < table->count; s++) {
+        const int64_t all = segments[s].rows, size = piece(chunk, segments + s);
+        const int64_t own = turn((all + size - 1) / size, kv_heads, segments + s, threads);
+        for (int64_t row = 0; row < all; row += size, first_part += segments[s].count)
+            /* The last rows first: where a query sees no row after its own, they take the longest. */
+            for (int64_t first = (segments[s].count - 1) / own * own; first >= 0; first -= own)
+                for (int64_t head = 0; head < kv_heads; head++) {
+                    const int64_t left = segments[s].count - first;
+                    tasks[at++] = (task){s, head, row, all - row < size ? all - row : size, first_part, first, left < own ? left : own};
+                }
+    }
     job.tasks = tasks;
     team_share(run_tasks, &job, count, 1, threads, effort >= NO_WAKE);
     team_share(merge_heads, &job, heads, parts < MANY_PARTS ? heads : 1, threads, effort >= NO_WAKE);

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias, TypeGuard
+
 import torch
 from torch import Tensor
 
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import BytePanels, Panels
 from afterglow.kernels.packed import PackedPanels
+
+Panelled: TypeAlias = Panels | BytePanels | PackedPanels
+
+
+def in_panels(matrix: object) -> TypeGuard[Panelled]:
+    """Return whether the compiled kernels multiply with this matrix: a `Block` may have it."""
+    return isinstance(matrix, Panelled) and matrix.matrix is not None
 
 
 class Block:
@@ -17,10 +26,10 @@ class Block:
 
     def __init__(
         self,
-        out: Panels | BytePanels | PackedPanels,
+        out: Panelled,
         norm: tuple[Tensor, float],
-        mlp_in: Panels | BytePanels | PackedPanels,
-        mlp_out: Panels | BytePanels | PackedPanels,
+        mlp_in: Panelled,
+        mlp_out: Panelled,
         after: tuple[Tensor, float],
     ) -> None:
         """Keep the matrices. A norm is its weight [hidden] and the number that is added to the mean square; `mlp_in` yields

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from afterglow.choices import KeptWeights
 from afterglow.kernels.attention import attend
-from afterglow.kernels.block import Block
-from afterglow.kernels.matrix import BytePanels, Panels
+from afterglow.kernels.block import Block, in_panels
 from afterglow.kernels.passes import gated_silu, rms_norm
 from afterglow.kernels.rope import RopeTable, Rotation, rotate
 from afterglow.model.linear import Linear
@@ -234,13 +233,9 @@ class Decoder:
             return None
         if layer.mlp_norm is None or layer.mlp_norm.rms is None or after.rms is None:
             return None
-        if not isinstance(out, Panels | BytePanels) or not isinstance(mlp_in, Panels | BytePanels):
-            return None
-        return (
-            Block(out, layer.mlp_norm.rms, mlp_in, mlp_out, after.rms)
-            if isinstance(mlp_out, Panels | BytePanels)
-            else None
-        )
+        if in_panels(out) and in_panels(mlp_in) and in_panels(mlp_out):
+            return Block(out, layer.mlp_norm.rms, mlp_in, mlp_out, after.rms)
+        return None
 
     def _after_attention(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output for `x` [rows, hidden], given its norm and attention's context."""

@@ -1,6 +1,9 @@
 """The main job, shown: a conversation over turns and over a restart, with and without reuse, side by side.
 
-Starts two servers on the bundled model, one with its cache and one with `--no-reuse`, talks to both through the
+The conversation is about a document, the Declaration of Independence (abridged), with SmolLM2-135M-Instruct. Where that model is
+not installed, the bundled model is told facts between long texts, and asked for them.
+
+Starts two servers, one with its cache and one with `--no-reuse`, talks to both through the
 `openai` client, stops both with SIGTERM in the middle, starts them again, goes on, and prints per turn how many
 prompt tokens came from which tier and what that did to the time to first token.
 """
@@ -26,6 +29,8 @@ import httpx
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
+
+from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, default_model
 
 START_SECONDS = 120
 TIE = 1e-4  # a top-2 logit gap below which float rounding may choose either token
@@ -133,19 +138,34 @@ def main() -> int:
     BUILD.mkdir(exist_ok=True)
     cache = BUILD / "demo-cache"
     shutil.rmtree(cache, ignore_errors=True)
-    script = json.loads((files("afterglow") / "assets" / "demo_conversation.json").read_text())
-    reuse = Server("reuse", ["--cache-dir", str(cache), "--served-model-name", "afterglow"])
-    plain = Server("no-reuse", ["--no-reuse", "--served-model-name", "afterglow"])
+    model = default_model()
+    if model == BUNDLED:
+        console.print(f"[dim]{ABOUT_BUNDLED}[/dim]")
+    script = read_script(model)
+    reuse = Server("reuse", [model, "--cache-dir", str(cache), "--served-model-name", "afterglow"])
+    plain = Server("no-reuse", [model, "--no-reuse", "--served-model-name", "afterglow"])
     try:
         turns, ties, differences = converse(script, reuse, plain, args.max_tokens)
     finally:
         reuse.stop()
         plain.stop()
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"turns": turns, "ties": ties}, indent=1) + "\n")
+    args.json.write_text(json.dumps({"model": model, "turns": turns, "ties": ties}, indent=1) + "\n")
     summary(script, turns, ties, differences)
     console.print(f"written to {args.json}")
     return 1 if differences else 0
+
+
+def read_script(model: str) -> dict[str, Any]:
+    """The user's messages for a model; a document goes before the first."""
+    assets = files("afterglow") / "assets"
+    name = "demo_conversation.json" if model == BUNDLED else "demo_document.json"
+    script: dict[str, Any] = json.loads((assets / name).read_text("utf-8"))
+    if "document" in script:
+        document = (assets / script["document"]).read_text("utf-8").strip()
+        first, *others = script["turns"]
+        script["turns"] = [f"Here is a document.\n\n{document}\n\n{first}", *others]
+    return {**script, "model": model}
 
 
 def converse(
@@ -154,7 +174,7 @@ def converse(
     messages = [{"role": "system", "content": script["system"]}] if script.get("system") else []
     restart_at = len(script["turns"]) // 2
     seconds = reuse.start(), plain.start()
-    console.print(f"two servers on the bundled model are up after {seconds[0]:.1f} and {seconds[1]:.1f} s\n")
+    console.print(f"two servers on {script['model']} are up after {seconds[0]:.1f} and {seconds[1]:.1f} s\n")
     for server in (reuse, plain):  # the first request of a process pays for lazy initialisation
         server.ask([{"role": "user", "content": "Hello."}], 4)
     turns: list[dict[str, Any]] = []
@@ -193,7 +213,7 @@ def converse(
 
 
 def tell(number: int, text: str, turn: dict[str, Any]) -> None:
-    said = text if len(text) < 100 else f"{text[:60]} ... ({len(text)} characters)"
+    said = text if len(text) < 100 else f"{text[:60]} ... ({len(text)} characters) ... {text.splitlines()[-1][-80:]}"
     tiers = ", ".join(f"{n} {tier}" for tier, n in turn["cached_tokens_details"].items() if n) or "none"
     console.print(f"[bold]{number + 1} user[/bold]       {said}", highlight=False)
     console.print(f"  [bold]assistant[/bold]  {turn['answer'].strip()}", highlight=False)

@@ -67,14 +67,14 @@ needs_model = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason
 
 
 class Served:
-    """`afterglow serve` on the bundled model, in a process."""
+    """`afterglow serve` in a process, on the bundled model where no other is named."""
 
-    def __init__(self, cache: Path, *args: str) -> None:
+    def __init__(self, cache: Path, *args: str, model: str = "afterglow-small") -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TIED, "serve", "afterglow-small", "--port", str(self.port),
+            [sys.executable, "-c", TIED, "serve", model, "--port", str(self.port),
              "--cache-dir", str(cache), *SMALL, *args],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,7 +89,7 @@ class Served:
             raise
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while True:
             try:
                 httpx.get(f"{self.url}/health")

@@ -26,9 +26,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_model_that_is_installed(installed: Path) -> None:
-    assert find_model(REAL) == installed
-    assert model_name(REAL, installed) == REAL
+def test_the_default_is_the_model_that_is_installed(installed: Path) -> None:
+    assert default_model() == REAL
+    assert find_model(None) == find_model(REAL) == installed
+    assert model_name(None, installed) == model_name(REAL, installed) == REAL
     assert find_model(BUNDLED).name == "model"
 
 

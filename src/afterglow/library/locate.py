@@ -38,8 +38,8 @@ def find_model(model: str | Path | None) -> Path:
 
 
 def default_model() -> str:
-    """Name the model that is used where none is named: the one that is bundled."""
-    return BUNDLED
+    """Name the model that is used where none is named: the one of the extra `model`, else the one that is bundled."""
+    return BUNDLED if _real_model() is None else REAL
 
 
 def find_embedding_model(model: str | Path | None) -> tuple[Path, str]:

@@ -32,7 +32,7 @@ from benchmarks.peers.rounds import measured, turns
 
 LLAMA = "llama-cpp"
 ROUNDED = ("int8", "int4")
-ROUNDS = {True: 3, False: 5}  # lives of each arm, by --quick
+ROUNDS = {True: 3, False: 5}  # lives of each arm, by --quick: the first one finds nothing in memory
 UNITS = {"load": "s", "load, first": "s", "resident": "bytes", "peak": "bytes"}
 
 Rows = list[dict[str, Any]]
@@ -41,6 +41,7 @@ Rows = list[dict[str, Any]]
 def main(args: list[str]) -> int:
     parser = arguments("python -m benchmarks.peers.quantized", __doc__ or "")
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=tuple(MODELS), help="default: all")
+    parser.add_argument("--lives", type=int, metavar="N", help="of each arm; default: 5, with --quick 3")
     parser.add_argument("--kind", nargs="+", metavar="KIND", help="only these, such as Q4_0 or int8; default: all")
     parser.add_argument(
         "--environments", type=Path, metavar="DIR", help="folder of the peers' environments; default: .peers"
@@ -79,7 +80,9 @@ def _run(options: Any) -> int:
         rows: Rows = []
         models: dict[str, Any] = {}
         for name in options.model:
-            more, models[name] = _model(doing, MODELS[name](work / "models", where, options.seed), options.kind)
+            more, models[name] = _model(
+                doing, MODELS[name](work / "models", where, options.seed), options.kind, options.lives
+            )
             rows += more
     bounds = {name: {kind: speed / size for kind, size in found["read"].items()} for name, found in models.items()}
     tables.show_all(rows, bounds)
@@ -90,7 +93,9 @@ def _run(options: Any) -> int:
     return 1 if any(found["left out"] for found in models.values()) else 0
 
 
-def _model(doing: plan.Plan, files: ModelFiles, kinds: list[str] | None) -> tuple[Rows, dict[str, Any]]:
+def _model(
+    doing: plan.Plan, files: ModelFiles, kinds: list[str] | None, lives: int | None
+) -> tuple[Rows, dict[str, Any]]:
     """All arms of a model, and what is worth knowing of them."""
     began = time.monotonic()
     formats = [name for name in files.formats if kinds is None or name in kinds]
@@ -106,7 +111,7 @@ def _model(doing: plan.Plan, files: ModelFiles, kinds: list[str] | None) -> tupl
         arm, found = tried(doing, Arm(LLAMA, kind, path, files.vocab))
         arms.append(arm)
         sets += found
-    lived, left_out = _lives(doing, arms, ROUNDS[doing.quick])
+    lived, left_out = _lives(doing, arms, lives or ROUNDS[doing.quick])
     doing.say(f"{files.name}: {len(lived)} arms")
     rows = [
         measured("quantized", samples, model=files.name, engine=arm.engine, kind=arm.kind, measure=measure)

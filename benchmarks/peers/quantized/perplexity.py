@@ -25,6 +25,7 @@ from torch import Tensor
 from afterglow.bench.report import arguments, finish, goal, show
 from afterglow.choices import QuantizationName
 from afterglow.errors import AfterglowError
+from afterglow.library.locate import REAL, find_model
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.loader import load_model
 from afterglow.text import Tokenizer
@@ -32,7 +33,6 @@ from benchmarks.common.paired import Paired
 from benchmarks.common.paths import ROOT
 from benchmarks.peers import environments, plan
 from benchmarks.peers.processes import PeerError
-from benchmarks.peers.quantized.models import smollm2_file
 
 WINDOW, WINDOWS, QUICK = 512, 100, 24
 LLAMA, PACKED, FLOAT = "llama.cpp", "afterglow", "afterglow, dequantised"
@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        path = options.model or smollm2_file()
+        path = options.model or find_model(REAL)
         parts = windows(path, options.text, QUICK if options.quick else WINDOWS)
         losses = {name: ours(path, way, parts) for name, way in WAYS.items()}
         losses[LLAMA] = theirs(path, parts, environments.folder(options.environments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,12 +15,21 @@ from tests.text import toys
 HIDDEN, HEADS, INNER, LAYERS = 32, 4, 48, 2
 
 
-def random_model(folder: Path, *, spread: float = 0.3, context: int = 2048) -> Path:
-    """Write a Llama of random weights with 2 layers, and a byte-level tokenizer of 400 tokens. `spread`: of the weights."""
-    toys.byte_level(folder)
+def random_model(
+    folder: Path,
+    *,
+    spread: float = 0.3,
+    context: int = 2048,
+    template: str = toys.CHATML,
+    specials: Sequence[str] = (),
+    eos: str = "<|im_end|>",
+) -> Path:
+    """Write a Llama of random weights with 2 layers, and a byte-level tokenizer of 400 tokens. `spread`: of the weights.
+    `specials`: further special tokens."""
+    toys.byte_level(folder, template=template, specials=specials, eos=eos)
     tokenizer = Tokenizer(folder)
     vocab = tokenizer.vocab_size
-    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    (end,) = tokenizer.encode(eos, add_special_tokens=False)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

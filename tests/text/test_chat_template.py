@@ -80,8 +80,8 @@ def test_content_may_be_text_parts() -> None:
         ),
         (
             [{"role": "assistant", "tool_calls": [{}]}],
-            "messages[0].tool_calls",
-            "tool_calls is not supported",
+            "messages[0].tool_calls[0].id",
+            "must be a non-empty string, got null",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_ordinary_conversations_never_meet_the_twin(tokenizer: Tokenizer) -> Non
         prompt = tokenizer.encode_chat(messages)
         assert prompt.ids == tokenizer.encode(prompt.text, add_special_tokens=False)
     fresh = doors.fresh_markers(tokenizer)
-    fresh.render(lambda m: str(m), messages)
+    fresh.render(lambda m, t: str(m), messages)
     assert doors.twin_of(fresh) is None
 
 

@@ -18,7 +18,8 @@ from tokenizers import (
 )
 
 from afterglow import text
-from afterglow.text.chat_template import Message, flatten_messages
+from afterglow.text.chat_template import Message
+from afterglow.text.messages import flatten_messages
 
 CORPUS = [
     "Ada keeps her red kite in the old mill, and the mill is near the river.",
@@ -39,19 +40,26 @@ INST = (
 )
 
 
-def byte_level(folder: Path, *, template: str | None = CHATML, vocab_size: int = 400) -> Path:
-    """Byte-level BPE with ChatML markers, as Qwen and the bundled model have it."""
+def byte_level(
+    folder: Path,
+    *,
+    template: str | None = CHATML,
+    vocab_size: int = 400,
+    specials: Sequence[str] = (),
+    eos: str = "<|im_end|>",
+) -> Path:
+    """Byte-level BPE with ChatML markers, as Qwen and the bundled model have it. `specials`: further special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return _write(folder, tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, template)
+    return _write(folder, tokenizer, {"eos_token": eos, "pad_token": "<|endoftext|>"}, template)
 
 
 def metaspace(folder: Path, *, byte_fallback: bool = True, template: str | None = INST) -> Path:
@@ -103,7 +111,7 @@ def token_id(tokenizer: text.Tokenizer, text_of_token: str) -> int | None:
     return next((i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == text_of_token.encode()), None)
 
 
-def render(tokenizer: text.Tokenizer, messages: Sequence[Message]) -> str:
+def render(tokenizer: text.Tokenizer, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
     """Write messages with the model's template, without hiding markers in them."""
     assert tokenizer.chat_template is not None
-    return tokenizer.chat_template.render(flatten_messages(messages))
+    return tokenizer.chat_template.render(flatten_messages(messages), tools=tools)

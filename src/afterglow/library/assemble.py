@@ -9,18 +9,22 @@ from typing import Literal
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, Missed, Output, Selected, TokenLogprob, Truncation
 from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
+from afterglow.text.tool_calls.parts import Content, Part, Reasoning, ReplyParser, ToolCall
 
 Finish = Literal["stop", "length"]
+Reason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The text and tokens that one output adds to a reply.
 
-    `text` may be empty: the end may be an unfinished character, or the beginning of a stop string.
+    `text` may be empty: the end may be an unfinished character, or the beginning of a stop string. `parts`: the text as
+    content and calls.
     """
 
     text: str
+    parts: tuple[Part, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish: Finish | None
@@ -38,12 +42,17 @@ class Assembler:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        parser: ReplyParser | None = None,
     ) -> None:
-        """`min_tokens`: the first tokens of the reply, in which no stop string ends the reply."""
+        """`min_tokens`: the first tokens of the reply, in which no stop string ends the reply. `parser`: finds calls in the
+        text; without one all of it is content."""
         self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
         self._min_tokens = min_tokens
-        self.text = ""
+        self._parser = parser
+        self.text = ""  # all that was generated,
+        self.content = ""  # and what of it is for the user
+        self.reasoning = ""
         self.tokens: list[int] = []
         self.cached = CachedTokens()
         self.missed = Missed()
@@ -52,6 +61,17 @@ class Assembler:
         self.selected: Selected | None = None
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.finish: Finish | None = None
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls that the reply has begun."""
+        return self._parser.calls if self._parser is not None else []
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the reply ended, as OpenAI names it."""
+        whole = bool(self.calls) and all(call.ended for call in self.calls)
+        return "tool_calls" if self.finish == "stop" and whole else self.finish
 
     def feed(self, output: Output) -> Piece:
         """Add one output of the engine.
@@ -71,6 +91,7 @@ class Assembler:
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
         text = ""
+        parts: list[Part] = []
         count = 0
         for token in output.tokens:
             count += 1
@@ -78,15 +99,34 @@ class Assembler:
             if output.finish_reason == "stop" and count == len(output.tokens):
                 continue
             look = len(self.tokens) + count > self._min_tokens
-            text += self._stops.push(self._decoder.push((token,)), look=look)
-            if self._stops.matched is not None:
+            fresh = self._stops.push(self._decoder.push((token,)), look=look)
+            text += fresh
+            parts += self._parse(fresh)
+            if self._stops.matched is not None or (self._parser is not None and self._parser.complete):
                 self.finish = "stop"
                 break
         if output.finish_reason is not None and self.finish is None:
-            text += self._stops.push(self._decoder.flush(), look=len(self.tokens) + count > self._min_tokens)
-            text += self._stops.flush()
+            rest = self._stops.push(self._decoder.flush(), look=len(self.tokens) + count > self._min_tokens)
+            rest += self._stops.flush()
+            text += rest
+            parts += self._parse(rest)
             self.finish = "stop" if self._stops.matched is not None else output.finish_reason
+        if self.finish is not None and self._parser is not None:
+            parts += self._shown(self._parser.flush())
         tokens = output.tokens[:count]
         self.text += text
         self.tokens.extend(tokens)
-        return Piece(text, tokens, output.logprobs[:count], self.finish)
+        return Piece(text, tuple(parts), tokens, output.logprobs[:count], self.finish)
+
+    def _parse(self, text: str) -> list[Part]:
+        if self._parser is not None:
+            return self._shown(self._parser.push(text))
+        return self._shown([Content(text)] if text else [])
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        for part in parts:
+            if isinstance(part, Content):
+                self.content += part.text
+            elif isinstance(part, Reasoning):
+                self.reasoning += part.text
+        return parts

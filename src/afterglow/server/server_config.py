@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from afterglow.choices import ToolCallParserName
 from afterglow.config import option
 from afterglow.errors import ConfigError
 from afterglow.memo.options import MemoReuse
@@ -79,6 +80,11 @@ class ServerConfig(MemoReuse):
     ssl_keyfile: Path | None = option(
         None, "The certificate's key is in this PEM file. The default is the file of --ssl-certfile."
     )
+    tool_call_parser: ToolCallParserName = option(
+        "auto",
+        "Read the model's tool calls in this format. auto looks at its chat template; response_template is the model's own "
+        "description, which transformers reads (pip install 'afterglow-llm[tools]').",
+    )
     max_connections: int | None = option(
         None,
         "Keep so many connections open; more are answered with status 503 and closed. The default is 1000, or fewer where "
@@ -144,5 +150,8 @@ class ServerConfig(MemoReuse):
             )
         if self.system_prompt_mode not in get_args(SystemPromptMode):
             raise ConfigError(f"--system-prompt-mode must be default or always, got {self.system_prompt_mode!r}")
+        if self.tool_call_parser not in get_args(ToolCallParserName):
+            allowed = ", ".join(get_args(ToolCallParserName))
+            raise ConfigError(f"--tool-call-parser must be one of {allowed}, got {self.tool_call_parser!r}")
         if self.chat_truncation not in get_args(Truncation):
             raise ConfigError(f"--chat-truncation must be disabled or auto, got {self.chat_truncation!r}")

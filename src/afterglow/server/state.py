@@ -13,6 +13,7 @@ from afterglow.request import ContextWindow
 from afterglow.server.access.tenants import Tenants
 from afterglow.server.bodies.reader import BodyReader
 from afterglow.server.bodies.reply_lengths import ReplyLengths
+from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.bridge.bridge import Bridge
 from afterglow.server.bridge.kept_replies import KeptReplies
 from afterglow.server.embedding.embedding_models import EmbeddingModels
@@ -25,7 +26,9 @@ from afterglow.server.prompts.system_prompts import SystemPrompts
 from afterglow.server.served_models import ServedModels
 from afterglow.server.server_config import ServerConfig
 from afterglow.server.text_threads import TextThreads
-from afterglow.text import Tokenizer
+from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.tool_calls.formats import choose_format
+from afterglow.text.tool_calls.parts import ReplyParser
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
@@ -62,6 +65,19 @@ class State:
         self.prompt_encoder = PromptEncoder(tokenizer, self.system_prompts, self.reply_lengths, self.text_threads)
         self.kept_replies = KeptReplies(engine, tokenizer)
         self.bridge = Bridge(engine)
+        template = tokenizer.chat_template
+        self.tool_format = choose_format(
+            config.tool_call_parser,
+            template.source if template is not None else "",
+            tokenizer.response_template,
+            own=template is not None and template.writes_tools,
+        )
+
+    def tool_parser(self, use: ToolUse, chat: ChatPrompt | None) -> ReplyParser | None:
+        """Make the parser for one reply; None where calls are not looked for."""
+        if not use.parsed:
+            return None
+        return self.tool_format.parser(use.schemas, chat.text if chat is not None else "", one_call=not use.parallel)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

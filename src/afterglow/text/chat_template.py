@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,18 +15,9 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from afterglow.errors import ModelError, RequestError
+from afterglow.text.tool_prompt import without_tools
 
 Message = Mapping[str, Any]
-
-
-def texts_in(messages: object) -> Iterator[str]:
-    """Yield all text of messages as a client sent them, before they are checked."""
-    for message in messages if isinstance(messages, list) else ():
-        for value in message.values() if isinstance(message, dict) else ():
-            for part in value if isinstance(value, list) else [value]:
-                text = part.get("text") if isinstance(part, dict) else part
-                if isinstance(text, str):
-                    yield text
 
 
 def shown(value: object) -> str:
@@ -45,53 +36,65 @@ def shown_kind(part: object) -> str:
     return f"of type {shown(part['type'])}" if isinstance(part, Mapping) and "type" in part else shown(part)
 
 
-def flatten_messages(messages: object, name: str = "messages") -> list[dict[str, Any]]:
-    """Check chat messages and copy them with contents that are strings. `name` is the request's field.
-
-    Raises: RequestError, which names the place of a content that is not text.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(f"{name} must be a list with at least one message", param=name)
-    flat = []
-    for number, message in enumerate(messages):
-        where = f"{name}[{number}]"
-        if not isinstance(message, Mapping):
-            raise RequestError(f"{where} must be an object with role and content", param=where)
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise RequestError(f"{where}.role must be a non-empty string, got {shown(role)}", param=f"{where}.role")
-        for field in ("tool_calls", "function_call", "audio"):
-            if message.get(field):
-                raise RequestError(f"{where}.{field} is not supported", param=f"{where}.{field}")
-        content = _flatten_content(message.get("content"), f"{where}.content", role)
-        flat.append({**message, "role": role, "content": content})
-    return flat
-
-
-def _flatten_content(content: object, where: str, role: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":
-        return ""
-    if not isinstance(content, Sequence):
-        raise RequestError(f"{where} must be a string or a list of text parts, got {shown(content)}", param=where)
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise RequestError(
-                f"{where}[{number}] is {shown_kind(part)}; only parts of type 'text' are supported",
-                param=f"{where}[{number}]",
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
 class ChatTemplate:
-    """A compiled chat template. `variables` are the special tokens that templates name (`bos_token`, ...)."""
+    """A compiled chat template. `variables` are the special tokens that templates name (`bos_token`, ...).
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
+    `tool_source`: the template for requests with tools, where the model has one of its own for them. A template that
+    writes no tools gets them in the system prompt; see `tool_prompt.py`.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None, tool_source: str | None = None) -> None:
+        self.source = source if tool_source is None else tool_source  # that writes tools
+        self._variables = dict(variables or {})
+        self._plain = _OneTemplate(source)
+        self._tools = self._plain if tool_source is None else _OneTemplate(tool_source)
+        self.writes_tools = self._knows(_PROBE["function"]["name"], {"tools": [_PROBE]})
+        self._knows_system = self.writes_tools or self._knows("probe", {}, system=True)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """Write a conversation. `variables` are further variables that the template may know (`enable_thinking`, ...).
+
+        Raises: RequestError, for messages that the template refuses.
+        """
+        if not self.writes_tools:
+            messages, tools = without_tools(messages, tools, self._knows_system), ()
+        names: dict[str, object] = {"tools": list(tools) or None, "documents": None, **self._variables}
+        names |= {**(variables or {}), "messages": messages, "add_generation_prompt": add_generation_prompt}
+        used = bool(tools) or any("tool_calls" in message for message in messages)
+        return (self._tools if used else self._plain).render(messages, names)
+
+    def _knows(self, wanted: str, more: Mapping[str, object], system: bool = False) -> bool:
+        """Check whether a tool, or a system message, shows in what the template writes."""
+        messages = [{"role": "system", "content": "probe"}] if system else []
+        messages.append({"role": "user", "content": "a"})
+        names = {"tools": None, "documents": None, **self._variables, **more, "add_generation_prompt": True}
+        try:
+            return wanted in self._tools.render(messages, {**names, "messages": messages})
+        except RequestError:
+            return False
+
+
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_of_tools",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}, "required": []},
+    },
+}
+
+
+class _OneTemplate:
+    """One compiled Jinja template."""
+
+    def __init__(self, source: str) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
         )
@@ -102,35 +105,27 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template is not valid Jinja: {error}") from error
-        self._variables = dict(variables or {})
         self._knows_developer = "developer" in source
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> str:
-        """Write a conversation. `variables` are further variables that the template may know (`enable_thinking`, ...).
-
-        Raises: RequestError, for messages that the template refuses.
-        """
+    def render(self, messages: Sequence[Message], names: Mapping[str, object]) -> str:
+        """Write a conversation; `names` are the template's variables. Raises: RequestError."""
         if not self._knows_developer:
             # Newer clients call the system role so; templates that do not know it would drop the message.
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        names: dict[str, object] = {"tools": None, "documents": None, **self._variables, **(variables or {})}
-        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(names)
+            return self._template.render({**names, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
 
-def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Read the template's source: a file of its own goes before the tokenizer's configuration. Raises: ModelError."""
+def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], wanted: str = "default") -> str | None:
+    """Read a template's source: a file of its own goes before the tokenizer's configuration. `wanted`: its name, where a
+    model has several. Raises: ModelError."""
+    if wanted != "default":
+        path = model_dir / "additional_chat_templates" / f"{wanted}.jinja"
+        return path.read_text("utf-8") if path.is_file() else _pick(tokenizer_config.get("chat_template"), wanted)
     for name in ("chat_template.jinja", "chat_template.json"):
         path = model_dir / name
         if path.is_file():
@@ -144,10 +139,12 @@ def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> 
     return _pick(tokenizer_config.get("chat_template"))
 
 
-def _pick(template: object) -> str | None:
+def _pick(template: object, wanted: str = "default") -> str | None:
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template = named.get(wanted)
+    elif wanted != "default":
+        return None
     return template if isinstance(template, str) else None
 
 

@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from afterglow.errors import RequestError
 from afterglow.text import lengths
 
 log = logging.getLogger("afterglow.text")
-Write = Callable[[Sequence[Mapping[str, Any]]], str]
+Tools = Sequence[Mapping[str, Any]]
+Write = Callable[[Sequence[Mapping[str, Any]], Tools], str]  # messages and tools to text
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +83,27 @@ class Markers:
         """Return the ids of all markers."""
         return self._ids.values()
 
-    def mentioned(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Check whether a message holds text that looks like a marker."""
-        return any(self.mentioned_in(text) for message in messages for text in _texts(message))
+    def mentioned(self, values: Sequence[Mapping[str, Any]]) -> bool:
+        """Check whether a message or a tool holds text that looks like a marker."""
+        return any(self.mentioned_in(text) for value in values for text in _texts(value))
 
     def mentioned_in(self, text: str) -> bool:
         """Check whether a text holds text that looks like a marker."""
         return self._pattern is not None and self._pattern.search(text) is not None
 
-    def render(self, write: Write, messages: Sequence[Mapping[str, Any]]) -> Rendered:
+    def render(self, write: Write, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> Rendered:
         """Render messages with `write`, the template, and find the text in them that looks like a marker.
 
         Raises: RequestError, from the template.
         """
-        plain = write(messages)
-        if not self.mentioned(messages):
+        plain = write(messages, tools)
+        if not self.mentioned([*messages, *tools]):
             return Rendered(plain)
+        hidden_tools = [self._hide(tool) for tool in tools]
         # Templates that look for markers (to leave thoughts out, say) look for them in the assistant's messages.
         for trusted in ((), ("assistant",)):
             hidden = [m if m["role"] in trusted else self._hide(m) for m in messages]
-            found = self._reveal(write, hidden)
+            found = self._reveal(write, hidden, hidden_tools)
             if found.text == plain:
                 return found
         self._warn("the chat template looks for markers inside messages, where they keep their meaning therefore")
@@ -178,9 +180,9 @@ class Markers:
     def _markers(self, ids: Iterable[int]) -> list[int]:
         return [number for number in ids if number in self._telling]
 
-    def _reveal(self, write: Write, hidden: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _reveal(self, write: Write, hidden: Sequence[Mapping[str, Any]], tools: Tools) -> Rendered:
         try:
-            pieces = self._hidden.split(write(hidden))
+            pieces = self._hidden.split(write(hidden, tools))
         except RequestError:
             return Rendered("")
         literals, at = [], 0
@@ -192,14 +194,15 @@ class Markers:
         return Rendered("".join(pieces), tuple(literals))
 
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        pattern = self._pattern
-        assert pattern is not None
-        return {
-            key: pattern.sub(lambda found: self._names[found.group()], value)
-            if isinstance(value, str) and key != "role"
-            else value
-            for key, value in message.items()
-        }
+        return {key: value if key == "role" else self._hide_in(value) for key, value in message.items()}
+
+    def _hide_in(self, value: Any) -> Any:
+        """Give markers in a value other names, in objects and lists too: arguments of calls, schemas of tools."""
+        if isinstance(value, str) and self._pattern is not None:
+            return self._pattern.sub(lambda found: self._names[found.group()], value)
+        if isinstance(value, Mapping):
+            return {self._hide_in(key): self._hide_in(each) for key, each in value.items()}
+        return [self._hide_in(each) for each in value] if isinstance(value, list) else value
 
     def _find_twin(self) -> _Twin:
         with self._lock:
@@ -254,5 +257,15 @@ class _Twin:
         return Encoded(ids, lambda: found.offsets[first:], at, [place for place, _ in pieces])
 
 
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    return [value for key, value in message.items() if isinstance(value, str) and key != "role"]
+def _texts(value: object) -> Iterator[str]:
+    """Yield the strings in a message or a tool, but for the role."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            if key != "role":
+                yield from _texts(each)
+                yield from _texts(key)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)

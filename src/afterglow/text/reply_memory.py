@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import threading
 from array import array
 from collections import OrderedDict, deque
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
+
+from afterglow.text.tool_messages import names_of_calls
 
 _ENTRY = 64  # ids that take as much memory as a reply does besides its own: objects, keys, digests
 
@@ -41,6 +44,8 @@ class Reply:
     """A generated reply: `text` as the client saw it, `ids` that decode to it.
 
     `end` is the special token after the ids, if it was generated too. The prompt is known by length and digest.
+    `parts` is None where the ids decode to `text`. Otherwise the client got the reply in parts, of which `text` is the content and
+    `parts` names the rest: see `parts_digest`.
     """
 
     text: str
@@ -48,6 +53,7 @@ class Reply:
     end: int | None
     prompt_chars: int
     prompt_digest: bytes
+    parts: bytes | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but the text, for a store that keeps the text itself; `from_json` reads it."""
@@ -56,13 +62,21 @@ class Reply:
             "end": self.end,
             "prompt_chars": self.prompt_chars,
             "prompt_digest": self.prompt_digest.hex(),
+            **({"parts": self.parts.hex()} if self.parts is not None else {}),
         }
 
     @classmethod
     def from_json(cls, text: str, value: Mapping[str, Any]) -> Reply:
         """Make a reply of its text and of the rest, as `as_json` wrote it."""
         digest = bytes.fromhex(value["prompt_digest"])
-        return cls(text, array("I", value["ids"]), value["end"], value["prompt_chars"], digest)
+        parts = bytes.fromhex(value["parts"]) if "parts" in value else None
+        return cls(text, array("I", value["ids"]), value["end"], value["prompt_chars"], digest, parts)
+
+    def answers(self, message: Mapping[str, Any]) -> bool:
+        """Check whether a message is this reply, as the client got it."""
+        if self.text != message["content"]:
+            return False
+        return "tool_calls" not in message if self.parts is None else self.parts == parts_digest(message)
 
 
 @dataclass(slots=True)
@@ -84,18 +98,33 @@ class Segment:
     lead: str = ""
 
 
-def chains(salt: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+def chains(
+    salt: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[bytes]:
     """Yield for each message a key of the messages before it, and at the end a key of all messages. Linear in the text.
 
-    A key only finds candidates, since messages may hold more than role and content: the rendered text decides.
+    A key only finds candidates, since messages may hold more than role, content and calls: the rendered text decides.
     """
     state = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
+
+    def add(part: str) -> None:
+        data = part.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "little") + data)
+
+    if tools:
+        add(json.dumps(list(tools)))
     for message in messages:
         yield state.digest()
-        for part in (message["role"], message["content"]):
-            data = part.encode("utf-8", "surrogatepass")
-            state.update(len(data).to_bytes(8, "little") + data)
+        add(message["role"])
+        add(message["content"])
+        if "tool_calls" in message:
+            add(names_of_calls(message))
     yield state.digest()
+
+
+def parts_digest(message: Mapping[str, Any]) -> bytes:
+    """Name the parts of a reply besides its content: its calls, without their ids, which no model sees."""
+    return text_digest(names_of_calls(message))
 
 
 def text_digest(text: str) -> bytes:
@@ -125,9 +154,17 @@ class ReplyMemory:
         """Return the ids in use, with the extra ids that each reply counts as."""
         return self._tokens
 
-    def put(self, prompt: ChatPrompt, text: str, ids: Sequence[int], end: int | None, expires: float = inf) -> Reply:
+    def put(
+        self,
+        prompt: ChatPrompt,
+        text: str,
+        ids: Sequence[int],
+        end: int | None,
+        expires: float = inf,
+        parts: bytes | None = None,
+    ) -> Reply:
         """Keep the reply to a prompt until `expires`, and the replies in the prompt at least as long."""
-        reply = Reply(text, array("I", ids), end, len(prompt.text), text_digest(prompt.text))
+        reply = Reply(text, array("I", ids), end, len(prompt.text), text_digest(prompt.text), parts)
         self.restore(prompt.chain, prompt.salt, reply, expires)
         with self._lock:
             for chain in prompt.known:
@@ -176,7 +213,7 @@ def _cost(reply: Reply) -> int:
 
 def splice(
     text: str,
-    replies: Sequence[Reply],
+    replies: Sequence[tuple[Reply, int | None]],
     encode: Callable[[int, int, str], list[int]],
     special_at: Callable[[int], int | None],
     special_text: Callable[[int], str],
@@ -186,7 +223,8 @@ def splice(
 
     `encode(start, stop, lead)` tokenises a part of the text, see `Markers.encode`. A reply fits if the text begins with
     the very prompt that it answered, goes on with its text, and a special token follows. Tokenizers cut at special
-    tokens first, so the text before one does not change the ids after it.
+    tokens first, so the text before one does not change the ids after it. Of a reply that the client got in parts the
+    template writes another text: it ends at the character that stands beside the reply.
     """
     segments: list[Segment] = []
     done = 0  # characters whose ids are known
@@ -197,9 +235,12 @@ def splice(
         if stop > done:
             segments.append(Segment(done, stop, encode(done, stop, lead), lead=lead))
 
-    for reply in replies:
-        start, stop = reply.prompt_chars, reply.prompt_chars + len(reply.text)
-        if start < done or stop >= len(text) or not text.startswith(reply.text, start):
+    for reply, given in replies:
+        start = reply.prompt_chars
+        stop = start + len(reply.text) if given is None else given
+        if start < done or not start <= stop < len(text):
+            continue
+        if given is None and not text.startswith(reply.text, start):
             continue
         following = special_at(stop)
         if following is None or text_digest(text[:start]) != reply.prompt_digest:

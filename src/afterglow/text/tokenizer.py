@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,24 @@ from typing import Any
 from afterglow.errors import RequestError
 from afterglow.request import ContextWindow
 from afterglow.text import lengths
-from afterglow.text.chat_template import ChatTemplate, Message, flatten_messages
+from afterglow.text.chat_template import ChatTemplate, Message
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Markers, Rendered
-from afterglow.text.reply_memory import ChatPrompt, Reply, ReplyMemory, Segment, chains, rows_at, splice
+from afterglow.text.messages import flatten_messages
+from afterglow.text.reply_ends import place_replies
+from afterglow.text.reply_memory import (
+    ChatPrompt,
+    Reply,
+    ReplyMemory,
+    Segment,
+    chains,
+    parts_digest,
+    rows_at,
+    splice,
+)
 from afterglow.text.tokenizer_files import read_parts
+from afterglow.text.tool_calls.parts import ToolCall
+from afterglow.text.tool_messages import with_calls
 from afterglow.text.turns import TOKENS, Turns, find_turns
 
 
@@ -43,8 +57,11 @@ class Tokenizer:
         self._byte_fallback = "ByteFallback" in _kinds(decoder)
         self._most_chars = lengths.most_chars(state, _BYTE_OF)
         self.chat_template = (
-            ChatTemplate(parts.chat_template, self.special_tokens) if parts.chat_template is not None else None
+            ChatTemplate(parts.chat_template, self.special_tokens, parts.tool_template)
+            if parts.chat_template is not None
+            else None
         )
+        self.response_template = parts.response_template  # how to read replies, for transformers
         self.markers = Markers(self._fast, self._marker_ids(), _unknown(state["model"]))
         self.replies = ReplyMemory() if replies is None else replies
         self.spliced = 0  # replies in prompts whose generated ids were used, since the start
@@ -99,6 +116,7 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         salt: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
         replies: Mapping[int, Reply] | None = None,
@@ -107,7 +125,8 @@ class Tokenizer:
     ) -> ChatPrompt:
         """Tokenise a conversation up to the next reply, with the generated ids of earlier replies where they fit.
 
-        `replies` are replies that another store kept, by the numbers of their messages. If the prompt has more than
+        `tools`: those that the model may call, as OpenAI describes them. `replies` are replies that another store kept, by
+        the numbers of their messages. If the prompt has more than
         `cut_over` tokens, the rows at which turns begin are found as well. Text in a message that looks like a special
         token remains text.
 
@@ -116,29 +135,32 @@ class Tokenizer:
         flat = flatten_messages(messages)
         template = self._template()
 
-        def write(messages: Sequence[Message], prompt: bool = add_generation_prompt) -> str:
-            return _valid(template.render(messages, add_generation_prompt=prompt, variables=variables))
+        def write(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+            return _valid(template.render(messages, tools=tools, add_generation_prompt=prompt, variables=variables))
 
-        rendered = self.markers.render(write, flat)
+        def write_prompt(messages: Sequence[Message], prompt: bool = add_generation_prompt) -> str:
+            return write(messages, tools, prompt)
+
+        rendered = self.markers.render(lambda m, t: write(m, t, add_generation_prompt), flat, tools)
         if window is not None:
             self.check_length(rendered.text, window, "messages")
-        *before, chain = chains(salt, flat)
-        known: list[Reply] = []
+        *before, chain = chains(salt, flat, tools)
+        known: dict[int, Reply] = {}
         names: list[bytes] = []
-        num_replies = 0
         for number, (message, key) in enumerate(zip(flat, before, strict=True)):
             if message["role"] == "assistant":
-                num_replies += 1
                 for reply in (self.replies.get(key), (replies or {}).get(number)):
-                    if reply is not None and reply.text == message["content"]:
-                        known.append(reply)
+                    if reply is not None and reply.answers(message):
+                        known[number] = reply
                         names.append(key)
                         break
+        marker_at = partial(self.markers.at, rendered)
+        num_replies = sum(message["role"] == "assistant" for message in flat)
         segments, used = splice(
             rendered.text,
-            known,
+            place_replies(known, write_prompt, flat, rendered.text, self._ends_of, marker_at),
             lambda start, stop, lead: self.markers.encode(rendered, start, stop, lead).ids,
-            lambda char: self.markers.at(rendered, char),
+            marker_at,
             self._added.__getitem__,
         )
         self.spliced += used
@@ -147,21 +169,52 @@ class Tokenizer:
         prompt = ChatPrompt(ids, rendered.text, salt, chain, used, num_replies - used, tuple(names))
         if cut_over is None or len(ids) <= cut_over:
             return prompt
-        turns = find_turns(write, flat, rendered.text, self.special_tokens.get("bos_token", ""))
+        turns = find_turns(write_prompt, flat, rendered.text, self.special_tokens.get("bos_token", ""))
         return self._with_turns(prompt, turns, segments, rendered)
 
-    def remember(self, prompt: ChatPrompt, text: str, generated: Sequence[int], expires: float = inf) -> Reply | None:
+    def remember(
+        self,
+        prompt: ChatPrompt,
+        text: str,
+        generated: Sequence[int],
+        expires: float = inf,
+        *,
+        content: str | None = None,
+        calls: Sequence[ToolCall] = (),
+    ) -> Reply | None:
         """Keep the ids of a reply whose text the client got, and the replies before it, until `expires` at least.
-        Returns None if no prefix of the ids decodes to the text (a stop string that ends within a token, hidden
-        special tokens)."""
+
+        `content` and `calls`: what the client got instead of `text`, where that is something else. Returns None if no prefix
+        of the ids decodes to the text (a stop string that ends within a token, hidden special tokens)."""
         count = self._matching(prompt.ids, text, generated)
         if count is None:
             return None
         rest = generated[count:]
         end = rest[0] if rest and self._added.get(rest[0]) in self._special else None
-        return self.replies.put(prompt, text, generated[:count], end, expires)
+        if content is None or (content == text and not calls):
+            return self.replies.put(prompt, text, generated[:count], end, expires)
+        parts = parts_digest(with_calls(content, calls))
+        return self.replies.put(prompt, content, generated[:count], end, expires, parts)
 
     # ---------------------------------------------------------------------------------------------- inside
+
+    def _ends_of(self, reply: Reply) -> list[str]:
+        """List the special tokens with which a template may end a reply: the one that was generated, and its own."""
+        generated = None if reply.end is None else self._added.get(reply.end)
+        ends = (generated, self.special_tokens.get("eos_token"), self._end_of_turn)
+        return [end for end in ends if end is not None]
+
+    @cached_property
+    def _end_of_turn(self) -> str | None:
+        """The special token that the template writes behind a reply; None if it writes none."""
+        said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", _PROBE), ("user", "b"))]
+        try:
+            written = Rendered(self._template().render(said))
+        except RequestError:
+            return None
+        place = written.text.find(_PROBE)
+        found = self.markers.at(written, place + len(_PROBE)) if place >= 0 else None
+        return None if found is None else self._added.get(found)
 
     def _matching(self, context: Sequence[int], text: str, generated: Sequence[int]) -> int | None:
         """Count the generated ids that make up exactly `text`. Hidden special tokens would not come back with the text,
@@ -213,6 +266,7 @@ class Tokenizer:
         return {**self._special, **shown}
 
 
+_PROBE = "probe of a reply"
 _BRACKETED = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 
 

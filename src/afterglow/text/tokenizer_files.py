@@ -22,11 +22,15 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizerParts:
-    """`fast` knows all added tokens. `special_tokens`: texts by the names that chat templates use. `chat_template` is its source."""
+    """`fast` knows all added tokens. `special_tokens`: texts by the names that chat templates use. `chat_template` is its
+    source, `tool_template` that of the one for requests with tools, where there is one of its own. `response_template`
+    describes replies, for transformers."""
 
     fast: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
     chat_template: str | None
+    tool_template: str | None = None
+    response_template: Mapping[str, Any] | None = None
 
 
 def read_parts(model: Path) -> TokenizerParts:
@@ -41,7 +45,14 @@ def read_parts(model: Path) -> TokenizerParts:
     named = {**_read_json(model / "special_tokens_map.json"), **config}
     special_tokens = {name: text for name in _NAMED if (text := _token_text(named.get(name)))}
     _add_missing_tokens(fast, config, special_tokens)
-    return TokenizerParts(fast, special_tokens, find_chat_template(model, config))
+    described = config.get("response_template")
+    return TokenizerParts(
+        fast,
+        special_tokens,
+        find_chat_template(model, config),
+        find_chat_template(model, config, "tool_use"),
+        described if isinstance(described, dict) else None,
+    )
 
 
 def _read_gguf(path: Path) -> TokenizerParts:
@@ -51,7 +62,13 @@ def _read_gguf(path: Path) -> TokenizerParts:
         fast = gguf_tokenizer.build_tokenizer(vocabulary)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    return TokenizerParts(fast, vocabulary.special_tokens(), gguf_tokenizer.chat_template(metadata))
+    tool_template = metadata.get("tokenizer.chat_template.tool_use")
+    return TokenizerParts(
+        fast,
+        vocabulary.special_tokens(),
+        gguf_tokenizer.chat_template(metadata),
+        tool_template if isinstance(tool_template, str) else None,
+    )
 
 
 def _add_missing_tokens(

@@ -20,6 +20,8 @@ from afterglow.server.bodies.reply_bodies import ChatBody
 from afterglow.server.replies.choice_replies import ChoiceReplies
 from afterglow.server.replies.logprobs import chat_logprobs
 from afterglow.server.replies.make_requests import make_requests
+from afterglow.server.replies.tool_deltas import delta_fields, message_fields
+from afterglow.server.replies.tool_grammar import with_tool_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 
@@ -38,6 +40,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     prompt = await state.prompt_encoder.encode(body, body.messages, salt, size=body.size, cut=cut)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), logprobs)
+    sampling = with_tool_grammar(state, body.tool_use, sampling)
     requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
     return await ChatReplies(state, http, body, requests, prompt).answer()
 
@@ -74,9 +77,9 @@ class ChatReplies(ChoiceReplies):
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": reply.text, "refusal": None},
+                    "message": message_fields(reply.content, reply.reasoning, reply.calls),
                     "logprobs": self._logprobs(logprobs[index]),
-                    "finish_reason": reply.finish,
+                    "finish_reason": reply.reason,
                     **self.ids(reply.tokens),
                 }
                 for index, reply in enumerate(self.texts)
@@ -89,9 +92,8 @@ class ChatReplies(ChoiceReplies):
 
     async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
         # The role goes out with the first token, not before: a client's clock stops at the first chunk.
-        delta: dict[str, str] = {"role": "assistant", "content": ""} if first else {}
-        if piece.text:
-            delta["content"] = piece.text
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+        delta |= delta_fields(piece.parts)
         if piece.finish is not None and index == 0:
             self._remember()
         ids = self.ids(piece.tokens)
@@ -100,7 +102,7 @@ class ChatReplies(ChoiceReplies):
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.logprobs)}
         return {
             **(self._prompt_ids() if first else {}),
-            "choices": [{**choice, "finish_reason": piece.finish, **ids}],
+            "choices": [{**choice, "finish_reason": self.texts[index].reason, **ids}],
         }
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:

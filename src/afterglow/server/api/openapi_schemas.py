@@ -55,7 +55,7 @@ def page(items: Schema, **more: Schema) -> Schema:
 
 
 def _choice(**fields: Schema) -> Schema:
-    finish = any_of({"enum": ["stop", "length"]}, NULL)
+    finish = any_of({"enum": ["stop", "length", "tool_calls"]}, NULL)
     required = {"index": COUNT, **fields, "logprobs": any_of(ANY, NULL), "finish_reason": finish}
     return list_of(object_of(required, {"token_ids": list_of(COUNT), "prompt_token_ids": list_of(COUNT)}))
 
@@ -79,14 +79,35 @@ COMPONENTS: dict[str, Schema] = {
     ),
     "Message": object_of(
         {"role": SOME_TEXT},
-        {"content": any_of(TEXT, NULL, list_of(any_of(TEXT, _PART)))},
-    ),
-    "Item": object_of(
         {
-            "role": {"enum": ["user", "assistant", "system", "developer"]},
-            "content": any_of(TEXT, list_of(_ITEM_PART)),
+            "content": any_of(TEXT, NULL, list_of(any_of(TEXT, _PART))),
+            "tool_calls": any_of(list_of(ref("ToolCall")), NULL),
+            "tool_call_id": any_of(TEXT, NULL),
         },
-        {"type": {"const": "message"}, "id": TEXT},
+    ),
+    "ToolCall": object_of(
+        {"id": TEXT, "type": {"const": "function"}, "function": object_of({"name": TEXT, "arguments": TEXT})}
+    ),
+    "Item": any_of(
+        object_of(
+            {
+                "role": {"enum": ["user", "assistant", "system", "developer"]},
+                "content": any_of(TEXT, list_of(_ITEM_PART)),
+            },
+            {"type": {"const": "message"}, "id": TEXT},
+        ),
+        object_of(
+            {"type": {"const": "function_call"}, "call_id": SOME_TEXT, "name": SOME_TEXT, "arguments": TEXT},
+            {"id": TEXT},
+        ),
+        object_of(
+            {
+                "type": {"const": "function_call_output"},
+                "call_id": SOME_TEXT,
+                "output": any_of(TEXT, list_of(_ITEM_PART)),
+            },
+            {"id": TEXT},
+        ),
     ),
     "Usage": object_of(
         {"prompt_tokens": COUNT, "total_tokens": COUNT},
@@ -104,7 +125,12 @@ COMPONENTS: dict[str, Schema] = {
     ),
     "ChatCompletion": _completion(
         "chat.completion",
-        _choice(message=object_of({"role": {"const": "assistant"}, "content": TEXT, "refusal": NULL})),
+        _choice(
+            message=object_of(
+                {"role": {"const": "assistant"}, "content": any_of(TEXT, NULL), "refusal": NULL},
+                {"tool_calls": list_of(ref("ToolCall")), "reasoning_content": TEXT},
+            )
+        ),
     ),
     "Completion": _completion("text_completion", _choice(text=TEXT)),
     "Response": object_of(

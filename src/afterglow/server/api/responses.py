@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -23,14 +24,14 @@ from afterglow.server.bodies.response_items import (
     Item,
     as_messages,
     new_id,
-    output_message,
-    output_text,
     with_reply_ids,
 )
 from afterglow.server.json import json_response
 from afterglow.server.replies.make_requests import make_requests
 from afterglow.server.replies.pending_replies import Replies
+from afterglow.server.replies.response_output import ResponseOutput
 from afterglow.server.replies.stream import event
+from afterglow.server.replies.tool_grammar import with_tool_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt, Reply
 
@@ -55,15 +56,16 @@ async def create_response(http: HttpRequest) -> Response:
     items: list[Item] = body.input
     before = await _before(state, record, body.previous_response_id)
 
-    def join() -> tuple[list[dict[str, str]], dict[int, Reply], int]:
-        messages, replies = as_messages(body.instructions, [*before, *items])
-        return messages, replies, check_messages(messages, "input")
+    def join() -> tuple[list[dict[str, Any]], dict[int, Reply], int]:
+        messages, replies = as_messages(body.instructions, [*before, *items], len(before))
+        return messages, replies, check_messages(messages, "input") + body.tool_use.size
 
     messages, replies, size = await state.text_threads.run(MESSAGE_CHARS * (len(before) + len(items)), join)
     salt = state.tenants.salt(record.caller, body.cache_salt)
     cut = body.truncation == "auto"
     prompt = await state.prompt_encoder.encode(body, messages, salt, size=size, cut=cut, replies=replies)
     sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), None)
+    sampling = with_tool_grammar(state, body.tool_use, sampling)
     requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
     return await ResponseReply(state, http, body, requests, prompt).answer()
 
@@ -94,30 +96,31 @@ class ResponseReply(Replies):
     ) -> None:
         super().__init__(state, http, body, requests, chat)
         self._id = new_id("resp")
-        self._message = new_id("msg")
+        self._output = ResponseOutput()
         self._created = int(time.time())
         self._store = body.store is not False
         self._sequence = 0
 
     async def whole(self) -> Response:
         async with aclosing(self.pieces()) as pieces:
-            async for _ in pieces:
-                pass
+            async for _, piece in pieces:
+                deque(self._output.add(piece.parts), maxlen=0)
+        deque(self._output.finish(self._status), maxlen=0)
         return json_response(await self._finish())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        place = {"item_id": self._message, "output_index": 0, "content_index": 0}
         started = self._describe("in_progress", [], None)
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
-        item = output_message(self._message, "in_progress", [])
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **place, part=output_text(""))
+        if not self.body.tool_use.parsed:  # otherwise the reply may be a call
+            for kind, fields in self._output.open_message():
+                yield self._event(kind, **fields)
         try:
             async with aclosing(self.pieces()) as pieces:
                 async for _, piece in pieces:
-                    if piece.text:
-                        yield self._event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
+                    for kind, fields in self._output.add(piece.parts):
+                        yield self._event(kind, **fields)
+            ended = list(self._output.finish(self._status))
             done = await self._finish()
         except RequestError as error:
             yield self._failed(str(error))
@@ -126,21 +129,18 @@ class ResponseReply(Replies):
             log.exception("a stream failed")
             yield self._failed("internal error")
             return
-        item = done["output"][0]
-        yield self._event("response.output_text.done", **place, text=item["content"][0]["text"], logprobs=[])
-        yield self._event("response.content_part.done", **place, part=item["content"][0])
-        yield self._event("response.output_item.done", output_index=0, item=item)
+        for kind, fields in ended:
+            yield self._event(kind, **fields)
         yield self._event(f"response.{done['status']}", response=done)
 
     async def _finish(self) -> dict[str, Any]:
         """Describe the response as it ended; store it if the client wants that and the disk allows it."""
         reply = self.texts[0]
-        status = "incomplete" if reply.finish == "length" else "completed"
-        item = output_message(self._message, status, [reply.text])
+        status, output = self._status, self._output.items
         generated = self.state.kept_replies.remember(self.chat, self.requests[0], reply, write=False)
-        done = self._describe(status, [item], self._response_usage())
+        done = self._describe(status, output, self._response_usage())
         if self._store:
-            items = [*self.body.input, with_reply_ids(item, generated)]
+            items = [*self.body.input, with_reply_ids(output[0], generated), *output[1:]]
             try:
                 await FILES(
                     self.state.engine.conversations.add,
@@ -161,6 +161,10 @@ class ResponseReply(Replies):
         if self.body.return_token_ids:
             done |= {"prompt_token_ids": self.chat.ids, "token_ids": reply.tokens}
         return done
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self.texts[0].finish == "length" else "completed"
 
     def _failed(self, message: str) -> bytes:
         error = {"code": "server_error", "message": message}
@@ -201,7 +205,7 @@ class ResponseReply(Replies):
             "metadata": body.metadata or {},
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "prompt_cache_retention": body.prompt_cache_retention,
@@ -210,8 +214,8 @@ class ResponseReply(Replies):
             "store": self._store,
             "temperature": self.requests[0].sampling.temperature,
             "text": {"format": body.text_format},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "top_logprobs": 0,
             "top_p": self.requests[0].sampling.top_p,
             "truncation": body.truncation or "disabled",

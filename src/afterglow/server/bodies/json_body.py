@@ -40,8 +40,6 @@ NOT_SUPPORTED: Unused = {
     "length_penalty": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),

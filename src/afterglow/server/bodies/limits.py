@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from afterglow.errors import RequestError
-from afterglow.text.chat_template import shown, texts_in
+from afterglow.text.chat_template import shown
+from afterglow.text.messages import texts_in
 
 MAX_NESTING = 64  # arrays and objects within each other
 MAX_VALUES = 2_000_000  # of a body whose values may be token ids

@@ -22,6 +22,7 @@ from afterglow.server.bodies.json_body import (
 )
 from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts
 from afterglow.server.bodies.response_items import read_input
+from afterglow.server.bodies.tool_fields import ToolUse, read_tool_use
 from afterglow.text.chat_template import shown
 
 MAX_CHOICES = 128
@@ -98,6 +99,11 @@ class Body(GrammarFields):
     def replies_per_prompt(self) -> int:
         """Return the number of replies to each prompt."""
         return 1
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the reply may call."""
+        return ToolUse()
 
     @property
     def stops(self) -> list[str]:
@@ -201,7 +207,11 @@ class ChoicesBody(Body):
 class CompletionBody(ChoicesBody):
     """`/v1/completions`."""
 
-    unsupported: ClassVar[Unused] = {"truncation": ("disabled",)}  # a text has no turns
+    unsupported: ClassVar[Unused] = {  # a text has no turns, and calls no tools
+        "truncation": ("disabled",),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+    }
     most_values = MAX_VALUES
     prompt_field = "prompt"
     default_tokens = 16  # as in OpenAI's API
@@ -230,12 +240,20 @@ class ChatBody(ChoicesBody):
     logprobs: bool | None = False
     top_logprobs: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     _size: int = PrivateAttr(0)
+    _tool_use: ToolUse = PrivateAttr(ToolUse())
 
     @property
     def size(self) -> int:
-        """Return the work of the messages, in characters."""
+        """Return the work of the messages and the tools, in characters."""
         return self._size
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return self._tool_use
 
     @property
     def reply_tokens(self) -> int | None:
@@ -243,7 +261,8 @@ class ChatBody(ChoicesBody):
 
     def check(self) -> None:
         super().check()
-        self._size = check_messages(self.messages)
+        self._tool_use = read_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        self._size = check_messages(self.messages) + self._tool_use.size
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
@@ -277,6 +296,14 @@ class ResponseBody(Body):
     include: Annotated[list[Name] | None, at_most(64)] = None
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    _tool_use: ToolUse = PrivateAttr(ToolUse())
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return self._tool_use
 
     @property
     def reply_tokens(self) -> int | None:
@@ -305,6 +332,7 @@ class ResponseBody(Body):
             )
         if "message.output_text.logprobs" in (self.include or ()):
             raise RequestError("include: message.output_text.logprobs is not supported", param="include")
+        self._tool_use = read_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, flat=True)
         check_chars(len(self.instructions or ""), "instructions")
         check_messages(self.input, "input")
         self.input = read_input(self.input)

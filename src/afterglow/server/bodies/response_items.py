@@ -22,8 +22,8 @@ def new_id(kind: str) -> str:
 
 
 def read_input(value: object) -> list[Item]:
-    """Read the field `input` as message items with ids. Raises: RequestError, with the place of an item that is no text
-    message."""
+    """Read the field `input` as items with ids: messages, calls and results of calls. Raises: RequestError, with the place
+    of an item that is none of these."""
     if isinstance(value, str):
         return [_message("user", [value])]
     if not isinstance(value, list) or not value:
@@ -32,29 +32,68 @@ def read_input(value: object) -> list[Item]:
 
 
 def _read_item(item: object, where: str) -> Item:
-    if not isinstance(item, Mapping) or item.get("type", "message") != "message":
-        raise RequestError(f"{where} is {shown_kind(item)}; only items of type 'message' are supported", param=where)
-    role, content, given = item.get("role"), item.get("content"), item.get("id")
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    if not isinstance(item, Mapping) or kind not in ("message", "function_call", "function_call_output"):
+        raise RequestError(
+            f"{where} is {shown_kind(item)}; only items of type 'message', 'function_call' and 'function_call_output' are "
+            "supported",
+            param=where,
+        )
+    if kind == "function_call":
+        return _read_call(item, where)
+    if kind == "function_call_output":
+        texts = _read_texts(item.get("output"), f"{where}.output")
+        name = _named(item, "call_id", where)
+        return {
+            "id": _id(item, "fco"),
+            "type": kind,
+            "call_id": name,
+            "output": "\n".join(texts),
+            "status": "completed",
+        }
+    role = item.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role")
+    return _message(role, _read_texts(item.get("content"), f"{where}.content"), item.get("id"))
+
+
+def _read_texts(content: object, where: str) -> list[str]:
     if isinstance(content, str):
-        return _message(role, [content], given)
+        return [content]
     if not isinstance(content, list):
-        raise RequestError(
-            f"{where}.content must be a string or a list of text parts, got {shown(content)}",
-            param=f"{where}.content",
-        )
+        raise RequestError(f"{where} must be a string or a list of text parts, got {shown(content)}", param=where)
     texts = []
     for number, part in enumerate(content):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
         if kind not in PARTS or not isinstance(text, str):
             raise RequestError(
-                f"{where}.content[{number}] is {shown_kind(part)}; only parts of type 'input_text' and 'output_text' "
-                "are supported",
-                param=f"{where}.content[{number}]",
+                f"{where}[{number}] is {shown_kind(part)}; only parts of type 'input_text' and 'output_text' are supported",
+                param=f"{where}[{number}]",
             )
         texts.append(text)
-    return _message(role, texts, given)
+    return texts
+
+
+def _read_call(item: Mapping[str, Any], where: str) -> Item:
+    arguments = item.get("arguments")
+    if not isinstance(arguments, str):
+        raise RequestError(
+            f"{where}.arguments must be JSON in a string, got {shown(arguments)}", param=f"{where}.arguments"
+        )
+    name, call = _named(item, "name", where), _named(item, "call_id", where)
+    return function_call(_id(item, "fc"), call, name, arguments, "completed")
+
+
+def _named(item: Mapping[str, Any], field: str, where: str) -> str:
+    found = item.get(field)
+    if not isinstance(found, str) or not found:
+        raise RequestError(f"{where}.{field} must be a non-empty string, got {shown(found)}", param=f"{where}.{field}")
+    return found
+
+
+def _id(item: Mapping[str, Any], kind: str) -> str:
+    given = item.get("id")
+    return given if isinstance(given, str) and given else new_id(kind)
 
 
 def _message(role: str, texts: Sequence[str], given: object = None) -> Item:
@@ -76,6 +115,18 @@ def output_message(name: str, status: str, texts: Iterable[str]) -> Item:
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
+def function_call(name: str, call: str, function: str, arguments: str, status: str) -> Item:
+    """Make an item for a call. `name`: the item's own id, `call`: the id that the result names."""
+    return {
+        "id": name,
+        "type": "function_call",
+        "call_id": call,
+        "name": function,
+        "arguments": arguments,
+        "status": status,
+    }
+
+
 def with_reply_ids(item: Item, reply: Reply | None) -> Item:
     """Add the generated ids to an output item that is stored, for the next turn."""
     return item if reply is None else {**item, _REPLY: reply.as_json()}
@@ -86,14 +137,45 @@ def public(item: Item) -> Item:
     return {key: value for key, value in item.items() if key != _REPLY}
 
 
-def as_messages(instructions: str | None, items: Sequence[Item]) -> tuple[list[dict[str, str]], dict[int, Reply]]:
-    """Turn items into the messages of a chat. Also returns the replies whose generated ids are known, by number of
-    their message."""
-    messages = [{"role": "system", "content": instructions}] if instructions else []
+def as_messages(
+    instructions: str | None, items: Sequence[Item], given: int = 0
+) -> tuple[list[dict[str, Any]], dict[int, Reply]]:
+    """Turn items into the messages of a chat: calls join the assistant's message before them. Also returns the replies whose
+    generated ids are known, by number of their message.
+
+    `given`: the number of the first item that the request brought. Raises: RequestError, for results without a call.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     replies = {}
-    for item in items:
-        text = "\n".join(part["text"] for part in item["content"])
+    waiting: set[str] = set()  # ids of calls without a result
+    for number, item in enumerate(items):
+        place = f"input[{number - given}]"
+        kind = item.get("type", "message")
+        last = messages[-1] if messages else None
+        joins = kind == "function_call" and last is not None and last["role"] == "assistant"
+        text = "" if kind != "message" else "\n".join(part["text"] for part in item["content"])
         if _REPLY in item:
-            replies[len(messages)] = Reply.from_json(text, item[_REPLY])
-        messages.append({"role": item["role"], "content": text})
+            replies[len(messages) - joins] = Reply.from_json(text, item[_REPLY])
+        if kind == "function_call":
+            if item["call_id"] in waiting:
+                raise RequestError(
+                    f"{place}.call_id: {item['call_id'][:80]!r} is the id of two calls", param=f"{place}.call_id"
+                )
+            waiting.add(item["call_id"])
+            if not joins:
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            assert last is not None
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": said})
+        elif kind == "function_call_output":
+            if item["call_id"] not in waiting:
+                raise RequestError(
+                    f"{place}.call_id: no call {item['call_id'][:80]!r} before it waits for a result",
+                    param=f"{place}.call_id",
+                )
+            waiting.remove(item["call_id"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        else:
+            messages.append({"role": item["role"], "content": text})
     return messages, replies

@@ -32,7 +32,11 @@ class KeptReplies:
         """
         ttl = request.ttl_s if request.ttl_s is not None else self._engine.config.cache.ttl
         ends = time.time() + ttl if ttl is not None else inf
-        kept = self._tokenizer.remember(prompt, reply.text, reply.tokens, ends)
+        if reply.reasoning:
+            return None  # templates leave thoughts out of the history
+        kept = self._tokenizer.remember(
+            prompt, reply.text, reply.tokens, ends, content=reply.content, calls=reply.calls
+        )
         if kept is not None and write and request.reuse and not request.volatile:
             self._write(prompt, kept, request, ends)
         return kept

@@ -12,8 +12,8 @@ from afterglow.server.bodies.reply_lengths import ReplyLengths
 from afterglow.server.prompts.system_prompts import RegisteredPrompt, SystemPrompts
 from afterglow.server.text_threads import TextThreads
 from afterglow.text import ChatPrompt, Reply, Tokenizer
-from afterglow.text.chat_template import texts_in
 from afterglow.text.lengths import LONG
+from afterglow.text.messages import texts_in
 from afterglow.text.turns import TEMPLATE
 
 log = logging.getLogger("afterglow.server")
@@ -47,12 +47,14 @@ class PromptEncoder:
         Raises: RequestError.
         """
         variables = body.chat_template_kwargs
+        tools = body.tool_use.tools
 
         def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
             begun, known, registered = self._prompts.begin(messages, salt, replies)
             found = self._tokenizer.encode_chat(
                 begun,
                 salt=salt,
+                tools=tools,
                 variables=variables,
                 replies=known,
                 cut_over=self._lengths.longest_prompt(body) if cut else None,
@@ -63,8 +65,9 @@ class PromptEncoder:
         if size <= LONG:
             texts = (*texts_in(messages), *self._prompts.texts(salt))
             # A marker in a message may need another tokenizer, whose construction takes seconds once.
-            waits = any(map(self._tokenizer.markers.mentioned_in, texts))
-            size = LONG + 1 if waits else sum(map(len, texts))
+            markers = self._tokenizer.markers
+            waits = any(map(markers.mentioned_in, texts)) or markers.mentioned(tools)
+            size = LONG + 1 if waits else sum(map(len, texts)) + body.tool_use.size
         try:
             prompt, registered = await self._threads.run(size, work)
         except RequestError as error:
@@ -74,6 +77,6 @@ class PromptEncoder:
         if prompt.uncut == TEMPLATE and not self._warned:
             self._warned = True
             log.warning("truncation: %s; the oldest tokens after the system prompt are left out instead", TEMPLATE)
-        if registered is not None and not variables:
+        if registered is not None and not variables and not tools:
             self._prompts.used(registered, prompt.ids)
         return prompt

@@ -40,16 +40,19 @@ class Replies(ABC):
         self.requests = requests
         self.chat = chat
         self.model = state.models.check(body.model)
+        parsers = [state.tool_parser(body.tool_use, chat) for _ in requests]
+        shown = state.tool_format.special and body.tool_use.parsed
         self.texts = [
             Assembler(
                 state.tokenizer,
                 request.prompt,
                 body.stops,
                 include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
+                skip_special_tokens=body.skip_special_tokens and not shown,
                 min_tokens=request.sampling.min_tokens,
+                parser=parser,
             )
-            for request in requests
+            for request, parser in zip(requests, parsers, strict=True)
         ]
         self._http = http
         self._queue: asyncio.Queue[tuple[int, Output | RequestError]] = asyncio.Queue()

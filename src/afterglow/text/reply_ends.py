@@ -1,0 +1,77 @@
+"""Where the replies that clients got in parts end in the text of a prompt.
+
+Such a reply comes back as content and calls, and the template writes it in its own way: with other white space, say. So its
+generated ids do not decode to that text. The place where the template's text of it ends is found by marks in the messages
+that follow; what lies between its prompt and that place is the reply.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from afterglow.errors import RequestError
+from afterglow.text.reply_memory import Reply
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def place_replies(
+    known: Mapping[int, Reply],
+    write: Callable[[Messages], str],
+    messages: Messages,
+    text: str,
+    ends_of: Callable[[Reply], Sequence[str]],
+    marker_at: Callable[[int], int | None],
+) -> list[tuple[Reply, int | None]]:
+    """Pair the known replies (by number of their message) with the character of `text` at which they end, or None where the
+    reply's own text says that. Replies whose end is not found are left out.
+
+    `ends_of`: the markers that may end a reply, the likeliest first. `marker_at` a character: the marker that begins there.
+    """
+    parted = [number for number, reply in known.items() if reply.parts is not None]
+    borders = dict(zip(parted, _borders(write, messages, text, parted), strict=False)) if parted else {}
+    placed: list[tuple[Reply, int | None]] = []
+    for number, reply in known.items():
+        if reply.parts is None:
+            placed.append((reply, None))
+        elif number in borders:
+            span = (reply.prompt_chars, borders[number])
+            found = (_last_marker(text, span, end, marker_at) for end in ends_of(reply))
+            stop = next((place for place in found if place is not None), None)
+            if stop is not None:
+                placed.append((reply, stop))
+    return placed
+
+
+def _borders(write: Callable[[Messages], str], messages: Messages, text: str, wanted: Sequence[int]) -> list[int]:
+    """Find for each of the `wanted` messages (ascending) a character of `text` behind it, and before the content of the
+    message that follows. Empty if the template does not show that. Renders once."""
+    nonce = f"\ue000{secrets.token_hex(8)}\ue001"
+    marked = list(messages)
+    for number in wanted:
+        if number + 1 >= len(messages):
+            return []
+        content = messages[number + 1]["content"]
+        space = len(content) - len(content.lstrip())
+        marked[number + 1] = {**marked[number + 1], "content": content[:space] + nonce + content[space:]}
+    try:
+        pieces = write(marked).split(nonce)
+    except RequestError:
+        return []
+    if len(pieces) != len(wanted) + 1 or "".join(pieces) != text:
+        return []
+    found, at = [], 0
+    for piece in pieces[:-1]:
+        at += len(piece)
+        found.append(at)
+    return found
+
+
+def _last_marker(text: str, span: tuple[int, int], marker: str, marker_at: Callable[[int], int | None]) -> int | None:
+    """Find the last place in a span at which a marker begins that is no plain text."""
+    place = text.rfind(marker, *span)
+    while place >= 0 and marker_at(place) is None:
+        place = text.rfind(marker, span[0], place)
+    return place if place >= 0 else None

@@ -1,0 +1,69 @@
+"""Channels, as gpt-oss writes its replies: analysis, final, and commentary with calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from afterglow.text.tool_calls.json_calls import is_json
+from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(ReplyParser):
+    """Messages with headers: `<|channel|>NAME to=functions.TOOL <|constrain|>json<|message|>TEXT<|end|>`.
+
+    The prompt ends with `<|start|>assistant`, so the reply begins within a header.
+    """
+
+    def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
+        super().__init__(tools, one_call=one_call, call_id=call_id)
+        self._buffer = Buffer()
+        self._header = ""
+        self._kind = ""  # of the message that is read; empty within a header
+
+    def _read(self, text: str) -> None:
+        self._buffer.text += text
+        while not self.complete:
+            if self._kind:
+                read, mark = self._buffer.take_until(ENDS)
+                self._body(read)
+                if mark is None:
+                    return
+                if self._kind == "call":
+                    self._close()
+                self._kind, self._header = "", ""
+            else:
+                read, mark = self._buffer.take_until((MESSAGE,))
+                self._header += read
+                if mark is None:
+                    return
+                self._open()
+
+    def _open(self) -> None:
+        channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
+        if recipient is not None:
+            self._kind = "call"
+            self._begin(recipient.group(1))
+        else:
+            self._kind = channel.group(1) if channel is not None else "final"
+
+    def _body(self, text: str) -> None:
+        if self._kind == "call":
+            self._argue(text)
+        elif self._kind == "analysis":
+            self._reason(text)
+        else:
+            self._content(text)
+
+    def _end(self) -> None:
+        if self._kind:
+            self._body(self._buffer.text)
+            if self._kind == "call" and is_json(self.calls[-1].arguments):
+                self._close()
+        elif CHANNEL not in self._header:  # a reply without channels
+            self._content(self._header + self._buffer.text)

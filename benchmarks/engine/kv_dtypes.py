@@ -139,7 +139,7 @@ def judged_text(options: argparse.Namespace) -> Part:
         return [], []
     with contextlib.ExitStack() as stack:
         judge = Judge(options.model, options.threads, stack)
-        row = perplexity(judge, options.model, options.text, 4 if options.quick else 60)
+        row = perplexity(judge, options.model, options.text, 4 if options.quick else 30)
         row["bytes"] = judge.bytes()
     table(f"perplexity, {Path(options.model).name}, {row['tokens']} tokens", row, "perplexity", "ratio")
     change = row["ratio"]["int8"]
@@ -242,11 +242,13 @@ def timed(
             for kind in KINDS
         }
 
+        history = words(rng, next(iter(engines.values())), HISTORY)
+        for engine in engines.values() if tier is not None else ():
+            asked(engine, history)
+
         def measured(engine: Engine) -> float:
             if tier is None:
                 return asked(engine, words(rng, engine, PROMPT)).ttft
-            history = words(rng, engine, HISTORY)
-            asked(engine, history)
             engine.demote(tier)
             turn = asked(engine, [*history, *words(rng, engine, NEW)])
             if getattr(turn.cached, tier) != HISTORY:

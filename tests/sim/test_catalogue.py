@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from afterglow.errors import ConfigError, ModelError
 from afterglow.model.families import spec_from_config
+from afterglow.sim.engine_setup import Setup
 from afterglow.sim.machine.catalogue import (
     GIB,
     all_hardware,
@@ -109,6 +110,17 @@ def test_arithmetic_of_a_shape_by_hand() -> None:
     assert shape.prefill_flops(3, 5) == 3 * 4 * per_layer + shape.attention_flops(3, 5) + 2 * 80
     assert shape.prefill_flops(1, 7) == 4 * per_layer + 2 * 4 * 4 * 2 * 8 + 2 * 80
     assert shape.kv_bytes_per_token("float32") == 2 * shape.kv_bytes_per_token() == 2 * 2 * 2 * 2 * 4
+    assert shape.kv_bytes_per_token("int8") == 2 * 2 * 2 * (2 + 4)  # a scale for each head
+
+
+def test_rows_below_the_device_may_have_a_dtype_of_their_own() -> None:
+    plain = Setup(model=model("Llama-3-8B"), hardware=hardware("A100-80G"))
+    narrow = replace(plain, kv_dtype="int8")
+    assert plain.row_bytes / narrow.row_bytes == 256 / 132
+    assert narrow.rows_on_device == plain.rows_on_device
+    assert narrow.capacity.host_slots > 1.93 * plain.capacity.host_slots
+    assert narrow.capacity.file_bytes[0] < plain.capacity.file_bytes[0]
+    assert narrow.machine().row_bytes == narrow.row_bytes
 
 
 def test_splitting_a_prefill_changes_no_arithmetic_but_for_logits() -> None:

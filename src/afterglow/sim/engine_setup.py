@@ -27,6 +27,7 @@ class Setup:
 
     `mode`: `reuse`; `recompute`: nothing is kept (RE in the papers); `overflow`: a context that is truncated loses its
     cached rows (OF). `retain`: do finished contexts stay on the device as long as there is room? The papers' do not.
+    `dtype`: of weights, keys and values; `kv_dtype`: of those in host and on disk, if it is another one.
     `window`: the longest context, if not the model's. `prefill_chunk`: prompt tokens beside running decodes, 0: prefills
     keep decodes waiting, as in the papers.
     """
@@ -35,6 +36,7 @@ class Setup:
     hardware: Hardware
     devices: int = 1
     dtype: str = "float16"
+    kv_dtype: str | None = None
     dram: int = 128 * 10**9
     disk: int = 10 * 10**12
     disk_read: float = 5e9
@@ -76,8 +78,8 @@ class Setup:
 
     @property
     def row_bytes(self) -> int:
-        """Keys and values of one token."""
-        return self.model.kv_bytes_per_token(self.dtype)
+        """Keys and values of one token in host, on disk, and on the way."""
+        return self.model.kv_bytes_per_token(self.kv_dtype or self.dtype)
 
     @property
     def longest(self) -> int:
@@ -89,7 +91,8 @@ class Setup:
         """Tokens whose keys and values the devices have room for."""
         if self.device_rows is not None:
             return self.device_rows
-        return kv_room(self.model, self.hardware, self.devices, self.dtype) // self.row_bytes
+        room = kv_room(self.model, self.hardware, self.devices, self.dtype)
+        return room // self.model.kv_bytes_per_token(self.dtype)
 
     @property
     def capacity(self) -> Capacity:

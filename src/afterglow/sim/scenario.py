@@ -139,7 +139,7 @@ def setup_of(scenario: Scenario) -> Setup:
         )
     measured: dict[str, Any] = {"disk_read": wanted.disk_bandwidth * GB, "disk_write": wanted.disk_bandwidth * GB}
     if wanted.calibration is not None:
-        measured = _measured(wanted.calibration, shape, wanted.dtype)
+        measured = _measured(wanted.calibration, shape, wanted.kv_dtype or wanted.dtype)
     if scenario.cluster.shared_tier and not tiers.disk:
         raise ConfigError("--shared-tier needs a --disk on each engine, through which it is read and written")
     more = {"write_policy": "write_through"} if scenario.cluster.shared_tier else {}
@@ -148,6 +148,7 @@ def setup_of(scenario: Scenario) -> Setup:
         hardware=device,
         devices=tiers.devices,
         dtype=wanted.dtype,
+        kv_dtype=wanted.kv_dtype,
         dram=tiers.dram,
         disk=tiers.disk,
         host_link=wanted.host_link * GB if wanted.host_link is not None else None,
@@ -168,7 +169,8 @@ def _measured(path: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
     if found.kv_bytes_per_token != shape.kv_bytes_per_token(dtype):
         raise ConfigError(
             f"{path} was measured with {found.model}, {found.kv_bytes_per_token} bytes of KV per token; {shape.name} as "
-            f"{dtype} has {shape.kv_bytes_per_token(dtype)}: give the --model and --dtype that were measured"
+            f"{dtype} has {shape.kv_bytes_per_token(dtype)}: give the --model, --dtype and --kv-dtype that were "
+            "measured"
         )
     return {
         "calibration": found,

@@ -65,6 +65,10 @@ class EngineModel:
     )
     hardware: str = option("A100-80G", "The device: A100-80G, A100-PCIE-40G, A40, H100, H200, L40S or CPU-2.")
     dtype: DtypeName = option("float16", "Dtype of weights, keys and values.")
+    kv_dtype: DtypeName | None = option(
+        None,
+        "Dtype of keys and values in host memory and on disk, int8 with a scale for each row and head; default: --dtype.",
+    )
     disk_bandwidth: float = option(5.0, "Speed of the disk, reading and writing, in gigabytes (10^9 bytes) per second.")
     host_link: float | None = option(
         None, "Speed between host and device, in gigabytes per second and direction. The default is the hardware's."

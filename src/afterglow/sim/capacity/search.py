@@ -59,7 +59,7 @@ class Search:
         engine = self.scenario.engine
         self._shape, self._device = model(engine.model), hardware(engine.hardware)
         self._window = engine.window or self._shape.window
-        self._row_bytes = self._shape.kv_bytes_per_token(engine.dtype)
+        self._row_bytes = self._shape.kv_bytes_per_token(engine.kv_dtype or engine.dtype)
         self._least = fewest_devices(self._shape, self._device, self._window, engine.dtype)
         if self._least > self.goal.max_devices:
             raise ConfigError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from afterglow.config import SCALE_BYTES
 from afterglow.errors import ConfigError, ModelError
 
 Positions = Literal["rope", "learned", "alibi"]
@@ -73,8 +74,9 @@ class ModelShape:
         return self.parameters * dtype_bytes(dtype)
 
     def kv_bytes_per_token(self, dtype: str = "float16") -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes(dtype)
+        """Bytes of one token's keys and values over all layers. In int8 each head has a scale besides."""
+        head = self.head_dim * dtype_bytes(dtype) + (SCALE_BYTES if dtype == "int8" else 0)
+        return 2 * self.layers * self.kv_heads * head
 
     @property
     def linear_flops_per_token(self) -> int:

@@ -20,7 +20,7 @@ from benchmarks.peers.worker import Worker, worker
 PREFILL, NEW, TURN, REPLY = 512, 32, 32, 4
 EIGHT, EIGHT_PROMPT, EIGHT_NEW = 8, 32, 16
 CONTEXT = 4096
-BUDGETS = {"device_cache": 256 * 2**20, "host_cache": 256 * 2**20, "disk_cache": 4 * 2**30, "warm_start": True}
+BUDGETS = {"device_cache": 256 * 2**20, "host_cache": 64 * 2**20, "disk_cache": 4 * 2**30, "warm_start": True}
 FIRST_TOKENS = 3  # prompts whose first token is compared with the other engine's
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import ModelError
 from afterglow.gguf_file import is_gguf, part_paths
+from afterglow.memory.malloc_trim import trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
@@ -73,7 +74,9 @@ def load_model(
         computed = compute_dtype(dtype, spec.dtype, place)
         needed = weight_bytes(spec, computed, place, quantization, _block_bytes(source, directory))
         check_memory(directory, spec, needed, kv_bytes, place)
-        return WeightAssembler(spec, names, source, computed, place, quantization).decoder()
+        decoder = WeightAssembler(spec, names, source, computed, place, quantization).decoder()
+    trim()  # joined and rounded parts were freed, and up to half a gigabyte of them would stay with the process
+    return decoder
 
 
 def load_encoder(

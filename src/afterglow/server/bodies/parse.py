@@ -16,9 +16,9 @@ from typing import IO, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from afterglow.errors import RequestError
+from afterglow.memory.malloc_trim import trim
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import check_shape
-from afterglow.server.bodies.malloc_trim import trim
 from afterglow.text.chat_template import shown
 
 B = TypeVar("B", bound=JsonBody)

@@ -1,4 +1,4 @@
-"""Returns the memory of large requests to the operating system."""
+"""Returns freed memory to the operating system: that of large requests, and of what loading a model has taken for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 def trim() -> None:
     """Return freed memory to the system, where the C library is glibc. Otherwise glibc keeps free memory between used
-    blocks for a next request that may never be as large. Takes milliseconds, and lets other threads run."""
+    blocks for a next use that may never be as large. Takes milliseconds, and lets other threads run."""
     if (work := _trim()) is not None:
         work(0)
 

@@ -26,12 +26,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.engine.grammars.compiler import Grammars
+from afterglow.engine.grammars.masks import Masks
 from afterglow.model.presets import PRESETS, save_hf
 from afterglow.request import Grammar, Request, SamplingParams
 
@@ -60,8 +62,18 @@ def main(args: list[str]) -> int:
     parser.add_argument(
         "--tokenizer", type=Path, help="a tokenizer.json of at most 49,152 tokens (default: a random one)"
     )
+    parser.add_argument("--parts", choices=("all", "masks"), default="all", help="masks: without a model, in seconds")
     options = parser.parse_args(args)
     state = options.tokenizer.read_text("utf-8") if options.tokenizer else random_tokenizer(options.seed)
+    cpu = cpu_time(state, options.seed)
+    show(
+        f"CPU time of the masks of a step, {BATCH} replies",
+        ("", "ms"),
+        [("in the engine's thread", cpu["engine_ms"]), ("in the thread beside it", cpu["beside_ms"])],
+    )
+    if options.parts == "masks":
+        finish(options, [cpu], [])
+        return 0
     row = measured(state, options.seed, 5 if options.quick else 15, options.threads)
     show(
         f"a decode step of {BATCH} replies, {VOCAB:,} tokens",
@@ -70,7 +82,7 @@ def main(args: list[str]) -> int:
     )
     finish(
         options,
-        [row],
+        [row, cpu],
         [goal("decode step with masks / without", row["ratio"], 1.05, least=False, spread=row["spread"])],
     )
     return 0
@@ -96,6 +108,35 @@ def random_tokenizer(seed: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
     return tokenizer.to_str()
+
+
+def cpu_time(state: str, seed: int) -> dict[str, Any]:
+    """Measure the CPU time of masks alone, on random logits: it hardly depends on what else the machine does."""
+    grammars = Grammars(VOCAB, (0,))
+    grammars.use_tokenizer(lambda: state)
+    params = SamplingParams(grammar=Grammar("json_schema", json.dumps(SCHEMA)), ignore_eos=True)
+    rows = [(n, each) for n in range(BATCH) if (each := grammars.constraint(params)) is not None]
+    masks, own, beside = Masks(), [], []
+    generator = torch.Generator().manual_seed(seed)
+    for _, each in rows:
+        masks.begin(each)
+    masks.apply(torch.zeros(BATCH, VOCAB), rows)  # waits
+    for _ in range(4 * TOKENS):
+        logits = torch.randn(BATCH, VOCAB, generator=generator)
+        began = time.thread_time()
+        masks.apply(logits, rows)
+        applied = time.thread_time()
+        tokens = [int(row.argmax()) for row in logits]
+        drawn = [(each, token) for (_, each), token in zip(rows, tokens, strict=True)]
+        again = time.thread_time()
+        masks.drew(drawn)
+        own.append((applied - began + time.thread_time() - again) * 1e3)
+        beside.append(masks.thread_time() * 1e3)
+    return {
+        "name": "CPU time of masks",
+        "engine_ms": round(statistics.mean(own), 4),
+        "beside_ms": round((beside[-1] - beside[0]) / (len(beside) - 1), 4),
+    }
 
 
 def measured(state: str, seed: int, rounds: int, threads: int | None) -> dict[str, Any]:

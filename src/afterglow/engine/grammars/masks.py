@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.request import SamplingParams
 
 SLOW_SECONDS = 0.05  # a mask that took longer made other requests wait for it
 MAX_SLOW = 8  # such masks of one request, before it is given up
+
+# Of a byte of a mask, lowest bit first: what to add to 8 logits.
+_BIAS_OF = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +42,50 @@ class Constraint:
 
     def __init__(self, matcher: LLMatcher, params: SamplingParams, vocabulary: Vocabulary) -> None:
         """`matcher` is at the beginning of the grammar."""
-        eos_ids = vocabulary.eos_ids
+        size, bits = vocabulary.size, vocabulary.bits
         self._matcher = matcher
-        wished = list(params.stop_token_ids)
-        self._stops = np.array(sorted({*wished, *eos_ids}), dtype=np.int64)  # end the reply
-        self._wished = np.array(wished, dtype=np.int64) if params.ignore_eos else self._stops
-        self._eos = np.array(eos_ids, dtype=np.int64)
+        wished = params.stop_token_ids
+        stops = {*wished, *vocabulary.eos_ids}  # end the reply
+        self._stops = _packed(stops, bits)
+        self._wished = _packed(wished, bits) if params.ignore_eos else self._stops
+        # The library sees the model's own ends where the grammar may end; which tokens end this reply is up to the request.
+        self._text = _packed(slice(0, size), bits) & ~_packed(vocabulary.eos_ids, bits)
         self._min_tokens = params.min_tokens
         self._drawn = 0
         self._slow = 0
-        self._size = vocabulary.size
-        self._bits = np.zeros(-(-vocabulary.bits // 32) * 4, dtype=np.uint8)
-        self.forbidden = np.zeros(self._size, dtype=np.bool_)
+        self._bits = np.zeros_like(self._stops)
+        self._bytes = np.zeros((len(self._bits), 8), dtype=np.float32)
+        self.bias = self._bytes.reshape(-1)[:size]
         self.error: str | None = None
         self.under_way: Future[None] | None = None
 
+    @property
+    def forbidden(self) -> NDArray[np.bool_]:
+        """The tokens that may not come next: [vocab]."""
+        return np.isneginf(self.bias)
+
     def compute(self) -> None:
-        """Compute `forbidden` [vocab]: the tokens that may not come next; or `error`, if the grammar cannot go on."""
+        """Compute `bias` [vocab], to add to the logits: 0 for tokens that may come next, else minus infinity. Or `error`, if the
+        grammar cannot go on."""
         began = time.perf_counter()
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        bits = self._bits
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         ends = self._matcher.is_accepting()
         if self._matcher.is_error():
             self.error = self._matcher.get_error().partition("\n")[0]
             return
-        allowed = np.unpackbits(self._bits, bitorder="little", count=self._size)
-        allowed[self._eos] = 0  # as the library sees it; which tokens end this reply is up to the request
-        as_text = allowed[self._stops]
-        allowed[self._stops] = 0
+        bits &= self._text
+        as_text = bits & self._stops
+        bits &= ~self._stops
         if ends and self._drawn >= self._min_tokens:
-            allowed[self._wished] = 1
-        if not allowed.any():  # the end of the grammar, or a stop token that is also the only text that may follow
-            allowed[self._stops] = 1 if ends else as_text
-        self.forbidden = allowed == 0
+            bits |= self._wished
+        if not bits.any():  # the end of the grammar, or a stop token that is also the only text that may follow
+            bits |= self._stops if ends else as_text
+        np.take(_BIAS_OF, bits, axis=0, out=self._bytes, mode="clip")
         self._slow += time.perf_counter() - began > SLOW_SECONDS
         if self._slow > MAX_SLOW:
             self.error = "it is too ambiguous: finding the tokens that may come next takes too long"
-        elif self.forbidden.all():
+        elif not bits.any():
             self.error = "no token of this model's vocabulary can come next"
 
     def drew(self, token: int) -> None:
@@ -81,6 +95,13 @@ class Constraint:
             self.error = self._matcher.get_error().partition("\n")[0] or "the reply has left its grammar"
             return
         self.compute()
+
+
+def _packed(tokens: Collection[int] | slice, bits: int) -> NDArray[np.uint8]:
+    """Write a set of tokens as the library writes masks: a bit each, in words of 32. Ids outside of them are left out."""
+    mask = np.zeros(-(-bits // 32) * 32, dtype=np.uint8)
+    mask[tokens if isinstance(tokens, slice) else [token for token in tokens if 0 <= token < bits]] = 1
+    return np.packbits(mask, bitorder="little")
 
 
 class Masks:
@@ -100,6 +121,10 @@ class Masks:
             for constraint, _ in drawn:
                 constraint.under_way = under_way
 
+    def thread_time(self) -> float:
+        """Return the CPU seconds of the thread so far, once all its work is done: for benchmarks."""
+        return self._thread.submit(time.thread_time).result()
+
     def apply(self, logits: Tensor, rows: Sequence[tuple[int, Constraint]]) -> None:
         """Make forbidden tokens impossible in rows of `logits` [rows, vocab], in place. The other rows stay as they are, and
         so do rows whose grammar cannot go on."""
@@ -110,9 +135,9 @@ class Masks:
                 continue
             if logits.device.type == "cpu":  # one thread of NumPy is done before a team of torch's has begun
                 values = logits[row].numpy()
-                np.copyto(values, -np.inf, where=constraint.forbidden)
+                values += constraint.bias
             else:
-                logits[row].masked_fill_(torch.from_numpy(constraint.forbidden).to(logits.device), float("-inf"))
+                logits[row] += torch.from_numpy(constraint.bias).to(logits.device)
 
 
 def _take_in(drawn: Sequence[tuple[Constraint, int]]) -> None:

@@ -45,6 +45,7 @@ class Server:
 
     name: str
     options: list[str]
+    repetition_penalty: float = 1.0
     process: subprocess.Popen[bytes] | None = None
     client: OpenAI | None = None
 
@@ -104,6 +105,7 @@ class Server:
             top_logprobs=2,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={"repetition_penalty": self.repetition_penalty},
         )
         for chunk in stream:
             if chunk.choices:
@@ -144,6 +146,8 @@ def main() -> int:
     script = read_script(model)
     reuse = Server("reuse", [model, "--cache-dir", str(cache), "--served-model-name", "afterglow"])
     plain = Server("no-reuse", [model, "--no-reuse", "--served-model-name", "afterglow"])
+    for server in (reuse, plain):
+        server.repetition_penalty = script.get("repetition_penalty", 1.0)
     try:
         turns, ties, differences = converse(script, reuse, plain, args.max_tokens)
     finally:

@@ -221,6 +221,13 @@ def test_markers_in_arguments_and_tools_are_text(hermes: Scripted) -> None:
     assert [ids.count(number) for number in plain] == [4, 5], "of four messages, and the reply that begins"
 
 
+def test_tokens_of_tools_are_counted_as_they_are_sent(hermes: Scripted) -> None:
+    ask(hermes)
+    body = {"messages": [ASK], "tools": [WEATHER, CLOCK]}
+    found = httpx.post(f"{hermes.url}/tokenize", json=body).json()["tokens"]
+    assert found == list(hermes.requests[-1].prompt)
+
+
 # ------------------------------------------------------------------------------------------------------- responses
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from afterglow.text import ChatPrompt, ReplyMemory, Tokenizer
+from afterglow.text import ChatPrompt, Reply, ReplyMemory, Tokenizer
+from afterglow.text.tool_calls.parts import ToolCall
 from tests.text import toys
 
 USER = {"role": "user", "content": "What colour is the kite?"}
@@ -108,6 +109,24 @@ def test_a_template_that_changes_the_reply_is_respected(llama: Tokenizer) -> Non
     got = llama.encode_chat([USER, {"role": "assistant", "content": " red"}, NEXT])
     assert got.spliced == 0
     assert got.ids == llama.encode(got.text, add_special_tokens=False)
+
+
+def test_a_reply_in_parts_comes_back_from_a_store(byte_level: Tokenizer) -> None:
+    prompt = byte_level.encode_chat([USER], salt="parts")
+    generated = [*odd_ids(byte_level, '<tool_call>{"name":"f"}</tool_call>'), end_of(byte_level)]
+    call = ToolCall("id", "f", "{}", True)
+    text = byte_level.decode(generated)
+    kept = byte_level.remember(prompt, text, generated, content="", calls=[call])
+    assert kept is not None
+    assert Reply.from_json("", kept.as_json()) == kept
+    said = {"id": "x", "type": "function", "function": {"name": "f", "arguments": " { } "}}
+    message = {"role": "assistant", "content": None, "tool_calls": [said]}
+    result = {"role": "tool", "tool_call_id": "x", "content": "y"}
+    again = byte_level.encode_chat([USER, message, result], salt="parts")
+    assert (again.spliced, again.retokenised) == (1, 0)
+    assert again.ids[: len(prompt.ids) + len(generated)] == [*prompt.ids, *generated]
+    other = {**message, "tool_calls": [{**said, "function": {"name": "g", "arguments": "{}"}}]}
+    assert byte_level.encode_chat([USER, other, result], salt="parts").spliced == 0
 
 
 def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:

@@ -21,7 +21,10 @@ async def tokenize(http: HttpRequest) -> Response:
         if body.prompt is not None:
             return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         return state.tokenizer.encode_chat(
-            body.messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
+            body.messages,
+            tools=body.tool_use.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
         ).ids
 
     ids = await state.text_threads.run(body.size, work)

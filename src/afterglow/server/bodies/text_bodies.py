@@ -16,6 +16,7 @@ from afterglow.server.bodies.limits import (
     read_documents,
     read_inputs,
 )
+from afterglow.server.bodies.tool_fields import ToolUse, read_tool_use
 from afterglow.text.chat_template import shown
 
 
@@ -28,18 +29,26 @@ class TokenizeBody(JsonBody):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
     _size: int = PrivateAttr(0)
+    _tool_use: ToolUse = PrivateAttr(ToolUse())
 
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return self._tool_use
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         check_chars(len(self.prompt or ""), "prompt")
         check_variables(self.chat_template_kwargs)
-        self._size = len(self.prompt) if self.prompt is not None else check_messages(self.messages)
+        self._tool_use = read_tool_use(self.tools, None, None)
+        messages = check_messages(self.messages) + self._tool_use.size
+        self._size = len(self.prompt) if self.prompt is not None else messages
 
 
 class PromptBody(JsonBody):

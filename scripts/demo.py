@@ -144,8 +144,10 @@ def main() -> int:
     if model == BUNDLED:
         console.print(f"[dim]{ABOUT_BUNDLED}[/dim]")
     script = read_script(model)
-    reuse = Server("reuse", [model, "--cache-dir", str(cache), "--served-model-name", "afterglow"])
-    plain = Server("no-reuse", [model, "--no-reuse", "--served-model-name", "afterglow"])
+    # In float32: with activations in 8 bits a last bit that differs can become a step of the rounding, and another word.
+    common = [model, "--quantization", "none", "--served-model-name", "afterglow"]
+    reuse = Server("reuse", [*common, "--cache-dir", str(cache)])
+    plain = Server("no-reuse", [*common, "--no-reuse"])
     for server in (reuse, plain):
         server.repetition_penalty = script.get("repetition_penalty", 1.0)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, open_gguf
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
+from afterglow.memory.malloc_trim import trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.families import Names, spec_from_config
 from afterglow.model.gguf.architectures import Architecture, read_architecture
@@ -23,6 +25,8 @@ from afterglow.model.spec import ModelSpec
 from afterglow.model.tables import PackedTensor
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+JOINED = 3  # tensors that become one matrix: their pages are read when the last one is there
+TRIM_AFTER = 64 << 20  # bytes
 UNUSED = ("rope_freqs.weight",)  # tensors that are read with the metadata
 
 
@@ -61,7 +65,8 @@ class GgufWeights:
         self._spec, _, architecture = _read(path)
         self._neighbours = architecture.neighbours
         self._used: set[str] = set()
-        self._last: npt.NDArray[np.uint8] | None = None
+        self._recent: deque[npt.NDArray[np.uint8]] = deque()
+        self._since_trim = 0
         self._done = 0
         self._total = sum(tensor.blocks.nbytes for tensor in self._file.tensors.values())
         for tensor in self._file.tensors.values():
@@ -150,8 +155,8 @@ class GgufWeights:
 
     def _blocks(self, tensor: FileTensor) -> Tensor:
         """Return the bytes of a tensor, uint8 [rows, bytes of a row]."""
-        self._give_back()
-        self._last = tensor.blocks
+        self._give_back(JOINED - 1)
+        self._recent.append(tensor.blocks)
         read_soon(tensor.blocks.ctypes.data, tensor.blocks.nbytes)
         blocks = torch.from_numpy(_unguarded(tensor.blocks))
         self._done += blocks.nbytes
@@ -165,11 +170,15 @@ class GgufWeights:
                 return halves.reshape(blocks.shape)
         return blocks
 
-    def _give_back(self) -> None:
-        """Let the pages of the tensor before go: those of one are in memory at a time."""
-        if self._last is not None:
-            give_back(self._last.ctypes.data, self._last.nbytes)
-            self._last = None
+    def _give_back(self, keep: int = 0) -> None:
+        """Let the pages of tensors go that were read before the last `keep`; memory holds those of a few."""
+        while len(self._recent) > keep:
+            blocks = self._recent.popleft()
+            give_back(blocks.ctypes.data, blocks.nbytes)
+            self._since_trim += blocks.nbytes
+        if self._since_trim > TRIM_AFTER:  # copies that were joined and freed lie between matrices that stay
+            self._since_trim = 0
+            trim()
 
 
 def _file_formats() -> list[str]:

@@ -71,6 +71,9 @@ def tiny_encoder(folder: Path, *, modules: bool = True, max_tokens: int | None =
             drawn[name] = source.get(name, shape).contiguous()
             return drawn[name]
 
+        def packed(self, name: str, shape: tuple[int, int]) -> None:
+            return None
+
     WeightAssembler(spec, names, Keeping(), torch.float32, torch.device("cpu")).encoder()
     save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
     write(folder / "config.json", CONFIG)

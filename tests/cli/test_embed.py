@@ -122,7 +122,7 @@ def test_an_encoder_does_not_generate(folder: Path) -> None:
 
 
 def test_serving_an_encoder_alone(folder: Path, tmp_path: Path) -> None:
-    with Served(tmp_path, str(folder), "--served-model-name", "vectors") as server:
+    with Served(tmp_path, "--served-model-name", "vectors", model=str(folder)) as server:
         with httpx.Client(base_url=server.url, timeout=20) as http:
             assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["vectors"]
             assert len(http.post("/v1/embeddings", json={"input": TEXTS}).json()["data"]) == 3

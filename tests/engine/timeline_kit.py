@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.grammars.masks import Constraint
 from afterglow.engine.runner import TorchRunner
 from afterglow.engine.token_outputs import RunOutput
 from afterglow.model.decoder import Attend, Attention, Decoder, Hidden
@@ -177,9 +178,9 @@ class RecordingRunner:
         self.decoder = real.decoder = RecordingDecoder(real.decoder, timeline)  # type: ignore[assignment]
         self._names: dict[int, str] = {}
 
-    def register(self, job: int, request: Request) -> None:
+    def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
         self._names[job] = request.id
-        self.real.register(job, request)
+        self.real.register(job, request, constraint)
 
     def run(self, step: Step) -> RunOutput:
         if step.runs:

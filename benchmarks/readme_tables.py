@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common.paths import RESULTS
+from benchmarks.peers.quantized import tables
 
 Found = dict[str, Any]
 
@@ -238,10 +239,33 @@ def peers_http(found: Found) -> str:
     )
 
 
+def quantized(found: Found) -> str:
+    return tables.brief(found, run(found, "python -m benchmarks.peers.quantized"))
+
+
+def perplexity(found: Found) -> str:
+    (row,) = found["rows"]
+    head = (
+        f"{run(found, 'python -m benchmarks.peers.quantized.perplexity')}: {row['tokens']:,} tokens of {found['text']}"
+    )
+    lines = [
+        [
+            name,
+            f"{value:.3f}",
+            f"{row['ratio'][name]['value']:.4f} ± {row['ratio'][name]['error']:.4f}" if name in row["ratio"] else "",
+        ]
+        for name, value in row["perplexity"].items()
+    ]
+    return markdown([head, "perplexity", "over llama.cpp's"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Found], str]]] = {
     "multiturn": ("multiturn", multiturn),
     "peers": ("peers", peers),
     "peers over HTTP": ("peers", peers_http),
+    "quantized": ("quantized_peers", quantized),
+    "quantized in full": ("quantized_peers", tables.markdown),
+    "perplexity": ("quantized_perplexity", perplexity),
     "overhead": ("overhead", overhead),
     "load_or_recompute": ("load_or_recompute", load_or_recompute),
     "placement": ("placement", placement),

@@ -42,6 +42,8 @@ RUNS: dict[str, list[str]] = {
 }
 LEFT_OUT = {
     "peers": "installs other engines, and takes hours: benchmarks.peers.compare",
+    "quantized_peers": "needs llama.cpp and 8 GB of files: benchmarks.peers.quantized --quick --work DIR",
+    "quantized_perplexity": "needs llama.cpp and data: benchmarks.peers.quantized.perplexity --text FILE",
     "attncache_sts": "needs data and a downloaded encoder: benchmarks.papers.attncache.sts --threads 1 --data DIR",
     "attncache_distances": "the same, with --figure distances",
     "truncation": "needs data, and takes most of an hour: benchmarks.papers.cachedattention.truncation --data DIR",

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from benchmarks.common.paths import ROOT
 from benchmarks.readme_tables import table
 
-DOCUMENTS = ("README.md",)
+DOCUMENTS = ("README.md", "docs/compare.md")
 REGION = re.compile(
     r"(?P<head><!-- generated: (?P<kind>\w+): (?P<source>.+?) -->\n)(?P<text>.*?)(?=<!-- end of generated -->)",
     re.DOTALL,

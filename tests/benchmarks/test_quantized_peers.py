@@ -117,6 +117,11 @@ def test_goals_are_against_the_same_file() -> None:
     assert tables.goals(rows(prefill=(1, 1)), {}) == []
 
 
+def test_where_llama_cpp_is_ahead_is_said() -> None:
+    found = rows(load=(2.0, 1.0), decode_1=(30.0, 24.0), decode_8=(60.0, 90.0), resident=(1e9, 2e9))
+    assert tables.behind(found, "1.1b") == ["load (Q4_0 2.00 times)", "decode 8 (Q4_0 1.50 times)"]
+
+
 def test_a_line_says_how_near_the_bound_is() -> None:
     found = rows(decode_1=(30.0, 24.0), load=(1.5, 123.0))
     ours, theirs = tables.cells(found, "1.1b", {"Q4_0": 40.0})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from afterglow.bench.report import goal, show, verdict
+from afterglow.bench.report import goal, verdict
 from benchmarks.peers.rounds import ratio
 
 Rows = list[dict[str, Any]]
@@ -31,7 +31,7 @@ TIMES = {"prefill": 2.0, "decode 1": 1.5, "decode 8": 2.5}  # as fast as llama.c
 
 def show_all(rows: Rows, bounds: dict[str, dict[str, float]]) -> None:
     for model in dict.fromkeys(row["model"] for row in rows):
-        show(f"{model}, prefill of 512 tokens", ("", *HEADS), cells(rows, model, bounds[model]))
+        print(_lines(("", *HEADS), cells(rows, model, bounds[model]), model))
 
 
 def cells(rows: Rows, model: str, bounds: dict[str, float]) -> list[list[str]]:
@@ -107,6 +107,7 @@ def markdown(found: dict[str, Any]) -> str:
             f"{name.removeprefix('llama-cpp ')} {_flags(flags)}" for name, flags in facts["chosen"].items()
         )
         parts.append(_lines(("", *HEADS), cells(found["rows"], model, found["bounds"][model]), f"**{model}**"))
+        parts.append(f"llama.cpp is ahead in: {'; '.join(behind(found['rows'], model)) or 'nothing'}.\n")
         parts.append(f"llama.cpp's flags: {chosen}. First tokens that are the same: {agreement}.\n")
         parts += [f"Left out: {name} ({reason}).\n" for name, reason in facts["left out"].items()]
     verdicts = [
@@ -117,6 +118,19 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def behind(rows: Rows, model: str) -> list[str]:
+    """Where llama.cpp's median on the same file is better than Afterglow's, and by how much."""
+    by = {(r["measure"], r["kind"], r["engine"]): r["value"] for r in rows if r["model"] == model}
+    found: dict[str, list[str]] = {}
+    for (measure, kind, engine), theirs in by.items():
+        ours = by.get((measure, kind, "afterglow"))
+        if engine == "llama-cpp" and ours is not None:
+            ahead = theirs / ours if measure in TIMES else ours / theirs  # rates are better the larger they are
+            if ahead > 1:
+                found.setdefault(measure, []).append(f"{kind} {ahead:.2f} times")
+    return [f"{measure} ({', '.join(kinds)})" for measure, kinds in found.items()]
+
+
 def _flags(flags: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in flags.items()) or "defaults"
 
@@ -124,3 +138,24 @@ def _flags(flags: dict[str, Any]) -> str:
 def _lines(heads: Sequence[str], lines: Sequence[Sequence[str]], corner: str = "") -> str:
     rows = [(corner or heads[0], *heads[1:]), ["---"] * len(heads), *lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def brief(found: dict[str, Any], command: str) -> str:
+    """The 1.1 B shape in a few lines, for the README: `command` says how the run was made."""
+    by = {(r["kind"], r["engine"], r["measure"]): r["value"] for r in found["rows"] if r["model"] == SHAPE}
+    said = {
+        "load": ("from opening the file until it answers", "{:.1f} s", 1.0),
+        "resident": ("resident memory then", "{:.1f} GB", 1e-9),
+        "prefill": ("prefill of 512 tokens, tokens/s", "{:,.0f}", 1.0),
+        "decode 1": ("decode, batch 1", "{:.1f}", 1.0),
+        "decode 8": ("decode, batch 8", "{:,.0f}", 1.0),
+        "ttft of a second turn": ("TTFT of a second turn, from memory", "{:,.0f} ms", 1e3),
+        "ttft after a restart": ("TTFT after a restart, from disk", "{:,.0f} ms", 1e3),
+    }
+    kinds, engines = ("Q4_0", "Q4_K_M", "Q8_0"), {"afterglow": "Afterglow", "llama-cpp": "llama.cpp"}
+    heads = [f"{name}, {kind}" for kind in kinds for name in engines.values()]
+    lines = []
+    for measure, (name, form, scale) in said.items():
+        values = [by.get((kind, engine, measure)) for kind in kinds for engine in engines]
+        lines.append([name, *("" if value is None else form.format(scale * value) for value in values)])
+    return _lines(("", *heads), lines, f"{command}, 1.1 B parameters")

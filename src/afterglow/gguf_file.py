@@ -35,7 +35,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """An opened GGUF file, all its parts together. It stays mapped as long as a tensor of it is in use."""
+    """An opened GGUF file, all its parts together. It stays mapped as long as one of its tensors is in use."""
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Any]
@@ -77,7 +77,7 @@ def part_paths(path: Path) -> list[Path]:
 def read_metadata(path: Path) -> Mapping[str, Any]:
     """Return the metadata of a GGUF file: numbers, texts, and lists of them. No tensors are read.
 
-    Raises: ModelError if it is no GGUF file, or damaged, or a part of it is missing.
+    Raises: ModelError if it is no GGUF file, or damaged, or one of its parts is missing.
     """
     return open_gguf(path).metadata
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from benchmarks.peers.random_gguf import SHAPE_1B
 FORMATS = ("Q4_K_M", "Q4_0", "Q8_0")
 
 
-class ModelFiles:
+class ModelFiles(ABC):
     """A model in `folder`; each format is written when it is first asked for. `vocab`: ids below it are tokens of the model."""
 
     name = ""
@@ -37,13 +38,13 @@ class ModelFiles:
     def formats(self) -> tuple[str, ...]:
         return (*FORMATS, *self.published)
 
+    @abstractmethod
     def checkpoint(self) -> Path:
-        """What Afterglow rounds to int8 and int4: weights that are not quantised."""
-        raise NotImplementedError
+        """Return the weights that are not quantised: Afterglow rounds them to int8 and int4."""
 
+    @abstractmethod
     def gguf(self, block_format: str) -> Path:
-        """The file of this format, by llama.cpp's quantiser."""
-        raise NotImplementedError
+        """Return the file of this format, written by llama.cpp's quantiser."""
 
     def _worker(self, program: str, *arguments: str | Path) -> Path:
         """Run a converter in llama.cpp's environment; its last argument is what it writes, named so when it is complete."""
@@ -60,7 +61,7 @@ class ModelFiles:
 
 
 class RandomShape(ModelFiles):
-    """1.1 B random weights in bfloat16: a Hugging Face directory, and what llama.cpp's quantiser makes of it."""
+    """1.1 B random weights in bfloat16: a Hugging Face directory, and the files that llama.cpp's quantiser writes."""
 
     name = "1.1b"
     vocab = SHAPE_1B.vocab

@@ -45,13 +45,13 @@ class Assembler:
         parser: ReplyParser | None = None,
     ) -> None:
         """`min_tokens`: the first tokens of the reply, in which no stop string ends the reply. `parser`: finds calls in the
-        text; without one all of it is content."""
+        text; without one all text is content."""
         self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._parser = parser
         self.text = ""  # all that was generated,
-        self.content = ""  # and what of it is for the user
+        self.content = ""  # the part that is for the user
         self.reasoning = ""
         self.tokens: list[int] = []
         self.cached = CachedTokens()

@@ -93,7 +93,7 @@ class Keeping:
         return matrix.done(bias)
 
     def begin(self, outputs: int, inputs: int, *, head: bool = False) -> Filling:
-        """Begin a matrix of which nothing is there. `head`: it yields logits, and keeps 8 bits where others get 4."""
+        """Begin an empty matrix. `head`: it yields logits, and keeps 8 bits where others get 4."""
         if self._blocks and inputs % GROUP == 0:
             return BlockFilling(outputs, inputs, HEAD_FORMAT if head else FORMAT)
         kinds = _int8_kinds("int4") if self._blocks else self._kinds

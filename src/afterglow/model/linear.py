@@ -48,7 +48,7 @@ class Linear(Protocol):
 
 
 class Filling(Protocol):
-    """A matrix that is made part by part, so that no more than one part of it need be there as the file has it."""
+    """A matrix that is made part by part, so that no more than one part need be in memory as the file has it."""
 
     def fill(self, start: int, weight: Tensor) -> None:
         """Take `weight` [rows, inputs], float32, bfloat16 or float16 on any device, as the outputs from `start` on."""

@@ -27,7 +27,7 @@ class Setup:
 
     `mode`: `reuse`; `recompute`: nothing is kept (RE in the papers); `overflow`: a context that is truncated loses its
     cached rows (OF). `retain`: do finished contexts stay on the device as long as there is room? The papers' do not.
-    `dtype`: of weights, keys and values; `kv_dtype`: of those in host and on disk, if it is another one.
+    `dtype`: of weights, keys and values; `kv_dtype`: of keys and values in host and on disk, if it is another one.
     `window`: the longest context, if not the model's. `prefill_chunk`: prompt tokens beside running decodes, 0: prefills
     keep decodes waiting, as in the papers.
     """

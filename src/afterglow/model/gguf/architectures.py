@@ -106,7 +106,7 @@ def _common(keys: Keys) -> dict[str, Any]:
 
 
 def _special_tokens(keys: Keys) -> dict[str, Any]:
-    """Return the ids of the token that begins a text and of those that end a reply."""
+    """Return the ids of the token that begins a text and of the tokens that end a reply."""
     try:
         vocabulary = GgufVocabulary(keys.metadata)
     except ModelError:  # of a kind that is not read: the model can still be used with token ids

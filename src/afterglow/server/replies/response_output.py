@@ -12,7 +12,7 @@ Event = tuple[str, dict[str, Any]]  # its type and fields
 
 
 class ResponseOutput:
-    """Collects the parts of a reply as items. Each call returns the events that tell of it, in order."""
+    """Collects the parts of a reply as items. Each call returns its events, in order."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []  # that are done

@@ -16,7 +16,7 @@ PARAMETER, STOP = "<parameter=", "</parameter>"
 class QwenXmlParser(ReplyParser):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`, with white space between.
 
-    The tool's schema says of which type a value is. Strings go out as they arrive.
+    The tool's schema says a value's type. Strings go out as they arrive.
     """
 
     def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:

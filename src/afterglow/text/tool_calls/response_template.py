@@ -25,7 +25,7 @@ class TemplateParser(ReplyParser):
         template: Mapping[str, Any],
         prompt: str = "",
     ) -> None:
-        """`prompt`: the text before the reply, which may have begun a part of it. Raises: ModelError."""
+        """`prompt`: the text before the reply, which may have begun a part of the reply. Raises: ModelError."""
         super().__init__(tools, one_call=one_call, call_id=call_id)
         try:
             from transformers.utils.chat_parsing import ResponseParser

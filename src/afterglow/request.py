@@ -15,6 +15,8 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 MAX_LOGPROBS = 20
 MAX_PENALTY = 2.0  # of presence and frequency, as OpenAI has it
 MAX_BIAS = 100.0
+MAX_BREAKPOINTS = 4  # of a prompt, as Anthropic has it
+MAX_MARK_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,24 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """Marks the first `rows` tokens of a prompt: others are going to begin with them. Their KV is kept before unmarked KV for
+    `ttl_s` seconds after the last use of the breakpoint, within the tenant's share of the cache."""
+
+    rows: int
+    ttl_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise RequestError(f"a breakpoint comes after 1 row or more, got {self.rows}", param="breakpoints")
+        if not 0 < self.ttl_s <= MAX_MARK_S:
+            raise RequestError(
+                f"a breakpoint lives for more than 0 and at most {MAX_MARK_S:.0f} seconds, got {self.ttl_s:g}",
+                param="breakpoints",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Asks for one turn, as token ids. KV is only ever shared under equal salts.
 
@@ -152,6 +172,9 @@ class Request:
         None  # attend to this share of the cached prefix only (SPEC); None: the engine's default
     )
     reuse: bool = True  # False: neither read nor write any cache (benchmarks, A/B demos)
+    breakpoints: tuple[
+        Breakpoint, ...
+    ] = ()  # where beginnings of the prompt end that are worth keeping, in ascending order
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.plan.prefix.truncation import Rules, refuse_discarding, refuse_uncuttable
 from afterglow.plan.step import JobSpec
 from afterglow.request import (
+    MAX_BREAKPOINTS,
+    Breakpoint,
     Completion,
     ContextWindow,
     Output,
@@ -89,6 +91,7 @@ def check(request: Request, limits: RequestLimits) -> None:
             f"{request.kv_retention:g}",
             param="kv_retention",
         )
+    _check_breakpoints(request.breakpoints, n)
     if request.discard:
         if not request.truncation:
             raise RequestError("tokens can only be discarded with truncation switched on", param="discard")
@@ -97,6 +100,20 @@ def check(request: Request, limits: RequestLimits) -> None:
         refuse_uncuttable(limits.rules, n, request.sampling.max_tokens, request.turns)
     else:
         ContextWindow(limits.max_model_len).refuse(n, request.sampling.max_tokens)
+
+
+def _check_breakpoints(breakpoints: Sequence[Breakpoint], rows: int) -> None:
+    """Refuse breakpoints that are too many, out of order, or beyond the prompt. Raises: RequestError."""
+    if len(breakpoints) > MAX_BREAKPOINTS:
+        raise RequestError(
+            f"a prompt may have {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}", param="breakpoints"
+        )
+    ends = [each.rows for each in breakpoints]
+    if any(later <= earlier for earlier, later in zip(ends, ends[1:], strict=False)) or (ends and ends[-1] > rows):
+        raise RequestError(
+            f"breakpoints must be in ascending order, and within the {rows} tokens of the prompt, got {ends}",
+            param="breakpoints",
+        )
 
 
 def discarding(

@@ -219,8 +219,8 @@ def peers_http(found: Found) -> str:
             cells.append(cell(engine=engine, **wanted) + (f" ({disk} {also})" if also else ""))
         return [name, *cells]
 
-    talks = {"figure": "multi-turn", "measure": "ttft mean"}
-    prefix = {"figure": "shared-prefix", "prefix": 2048}
+    talks: dict[str, Any] = {"figure": "multi-turn", "measure": "ttft mean"}
+    prefix: dict[str, Any] = {"figure": "shared-prefix", "prefix": 2048}
     return markdown(
         ["the same over HTTP, 56 M parameters", *engines],
         [

@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.table import Table
 
@@ -90,7 +91,7 @@ class Server:
         self.process = None
         return time.perf_counter() - began
 
-    def ask(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
+    def ask(self, messages: list[ChatCompletionMessageParam], max_tokens: int) -> dict[str, Any]:
         """One streamed chat completion: answer, usage, TTFT, and each token's top-2 gap."""
         assert self.client is not None
         began = time.perf_counter()
@@ -98,7 +99,7 @@ class Server:
         tokens: list[tuple[str, float]] = []
         stream = self.client.chat.completions.create(
             model="afterglow",
-            messages=messages,  # type: ignore[arg-type]
+            messages=messages,
             temperature=0,
             max_tokens=max_tokens,
             logprobs=True,
@@ -177,7 +178,9 @@ def read_script(model: str) -> dict[str, Any]:
 def converse(
     script: dict[str, Any], reuse: Server, plain: Server, max_tokens: int
 ) -> tuple[list[dict[str, Any]], int, int]:
-    messages = [{"role": "system", "content": script["system"]}] if script.get("system") else []
+    messages: list[ChatCompletionMessageParam] = []
+    if script.get("system"):
+        messages.append({"role": "system", "content": script["system"]})
     restart_at = len(script["turns"]) // 2
     seconds = reuse.start(), plain.start()
     console.print(f"two servers on {script['model']} are up after {seconds[0]:.1f} and {seconds[1]:.1f} s\n")

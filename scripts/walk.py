@@ -7,7 +7,6 @@ functions is called on the walk; the steps of an idle engine and of other thread
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -86,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -229,7 +229,11 @@ def speeds(options: argparse.Namespace) -> Part:
 
 
 def timed(
-    options: argparse.Namespace, name: str, tier: str | None, throttle: Throttle | None, repeats: int
+    options: argparse.Namespace,
+    name: str,
+    tier: Literal["host", "disk"] | None,
+    throttle: Throttle | None,
+    repeats: int,
 ) -> dict[str, Any]:
     """One kind of request to an engine of each dtype. `tier`: where the history is; None: there is none."""
     rng = random.Random(options.seed)

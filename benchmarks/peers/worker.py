@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.paths import ROOT
-from benchmarks.peers.plan import Plan, own_python, python_of
+from benchmarks.peers.environments import own_python
+from benchmarks.peers.plan import Plan, python_of
 from benchmarks.peers.processes import Child
 from benchmarks.peers.weights import Weights
 
@@ -127,7 +128,7 @@ def library(plan: Plan, name: str, weights: Weights) -> Iterator[Worker]:
         return
     peer, _, compiled = name.partition(", ")
     python = python_of(peer, plan.environments)
-    program, options, more = {
+    peers: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, str]]] = {
         "transformers": ("run_transformers", lambda: {"model": str(weights.hf)}, {}),
         "onnxruntime-genai": ("run_ort", lambda: {"model": str(weights.onnx)}, {}),
         "llama-cpp": (
@@ -140,6 +141,7 @@ def library(plan: Plan, name: str, weights: Weights) -> Iterator[Worker]:
             lambda: {"model": str(weights.hf), "context": 4096, "compiled": bool(compiled)},
             {"VLLM_CPU_KVCACHE_SPACE": "1"},
         ),
-    }[peer]
-    with worker(plan, name, python, program, options(), **more) as running:
+    }
+    program, options_of, more = peers[peer]
+    with worker(plan, name, python, program, options_of(), **more) as running:
         yield running

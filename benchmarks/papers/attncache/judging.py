@@ -75,12 +75,12 @@ class Judge:
         self.exact = self.passes.run(BatchAttend)
         known = {tuple(ids) for ids in task.known}
         self.known: NDArray[np.bool_] = np.array([tuple(ids) in known for ids in part.asked])
-        self._unseen_pairs = ~self.known.reshape(-1, 2).any(1)
+        self._unseen_pairs = np.logical_not(np.logical_or(self.known[::2], self.known[1::2]))
 
     def judged(self, vectors: Tensor, hits: Numbers, rate: float | None = None) -> Judged:
         """`hits` [sentences]: the share of layers that took maps. `rate`: of methods that have no hits."""
         rows = torch.from_numpy(np.repeat(self._unseen_pairs, 2))
-        unseen_gold = [gold for gold, unseen in zip(self.part.gold, self._unseen_pairs.tolist(), strict=True) if unseen]
+        unseen_gold = [gold for gold, unseen in zip(self.part.gold, self._unseen_pairs, strict=True) if unseen]
         return Judged(
             score(self.part.gold, vectors),
             score(unseen_gold, vectors[rows]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Passes:
             clocks[name].append(clock.seconds)
             return whole
 
-        whole = interleaved({name: lambda n=name, m=make: once(n, m) for name, make in methods.items()}, repeats)
+        whole = interleaved({name: functools.partial(once, name, make) for name, make in methods.items()}, repeats)
         first = next(iter(methods))
         return {
             name: {

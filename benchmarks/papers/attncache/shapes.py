@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -139,6 +140,9 @@ class Repeated:
         size = math.prod(shape)
         return self._block.repeat(-(-size // len(self._block)))[:size].view(shape)
 
+    def packed(self, name: str, shape: tuple[int, int]) -> None:
+        return None
+
 
 class Batch:
     """Ten sentences in one layer; some have maps in half precision, packed as in the store."""
@@ -187,8 +191,12 @@ def attention(name: str, model: Decoder, length: int, repeats: int, seed: int) -
         return now() - began
 
     with torch.inference_mode():
-        variants = {"full": lambda: batch.attention(None), "mlp": batch.mlp, "look up": look_up}
-        variants |= {str(rate): (lambda r=rate: batch.attention(r)) for rate in RATES}
+        variants: dict[str, Callable[[], float]] = {
+            "full": lambda: batch.attention(None),
+            "mlp": batch.mlp,
+            "look up": look_up,
+        }
+        variants |= {str(rate): functools.partial(batch.attention, rate) for rate in RATES}
         for first in ("full", "look up", str(RATES[0])):
             variants[first]()
         found = {key: np.array(times) for key, times in interleaved(variants, repeats).items()}
@@ -219,10 +227,10 @@ def table_2(weights: Sequence[QuantizationName], repeats: int, seed: int) -> lis
     four = FourBit(batches["float32"].x)
     variants: dict[str, Callable[[], float]] = {}
     for name, batch in batches.items():
-        variants[f"{name} attention"] = lambda b=batch: b.attention(None)
+        variants[f"{name} attention"] = functools.partial(batch.attention, None)
         variants[f"{name} mlp"] = batch.mlp
         for rate in (0.3, 0.9):
-            variants[f"{name} {rate}"] = lambda b=batch, r=rate: b.attention(r)
+            variants[f"{name} {rate}"] = functools.partial(batch.attention, rate)
     if four.works:
         variants["4-bit products"] = four.products
         variants["float32 products"] = four.plain

@@ -269,7 +269,14 @@ def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int)
         # Calibrated for what the last variant does; whole sentences are accepted without.
         held = 100 if options.projector == "positions" else 10
         base = MemoOptions(projector=options.projector, steps=steps, seed=seed, held_out=held)
-        made = Builder(task.embedder.embedder, place, base, **about).run(task.known)
+        made = Builder(
+            task.embedder.embedder,
+            place,
+            base,
+            model_digest=about["model_digest"],
+            quantisation=about["quantisation"],
+            template=about["template"],
+        ).run(task.known)
         print(f"  built {place.name}: {len(made.store)} sentences", flush=True)
     database = MemoDatabase.open(place, **about)
     database.settings = dataclasses.replace(database.settings, options=options)

@@ -28,9 +28,9 @@ def rows_of(task: Task, judges: Judges, found: list[Found], layered: Any, *, qui
     )
     hit_only: dict[str, dict[str, float]] = {}
     for name in ("AttnCache", "+ layers (ours)", "AttnCache-f"):
-        hits = test.passes.run(chosen[name].make).layers.any(1)
-        if hits.any():
-            some = spread([ids for ids, hit in zip(task.test.asked, hits.tolist(), strict=True) if hit])
+        hits = [any(layers) for layers in test.passes.run(chosen[name].make).layers]
+        if any(hits):
+            some = spread([ids for ids, hit in zip(task.test.asked, hits, strict=True) if hit])
             both = {"full": BatchAttend, name: chosen[name].make}
             hit_only[name] = Passes(task.embedder.embedder, some).times(both, rounds)[name]
     rows = []

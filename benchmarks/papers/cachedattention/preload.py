@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from afterglow.bench.report import COUNTED, arguments, finish, goal, show, spread
 from afterglow.bench.timed_requests import ask, asked, words
@@ -24,6 +24,7 @@ from benchmarks.papers.cachedattention.read_buffer import read_buffer_layers, st
 RATIO = 0.6376  # compute over load, per layer, that fits Figure 19 (spec A4)
 PAPER_LAYERS = 40
 HISTORY, NEW = 1024, 100
+TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")
 BEFORE = 320  # tokens of the request before, which computes for longer than the history loads
 
 
@@ -128,11 +129,11 @@ def _real_disk(engine: Engine, rng: random.Random, repeats: int) -> dict[str, fl
     """TTFT from the disk as it is, against loading alone and computing alone, taking turns; ms."""
     found: dict[str, list[float]] = {"disk": [], "compute": [], "load": []}
     for _ in range(repeats + 1):
-        for tier in ("host", "disk"):
+        for tier in TIERS:
             history = words(rng, engine, HISTORY)
             asked(engine, history)
             engine.settle()
-            engine.demote(tier)  # type: ignore[arg-type]
+            engine.demote(tier)
             before = engine.stats().store.disk_read_seconds
             turn = asked(engine, [*history, *words(rng, engine, NEW)])
             found["disk" if tier == "disk" else "compute"].append(turn.ttft * 1e3)

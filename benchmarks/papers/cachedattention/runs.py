@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from afterglow.choices import PolicyName
 from afterglow.sim.engine_setup import Mode, Setup
 from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.machine.timing import Roofline
@@ -55,7 +56,7 @@ class Case:
     law: str = "sharegpt-atc"
     model: str = MODELS[0]
     mode: Mode = "reuse"
-    policy: str = "lookahead"
+    policy: PolicyName = "lookahead"
     dram: float = 128 * GB
     disk: float = 10 * TB
     rate: float = 1.0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from afterglow.choices import PolicyName
 from afterglow.sim.machine.catalogue import model
 from benchmarks.papers.cachedattention.closed import COST_DEVICES, EXACT_SAVINGS, SAVINGS, SPEEDUPS, cost_saving
 from benchmarks.papers.cachedattention.runs import GB, MODELS, PAPER_CONVERSATIONS, TB, THINK_S, Case, Runs
@@ -22,7 +23,7 @@ TTFT_LESS: dict[Paper, tuple[float, ...]] = {"ATC": (85, 61, 87, 86), "arXiv": (
 PREFILL: dict[Paper, tuple[float, ...]] = {"ATC": (6.8, 2.6, 7.8, 7.2), "arXiv": (6.3, 2.0, 8.1, 8.2)}
 OVERFLOW_LOSS: dict[Paper, tuple[float, ...]] = {"ATC": (17.6, 41.5, 18.1, 18.4), "arXiv": (52, 56, 57, 48)}
 WITH_DRAM: dict[Paper, tuple[float, ...]] = {"ATC": (3.4, 1.7, 7.7, 19.1), "arXiv": (1.9, 0.9, 4.4, 11.2)}
-POLICIES = ("lookahead", "lru", "fifo")
+POLICIES: tuple[PolicyName, ...] = ("lookahead", "lru", "fifo")
 AT_10T: dict[Paper, tuple[float, ...]] = {"ATC": (86, 58, 48), "arXiv": (76, 31, 48)}
 AT_2T: dict[Paper, tuple[float, ...]] = {"ATC": (39.9, 12.9, 9.5), "arXiv": (26.8, 4.4, 9.3)}
 HOST_SHARE: dict[Paper, float] = {"ATC": 99.6, "arXiv": 99.9}

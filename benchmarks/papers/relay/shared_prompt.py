@@ -184,7 +184,8 @@ def _say(text: str) -> None:
 def _rate(engine: Engine, asked: Asked, batch: int, reuse: bool = True) -> float:
     """All requests, `batch` at a time; output tokens per second."""
     began = time.perf_counter()
-    running, waiting = [], list(asked)
+    running: list[Turn] = []
+    waiting = list(asked)
     tokens = 0
     while waiting or running:
         while waiting and len(running) < batch:

@@ -112,7 +112,13 @@ def extra_storage(cache: Path) -> float:
 def _make(folder: Path, shape: str, seed: int) -> None:
     if shape == "llama":
         rope = RopeSpec(dim=HEAD_DIM, base=10000.0)
-        sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
+        sizes: dict[str, Any] = {
+            "layers": LAYERS,
+            "hidden": HIDDEN,
+            "heads": HEADS,
+            "kv_heads": HEADS,
+            "head_dim": HEAD_DIM,
+        }
         save_hf(
             ModelSpec(family="llama", ffn=1408, vocab=2048, max_positions=WINDOW, rope=rope, eos_ids=(2,), **sizes),
             folder,

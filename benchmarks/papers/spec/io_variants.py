@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
-from afterglow.importance.chunk_cache import ChunkCache
+from afterglow.importance.chunk_cache import ChunkCache, Place
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.importance.row_selector import Queries, RowSelector
 from afterglow.importance.select import SelectionRules
@@ -101,7 +101,7 @@ class Asked:
     times: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     read_bytes: int = 0
-    warm_rows: dict[str, int] = field(default_factory=dict)
+    warm_rows: dict[Place, int] = field(default_factory=dict)
 
     def judge(self) -> None:
         """From now on it counts."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from afterglow.importance.chunk_cache import CHUNK_POLICIES, ChunkPlacement
+from afterglow.importance.chunk_cache import CHUNK_POLICIES, ChunkPlacement, Place
 from afterglow.importance.row_layout import ExtentView, RowLayout, RowOrder
 from afterglow.importance.select import Selection, SelectionRules, fall_back, judge, threshold, top
 from afterglow.importance.speculation import Prior, Speculation, SpeculationTally, guess, within
@@ -33,9 +33,9 @@ def spread(sessions: Sequence[Session], most: int = MOST) -> Iterator[tuple[Sess
 
 def heads(sessions: Sequence[Session]) -> list[dict[str, Any]]:
     """Figure 8: mean Jaccard indices of heads' important rows, by layer; and of adjacent layers'."""
-    rows = []
+    rows, layers = [], len(sessions[0].sums[0])
     for share in (0.1, 0.25, 0.4):
-        between, adjacent, count = 0.0, 0.0, 0
+        between, adjacent, count = torch.zeros(layers), torch.zeros(layers - 1), 0
         for session, sums in spread(sessions):
             k = max(1, round(share * session.rows))
             between = between + torch.tensor([head_similarity(layer, k) for layer in sums])
@@ -53,8 +53,7 @@ def heads(sessions: Sequence[Session]) -> list[dict[str, Any]]:
     return rows
 
 
-def _rounded(total: Tensor | float, count: int) -> list[float]:
-    assert isinstance(total, Tensor)
+def _rounded(total: Tensor, count: int) -> list[float]:
     return [round(float(value), 4) for value in total / count]
 
 
@@ -146,7 +145,7 @@ def caching(sessions: Sequence[Session], *, chunk: int = 16, retention: float = 
             policy: ChunkPlacement[Any](round(0.175 * chunks), round(0.56 * chunks), policy)
             for policy in CHUNK_POLICIES
         }
-        warm: dict[str, dict[str, int]] = {}
+        warm: dict[str, dict[Place, int]] = {}
         for number, request in enumerate(trace):
             for policy, cache in caches.items():
                 if number == len(trace) // 2:
@@ -209,7 +208,7 @@ def priors(sessions: Sequence[Session], *, chunk: int = 16, retention: float = 0
                 for name, places in laid.items():
                     for room in (0.1, 0.25, 0.5):
                         tally = tallies.setdefault((name, prior, room), SpeculationTally())
-                        speculation = Speculation(tally)
+                        speculation = Speculation[int](tally)
                         most = round(room * len(places))
                         for number in within(places.by_hits(guessed), lambda number: [number], most):
                             speculation.submit(number, 1)

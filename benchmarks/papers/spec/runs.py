@@ -52,7 +52,7 @@ class Loaded:
     """What selections cost, by layer, summed over requests."""
 
     requests: int = 0
-    fallbacks: dict[int, int] = field(default_factory=dict)
+    fallbacks: dict[int, float] = field(default_factory=dict)
     similarity: dict[int, float] = field(default_factory=dict)
     keys: dict[int, float] = field(default_factory=dict)  # shares of all keys
     vectors: dict[int, float] = field(default_factory=dict)  # shares of all keys and values
@@ -63,19 +63,20 @@ class Loaded:
         for number, selection in enumerate(selections):
             found = layer.vectors(selection.kind, selection.count, selection.kept)
             whole = layer.kv_heads * selection.count
-            for into, value in (
-                (self.fallbacks, int(selection.kind != "shared")),
+            measures: tuple[tuple[dict[int, float], float], ...] = (
+                (self.fallbacks, float(selection.kind != "shared")),
                 (self.similarity, selection.similarity or 0.0),
                 (self.keys, (found.probe_keys + found.keys) / whole),
                 (self.vectors, found.total / (2 * whole)),
-            ):
+            )
+            for into, value in measures:
                 into[number] = into.get(number, 0) + value
 
-    def mean(self, what: dict[int, float] | dict[int, int]) -> float:
+    def mean(self, what: dict[int, float]) -> float:
         """Over layers and requests."""
         return sum(what.values()) / (self.requests * len(what))
 
-    def by_layer(self, what: dict[int, float] | dict[int, int]) -> list[float]:
+    def by_layer(self, what: dict[int, float]) -> list[float]:
         """Over requests."""
         return [round(what[layer] / self.requests, 4) for layer in sorted(what)]
 

@@ -22,7 +22,7 @@ PROMPT, NEW = 256, 8
 
 def tried(plan: Plan, arm: Arm) -> tuple[Arm, list[dict[str, Any]]]:
     """The arm with the flags that take the least time for a prompt, its reply and eight replies; and the times of all sets."""
-    found = []
+    found: list[dict[str, Any]] = []
     for flags in QUICK if plan.quick else SETS:
         rng = random.Random(f"{plan.seed} {arm.path.name} flags")
         with running(plan, replace(arm, flags=tuple(flags.items()))) as engine:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import agree
-from benchmarks.peers.plan import Plan, own_python, python_of
+from benchmarks.peers.environments import own_python
+from benchmarks.peers.plan import Plan, python_of
 from benchmarks.peers.worker import Worker, worker
 
 PREFILL, NEW, TURN, REPLY = 512, 32, 32, 4

@@ -46,7 +46,7 @@ class Runner:
         self.vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.model))
         self.batch = ll.llama_batch_init(BATCH, 0, 1)
         self.held: list[int] = []  # tokens of sequence 0 whose rows are in memory
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "kv": options["kv"],
             "n_batch": BATCH,
             "n_ubatch": params.n_ubatch,

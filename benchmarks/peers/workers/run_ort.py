@@ -23,7 +23,7 @@ class _Runner:
         self.model = og.Model(config)
         self.eos = json.loads((Path(options["model"]) / "genai_config.json").read_text())["model"]["eos_token_id"]
 
-    def generate(self, prompts: list[list[int]], new: int, _: str) -> Answer:
+    def generate(self, prompts: list[list[int]], new: int, mode: str) -> Answer:
         length = len(prompts[0])
         params = og.GeneratorParams(self.model)
         params.set_search_options(

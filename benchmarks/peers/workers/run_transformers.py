@@ -32,9 +32,8 @@ class _Stamps:
 class _Runner:
     def __init__(self, options: dict[str, Any]) -> None:
         torch.set_num_threads(options["threads"])
-        self.model: Any = LlamaForCausalLM.from_pretrained(
-            options["model"], dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        model: Any = LlamaForCausalLM.from_pretrained(options["model"], dtype=torch.float32, attn_implementation="sdpa")
+        self.model = model.eval()
         self.manager: Any = None
 
     def generate(self, prompts: list[list[int]], new: int, mode: str) -> Answer:
@@ -57,7 +56,8 @@ class _Runner:
 
     def _continuous(self, prompts: list[list[int]], new: int, most: int) -> Answer:
         if self.manager is None:
-            config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+            config_type: Any = GenerationConfig  # untyped
+            config = config_type(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
             self.manager = self.model.init_continuous_batching(
                 generation_config=config,
                 continuous_batching_config=ContinuousBatchingConfig(

@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def commit() -> str | None:
     return out.stdout.strip()
 
 
-def interleaved(variants: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Call the variants in turn, `repeats` rounds; each returns its own measurement."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):

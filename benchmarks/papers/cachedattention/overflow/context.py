@@ -248,11 +248,12 @@ def truncate(context: Context, variant: str, ids: Sequence[int], rows: Tensor, h
             context.extend(ids)
     elif variant == "none":
         context.keep(rows[:head], rows[:head])
-    elif variant == "sinks_and_recent" or variant == "importance":
-        left = chosen(context, variant, len(rows), head)
-        context.keep(left, torch.arange(len(left), device=left.device))
     else:
-        raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
+        policy = next((policy for policy in POLICIES if policy == variant), None)
+        if policy is None:
+            raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
+        left = chosen(context, policy, len(rows), head)
+        context.keep(left, torch.arange(len(left), device=left.device))
 
 
 def chosen(context: Context, policy: TruncationPolicy, count: int, head: int) -> Tensor:

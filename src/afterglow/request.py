@@ -56,13 +56,15 @@ class Grammar:
 
     `kind` and `text`: a JSON schema, as JSON (`{"type": "object"}` is JSON mode); a regular expression of the whole reply; a
     list of texts to choose from, as JSON; or a context-free grammar, as Lark or GBNF. `compact`: JSON without white space
-    between its tokens. `param`: the field of the request that it came from, for errors.
+    between its tokens. `param`: the field of the request that it came from, for errors. `before`: what may stand before such a
+    text, which is then named `@answer` in it: a grammar, as Lark.
     """
 
     kind: GrammarKind
     text: str
     compact: bool = False
     param: str = field(default="grammar", compare=False)
+    before: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,7 +387,8 @@ def free(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Scripted]]:
     with ExitStack() as stack:
         found = []
         for name, (template, specials, eos, _) in FORMATS.items():
-            server = stack.enter_context(scripted(tmp_path_factory.mktemp(name), template, specials, eos))
+            folder = tmp_path_factory.mktemp(name)  # random weights would think for ever, where they may
+            server = stack.enter_context(scripted(folder, template, specials, eos, reasoning_parser="none"))
             server.runner.free = True
             found.append(server)
         yield found

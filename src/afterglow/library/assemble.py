@@ -9,6 +9,7 @@ from typing import Literal
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, Missed, Output, Selected, TokenLogprob, Truncation
 from afterglow.text import IncrementalDecoder, StopStrings, Tokenizer
+from afterglow.text.reasoning.splitters import Span, Splitter
 from afterglow.text.tool_calls.parts import Content, Part, Reasoning, ReplyParser, ToolCall
 
 Finish = Literal["stop", "length"]
@@ -20,7 +21,7 @@ class Piece:
     """The text and tokens that one output adds to a reply.
 
     `text` may be empty: the end may be an unfinished character, or the beginning of a stop string. `parts`: the text as
-    content and calls.
+    content and calls, and the reasoning before it.
     """
 
     text: str
@@ -43,16 +44,21 @@ class Assembler:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         parser: ReplyParser | None = None,
+        splitter: Splitter | None = None,
     ) -> None:
         """`min_tokens`: the first tokens of the reply, in which no stop string ends the reply. `parser`: finds calls in the
-        text; without one all text is content."""
+        text; without one all text is content. `splitter`: finds reasoning, in which no stop string and no call is looked for."""
         self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._parser = parser
-        self.text = ""  # all that was generated,
+        self._splitter = splitter
+        self._unshown = 0  # characters at the end of what was generated that a stop string has cut off, or may
+        self._raw = ""
+        self.text = ""  # all that was generated, without a stop string,
         self.content = ""  # the part that is for the user
         self.reasoning = ""
+        self.reasoning_tokens = 0  # with the marks around it
         self.tokens: list[int] = []
         self.cached = CachedTokens()
         self.missed = Missed()
@@ -66,6 +72,11 @@ class Assembler:
     def calls(self) -> list[ToolCall]:
         """The calls that the reply has begun."""
         return self._parser.calls if self._parser is not None else []
+
+    @property
+    def reasoned(self) -> bool:
+        """Check whether the reply has had reasoning, be it empty."""
+        return self.reasoning != "" or (self._splitter is not None and self._splitter.reasoned)
 
     @property
     def reason(self) -> Reason | None:
@@ -99,24 +110,55 @@ class Assembler:
             if output.finish_reason == "stop" and count == len(output.tokens):
                 continue
             look = len(self.tokens) + count > self._min_tokens
-            fresh = self._stops.push(self._decoder.push((token,)), look=look)
+            fresh, found = self._read(self._decoder.push((token,)), look)
             text += fresh
-            parts += self._parse(fresh)
+            parts += found
             if self._stops.matched is not None or (self._parser is not None and self._parser.complete):
                 self.finish = "stop"
                 break
         if output.finish_reason is not None and self.finish is None:
-            rest = self._stops.push(self._decoder.flush(), look=len(self.tokens) + count > self._min_tokens)
-            rest += self._stops.flush()
-            text += rest
-            parts += self._parse(rest)
+            fresh, found = self._read(self._decoder.flush(), len(self.tokens) + count > self._min_tokens, last=True)
+            text += fresh
+            parts += found
             self.finish = "stop" if self._stops.matched is not None else output.finish_reason
         if self.finish is not None and self._parser is not None:
             parts += self._shown(self._parser.flush())
         tokens = output.tokens[:count]
-        self.text += text
+        self.text = self._raw[: len(self._raw) - self._unshown]
         self.tokens.extend(tokens)
         return Piece(text, tuple(parts), tokens, output.logprobs[:count], self.finish)
+
+    def _read(self, text: str, look: bool, last: bool = False) -> tuple[str, list[Part]]:
+        """Read text that was generated. Returns what is no reasoning of it, and all its parts. `look`: for stop strings."""
+        self._raw += text
+        spans: list[Span] = [Content(text)] if text else []
+        splitter = self._splitter
+        if splitter is not None:
+            thinking = splitter.thinking
+            spans = splitter.push(text)
+            self.reasoning_tokens += not last and (thinking or splitter.thinking)
+            if last:
+                spans += splitter.flush()
+        shown = ""
+        parts: list[Part] = []
+        for span in spans:
+            if isinstance(span, Reasoning):
+                parts += self._shown([span])
+                continue
+            stopped = self._stops.matched is not None
+            if isinstance(span, Content):
+                fresh = self._stops.push(span.text, look=look)
+            else:
+                fresh = self._stops.flush() + ("" if stopped else span.text)
+            self._unshown += len(span.text) - len(fresh)
+            shown += fresh
+            parts += self._parse(fresh)
+        if last:
+            fresh = self._stops.flush()
+            self._unshown -= len(fresh)
+            shown += fresh
+            parts += self._parse(fresh)
+        return shown, parts
 
     def _parse(self, text: str) -> list[Part]:
         if self._parser is not None:

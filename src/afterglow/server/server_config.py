@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from afterglow.choices import ToolCallParserName
+from afterglow.choices import ReasoningParserName, ToolCallParserName
 from afterglow.config import option
 from afterglow.errors import ConfigError
 from afterglow.memo.options import MemoReuse
@@ -85,6 +85,11 @@ class ServerConfig(MemoReuse):
         "Read the model's tool calls in this format. auto looks at its chat template; response_template is the model's own "
         "description, which transformers reads (pip install 'afterglow-llm[tools]').",
     )
+    reasoning_parser: ReasoningParserName = option(
+        "auto",
+        "Tell the model's reasoning from its answer by these marks: think is <think>, mistral is [THINK], openai the channels of "
+        "gpt-oss. auto looks at the chat template; none leaves replies as they are.",
+    )
     max_connections: int | None = option(
         None,
         "Keep so many connections open; more are answered with status 503 and closed. The default is 1000, or fewer where "
@@ -153,5 +158,8 @@ class ServerConfig(MemoReuse):
         if self.tool_call_parser not in get_args(ToolCallParserName):
             allowed = ", ".join(get_args(ToolCallParserName))
             raise ConfigError(f"--tool-call-parser must be one of {allowed}, got {self.tool_call_parser!r}")
+        if self.reasoning_parser not in get_args(ReasoningParserName):
+            allowed = ", ".join(get_args(ReasoningParserName))
+            raise ConfigError(f"--reasoning-parser must be one of {allowed}, got {self.reasoning_parser!r}")
         if self.chat_truncation not in get_args(Truncation):
             raise ConfigError(f"--chat-truncation must be disabled or auto, got {self.chat_truncation!r}")

@@ -27,7 +27,10 @@ from afterglow.server.served_models import ServedModels
 from afterglow.server.server_config import ServerConfig
 from afterglow.server.text_threads import TextThreads
 from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.reasoning.reasoning_format import choose_reasoning
+from afterglow.text.reasoning.splitters import Splitter
 from afterglow.text.tool_calls.formats import choose_format
+from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.parts import ReplyParser
 
 if TYPE_CHECKING:
@@ -73,10 +76,21 @@ class State:
             own=template is not None and template.writes_tools,
         )
 
-    def tool_parser(self, use: ToolUse, chat: ChatPrompt | None) -> ReplyParser | None:
-        """Make the parser for one reply; None where calls are not looked for."""
-        if not use.parsed:
+        self.reasoning = choose_reasoning(
+            config.reasoning_parser, template.source if template is not None else "", tokenizer.is_special
+        )
+
+    def splitter(self, use: ToolUse, chat: ChatPrompt | None) -> Splitter | None:
+        """Make what finds the reasoning in one reply; None where there is none, or where the parser of calls finds it."""
+        if self.reasoning is None or chat is None or (use.parsed and self.tool_format.name == "response_template"):
             return None
+        return self.reasoning.splitter(chat.text)
+
+    def tool_parser(self, use: ToolUse, chat: ChatPrompt | None) -> ReplyParser | None:
+        """Make the parser for one reply; None where there is nothing to look for in the text."""
+        channels = chat is not None and self.reasoning is not None and self.reasoning.name == "openai"
+        if not use.parsed:
+            return HarmonyParser({}) if channels else None
         return self.tool_format.parser(use.schemas, chat.text if chat is not None else "", one_call=not use.parallel)
 
     @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -106,18 +107,31 @@ class _OneTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template is not valid Jinja: {error}") from error
         self._knows_developer = "developer" in source
+        self._reasoning = [name for name in ("reasoning", "thinking") if re.search(rf"\b{name}\b", source)]
 
     def render(self, messages: Sequence[Message], names: Mapping[str, object]) -> str:
         """Write a conversation; `names` are the template's variables. Raises: RequestError."""
         if not self._knows_developer:
             # Newer clients call the system role so; templates that do not know it would drop the message.
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if self._reasoning:
+            messages = [self._renamed(m) if m.get("reasoning_content") else m for m in messages]
         try:
             return self._template.render({**names, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def _renamed(self, message: Message) -> Message:
+        """Give a message its reasoning under the names that this template knows too. gpt-oss wants it beside calls, unless
+        there is content."""
+        names = [
+            name
+            for name in self._reasoning
+            if name != "thinking" or not (message["content"] and "tool_calls" in message)
+        ]
+        return {**dict.fromkeys(names, message["reasoning_content"]), **message}
 
 
 def find_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], wanted: str = "default") -> str | None:

@@ -23,8 +23,8 @@ def texts_in(messages: object) -> Iterator[str]:
 
 
 def flatten_messages(messages: object, name: str = "messages") -> list[dict[str, Any]]:
-    """Check chat messages and copy them with contents that are strings, and calls whose arguments are objects. `name` is the
-    request's field.
+    """Check chat messages and copy them with contents that are strings, calls whose arguments are objects, and reasoning as
+    `reasoning_content`. `name` is the request's field.
 
     Raises: RequestError, which names the place of a content that is not text.
     """
@@ -44,6 +44,7 @@ def flatten_messages(messages: object, name: str = "messages") -> list[dict[str,
         content = _flatten_content(message.get("content"), f"{where}.content", role)
         copied = {**message, "role": role, "content": content}
         copied.pop("tool_calls", None)
+        _read_reasoning(copied, where)
         if calls := message.get("tool_calls"):
             if role != "assistant":
                 raise RequestError(f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
@@ -51,6 +52,20 @@ def flatten_messages(messages: object, name: str = "messages") -> list[dict[str,
         flat.append(copied)
     check_results(flat, name)
     return flat
+
+
+def _read_reasoning(message: dict[str, Any], where: str) -> None:
+    """Check the reasoning of a message, which clients send back under one of two names, and keep it under the first."""
+    found = ""
+    for field in ("reasoning", "reasoning_content"):
+        given = message.pop(field, None)
+        if not isinstance(given, str | None):
+            raise RequestError(f"{where}.{field} must be a string, got {shown(given)}", param=f"{where}.{field}")
+        found = given or found
+    if found and message["role"] != "assistant":
+        raise RequestError(f"{where}.reasoning_content: only the assistant thinks", param=f"{where}.reasoning_content")
+    if found:
+        message["reasoning_content"] = found
 
 
 def _flatten_content(content: object, where: str, role: str) -> str:

@@ -1,6 +1,6 @@
 """Where the replies that clients got in parts end in the text of a prompt.
 
-Such a reply comes back as content and calls, and the template writes it in its own way: with other white space, say. So its
+Such a reply comes back as content, calls and reasoning, and the template writes it in its own way: with other white space, say. So its
 generated ids do not decode to that text. The place where the template's text of it ends is found by marks in the messages
 that follow; what lies between its prompt and that place is the reply.
 """
@@ -40,7 +40,9 @@ def place_replies(
             span = (reply.prompt_chars, borders[number])
             found = (_last_marker(text, span, end, marker_at) for end in ends_of(reply))
             stop = next((place for place in found if place is not None), None)
-            if stop is not None:
+            # A template may leave old reasoning out: then the generated ids say more than the template does.
+            thought = messages[number].get("reasoning_content", "")
+            if stop is not None and text.find(thought, reply.prompt_chars, stop) >= 0:
                 placed.append((reply, stop))
     return placed
 

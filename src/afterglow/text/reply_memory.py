@@ -25,6 +25,17 @@ _ENTRY = 64  # ids that take as much memory as a reply does besides its own: obj
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What a prompt was made of: messages as `flatten_messages` makes them, tools, variables of the template, and replies that
+    another store kept."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, object] | None = None
+    replies: Mapping[int, Reply] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A rendered and tokenised conversation, up to and including the generation prompt."""
 
@@ -37,6 +48,7 @@ class ChatPrompt:
     known: tuple[bytes, ...] = ()  # what names the replies that came back and were remembered here
     turns: tuple[int, ...] = ()  # rows at which turns begin, where they were asked for; see `turns.py`
     uncut: str | None = None  # why it cannot be cut between turns, where that was asked for
+    asked: Asked = field(default=Asked(()), repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,9 @@ class Reply:
         """Check whether a message is this reply, as the client got it."""
         if self.text != message["content"]:
             return False
-        return "tool_calls" not in message if self.parts is None else self.parts == parts_digest(message)
+        if self.parts is None:
+            return "tool_calls" not in message and "reasoning_content" not in message
+        return self.parts == parts_digest(message)
 
 
 @dataclass(slots=True)
@@ -123,8 +137,9 @@ def chains(
 
 
 def parts_digest(message: Mapping[str, Any]) -> bytes:
-    """Name the parts of a reply besides its content: its calls, without their ids, which no model sees."""
-    return text_digest(names_of_calls(message))
+    """Name the parts of a reply besides its content: its calls, without their ids, which no model sees, and its reasoning."""
+    reasoning = message.get("reasoning_content")
+    return text_digest(names_of_calls(message) + (f"\0{reasoning}" if reasoning else ""))
 
 
 def text_digest(text: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
@@ -21,6 +21,7 @@ from afterglow.text.markers import Markers, Rendered
 from afterglow.text.messages import flatten_messages
 from afterglow.text.reply_ends import place_replies
 from afterglow.text.reply_memory import (
+    Asked,
     ChatPrompt,
     Reply,
     ReplyMemory,
@@ -32,7 +33,7 @@ from afterglow.text.reply_memory import (
 )
 from afterglow.text.tokenizer_files import read_parts
 from afterglow.text.tool_calls.parts import ToolCall
-from afterglow.text.tool_messages import with_calls
+from afterglow.text.tool_messages import message_of
 from afterglow.text.turns import TOKENS, Turns, find_turns
 
 
@@ -105,6 +106,10 @@ class Tokenizer:
             return bytes.fromhex(text[3:5])
         return text.replace("\u2581", " ").encode()
 
+    def is_special(self, text: str) -> bool:
+        """Check whether a text is a special token, which is hidden in decoded text unless that is asked for."""
+        return text in self._special
+
     def serialized(self) -> str:
         """Write the tokenizer, with all its added tokens, as the text of a `tokenizer.json`."""
         return str(self._fast.to_str())
@@ -132,24 +137,64 @@ class Tokenizer:
 
         Raises: RequestError, also for a prompt that is certainly longer than `window`: such a prompt is not tokenised.
         """
-        flat = flatten_messages(messages)
-        template = self._template()
-
-        def write(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-            return _valid(template.render(messages, tools=tools, add_generation_prompt=prompt, variables=variables))
-
-        def write_prompt(messages: Sequence[Message], prompt: bool = add_generation_prompt) -> str:
-            return write(messages, tools, prompt)
-
-        rendered = self.markers.render(lambda m, t: write(m, t, add_generation_prompt), flat, tools)
+        asked = Asked(flatten_messages(messages), tools, variables, replies or {})
+        write = partial(self._write, asked, add_generation_prompt)
+        rendered = self.markers.render(lambda said, tools: write(said, tools=tools), asked.messages, tools)
         if window is not None:
             self.check_length(rendered.text, window, "messages")
-        *before, chain = chains(salt, flat, tools)
+        prompt, segments = self._encode(asked, salt, rendered, write)
+        self.spliced += prompt.spliced
+        self.retokenised += prompt.retokenised
+        if cut_over is None or len(prompt.ids) <= cut_over:
+            return prompt
+
+        def write_prompt(messages: Sequence[Message], prompt: bool) -> str:
+            return self._write(asked, prompt, messages)
+
+        turns = find_turns(write_prompt, asked.messages, rendered.text, self.special_tokens.get("bos_token", ""))
+        return self._with_turns(prompt, turns, segments, rendered)
+
+    def encode_up_to(self, place: str, messages: Sequence[Message], before: ChatPrompt) -> list[int]:
+        """Tokenise a conversation that follows a prompt, up to the last `place` in its text: the tokens with which all such
+        conversations begin that have another text there. Empty where the place does not show.
+
+        Raises: RequestError.
+        """
+        asked = replace(before.asked, messages=flatten_messages(messages))
+        write = partial(self._write, asked, True)
+        rendered = self.markers.render(lambda said, tools: write(said, tools=tools), asked.messages, asked.tools)
+        at = rendered.text.rfind(place)
+        if at < 0:
+            return []
+        prompt, segments = self._encode(asked, before.salt, rendered, write)
+        ((rows, _),) = rows_at(segments, (at,), partial(self._starts_of, rendered))
+        return prompt.ids[:rows]
+
+    def _write(
+        self,
+        asked: Asked,
+        generation: bool,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Render messages, and the generation prompt. `tools`: instead of those of the request."""
+        tools = asked.tools if tools is None else tools
+        template = self._template()
+        return _valid(
+            template.render(messages, tools=tools, add_generation_prompt=generation, variables=asked.variables)
+        )
+
+    def _encode(
+        self, asked: Asked, salt: str, rendered: Rendered, write: Callable[[Sequence[Message]], str]
+    ) -> tuple[ChatPrompt, list[Segment]]:
+        """Tokenise a rendered conversation, with the generated ids of the replies that fit."""
+        flat = asked.messages
+        *before, chain = chains(salt, flat, asked.tools)
         known: dict[int, Reply] = {}
         names: list[bytes] = []
         for number, (message, key) in enumerate(zip(flat, before, strict=True)):
             if message["role"] == "assistant":
-                for reply in (self.replies.get(key), (replies or {}).get(number)):
+                for reply in (self.replies.get(key), asked.replies.get(number)):
                     if reply is not None and reply.answers(message):
                         known[number] = reply
                         names.append(key)
@@ -158,19 +203,14 @@ class Tokenizer:
         num_replies = sum(message["role"] == "assistant" for message in flat)
         segments, used = splice(
             rendered.text,
-            place_replies(known, write_prompt, flat, rendered.text, self._ends_of, marker_at),
+            place_replies(known, write, flat, rendered.text, self._ends_of, marker_at),
             lambda start, stop, lead: self.markers.encode(rendered, start, stop, lead).ids,
             marker_at,
             self._added.__getitem__,
         )
-        self.spliced += used
-        self.retokenised += num_replies - used
         ids = [token for segment in segments for token in segment.ids]
-        prompt = ChatPrompt(ids, rendered.text, salt, chain, used, num_replies - used, tuple(names))
-        if cut_over is None or len(ids) <= cut_over:
-            return prompt
-        turns = find_turns(write_prompt, flat, rendered.text, self.special_tokens.get("bos_token", ""))
-        return self._with_turns(prompt, turns, segments, rendered)
+        replies = (used, num_replies - used)
+        return ChatPrompt(ids, rendered.text, salt, chain, *replies, tuple(names), asked=asked), segments
 
     def remember(
         self,
@@ -181,10 +221,11 @@ class Tokenizer:
         *,
         content: str | None = None,
         calls: Sequence[ToolCall] = (),
+        reasoning: str = "",
     ) -> Reply | None:
         """Keep the ids of a reply whose text the client got, and the replies before it, until `expires` at least.
 
-        `content` and `calls`: what the client got instead of `text`, where that is something else. Returns None if no prefix
+        `content`, `calls` and `reasoning`: what the client got instead of `text`, where that is something else. Returns None if no prefix
         of the ids decodes to the text (a stop string that ends within a token, hidden special tokens)."""
         count = self._matching(prompt.ids, text, generated)
         if count is None:
@@ -193,7 +234,7 @@ class Tokenizer:
         end = rest[0] if rest and self._added.get(rest[0]) in self._special else None
         if content is None or (content == text and not calls):
             return self.replies.put(prompt, text, generated[:count], end, expires)
-        parts = parts_digest(with_calls(content, calls))
+        parts = parts_digest(message_of(content, calls, reasoning))
         return self.replies.put(prompt, content, generated[:count], end, expires, parts)
 
     # ---------------------------------------------------------------------------------------------- inside
@@ -244,15 +285,16 @@ class Tokenizer:
     def _with_turns(
         self, prompt: ChatPrompt, turns: Turns, segments: Sequence[Segment], rendered: Rendered
     ) -> ChatPrompt:
-        def starts_of(segment: Segment) -> list[int]:
-            return self.markers.encode(rendered, segment.start, segment.stop, segment.lead).starts()
-
-        rows = rows_at(segments, turns.starts or (turns.head,), starts_of)
+        rows = rows_at(segments, turns.starts or (turns.head,), partial(self._starts_of, rendered))
         uncut = turns.why_not
         if turns.starts and not rows[0][1]:
             uncut = TOKENS
         whole = rows[:1] if uncut else [rows[0], *(row for row in rows[1:] if row[1])]
         return replace(prompt, turns=tuple(dict.fromkeys(row for row, _ in whole)), uncut=uncut)
+
+    def _starts_of(self, rendered: Rendered, segment: Segment) -> list[int]:
+        """List the characters at which the tokens of a segment begin."""
+        return self.markers.encode(rendered, segment.start, segment.stop, segment.lead).starts()
 
     def _marker_ids(self) -> dict[str, int]:
         """Collect special tokens, and the other added tokens that the template writes around messages: some models do

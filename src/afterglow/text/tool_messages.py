@@ -81,10 +81,18 @@ def names_of_calls(message: Mapping[str, Any]) -> str:
     return json.dumps(said) if said else ""
 
 
-def with_calls(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Make the message of a reply, as `read_calls` reads it where it comes back."""
-    said = [{"function": {"name": call.name, "arguments": _object(call.arguments)}} for call in calls]
-    return {"role": "assistant", "content": content, **({"tool_calls": said} if said else {})}
+def message_of(content: str, calls: Sequence[ToolCall], reasoning: str = "") -> dict[str, Any]:
+    """Make the message of a reply, as it is read where it comes back."""
+    said = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _object(call.arguments)}}
+        for call in calls
+    ]
+    return {
+        "role": "assistant",
+        "content": content,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": said} if said else {}),
+    }
 
 
 def _object(arguments: str | Mapping[str, Any]) -> Any:

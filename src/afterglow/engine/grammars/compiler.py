@@ -114,7 +114,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
     def work() -> None:
         try:
-            matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+            matcher = LLMatcher(tokenizer, _behind(grammar.before, _source(grammar)), log_level=0, limits=LIMITS)
             matcher.compute_bitmask()  # a grammar that no text satisfies fails here
             error = matcher.get_error() if matcher.is_error() else ""
             if error and grammar.kind == "json_schema":
@@ -152,6 +152,14 @@ def _source(grammar: Grammar) -> str:
         return grammar_from(grammar.kind, grammar.text)
     except (ValueError, RecursionError) as error:
         raise _refused(str(error).splitlines()[0], grammar.param) from None
+
+
+def _behind(before: str, source: str) -> str:
+    """Let a text that follows `before` (Lark) stand before what the grammar `source` describes."""
+    if not before:
+        return source
+    parts = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [{"lark_grammar": before}, {**parts[0], "name": "answer"}, *parts[1:]]})
 
 
 def _schema_source(schema: object, compact: bool = False) -> str:

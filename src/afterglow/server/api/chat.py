@@ -24,6 +24,7 @@ from afterglow.server.replies.tool_deltas import delta_fields, message_fields
 from afterglow.server.replies.tool_grammar import with_tool_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
+from afterglow.text.tool_calls.parts import Reasoning
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -40,7 +41,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     prompt = await state.prompt_encoder.encode(body, body.messages, salt, size=body.size, cut=cut)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), logprobs)
-    sampling = with_tool_grammar(state, body.tool_use, sampling)
+    sampling = with_tool_grammar(state, body.tool_use, sampling, prompt)
     requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
     return await ChatReplies(state, http, body, requests, prompt).answer()
 
@@ -77,7 +78,9 @@ class ChatReplies(ChoiceReplies):
             "choices": [
                 {
                     "index": index,
-                    "message": message_fields(reply.content, reply.reasoning, reply.calls),
+                    "message": message_fields(
+                        reply.content, reply.reasoning if self._thinks_aloud else "", reply.calls
+                    ),
                     "logprobs": self._logprobs(logprobs[index]),
                     "finish_reason": reply.reason,
                     **self.ids(reply.tokens),
@@ -87,13 +90,18 @@ class ChatReplies(ChoiceReplies):
             "usage": self.usage(),
         }
 
+    @property
+    def _thinks_aloud(self) -> bool:
+        return self.body.include_reasoning is not False
+
     def head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
     async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
         # The role goes out with the first token, not before: a client's clock stops at the first chunk.
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        delta |= delta_fields(piece.parts)
+        shown = piece.parts if self._thinks_aloud else [each for each in piece.parts if not isinstance(each, Reasoning)]
+        delta |= delta_fields(shown)
         if piece.finish is not None and index == 0:
             self._remember()
         ids = self.ids(piece.tokens)

@@ -65,7 +65,7 @@ async def create_response(http: HttpRequest) -> Response:
     cut = body.truncation == "auto"
     prompt = await state.prompt_encoder.encode(body, messages, salt, size=size, cut=cut, replies=replies)
     sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), None)
-    sampling = with_tool_grammar(state, body.tool_use, sampling)
+    sampling = with_tool_grammar(state, body.tool_use, sampling, prompt)
     requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
     return await ResponseReply(state, http, body, requests, prompt).answer()
 
@@ -112,7 +112,7 @@ class ResponseReply(Replies):
         started = self._describe("in_progress", [], None)
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
-        if not self.body.tool_use.parsed:  # otherwise the reply may be a call
+        if not self.parted:  # otherwise the reply may be a call, or begin with reasoning
             for kind, fields in self._output.open_message():
                 yield self._event(kind, **fields)
         try:
@@ -140,7 +140,7 @@ class ResponseReply(Replies):
         generated = self.state.kept_replies.remember(self.chat, self.requests[0], reply, write=False)
         done = self._describe(status, output, self._response_usage())
         if self._store:
-            items = [*self.body.input, with_reply_ids(output[0], generated), *output[1:]]
+            items = [*self.body.input, *with_reply_ids(output, generated)]
             try:
                 await FILES(
                     self.state.engine.conversations.add,
@@ -181,7 +181,7 @@ class ResponseReply(Replies):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
             **{name: usage[name] for name in _OWN_USAGE if name in usage},
         }
@@ -209,7 +209,7 @@ class ResponseReply(Replies):
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "prompt_cache_retention": body.prompt_cache_retention,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning_effort, "summary": None},
             "service_tier": "default",
             "store": self._store,
             "temperature": self.requests[0].sampling.temperature,

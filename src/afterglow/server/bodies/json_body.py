@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from afterglow.errors import RequestError
 from afterglow.server.bodies.limits import MAX_CHAT_VALUES, MAX_NAME
+from afterglow.text.chat_template import shown
 
 MAX_SESSION_NAME = 256
 
@@ -73,6 +74,30 @@ def check_session(name: str | None) -> None:
         raise RequestError(
             f"session_id must be 1 to {MAX_SESSION_NAME} printable characters, got {name[:80]!r}", param="session_id"
         )
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+
+def with_effort(
+    effort: str | None, thinking: bool | None, variables: Mapping[str, object] | None
+) -> Mapping[str, object] | None:
+    """Add to a template's variables how much the model is to think. Templates know an effort, or only a switch, under one of
+    two names: no effort switches it off. `variables`, as the request gave them, go before."""
+    found: dict[str, object] = {}
+    if effort is not None:
+        found["reasoning_effort"] = effort
+    if effort == "none":
+        found |= {"enable_thinking": False, "thinking": False}
+    if thinking is not None:
+        found |= {"enable_thinking": thinking, "thinking": thinking}
+    return {**found, **(variables or {})} or None
+
+
+def check_effort(effort: object, param: str) -> None:
+    """Refuse an effort that has no name. Raises: RequestError."""
+    if effort is not None and effort not in EFFORTS:
+        raise RequestError(f"{param} must be one of {', '.join(EFFORTS)}, got {shown(effort)}", param=param)
 
 
 def check_variables(variables: Mapping[str, object] | None) -> None:

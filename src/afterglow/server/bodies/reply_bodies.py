@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, PrivateAttr
@@ -17,8 +18,10 @@ from afterglow.server.bodies.json_body import (
     Name,
     Unused,
     at_most,
+    check_effort,
     check_session,
     check_variables,
+    with_effort,
 )
 from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts
 from afterglow.server.bodies.response_items import read_input
@@ -239,6 +242,9 @@ class ChatBody(ChoicesBody):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = False
     top_logprobs: Int | None = None
+    reasoning_effort: Name | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -256,6 +262,11 @@ class ChatBody(ChoicesBody):
         return self._tool_use
 
     @property
+    def template_variables(self) -> Mapping[str, object] | None:
+        """Return the variables of the chat template that the request sets."""
+        return with_effort(self.reasoning_effort, self.enable_thinking, self.chat_template_kwargs)
+
+    @property
     def reply_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
@@ -269,6 +280,7 @@ class ChatBody(ChoicesBody):
             raise RequestError(
                 f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}", param="top_logprobs"
             )
+        check_effort(self.reasoning_effort, "reasoning_effort")
         check_variables(self.chat_template_kwargs)
 
 
@@ -295,6 +307,7 @@ class ResponseBody(Body):
     metadata: Annotated[dict[str, str] | None, at_most(16)] = None
     include: Annotated[list[Name] | None, at_most(64)] = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -310,6 +323,16 @@ class ResponseBody(Body):
         return self.max_output_tokens
 
     @property
+    def reasoning_effort(self) -> Any:
+        """Return how much the model is to think; None where the request does not say."""
+        return (self.reasoning or {}).get("effort")
+
+    @property
+    def template_variables(self) -> Mapping[str, object] | None:
+        """Return the variables of the chat template that the request sets."""
+        return with_effort(self.reasoning_effort, None, self.chat_template_kwargs)
+
+    @property
     def text_format(self) -> Any:
         """Return the form of the reply as the client gave it."""
         return (self.text or {}).get("format") or {"type": "text"}
@@ -319,6 +342,7 @@ class ResponseBody(Body):
 
     def check(self) -> None:
         super().check()
+        check_effort(self.reasoning_effort, "reasoning.effort")
         check_variables(self.chat_template_kwargs)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise RequestError(

@@ -13,6 +13,8 @@ from afterglow.text.chat_template import shown, shown_kind
 Item = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
+KINDS = ("message", "reasoning", "function_call", "function_call_output")
+REASONING_PARTS = ("reasoning_text", "summary_text")
 PARTS = ("input_text", "output_text", "text")
 _REPLY = "_reply"  # in a stored item: the ids of a reply, hidden from clients
 
@@ -22,7 +24,7 @@ def new_id(kind: str) -> str:
 
 
 def read_input(value: object) -> list[Item]:
-    """Read the field `input` as items with ids: messages, calls and results of calls. Raises: RequestError, with the place
+    """Read the field `input` as items with ids: messages, reasoning, calls and results of calls. Raises: RequestError, with the place
     of an item that is none of these."""
     if isinstance(value, str):
         return [_message("user", [value])]
@@ -33,12 +35,15 @@ def read_input(value: object) -> list[Item]:
 
 def _read_item(item: object, where: str) -> Item:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
-    if not isinstance(item, Mapping) or kind not in ("message", "function_call", "function_call_output"):
+    if not isinstance(item, Mapping) or kind not in KINDS:
         raise RequestError(
-            f"{where} is {shown_kind(item)}; only items of type 'message', 'function_call' and 'function_call_output' are "
-            "supported",
+            f"{where} is {shown_kind(item)}; only items of type 'message', 'reasoning', 'function_call' and "
+            "'function_call_output' are supported",
             param=where,
         )
+    if kind == "reasoning":
+        texts = _read_texts(item.get("content") or item.get("summary") or [], f"{where}.content", REASONING_PARTS)
+        return reasoning_item(_id(item, "rs"), "completed", texts)
     if kind == "function_call":
         return _read_call(item, where)
     if kind == "function_call_output":
@@ -57,7 +62,7 @@ def _read_item(item: object, where: str) -> Item:
     return _message(role, _read_texts(item.get("content"), f"{where}.content"), item.get("id"))
 
 
-def _read_texts(content: object, where: str) -> list[str]:
+def _read_texts(content: object, where: str, kinds: Sequence[str] = PARTS) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -65,9 +70,10 @@ def _read_texts(content: object, where: str) -> list[str]:
     texts = []
     for number, part in enumerate(content):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
-        if kind not in PARTS or not isinstance(text, str):
+        if kind not in kinds or not isinstance(text, str):
+            allowed = " and ".join(repr(each) for each in kinds[:2])
             raise RequestError(
-                f"{where}[{number}] is {shown_kind(part)}; only parts of type 'input_text' and 'output_text' are supported",
+                f"{where}[{number}] is {shown_kind(part)}; only parts of type {allowed} are supported",
                 param=f"{where}[{number}]",
             )
         texts.append(text)
@@ -115,6 +121,22 @@ def output_message(name: str, status: str, texts: Iterable[str]) -> Item:
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
+def reasoning_text(text: str) -> dict[str, Any]:
+    """Make a content part of a reasoning item."""
+    return {"type": "reasoning_text", "text": text}
+
+
+def reasoning_item(name: str, status: str, texts: Iterable[str]) -> Item:
+    """Make an item for what the model wrote for itself."""
+    return {
+        "id": name,
+        "type": "reasoning",
+        "status": status,
+        "summary": [],
+        "content": [reasoning_text(text) for text in texts],
+    }
+
+
 def function_call(name: str, call: str, function: str, arguments: str, status: str) -> Item:
     """Make an item for a call. `name`: the item's own id, `call`: the id that the result names."""
     return {
@@ -127,9 +149,12 @@ def function_call(name: str, call: str, function: str, arguments: str, status: s
     }
 
 
-def with_reply_ids(item: Item, reply: Reply | None) -> Item:
-    """Add the generated ids to an output item that is stored, for the next turn."""
-    return item if reply is None else {**item, _REPLY: reply.as_json()}
+def with_reply_ids(items: Sequence[Item], reply: Reply | None) -> list[Item]:
+    """Add the generated ids to the output items that are stored, for the next turn: to the first that is no reasoning."""
+    first = next((number for number, item in enumerate(items) if item["type"] != "reasoning"), None)
+    if reply is None or first is None:
+        return list(items)
+    return [*items[:first], {**items[first], _REPLY: reply.as_json()}, *items[first + 1 :]]
 
 
 def public(item: Item) -> Item:
@@ -140,8 +165,8 @@ def public(item: Item) -> Item:
 def as_messages(
     instructions: str | None, items: Sequence[Item], given: int = 0
 ) -> tuple[list[dict[str, Any]], dict[int, Reply]]:
-    """Turn items into the messages of a chat: calls join the assistant's message before them. Also returns the replies whose
-    generated ids are known, by number of their message.
+    """Turn items into the messages of a chat: calls join the assistant's message before them, and what follows reasoning
+    joins that. Also returns the replies whose generated ids are known, by number of their message.
 
     `given`: the number of the first item that the request brought. Raises: RequestError, for results without a call.
     """
@@ -153,6 +178,8 @@ def as_messages(
         kind = item.get("type", "message")
         last = messages[-1] if messages else None
         joins = kind == "function_call" and last is not None and last["role"] == "assistant"
+        if kind == "message" and item["role"] == "assistant" and last is not None:
+            joins = last.keys() == {"role", "content", "reasoning_content"} and not last["content"]
         text = "" if kind != "message" else "\n".join(part["text"] for part in item["content"])
         if _REPLY in item:
             replies[len(messages) - joins] = Reply.from_json(text, item[_REPLY])
@@ -176,6 +203,12 @@ def as_messages(
                 )
             waiting.remove(item["call_id"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        elif kind == "reasoning":
+            thought = "\n".join(part["text"] for part in item["content"])
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        elif joins:
+            assert last is not None
+            last["content"] = text
         else:
             messages.append({"role": item["role"], "content": text})
     return messages, replies

@@ -28,14 +28,17 @@ class KeptReplies:
     def remember(self, prompt: ChatPrompt, request: Request, reply: Assembler, *, write: bool) -> Reply | None:
         """Remember the ids of a finished reply in memory until its KV expires. `write`: over restarts as well.
 
-        Returns None if no prefix of the ids decodes to the text.
+        Returns None if no prefix of the ids decodes to the text, or the text cannot be told from its parts.
         """
         ttl = request.ttl_s if request.ttl_s is not None else self._engine.config.cache.ttl
         ends = time.time() + ttl if ttl is not None else inf
-        if reply.reasoning:
-            return None  # templates leave thoughts out of the history
+        if reply.reasoned and not reply.reasoning:
+            return None  # the message does not show that there were marks
         kept = self._tokenizer.remember(
-            prompt, reply.text, reply.tokens, ends, content=reply.content, calls=reply.calls
+            *(prompt, reply.text, reply.tokens, ends),
+            content=reply.content,
+            calls=reply.calls,
+            reasoning=reply.reasoning,
         )
         if kept is not None and write and request.reuse and not request.volatile:
             self._write(prompt, kept, request, ends)

@@ -46,7 +46,7 @@ class PromptEncoder:
 
         Raises: RequestError.
         """
-        variables = body.chat_template_kwargs
+        variables = body.template_variables
         tools = body.tool_use.tools
 
         def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:

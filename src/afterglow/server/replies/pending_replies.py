@@ -41,7 +41,11 @@ class Replies(ABC):
         self.chat = chat
         self.model = state.models.check(body.model)
         parsers = [state.tool_parser(body.tool_use, chat) for _ in requests]
+        splitters = [state.splitter(body.tool_use, chat) for _ in requests]
+        self.parted = parsers[0] is not None or splitters[0] is not None  # replies may be more than content
         shown = state.tool_format.special and body.tool_use.parsed
+        if chat is not None and state.reasoning is not None:
+            shown = shown or state.reasoning.special
         self.texts = [
             Assembler(
                 state.tokenizer,
@@ -51,8 +55,9 @@ class Replies(ABC):
                 skip_special_tokens=body.skip_special_tokens and not shown,
                 min_tokens=request.sampling.min_tokens,
                 parser=parser,
+                splitter=splitter,
             )
-            for request, parser in zip(requests, parsers, strict=True)
+            for request, parser, splitter in zip(requests, parsers, splitters, strict=True)
         ]
         self._http = http
         self._queue: asyncio.Queue[tuple[int, Output | RequestError]] = asyncio.Queue()
@@ -178,6 +183,11 @@ class Replies(ABC):
         """Count the tokens of the prompts, without the tokens that truncation left out."""
         return sum(map(self._prompt_of, self._firsts))
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Count the generated tokens that are reasoning."""
+        return sum(reply.reasoning_tokens for reply in self.texts)
+
     def _prompt_of(self, index: int) -> int:
         cut = self.texts[index].truncation
         return len(self.requests[index].prompt) - (cut.dropped if cut is not None else 0)
@@ -195,6 +205,11 @@ class Replies(ABC):
             "completion_tokens": self.record.generated,
             "total_tokens": prompt + self.record.generated,
             "prompt_tokens_details": {"cached_tokens": cached.total},
+            **(
+                {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+                if self.chat is not None
+                else {}
+            ),
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
             **({"kv_dtype": kv_dtype} if kv_dtype != "auto" else {}),
             "missed_tokens_details": self._missed(),

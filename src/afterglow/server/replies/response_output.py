@@ -1,12 +1,20 @@
-"""The output items of a response, as they grow: messages and calls, with the events of a stream."""
+"""The output items of a response, as they grow: reasoning, messages and calls, with the events of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from afterglow.server.bodies.response_items import Item, function_call, new_id, output_message, output_text
-from afterglow.text.tool_calls.parts import CallDelta, Content, Part, ToolCall
+from afterglow.server.bodies.response_items import (
+    Item,
+    function_call,
+    new_id,
+    output_message,
+    output_text,
+    reasoning_item,
+    reasoning_text,
+)
+from afterglow.text.tool_calls.parts import CallDelta, Content, Part, Reasoning, ToolCall
 
 Event = tuple[str, dict[str, Any]]  # its type and fields
 
@@ -17,7 +25,8 @@ class ResponseOutput:
     def __init__(self) -> None:
         self.items: list[Item] = []  # that are done
         self._name = ""  # of the item that grows; empty without one
-        self._text = ""  # of a message that grows
+        self._text = ""  # of a message, or of reasoning, that grows
+        self._thinking = False  # reasoning grows
         self._call: ToolCall | None = None  # that grows
 
     def open_message(self) -> Iterator[Event]:
@@ -32,6 +41,8 @@ class ResponseOutput:
         for part in parts:
             if isinstance(part, Content):
                 yield from self._add_text(part.text)
+            elif isinstance(part, Reasoning):
+                yield from self._add_reasoning(part.text)
             elif isinstance(part, CallDelta):
                 yield from self._add_call(part)
 
@@ -41,8 +52,18 @@ class ResponseOutput:
             yield from self.open_message()
         yield from self._close(status)
 
+    def _add_reasoning(self, text: str) -> Iterator[Event]:
+        if not self._thinking:
+            yield from self._close("completed")
+            self._name, self._text, self._thinking = new_id("rs"), "", True
+            item = reasoning_item(self._name, "in_progress", [])
+            yield "response.output_item.added", {"output_index": len(self.items), "item": item}
+            yield "response.content_part.added", {**self._place(), "part": reasoning_text("")}
+        self._text += text
+        yield "response.reasoning_text.delta", {**self._place(), "delta": text}
+
     def _add_text(self, text: str) -> Iterator[Event]:
-        if self._call is not None:
+        if self._call is not None or self._thinking:
             yield from self._close("completed")
         if not self._name:
             yield from self.open_message()
@@ -64,7 +85,11 @@ class ResponseOutput:
             return
         place = {"item_id": self._name, "output_index": len(self.items)}
         call = self._call
-        if call is None:
+        if self._thinking:
+            item = reasoning_item(self._name, status, [self._text])
+            yield "response.reasoning_text.done", {**self._place(), "text": self._text}
+            yield "response.content_part.done", {**self._place(), "part": item["content"][0]}
+        elif call is None:
             item = output_message(self._name, status, [self._text])
             part = item["content"][0]
             yield "response.output_text.done", {**self._place(), "text": self._text, "logprobs": []}
@@ -75,7 +100,7 @@ class ResponseOutput:
             yield "response.function_call_arguments.done", {**place, **done}
         yield "response.output_item.done", {"output_index": len(self.items), "item": item}
         self.items.append(item)
-        self._name, self._call = "", None
+        self._name, self._call, self._thinking = "", None, False
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._name, "output_index": len(self.items), "content_index": 0}

@@ -1,4 +1,4 @@
-"""Tool calls as chat completions write them: whole, and as deltas of a stream."""
+"""Replies with calls and reasoning as chat completions write them: whole, and as deltas of a stream."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def call_fields(call: ToolCall, arguments: str) -> dict[str, Any]:
 
 
 def message_fields(content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Write the message of a reply: `content` is null where there are calls alone."""
+    """Write the message of a reply: `content` is null where there are calls, or reasoning, alone."""
     return {
         "role": "assistant",
-        "content": content if content or not calls else None,
+        "content": content if content or not (calls or reasoning) else None,
         "refusal": None,
         **({"reasoning_content": reasoning} if reasoning else {}),
         **({"tool_calls": [call_fields(call, call.arguments) for call in calls]} if calls else {}),

@@ -1,31 +1,42 @@
-"""The grammar of a reply to a request with tools."""
+"""The grammar of a reply that may call tools, and may begin with reasoning."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 from afterglow.request import Grammar, SamplingParams
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.state import State
+from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.tool_calls.forced import forced_grammar
 
 
-def with_tool_grammar(state: State, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
+def with_tool_grammar(state: State, use: ToolUse, sampling: SamplingParams, chat: ChatPrompt) -> SamplingParams:
     """Add the grammar of a reply that must be a call. A reply that may be a call, and must follow a schema otherwise, is
-    either."""
+    either. Reasoning before it is free."""
     asked = sampling.grammar
-    if not use.forced and not (use.parsed and asked is not None and asked.kind == "json_schema"):
+    called = use.forced or (use.parsed and asked is not None and asked.kind == "json_schema")
+    if called:
+        sampling = replace(sampling, grammar=_call_grammar(state, use, asked))
+    if sampling.grammar is None or state.reasoning is None:
         return sampling
+    before = state.reasoning.before_grammar(chat.text, partial(_mark, state.tokenizer), headed=called)
+    return replace(sampling, grammar=replace(sampling.grammar, before=before))
+
+
+def _mark(tokenizer: Tokenizer, text: str) -> str:
+    """Write a mark in a grammar: as a token where it is a special one."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in tokenizer.markers.ids else json.dumps(text)
+
+
+def _call_grammar(state: State, use: ToolUse, asked: Grammar | None) -> Grammar:
     tools = {name: schema for name, schema in use.schemas.items() if use.name in (None, name)}
-    tokenizer, form = state.tokenizer, state.tool_format
-
-    def mark(text: str) -> str:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in tokenizer.markers.ids else json.dumps(text)
-
+    form, mark = state.tool_format, partial(_mark, state.tokenizer)
     answer = None if use.forced or asked is None else json.loads(asked.text)
     several = use.parallel and use.name is None
     text = forced_grammar(form.written, tools, mark, several=several, newer=form.newer, answer=answer)
     param = "tool_choice" if use.forced or asked is None else asked.param
-    return replace(sampling, grammar=Grammar("grammar", text, param=param))
+    return Grammar("grammar", text, param=param)

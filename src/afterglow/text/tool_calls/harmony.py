@@ -14,6 +14,12 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
+def address(header: str) -> tuple[str | None, str | None]:
+    """Read a header's channel, and the tool that its message calls."""
+    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    return channel and channel.group(1), recipient and recipient.group(1)
+
+
 class HarmonyParser(ReplyParser):
     """Messages with headers: `<|channel|>NAME to=functions.TOOL <|constrain|>json<|message|>TEXT<|end|>`.
 
@@ -45,12 +51,12 @@ class HarmonyParser(ReplyParser):
                 self._open()
 
     def _open(self) -> None:
-        channel, recipient = _CHANNEL.search(self._header), _RECIPIENT.search(self._header)
+        channel, recipient = address(self._header)
         if recipient is not None:
             self._kind = "call"
-            self._begin(recipient.group(1))
+            self._begin(recipient)
         else:
-            self._kind = channel.group(1) if channel is not None else "final"
+            self._kind = channel or "final"
 
     def _body(self, text: str) -> None:
         if self._kind == "call":

@@ -1,0 +1,171 @@
+"""Split the text of a reply into reasoning and the rest, before stop strings and calls are looked for in the rest."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from afterglow.text.tool_calls import harmony
+from afterglow.text.tool_calls.parts import Buffer, Content, Reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Text that a parser needs, and in which no stop string is looked for."""
+
+    text: str
+
+
+Span = Reasoning | Content | Mark
+
+
+class Splitter(ABC):
+    """Splits one reply. Feed it with `push`, end with `flush`; the spans are in the order of the reply.
+
+    `thinking`: the text so far ends within reasoning. `reasoned`: the reply has had reasoning, which may be empty.
+    """
+
+    def __init__(self, thinking: bool = False) -> None:
+        self.thinking = self.reasoned = thinking
+        self._buffer = Buffer()
+        self._spans: list[Span] = []
+        self._begun = False  # reasoning has had a character that is no white space
+        self._space = ""  # white space within reasoning, which is dropped at its end
+
+    def push(self, text: str) -> list[Span]:
+        """Add text, and return the spans that have become certain."""
+        self._buffer.text += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def flush(self) -> list[Span]:
+        """Return what is held back, where the reply has ended."""
+        rest = self._buffer.take(len(self._buffer.text))
+        if self.thinking:
+            self._think(rest)
+        else:
+            self._say(rest)
+        return self._taken()
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Read on in the buffer. Returns False where more text is needed."""
+
+    def _say(self, text: str, kind: Callable[[str], Span] = Content) -> None:
+        if text:
+            self._spans.append(kind(text))
+
+    def _think(self, text: str) -> None:
+        if not self._begun:
+            text = text.lstrip()
+        if text:
+            self._begun = True
+            text = self._space + text
+            kept = text.rstrip()
+            self._space = text[len(kept) :]
+            self._say(kept, Reasoning)
+
+    def _enter(self) -> None:
+        self.thinking = self.reasoned = True
+        self._space = "\n\n" if self._begun else ""  # between two pieces of reasoning
+
+    def _leave(self) -> None:
+        self.thinking, self._space = False, ""
+
+    def _taken(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class TagSplitter(Splitter):
+    """Reasoning between two marks at the beginning of the reply. Line breaks behind it belong to no part.
+
+    `opened`: the prompt has begun the reasoning; then the reply may still repeat the mark.
+    """
+
+    def __init__(self, start: str, stop: str, *, opened: bool) -> None:
+        super().__init__(opened)
+        self._start, self._stop = start, stop
+        self._step_now = self._beginning
+
+    def _step(self) -> bool:
+        return self._step_now()
+
+    def _beginning(self) -> bool:
+        text = self._buffer.text.lstrip()
+        if text.startswith(self._start):
+            self._buffer.text = text[len(self._start) :]
+            self._enter()
+        elif self._start.startswith(text):
+            return False
+        self._step_now = self._inside if self.thinking else self._rest
+        return True
+
+    def _inside(self) -> bool:
+        read, mark = self._buffer.take_until((self._stop,))
+        self._think(read)
+        if mark is None:
+            return False
+        self._leave()
+        self._step_now = self._gap
+        return True
+
+    def _gap(self) -> bool:
+        self._buffer.text = self._buffer.text.lstrip("\r\n")
+        if not self._buffer.text:
+            return False
+        self._step_now = self._rest
+        return True
+
+    def _rest(self) -> bool:
+        self._say(self._buffer.take(len(self._buffer.text)))
+        return False
+
+
+class ChannelSplitter(Splitter):
+    """Messages on the channel `analysis` are reasoning. The others stay as they are, for `HarmonyParser`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._header = ""
+        self._kind = ""  # of the message that is read: "analysis", "final" or "other"; empty within a header
+
+    def _step(self) -> bool:
+        if not self._kind:
+            return self._read_header()
+        read, mark = self._buffer.take_until(harmony.ENDS)
+        if self._kind == "analysis":
+            self._think(read)
+        else:
+            self._say(read, Content if self._kind == "final" else Mark)
+        if mark is None:
+            return False
+        if self._kind == "analysis":
+            self._leave()
+        else:
+            self._say(mark, Mark)
+        self._kind = ""
+        return True
+
+    def _read_header(self) -> bool:
+        read, mark = self._buffer.take_until((harmony.MESSAGE,))
+        self._header += read
+        if mark is None:
+            return False
+        header, self._header = self._header, ""
+        channel, recipient = harmony.address(header)
+        if channel == "analysis" and recipient is None:
+            self._kind = "analysis"
+            self._enter()
+        else:
+            self._kind = "final" if recipient is None else "other"
+            self._say(header + mark, Mark)
+        return True
+
+    def flush(self) -> list[Span]:
+        if not self._kind:
+            self._say(self._header, Mark)
+            self._header = ""
+        return super().flush()

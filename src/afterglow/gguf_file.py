@@ -6,6 +6,7 @@ The `gguf` library does the reading; it is imported when a file is opened.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def open_gguf(path: Path) -> GgufFile:
                 raise ModelError(f"{part}: tensor {found.name} is in two parts of the model; download it again")
             blocks = as_bytes(found.data, found.n_elements // shape[-1])
             tensors[found.name] = FileTensor(found.name, shape, found.tensor_type.name, blocks)
-    expected = metadata.get("split.tensors.count", len(tensors))
+    expected = _count(path, metadata, "split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ModelError(f"{path}: its parts hold {len(tensors)} tensors, not {expected}; download it again")
     return GgufFile(tuple(paths), metadata, tensors)
@@ -106,9 +107,21 @@ def open_gguf(path: Path) -> GgufFile:
 
 def _check_split(path: Path, metadata: Mapping[str, Any], parts: int) -> None:
     """Refuse a part of a split model that was renamed, so that its other parts cannot be found."""
-    number, count = metadata.get("split.no", 0), metadata.get("split.count", 1)
+    number, count = _count(path, metadata, "split.no", 0), _count(path, metadata, "split.count", 1)
     if number or max(count, 1) != parts:
         raise ModelError(
             f"{path} is part {number + 1} of a model of {count} files, which must be named "
             f"NAME-00001-of-{count:05}.gguf and so on; give the files their names back, and name the first"
         )
+
+
+def _count(path: Path, metadata: Mapping[str, Any], name: str, default: int) -> int:
+    return check_whole(metadata.get(name, default), f"{path}: {name}")
+
+
+def check_whole(value: Any, what: str, least: int = 0) -> int:
+    """Return a value of the metadata that must be a whole number, at least `least`. Raises: ModelError, which calls it `what`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "positive whole number" if least else "whole number"
+        raise ModelError(f"{what} = {reprlib.repr(value)}; it must be a {kind}: the file is damaged")
+    return value

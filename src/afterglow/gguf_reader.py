@@ -63,6 +63,7 @@ class MappedReader(GGUFReader):
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         """Check that each tensor is of a known type and within the file, then make them; see the library."""
         size = len(self.data)
+        start_offs = int(start_offs)  # of 32 bits where the file names its alignment: sums with it would overflow
         for field in fields:
             _, name, _, dims, raw_type, offset = field.parts
             where = f"{self.path}: tensor {bytes(name).decode(errors='replace')}"
@@ -74,8 +75,10 @@ class MappedReader(GGUFReader):
                     "upgrade it, or use another file of the model"
                 ) from None
             shape = [int(size) for size in dims]
-            if not shape or shape[0] % weights:
-                raise ModelError(f"{where} has rows of {shape[:1]} weights, no whole blocks of {weights}: damaged")
+            if not shape or 0 in shape or shape[0] % weights:
+                raise ModelError(
+                    f"{where} has the shape {shape}, which is no rows of whole blocks of {weights}: damaged"
+                )
             end = start_offs + int(offset[0]) + int(np.prod(shape, dtype=object)) // weights * num_bytes
             if end > size:
                 raise ModelError(

@@ -61,6 +61,14 @@ def test_files_and_directories(tmp_path: Path) -> None:
         find_model(folder)
 
 
+@pytest.mark.parametrize("text", ["word " * 100, "~nobody-has-this-name/model", "a\0b"])
+def test_texts_that_cannot_be_paths_name_no_model(text: str) -> None:
+    with pytest.raises(ModelError, match="there is no model") as caught:
+        find_model(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
 def test_sampling_defaults_of_a_file(tmp_path: Path) -> None:
     plain = SamplingDefaults.read(gguf_toys.byte_level(tmp_path / "a.gguf"))
     assert plain == SamplingDefaults()

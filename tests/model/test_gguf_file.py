@@ -141,6 +141,78 @@ def test_an_unknown_block_type_is_named(small: Path) -> None:
         open_gguf(small)
 
 
+def test_a_tensor_without_weights_is_damage(small: Path, tmp_path: Path) -> None:
+    data = small.read_bytes()
+    at = data.index(b"blk.1.weight") + len("blk.1.weight") + 4
+    for place in (at, at + 8):
+        empty = tmp_path / "empty.gguf"
+        empty.write_bytes(data[:place] + bytes(8) + data[place + 8 :])
+        with pytest.raises(ModelError, match=r"blk\.1\.weight has the shape \[.*: damaged"):
+            open_gguf(empty)
+
+
+@pytest.mark.parametrize("name", ["split.no", "split.count", "split.tensors.count"])
+def test_a_split_that_is_no_number_is_damage(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_string(name, "many")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"{name} = 'many'; it must be a whole number"):
+        open_gguf(path)
+
+
+def test_tensors_beyond_4_gib_of_a_file_that_names_its_alignment(tmp_path: Path) -> None:
+    path, rows = tmp_path / "large.gguf", (4 << 30) // 1088 + 1
+    writer = GGUFWriter(path, "llama")
+    writer.add_custom_alignment(64)
+    for name, shape in {"large": (rows, 1088), "last": (2, 34)}.items():
+        writer.add_tensor_info(
+            name, shape, np.dtype(np.uint8), shape[0] * shape[1], raw_dtype=GGMLQuantizationType.Q8_0
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    start = -(-writer.fout[0].tell() // 64) * 64
+    last = -(-rows * 1088 // 64) * 64
+    writer.fout[0].seek(start + last)
+    writer.fout[0].write(bytes(range(68)))  # the rest is a hole
+    writer.close()
+    assert open_gguf(path).tensors["last"].blocks.tobytes() == bytes(range(68))
+
+
+INTERESTING = (0, 1, 9, 255, 1 << 31, (1 << 32) - 1, 1 << 63, (1 << 64) - 1)
+
+
+def test_no_damage_of_a_header_is_anything_but_refused_or_read(small: Path, tmp_path: Path) -> None:
+    """Bits flipped, numbers replaced, bytes left out and put in: 600 files."""
+    data, random = small.read_bytes(), np.random.default_rng(0)
+    header = len(data) - sum(tensor.n_bytes for tensor in GGUFReader(small).tensors)
+    damaged, refusals = tmp_path / "damaged.gguf", list[str]()
+    for number in range(600):
+        one, at = bytearray(data), int(random.integers(8, header))
+        match number % 4:
+            case 0:
+                one[at] ^= 1 << int(random.integers(8))
+            case 1:
+                size = int(random.choice([4, 8]))
+                one[at : at + size] = (int(random.choice(INTERESTING)) & (1 << 8 * size) - 1).to_bytes(size, "little")
+            case 2:
+                del one[at : at + int(random.integers(1, 16))]
+            case 3:
+                one[at:at] = random.bytes(int(random.integers(1, 16)))
+        damaged.write_bytes(one)
+        try:
+            list(open_gguf(damaged).metadata.values())
+        except ModelError as error:
+            refusals.append(str(error))
+    assert not any("\n" in refusal for refusal in refusals)
+    assert 300 < len(refusals) < 600
+
+
 def test_where_a_gguf_is_meant(small: Path, tmp_path: Path) -> None:
     assert is_gguf(small)
     assert is_gguf(tmp_path / "absent.gguf")

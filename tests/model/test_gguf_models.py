@@ -173,6 +173,8 @@ def small_file(path: Path, architecture: str = "llama", **keys: object) -> Path:
             writer.add_string(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
         else:
             writer.add_uint32(key, int(str(value)))
     writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.float32))
@@ -186,6 +188,16 @@ def small_file(path: Path, architecture: str = "llama", **keys: object) -> Path:
 SHAPE = {"embedding_length": 64, "attention__head_count": 4, "block_count": 1, "feed_forward_length": 64}
 
 
+CONTEXT = SHAPE | {"context_length": 64}
+EPS = "attention__layer_norm_rms_epsilon"
+YARN = {
+    EPS: 1e-5,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 2.0,
+    "rope__scaling__original_context_length": 32,
+}
+
+
 @pytest.mark.parametrize(
     ("architecture", "keys", "message"),
     [
@@ -197,6 +209,27 @@ SHAPE = {"embedding_length": 64, "attention__head_count": 4, "block_count": 1, "
         ("llama", SHAPE | {"attention__head_count_kv": [4, 2]}, "differs between layers"),
         ("llama", SHAPE | {"context_length": 64, "rope__scaling__type": "longrope"}, "'longrope' is not supported"),
         ("llama", SHAPE | {"context_length": 64, "rope__dimension_count": 8}, "8 of 16 dimensions"),
+        (
+            "llama",
+            SHAPE | {"attention__head_count": 0},
+            r"llama\.attention\.head_count = 0; it must be a positive whole",
+        ),
+        (
+            "llama",
+            SHAPE | {"embedding_length": "wide"},
+            r"llama\.embedding_length = 'wide'; it must be a positive whole",
+        ),
+        ("llama", SHAPE | {"embedding_length": 64.0}, r"llama\.embedding_length = 64\.0; it must be a positive whole"),
+        ("llama", SHAPE | {"attention__key_length": "x"}, r"key_length = 'x'; it must be a whole number"),
+        ("llama", CONTEXT | {"rope__freq_base": "x"}, r"rope\.freq_base = 'x'; it must be a number"),
+        ("llama", CONTEXT | {"rope__freq_base": float("nan")}, r"rope\.freq_base = nan; it must be a number"),
+        ("llama", CONTEXT | {EPS: "x"}, r"layer_norm_rms_epsilon = 'x'; it must be a number"),
+        ("llama", CONTEXT | {EPS: -1.0}, r"layer_norm_rms_epsilon = -1\.0; it must be a number of at least 0"),
+        ("llama", CONTEXT | {EPS: 1e-5, "attention__sliding_window": "x"}, r"sliding_window = 'x'; it must be a whole"),
+        ("llama", CONTEXT | {"rope__scaling__type": 3}, r"rotary scaling 3 is not supported"),
+        ("llama", CONTEXT | YARN | {"rope__scaling__yarn_beta_fast": -1.0}, r"yarn_beta_fast = -1\.0; it must be"),
+        ("llama", CONTEXT | YARN | {"rope__scaling__original_context_length": 0}, r"length = 0; it must be a positive"),
+        ("llama", CONTEXT | YARN | {"rope__freq_base": 1.0}, "rotary scaling 'yarn' with base 1.0 cannot be computed"),
     ],
 )
 def test_what_is_not_honoured_is_refused(
@@ -205,6 +238,27 @@ def test_what_is_not_honoured_is_refused(
     with pytest.raises(ModelError, match=message) as caught:
         load_model(small_file(tmp_path / "bad.gguf", architecture, **keys))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        ({"rope__scaling__factor": 4.0}, "linear"),  # what llama.cpp does with a factor of no kind
+        ({"rope__scale_linear": 4.0}, "linear"),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}, "linear"),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, "default"),
+        ({"rope__scaling__type": "none", "rope__scale_linear": 4.0}, "default"),
+        ({"rope__scaling__factor": 1.0}, "default"),
+        ({}, "default"),
+    ],
+)
+def test_rotary_scaling_is_linear_unless_the_file_says_otherwise(
+    keys: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    rope = read_spec(small_file(tmp_path / "scaled.gguf", "llama", **(CONTEXT | {EPS: 1e-5} | keys)))[0].rope
+    assert rope is not None
+    assert rope.type == kind
+    assert dict(rope.scaling) == ({"factor": 4.0} if kind == "linear" else {})
 
 
 def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:

@@ -397,6 +397,8 @@ def test_the_default_of_several_templates(tmp_path: Path) -> None:
         ("gpt2", {"merges": ["a x"]}, "makes no tokenizer: .*x"),
         ("gpt2", {"tokens": ["a", "a"]}, "token 'a' is twice"),
         ("gpt2", {"tokens": None}, "tokenizer.ggml.tokens has no list"),
+        ("gpt2", {"tokens": 3}, "tokenizer.ggml.tokens has no list"),
+        ("gpt2", {"tokens": True}, "tokenizer.ggml.tokens has no list"),
         ("gpt2", {"token_type": [1]}, "token_type has 1 values for 3 tokens"),
         ("llama", {"scores": [1.0, 2.0]}, "scores has 2 values for 3 tokens"),
     ],

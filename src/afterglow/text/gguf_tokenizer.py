@@ -124,7 +124,8 @@ class GgufVocabulary:
     def _list(self, name: str, default: object) -> list[Any]:
         """Return a value for each token; all are `default` where the file has none."""
         values = self.value(name)
-        size = len(self._metadata.get("tokenizer.ggml.tokens", ()))
+        tokens = self.value("tokens")
+        size = len(tokens) if isinstance(tokens, Sequence) else 0
         if values is None and default is not None:
             return [default] * size
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != size or not size:

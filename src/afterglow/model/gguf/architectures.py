@@ -6,6 +6,8 @@ A row of `ARCHITECTURES` says how llama.cpp lays out the files of one architectu
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from afterglow.errors import ModelError
-from afterglow.gguf_file import FileTensor, GgufFile
+from afterglow.gguf_file import FileTensor, GgufFile, check_whole
 from afterglow.model.families import Names
 from afterglow.model.refusals import KNOWN_REFUSED
 from afterglow.model.spec import ModelSpec
@@ -29,9 +31,9 @@ class Keys:
         self.path, self.tensors = file.paths[0], file.tensors
         self.metadata, self._architecture = file.metadata, architecture
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value. Raises: ModelError if it differs from layer to layer."""
-        value = self.metadata.get(f"{self._architecture}.{key}", default)
+    def get(self, key: str) -> Any:
+        """Return a value, None if there is none. Raises: ModelError if it differs from layer to layer."""
+        value = self.metadata.get(f"{self._architecture}.{key}")
         if not isinstance(value, list):
             return value
         if len(set(value)) != 1:
@@ -44,6 +46,30 @@ class Keys:
         if value is None:
             raise ModelError(f"{self.path}: the metadata lacks {self._architecture}.{key}; the file is incomplete")
         return value
+
+    def count(self, key: str) -> int:
+        """Return a positive whole number that must be there. Raises: ModelError."""
+        return check_whole(self.need(key), self._called(key), 1)
+
+    def whole(self, key: str, default: int = 0) -> int:
+        """Return a whole number of at least 0, `default` if it is missing. Raises: ModelError."""
+        value = self.get(key)
+        return default if value is None else check_whole(value, self._called(key))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number of at least 0; without a `default` it must be there. Raises: ModelError."""
+        value = self.need(key) if default is None else self.get(key)
+        if value is None:
+            assert default is not None
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ModelError(
+                f"{self._called(key)} = {reprlib.repr(value)}; it must be a number of at least 0: the file is damaged"
+            )
+        return value
+
+    def _called(self, key: str) -> str:
+        return f"{self.path}: {self._architecture}.{key}"
 
     def has(self, tensor: str) -> bool:
         """Return whether there is a tensor of this name; of layers, in the first one."""
@@ -78,7 +104,7 @@ def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
             f"{', '.join(ARCHITECTURES)}"
         )
     keys = Keys(file, name)
-    if keys.get("expert_count"):
+    if keys.whole("expert_count"):
         raise ModelError(f"{keys.path}: mixture-of-experts layers are not supported; use a dense model")
     architecture = ARCHITECTURES[name]
     config = _common(keys) | architecture.read(keys)
@@ -86,19 +112,19 @@ def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
 
 
 def _common(keys: Keys) -> dict[str, Any]:
-    hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
-    head_dim = keys.get("attention.key_length") or hidden // heads
-    if keys.get("attention.value_length", head_dim) != head_dim:
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.whole("attention.key_length") or hidden // heads
+    if keys.whole("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{keys.path}: values of another size than keys are not supported")
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": keys.need("block_count"),
+        "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get("attention.head_count_kv") or heads,
+        "num_key_value_heads": keys.whole("attention.head_count_kv") or heads,
         "head_dim": head_dim,
-        "intermediate_size": keys.need("feed_forward_length"),
+        "intermediate_size": keys.count("feed_forward_length"),
         "vocab_size": keys.shape("token_embd.weight")[0],
-        "max_position_embeddings": keys.need("context_length"),
+        "max_position_embeddings": keys.count("context_length"),
         "tie_word_embeddings": not keys.has("output.weight"),
         "rope_parameters": _rope(keys),
         **_special_tokens(keys),
@@ -117,12 +143,12 @@ def _special_tokens(keys: Keys) -> dict[str, Any]:
 
 def _rope(keys: Keys) -> dict[str, Any]:
     """Return `rope_parameters`. Raises: ModelError for scaling that is not honoured."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", 10000.0)}
-    kind = keys.get("rope.scaling.type", "none")
-    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 0.0
-    if kind == "none" and not keys.get("rope.scale_linear"):
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10000.0)}
+    kind = keys.get("rope.scaling.type") or "linear"  # as in llama.cpp
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
+    if kind == "none":
         factor = 0.0
-    stretch = keys.get("rope.scaling.attn_factor", 1.0)
+    stretch = keys.number("rope.scaling.attn_factor", 1.0)
     if keys.has("rope_freqs.weight"):
         rope |= {"rope_type": "frequency_factors", "factors": _numbers(keys.tensors["rope_freqs.weight"])}
         if factor not in (0.0, 1.0):
@@ -130,10 +156,10 @@ def _rope(keys: Keys) -> dict[str, Any]:
     elif kind == "yarn":
         rope |= {
             "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": keys.need("rope.scaling.original_context_length"),
-            "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
-            "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+            "factor": factor or keys.need("rope.scaling.factor"),
+            "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
+            "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 0.0) or None,
+            "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 0.0) or None,
             # llama.cpp multiplies by the factor on attention what YaRN's own formula gives.
             "attention_factor": None if stretch == 1 else stretch * (1 + 0.1 * float(np.log(max(factor, 1.0)))),
         }
@@ -155,9 +181,9 @@ def _numbers(tensor: FileTensor) -> list[float]:
 
 def _whole_head(keys: Keys) -> None:
     """Refuse a rotary embedding of a part of the head. Raises: ModelError."""
-    heads = keys.need("attention.head_count")
-    head_dim = keys.get("attention.key_length") or keys.need("embedding_length") // heads
-    turned = keys.get("rope.dimension_count", head_dim)
+    heads = keys.count("attention.head_count")
+    head_dim = keys.whole("attention.key_length") or keys.count("embedding_length") // heads
+    turned = keys.whole("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise ModelError(
             f"{keys.path}: a rotary embedding of {turned} of {head_dim} dimensions of a head is not supported here"
@@ -169,8 +195,8 @@ def _llama(keys: Keys) -> dict[str, Any]:
     bias = keys.has(LAYER + "attn_q.bias")
     common = {
         "hidden_act": "silu",
-        "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
-        "sliding_window": keys.get("attention.sliding_window") or None,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "sliding_window": keys.whole("attention.sliding_window") or None,
     }
     if common["sliding_window"] is not None:
         return common | {"model_type": "mistral"}
@@ -186,11 +212,11 @@ def _llama(keys: Keys) -> dict[str, Any]:
 def _qwen(kind: str) -> Callable[[Keys], dict[str, Any]]:
     def read(keys: Keys) -> dict[str, Any]:
         _whole_head(keys)
-        window = keys.get("attention.sliding_window") or None
+        window = keys.whole("attention.sliding_window") or None
         return {
             "model_type": kind,
             "hidden_act": "silu",
-            "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
             "attention_bias": keys.has(LAYER + "attn_q.bias") if kind == "qwen3" else None,
             "use_sliding_window": window is not None,
             "sliding_window": window,
@@ -201,18 +227,18 @@ def _qwen(kind: str) -> Callable[[Keys], dict[str, Any]]:
 
 
 def _phi2(keys: Keys) -> dict[str, Any]:
-    head_dim = keys.need("embedding_length") // keys.need("attention.head_count")
+    head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
     return {
         "model_type": "phi",
         "hidden_act": "gelu_new",
-        "layer_norm_eps": keys.need("attention.layer_norm_epsilon"),
-        "partial_rotary_factor": keys.need("rope.dimension_count") / head_dim,
+        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
+        "partial_rotary_factor": keys.count("rope.dimension_count") / head_dim,
     }
 
 
 def _falcon(keys: Keys) -> dict[str, Any]:
-    heads = keys.need("attention.head_count")
-    kv_heads = keys.get("attention.head_count_kv", heads)
+    heads = keys.count("attention.head_count")
+    kv_heads = keys.whole("attention.head_count_kv", heads)
     two = keys.has(LAYER + "attn_norm_2.weight")
     new = two or kv_heads not in (1, heads)
     _whole_head(keys)
@@ -223,8 +249,8 @@ def _falcon(keys: Keys) -> dict[str, Any]:
         "parallel_attn": True,
         "multi_query": kv_heads == 1,
         "num_kv_heads": kv_heads,
-        "ffn_hidden_size": keys.need("feed_forward_length"),
-        "layer_norm_epsilon": keys.need("attention.layer_norm_epsilon"),
+        "ffn_hidden_size": keys.count("feed_forward_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,17 +109,21 @@ HARMONY_SPECIALS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|con
 
 
 class ScriptedRunner:
-    """Draws, for each request in the order of their arrival, the tokens of the next script; then the token that ends."""
+    """Draws, for each request in the order of their arrival, the tokens of the next script; then the token that ends.
+
+    `answer` makes the tokens of a reply from its request, where there is no script left.
+    """
 
     def __init__(self, real: TorchRunner, end: int) -> None:
         self.real = real
         self.end = end
         self.free = False  # the model draws its own tokens
         self.scripts: deque[list[int]] = deque()
+        self.answer: Callable[[Request], list[int]] = lambda request: []
         self._left: dict[int, deque[int]] = {}
 
     def register(self, job: int, request: Request, *more: Any) -> None:
-        self._left[job] = deque(self.scripts.popleft() if self.scripts else [])
+        self._left[job] = deque(self.scripts.popleft() if self.scripts else self.answer(request))
         self.real.register(job, request, *more)
 
     def run(self, step: Step) -> Any:
@@ -151,6 +155,14 @@ class Scripted:
         scripts = [odd_ids(self.tokenizer, reply, width) for reply in replies]
         self.said += scripts
         self.runner.scripts.extend(scripts)
+
+    def answer(self, rule: Callable[[str], str], width: int = 3) -> None:
+        """Have `rule` say what the reply to a prompt is, where `say` did not."""
+
+        def tokens(request: Request) -> list[int]:
+            return odd_ids(self.tokenizer, rule(self.tokenizer.decode(list(request.prompt), False)), width)
+
+        self.runner.answer = tokens
 
     def prompt(self) -> str:
         """Return the last prompt as text."""

@@ -122,6 +122,18 @@ def test_requests_of_one_batch_get_the_tokens_that_they_get_alone(model: Languag
     assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
 
 
+@pytest.mark.parametrize("limits", [{}, {"minimum": 5}, {"exclusiveMaximum": 0}], ids=str)
+def test_an_integer_without_limits_ends(model: LanguageModel, limits: dict[str, int]) -> None:
+    """Not by the model's own doing: a random one would write digits until the reply is full."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", **limits}}, "required": ["n"]}
+    grammar = Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}), compact=True)
+    for seed in range(6):
+        reply = ask(model, grammar, max_tokens=40, temperature=3.0, seed=seed)
+        assert reply.finish_reason == "stop"
+        number = json.loads(reply.text)["n"]
+        assert limits.get("minimum", 1 - 2**53) <= number <= limits.get("exclusiveMaximum", 2**53) - 1
+
+
 def test_log_probabilities_are_over_the_tokens_that_are_permitted(model: LanguageModel) -> None:
     reply = ask(model, CHOICE, temperature=0, logprobs=20)
     first = reply.logprobs[0]

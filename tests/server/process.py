@@ -1,4 +1,4 @@
-"""`afterglow serve` on the bundled model in a process of its own."""
+"""`afterglow serve` in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import httpx
 
 @dataclass
 class Process:
-    """A server on the bundled model in a process of its own."""
+    """A server in a process of its own."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -37,7 +37,11 @@ class Process:
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, files: int | None = None, certificate: Path | None = None
+    folder: Path,
+    *options: str,
+    files: int | None = None,
+    certificate: Path | None = None,
+    model: str = "afterglow-small",
 ) -> Iterator[Process]:
     """Start `afterglow serve` with `options`, and at most so many open files; `certificate` is the one to trust."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -49,7 +53,7 @@ def serving(
         "-m",
         "afterglow.cli",
         "serve",
-        "afterglow-small",
+        model,
         "--port",
         str(port),
         "--cache-dir",

@@ -416,6 +416,16 @@ def test_required_and_named_choices_are_kept_to(free: list[Scripted]) -> None:
             assert found.get("s", "a") in ("a", "b")
 
 
+def test_forced_arguments_are_those_that_are_listed_and_end(free: list[Scripted]) -> None:
+    """Schemas as frameworks write them: no limits, and nothing said of other properties."""
+    counting = tool({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    for server in free:
+        fields = {"tools": [counting], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+        answer = ask(server, temperature=1, seed=5, **fields).choices[0]
+        assert answer.finish_reason == "tool_calls", answer
+        assert json.loads(answer.message.tool_calls[0].function.arguments).keys() == {"n"}
+
+
 def test_a_reply_with_tools_and_a_schema_is_either(free: list[Scripted]) -> None:
     kinds = set()
     schema = {

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from afterglow.engine.grammars.masks import Constraint, Vocabulary
 from afterglow.engine.grammars.offending import find_offending, reason_of
 from afterglow.errors import RequestError
+from afterglow.json_schema import sharpened
 from afterglow.request import Grammar, SamplingParams
 
 MAX_TEXT = 128 * 1024  # characters of a grammar
@@ -110,7 +111,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if len(grammar.text) > MAX_TEXT:
         raise _refused(f"at most {MAX_TEXT} characters are accepted, got {len(grammar.text)}", param)
     made: list[LLMatcher] = []
-    trouble: list[RequestError] = []
+    trouble: list[Exception] = []
 
     def work() -> None:
         try:
@@ -123,7 +124,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
             if error:
                 raise _refused(reason_of(error), param)
             made.append(matcher.deep_copy())
-        except RequestError as error:
+        except Exception as error:  # raised by the caller's thread
             trouble.append(error)
 
     with _deep_stack():
@@ -163,8 +164,9 @@ def _behind(before: str, source: str) -> str:
 
 
 def _schema_source(schema: object, compact: bool = False) -> str:
+    with_options = schema if isinstance(schema, dict) else {"allOf": [schema]}  # true and false cannot hold options
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
+        json.dumps(sharpened(with_options)),
         overrides={
             "lenient": False,
             "coerce_one_of": False,

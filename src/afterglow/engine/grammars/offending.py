@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from afterglow.json_schema import SHARED, parts
 
 MAX_TRIALS = 500  # parts of a schema that are compiled to find the one
 
-_ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-_SHARED = ("$defs", "definitions")  # that references of any part may name
-
 _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
+_VALUE = re.compile(r"(?:Expected .+|Value) for '(\w+)'")
 _KEYWORDS = {  # in an error's text: the keyword that it is about
     "regex": "pattern",
     "Unknown format": "format",
@@ -22,6 +20,7 @@ _KEYWORDS = {  # in an error's text: the keyword that it is about
     "Resource ": "$ref",
     "minLength (": "minLength",
     "enum": "enum",
+    "patternProperty": "patternProperties",
 }
 
 
@@ -35,7 +34,7 @@ def find_offending(schema: object, error: str, error_of: Callable[[object], str]
 
     def search(part: object, path: str) -> str:
         nonlocal trials
-        for name, child in _parts(part):
+        for name, child in parts(part):
             trials += 1
             if trials > MAX_TRIALS:
                 break
@@ -63,29 +62,14 @@ def _bare(error: str) -> str:
     return error.partition("\n  while processing ")[0]
 
 
-def _parts(schema: object) -> Iterator[tuple[str, object]]:
-    """Yield the schemas inside a schema, with their paths."""
-    if not isinstance(schema, dict):
-        return
-    for keyword in _NAMED:
-        for name, child in schema[keyword].items() if isinstance(schema.get(keyword), dict) else ():
-            yield f".{keyword}.{name}", child
-    for keyword in _LISTS:
-        for number, child in enumerate(schema[keyword]) if isinstance(schema.get(keyword), list) else ():
-            yield f".{keyword}[{number}]", child
-    for keyword in _ONE:
-        if isinstance(schema.get(keyword), dict):
-            yield f".{keyword}", schema[keyword]
-
-
 def _alone(part: object, schema: object) -> object:
     """Make a part of a schema a schema of its own: with the definitions that it may refer to."""
     if not isinstance(part, dict) or not isinstance(schema, dict):
         return part
-    return {**{name: schema[name] for name in _SHARED if name in schema}, **part}
+    return {**{name: schema[name] for name in SHARED if name in schema}, **part}
 
 
 def _keyword(part: object, error: str) -> str:
-    found = _UNIMPLEMENTED.search(error)
+    found = _UNIMPLEMENTED.search(error) or _VALUE.search(error)
     wanted = [found[1]] if found else [keyword for text, keyword in _KEYWORDS.items() if text in error]
     return next((f".{keyword}" for keyword in wanted if isinstance(part, dict) and keyword in part), "")

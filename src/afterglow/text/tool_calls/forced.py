@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from afterglow.json_schema import sharpened
 from afterglow.text.tool_calls.parts import Schemas
 
 Mark = Callable[[str], str]  # writes a mark in a grammar: as a token where it is a special one, and as text otherwise
 
 # As templates write JSON, and as they tell models to.
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Beside these, properties may be listed elsewhere.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
 
 
 def forced_grammar(
@@ -32,7 +35,7 @@ def forced_grammar(
     start, rules = _calls(form, tools, mark, several, newer)
     if answer is None:
         return f"start: {start}\n{rules}"
-    said = {"x-guidance": _FORM, **answer} if isinstance(answer, Mapping) else {"x-guidance": _FORM}
+    said = {"x-guidance": _FORM, **sharpened(answer)} if isinstance(answer, Mapping) else {"x-guidance": _FORM}
     head = f'{mark("<|channel|>")} "final" {mark("<|message|>")} ' if form == "openai" else ""
     return f"start: calls | answer\ncalls: {start}\nanswer: {head}%json {json.dumps(said)}\n{rules}"
 
@@ -75,8 +78,10 @@ def _text(text: str) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     """Write JSON as templates do: one space after commas and colons. What the compiler does not know of a schema is not
-    enforced."""
-    return "%json " + json.dumps({"type": "object", **schema, "x-guidance": {**_FORM, "lenient": True}})
+    enforced. A function has no other arguments than those that are listed, unless the schema says so."""
+    closed = {} if any(keyword in schema for keyword in _OPEN) else {"additionalProperties": False}
+    said = {"type": "object", **closed, **sharpened(schema)}
+    return "%json " + json.dumps({**said, "x-guidance": {**_FORM, "lenient": True}})
 
 
 def _xml(tools: Schemas) -> str:
@@ -104,5 +109,5 @@ def _value(rule: str, schema: object, root: Mapping[str, Any]) -> str:
             return f"{rule}: ({' | '.join(_text(str(each)) for each in options)}) {_text(end)}"
         return f"{rule}[suffix={_text(end)}]: /(?s:.*)/"
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    written = json.dumps({**shared, **said, "x-guidance": {**_FORM, "lenient": True}})
+    written = json.dumps({**sharpened({**shared, **said}), "x-guidance": {**_FORM, "lenient": True}})
     return f"{rule}: %json {written} {_text(end)}"

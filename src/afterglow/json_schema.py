@@ -1,0 +1,73 @@
+"""The parts of JSON schemas, and what they mean beyond what a grammar's compiler enforces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+SHARED = ("$defs", "definitions")  # that references of any part may name
+_ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = (*SHARED, "properties", "patternProperties", "dependentSchemas")
+
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DAY = f"({_LEAP_YEAR}-02-29|[0-9]{{4}}-(02-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-[0-9]{{2}}))"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5][0-9]"  # a leap second is there on few days, and most readers know none
+_REAL = {"date": f"^{_DAY}$", "date-time": f"^{_DAY}.{_TIME}", "time": f"^{_TIME}"}
+
+# Integers that every reader of JSON can represent. Without a limit, a model that does not know how to go on would write digits
+# until the reply is full.
+LARGEST = 2**53 - 1
+_FREE = ("multipleOf", "enum", "const", "allOf", "anyOf", "oneOf", "$ref")  # beside these, numbers have other limits
+
+
+def parts(schema: object) -> Iterator[tuple[str, object]]:
+    """Yield the schemas inside a schema, with their paths."""
+    if not isinstance(schema, dict):
+        return
+    for keyword in _NAMED:
+        for name, child in schema[keyword].items() if isinstance(schema.get(keyword), dict) else ():
+            yield f".{keyword}.{name}", child
+    for keyword in _LISTS:
+        for number, child in enumerate(schema[keyword]) if isinstance(schema.get(keyword), list) else ():
+            yield f".{keyword}[{number}]", child
+    for keyword in _ONE:
+        if isinstance(schema.get(keyword), dict):
+            yield f".{keyword}", schema[keyword]
+
+
+def sharpened(schema: object) -> Any:
+    """Return a schema that a compiler enforces as it is meant: days are in the calendar, integers end, and what asks for
+    nothing is left out. All texts of the new schema are texts of the old one."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {keyword: _inside(keyword, value) for keyword, value in schema.items()}
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    name = made.get("format")
+    if isinstance(name, str) and name in _REAL:
+        if "pattern" not in made:
+            made["pattern"] = _REAL[name]
+        elif isinstance(made.get("allOf", []), list):
+            made["allOf"] = [*made.get("allOf", ()), {"pattern": _REAL[name]}]
+    if made.get("type") == "integer" and not any(keyword in made for keyword in _FREE):
+        _limit(made)
+    return made
+
+
+def _inside(keyword: str, value: Any) -> Any:
+    if keyword in _NAMED and isinstance(value, dict):
+        return {name: sharpened(child) for name, child in value.items()}
+    if keyword in _LISTS and isinstance(value, list):
+        return [sharpened(child) for child in value]
+    return sharpened(value) if keyword in _ONE else value
+
+
+def _limit(schema: dict[str, Any]) -> None:
+    """Give an integer the limits that its schema lacks, unless the one that is there lies beyond them."""
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    most = schema.get("maximum", schema.get("exclusiveMaximum"))
+    if most is None and (least is None or (isinstance(least, int | float) and least < LARGEST)):
+        schema["maximum"] = LARGEST
+    if least is None and (most is None or (isinstance(most, int | float) and most > -LARGEST)):
+        schema["minimum"] = -LARGEST

@@ -18,9 +18,10 @@ class Lasting(Server):
         self.notes: dict[str, dict[str, str]] = {}
         super().__init__(**more)  # type: ignore[arg-type]
 
-    def remember(self) -> None:
-        """As the engine does now and then: what the plan wants to know after a restart goes to the catalog."""
-        for kind, key, value in self.scheduler.cache.take_notes():
+    def remember(self, last: bool = False) -> None:
+        """As the engine does now and then, and at the end (`last`): what the plan wants to know after a restart goes to the
+        catalog."""
+        for kind, key, value in self.scheduler.cache.take_notes(last):
             if value is None:
                 self.notes.get(kind, {}).pop(key, None)
             else:
@@ -47,7 +48,7 @@ class Lasting(Server):
         """Everything to disk, and a new process `after` seconds, perhaps with other settings."""
         self.flush()
         self.note_uses()
-        self.remember()
+        self.remember(last=True)
         old = self.executor
         self.executor = FakeExecutor(self.capacity, Steady(), self.faults)
         if disk_bytes is not None:  # to the executor it does not matter: files above the budget have yet to go

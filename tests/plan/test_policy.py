@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.tiers.policy import POLICIES, Ranking
+from afterglow.plan.prefix.extent import Extent, Mark
+from afterglow.plan.tiers.policy import POLICIES, Order, Ranking
 from tests import doors
 from tests.plan.tiers_kit import make_extent
 
@@ -17,8 +19,12 @@ def extent(serial: int, *, first_row: int = 0, created_at: float = 0.0, used: fl
     return made
 
 
+def order_of(policy: str) -> Callable[[Extent], Order]:
+    return lambda item: POLICIES[policy].order(item, item.mark is not None)
+
+
 def victims(policy: str, extents: list[Extent]) -> list[int]:
-    return [item.serial for item in sorted(extents, key=POLICIES[policy].order)]
+    return [item.serial for item in sorted(extents, key=order_of(policy))]
 
 
 def test_lru_takes_what_was_not_used_for_longest() -> None:
@@ -53,8 +59,18 @@ def test_the_last_word_is_the_serial_number() -> None:
         assert victims(policy, [extent(2), extent(1)]) == [1, 2]
 
 
+def test_what_is_marked_goes_last_but_before_what_a_job_waits_for() -> None:
+    marked, waited = extent(1, created_at=1, used=1), extent(2, created_at=2, used=2)
+    marked.mark = Mark(1.0, 300.0, border=True)
+    waited.waiting = ((0, 0, 0, 0),)
+    others = [extent(3, created_at=3, used=3), extent(4, created_at=4, used=4)]
+    for policy in ("lru", "fifo", "lfu"):
+        assert victims(policy, [marked, waited, *others]) == [2, 3, 4, 1]
+    assert victims("lookahead", [marked, waited, *others]) == [3, 4, 1, 2]
+
+
 ACTIONS = st.tuples(
-    st.sampled_from(["add", "fill", "remove", "use", "visit", "take"]), st.integers(0, 7), st.integers(0, 5)
+    st.sampled_from(["add", "fill", "remove", "use", "mark", "visit", "take"]), st.integers(0, 7), st.integers(0, 5)
 )  # what, to which extent, and when (or how many)
 
 
@@ -62,11 +78,11 @@ ACTIONS = st.tuples(
 @given(actions=st.lists(ACTIONS, max_size=120), policy=st.sampled_from(sorted(POLICIES)))
 def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str, int, int]], policy: str) -> None:
     extents = [extent(i, first_row=i % 3, created_at=float(i % 4)) for i in range(8)]
-    ranking = Ranking(POLICIES[policy])
+    ranking = Ranking(POLICIES[policy], lambda _: True)
     members: set[int] = set()
 
     def in_order() -> list[Extent]:
-        return sorted((extents[i] for i in members), key=POLICIES[policy].order)
+        return sorted((extents[i] for i in members), key=order_of(policy))
 
     for what, which, number in actions:
         if what == "add":
@@ -81,6 +97,9 @@ def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str
             members.discard(which)
         elif what == "use":
             extents[which].last_used = float(number)
+            ranking.update(extents[which])
+        elif what == "mark":
+            extents[which].mark = Mark(0.0, 1.0, border=False) if number % 2 else None
             ranking.update(extents[which])
         else:
             expected = in_order()[: number + 1]
@@ -101,7 +120,7 @@ def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str
 
 
 def test_outdated_entries_do_not_pile_up() -> None:
-    ranking = Ranking(POLICIES["lru"])
+    ranking = Ranking(POLICIES["lru"], lambda _: True)
     one = extent(1)
     ranking.set(one, True)
     for tick in range(10_000):
@@ -112,7 +131,7 @@ def test_outdated_entries_do_not_pile_up() -> None:
 
 
 def test_many_at_once_have_no_entries_of_their_own() -> None:
-    ranking = Ranking(POLICIES["lookahead"])
+    ranking = Ranking(POLICIES["lookahead"], lambda _: True)
     extents = [extent(i, first_row=i % 5, used=float(i % 7)) for i in range(500)]
     ranking.fill(extents)
     assert len(doors.heap_of(ranking)) == 0
@@ -122,7 +141,7 @@ def test_many_at_once_have_no_entries_of_their_own() -> None:
     for item in extents[100:200]:
         ranking.set(item, False)
     assert len(doors.heap_of(ranking)) == 100, "those whose order has changed"
-    assert ranking.members() == sorted(extents[:100] + extents[200:], key=POLICIES["lookahead"].order)
+    assert ranking.members() == sorted(extents[:100] + extents[200:], key=order_of("lookahead"))
     seen: list[Extent] = []
 
     def look(item: Extent) -> bool:
@@ -134,7 +153,7 @@ def test_many_at_once_have_no_entries_of_their_own() -> None:
 
 
 def test_who_has_left_the_line_is_not_held_for_ever() -> None:
-    ranking = Ranking(POLICIES["lru"])
+    ranking = Ranking(POLICIES["lru"], lambda _: True)
     extents = [extent(i) for i in range(500)]
     ranking.fill(extents)
     for item in extents[1:]:
@@ -147,7 +166,7 @@ def test_who_has_left_the_line_is_not_held_for_ever() -> None:
 
 def test_who_is_put_back_while_shown_is_shown_once() -> None:
     # An eviction may take an extent out and put it back at once (its file is dropped, its slots stay).
-    ranking = Ranking(POLICIES["lru"])
+    ranking = Ranking(POLICIES["lru"], lambda _: True)
     extents = [extent(1), extent(2)]
     for item in extents:
         ranking.set(item, True)

@@ -17,6 +17,7 @@ from afterglow.plan.prefix.salts import client_salt
 from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
+from afterglow.request import Breakpoint
 from tests import doors
 from tests.plan.fake_executor import VOCABULARY, FakeExecutor, Faults, answer, pack
 
@@ -69,6 +70,8 @@ class World:
         self.cancels = rng.choice([0.0, 0.02])
         self.arrivals = rng.choice([0.05, 0.3])
         self.volatile = rng.choice([0.0, 0.0, 0.5])  # a chance of rows that are wanted in memory only
+        self.marking = random.Random(seed)  # of its own: worlds without breakpoints stay as they are
+        self.breakpoints = self.marking.choice([0.0, 0.5, 0.9])  # a chance of each
         self.journals: list[list[str]] = []
         self.digests: list[str] = []
         self.now = 0.0
@@ -124,6 +127,7 @@ class World:
             tie=rng.choice([0, 0, 7]),
             truncation=cut,
             turns=tuple(sorted(rng.sample(range(len(prompt)), min(len(prompt), rng.randint(0, 6))))) if cut else (),
+            breakpoints=self.marks(len(prompt)),
         )
         try:
             self.scheduler.submit(spec, self.now)
@@ -134,6 +138,14 @@ class World:
         self.specs[spec.job] = spec = doors.jobs_of(self.scheduler)[spec.job].spec  # as it was cut
         self.answers[spec.job] = []
         self.executor.submit(spec)
+
+    def marks(self, rows: int) -> tuple[Breakpoint, ...]:
+        """Breakpoints of a prompt: at its end, where system prompts end, or anywhere."""
+        rng = self.marking
+        if rng.random() >= self.breakpoints:
+            return ()
+        places = {rows, min(rows, 16), rng.randint(1, rows)}
+        return tuple(Breakpoint(row, rng.choice([5.0, 60.0])) for row in sorted(places) if rng.random() < 0.6)
 
     def take(self, events: list[Event]) -> None:
         for event in events:
@@ -247,7 +259,8 @@ class World:
     def restart(self) -> None:
         """With or without a flush; files survive."""
         self.drain()
-        if self.rng.random() < 0.7:
+        flush = self.rng.random() < 0.7
+        if flush:
             self.scheduler.flush(self.now)
             for _ in range(1000):
                 self.turn()
@@ -265,7 +278,7 @@ class World:
         self.executor = FakeExecutor(self.capacity, self.rng, self.faults)
         self.executor.files, self.executor.catalog = old.files, old.catalog
         self.executor.most = sum(record.file_bytes for record in old.catalog.values())
-        for kind, key, value in self.scheduler.cache.take_notes():
+        for kind, key, value in self.scheduler.cache.take_notes(last=flush):
             if value is None:
                 self.notes.get(kind, {}).pop(key, None)
             else:

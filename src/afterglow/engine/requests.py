@@ -169,6 +169,7 @@ def job_spec(request: Request, config: EngineConfig, eos: frozenset[int], salt: 
         tie=_tie(request.cache_key),
         selects=retention_of(request, config) < 1,
         renews=config.importance_renew > 0,
+        breakpoints=request.breakpoints if request.reuse and config.cache.reuse else (),
     )
 
 

@@ -298,7 +298,7 @@ def _restore(scheduler: Scheduler, store: KVStore) -> None:
     """Tell the plan what the store holds from before a restart, and drop extents that no prompt can reach."""
     with undisturbed():
         useless = scheduler.restore(store.records(), time.time())
-    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session", "prefix", "ghost")})
+    scheduler.recall({kind: store.notes(kind) for kind in ("epoch", "session", "prefix", "ghost", "mark")})
     store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(useless)])
 
 

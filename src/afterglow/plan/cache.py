@@ -2,7 +2,7 @@
 
     match / registered_prefix                 which rows of some tokens are known
     new_extent / insert / add / replace       rows that have just been computed, copied or merged
-    pin / unpin / touch / need / avoid        use by jobs
+    pin / unpin / touch / mark / need / avoid use by jobs
     retain / trim                             contexts that finished jobs leave on the device
     restore / adopt / recall / take_notes     over restarts, and from other engines
     tidy / complete / reset / forget_session  housekeeping, moves that ended, and deletion
@@ -18,8 +18,8 @@ from dataclasses import replace
 from math import inf
 
 from afterglow.plan.options import Capacity, SchedulerOptions
-from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.index import Index, Inserted, Match, extent_id
+from afterglow.plan.prefix.extent import Extent, View
+from afterglow.plan.prefix.index import Index, Inserted, Match, common_rows, extent_id
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
 from afterglow.plan.prefix.truncation import Cut, Epochs, Rules, cut, is_private, outgrown
@@ -30,7 +30,7 @@ from afterglow.plan.stats import Counters, Stats
 from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone
 from afterglow.plan.tiers.device import Context, Device
 from afterglow.plan.tiers.placement import Placement
-from afterglow.request import ContextWindow
+from afterglow.request import Breakpoint, ContextWindow
 
 
 class Cache:
@@ -58,6 +58,7 @@ class Cache:
         self._ttl = options.ttl
         self._warm_start = options.warm_start
         self._restored = False  # since the last step
+        self._restored_at = 0.0
 
     # ----------------------------------------------------------------------------------------- looking up
 
@@ -91,7 +92,9 @@ class Cache:
         )  # fmt: skip
         if found is None:
             return replace(spec, turns=turns), None
-        return replace(spec, turns=turns, prompt=found.prompt, salt=found.salt, scores=()), found
+        breakpoints = _moved(spec.breakpoints, spec.prompt, found.prompt)
+        prompt, salt = found.prompt, found.salt
+        return replace(spec, turns=turns, prompt=prompt, salt=salt, scores=(), breakpoints=breakpoints), found
 
     # ------------------------------------------------------------------------------------------- new extents
 
@@ -124,7 +127,7 @@ class Cache:
 
     def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
         """Put a merged extent, which `prepare` has made known, in the place of its parts."""
-        expires = parts[-1].expires
+        expires, mark = parts[-1].expires, parts[-1].mark
         whole.hits = max(part.hits for part in parts)
         whole.last_used = max(part.last_used for part in parts)
         self.device.replace(parts, whole)
@@ -132,6 +135,7 @@ class Cache:
         self.sessions.replace(parts, whole)
         whole.expires = -inf  # it was noted for the file only
         self.placement.expire(whole, expires)
+        self.placement.marks.replace(mark, whole)
         self.counters.merges += 1
         self.counters.merged_rows += whole.rows
 
@@ -148,6 +152,10 @@ class Cache:
     def touch(self, extent: Extent, now: float, spec: JobSpec) -> None:
         """Count a use of an extent by a job, which decides how long the extent is kept."""
         self.placement.touch(extent, now, spec.ttl, spec.volatile)
+
+    def mark(self, path: Sequence[View], breakpoints: Sequence[Breakpoint], now: float) -> None:
+        """Take note that a prompt with these breakpoints begins with a path: see `Marks.use`."""
+        self.placement.marks.use(path, breakpoints, now)
 
     def need(self, extent: Extent, now: float, ttl: float | None, volatile: bool) -> None:
         """Keep an extent for `ttl` more seconds (None: for ever)."""
@@ -187,6 +195,7 @@ class Cache:
         """Before a step: keep budgets, pin registered rows that have come, and forget expired extents, except for
         those that queued jobs wait for (`awaited`)."""
         restored, self._restored = self._restored, False
+        self.placement.marks.sweep(now)
         if restored:
             self.placement.shrink()  # not before pins are known again
         self.disk.keep_budget(now)
@@ -216,7 +225,7 @@ class Cache:
         """Take over the catalog's records, in any order. Returns those of no use, to be deleted."""
         if not self.capacity.disk_bytes:
             return []
-        self._restored = True
+        self._restored, self._restored_at = True, now
         return restore(records, self.index, self.placement, now, self._ttl)
 
     def adopt(self, salt: str, tokens: bytes, path: Sequence[Extent], ttl: float | None, now: float) -> list[Extent]:
@@ -235,7 +244,8 @@ class Cache:
         value None: delete the note. `last`: the plan ends."""
         epochs = [("epoch", key, value) for key, value in self._epochs.take_notes()]
         ghosts = [("ghost", key, value) for key, value in self.ghosts.take_notes()] if last else []
-        notes = ghosts + epochs + [("session", key, value) for key, value in self.sessions.take_notes()]
+        marks = [("mark", key, value) for key, value in self.placement.marks.take_notes()] if last else []
+        notes = ghosts + marks + epochs + [("session", key, value) for key, value in self.sessions.take_notes()]
         return notes + [("prefix", key, value) for key, value in self.registered.take_notes(len(notes))]
 
     def recall(self, notes: Mapping[str, dict[str, str]]) -> None:
@@ -244,6 +254,7 @@ class Cache:
         self.registered.recall(notes.get("prefix", {}))  # conversations are pinned as far as that leaves room
         self.sessions.recall(notes.get("session", {}))
         self.ghosts.recall(notes.get("ghost", {}))
+        self.placement.marks.recall(notes.get("mark", {}), self.index.extents, self._restored_at)
 
     # ------------------------------------------------------------------------------------------ looking on
 
@@ -256,6 +267,7 @@ class Cache:
             sessions=len(self.sessions),
             prefixes=len(self.registered),
             prefix_rows=self.registered.rows,
+            marked_rows=self.placement.marks.rows,
             extents=len(self.index.extents),
             contexts=len(self.device.contexts),
             device_rows=self.device.used,
@@ -272,3 +284,17 @@ class Cache:
         """Assert all that must hold between calls. `other_slots`: those that drafts and copies hold."""
         self.index.check()
         self.placement.check(other_slots, self._restored)
+
+
+def _moved(breakpoints: Sequence[Breakpoint], prompt: bytes, rest: bytes) -> tuple[Breakpoint, ...]:
+    """Move the breakpoints of a prompt that was cut to where their tokens are now. Those within what was cut are left out."""
+    first = common_rows(prompt, 0, rest, 0, len(rest) // 4)
+    dropped = (len(prompt) - len(rest)) // 4
+    found = {}
+    for each in breakpoints:
+        rows = each.rows - dropped
+        if each.rows <= first:
+            found[each.rows] = each
+        elif rows > 0 and prompt[4 * each.rows :] == rest[4 * rows :]:
+            found[rows] = Breakpoint(rows, each.ttl_s)
+    return tuple(found[rows] for rows in sorted(found))

@@ -211,7 +211,7 @@ class Scheduler:
         self.cache.tidy(now, self._ahead.awaited)
         evicted = self.cache.counters.evicted
         self._ahead.watch()
-        runs = self._composer.compose(now, self.cache.placement.expiry.next)
+        runs = self._composer.compose(now, min(self.cache.placement.expiry.next, self.cache.placement.marks.next))
         if self._flushing:
             self._flush_done = self.cache.placement.write_back.flush(now)
         else:

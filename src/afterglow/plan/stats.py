@@ -48,6 +48,9 @@ class Counters:
     cut_loads: int = 0  # matches cut short because no host slots could be had for them
     waits_prefix: int = 0  # jobs that waited for the same tokens being computed by another
 
+    rows_marked: int = 0  # rows that were not marked before a breakpoint was set behind them
+    rows_over_share: int = 0  # marked rows that counted as unmarked in a tier, for want of room in their tenant's share
+
     missed_cold: int = 0  # prompt tokens that were computed: never seen before
     missed_evicted: int = 0  # they, or what they hang below, had left all tiers to make room
     missed_expired: int = 0
@@ -83,6 +86,7 @@ class Stats:
     sessions: int = 0  # conversations with a name
     prefixes: int = 0  # registered, and their tokens
     prefix_rows: int = 0
+    marked_rows: int = 0  # before breakpoints that live
     waiting: int = 0
     loading: int = 0
     running: int = 0

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
+from afterglow.request import Breakpoint
+
 ExtentId = str  # hex; see `plan.prefix.index.extent_id`
 Kind = Literal["exact", "session", "approx"]
 Tier = Literal["device", "host", "disk"]
@@ -321,6 +323,9 @@ class JobSpec:
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
     selects: bool = False  # take the important rows of the cached prefix, and leave nothing (SPEC; spec X3)
     renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
+    breakpoints: tuple[
+        Breakpoint, ...
+    ] = ()  # where extents end, and what lies before is kept longer (see `tiers.marks`)
     aside: bool = False  # the engine's own: what it leaves is its conversation's, but no turn of that waits for it
 
 

@@ -270,6 +270,7 @@ class Admission:
             if extent not in job.uses:
                 job.uses[extent] = None
                 extent.ref_count += 1
+        self._cache.mark(held, job.spec.breakpoints, now)
         disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
         disk += min(job.carried, gathered - disk)
         job.hits = (device_rows, gathered - disk, disk)

@@ -32,19 +32,19 @@ class Drafts:
     def tee(self, job: Job, start: int, rows: int, now: float) -> tuple[Save, ...]:
         """Plan to save rows [start, start + rows) of a job, which are about to be computed."""
         saves: list[Save] = []
-        prefix = self.prefix_of(job)
-        border = prefix.rows if prefix is not None else 0  # an extent has one salt
+        borders = self._borders(job)
         while rows and job.saving:
             draft = job.drafts[-1] if job.drafts else None
             if (
                 draft is None
                 or draft.sealed
                 or draft.planned == self._cache.capacity.max_extent_rows
-                or start == border
+                or start in borders
             ):
                 draft = self._new(job, start)
             count = min(rows, self._cache.capacity.max_extent_rows - draft.planned)
-            count = self._fit(draft, min(count, border - start) if start < border else count, now)
+            border = next((row for row in borders if row > start), start + count)
+            count = self._fit(draft, min(count, border - start), now)
             if count:
                 saves.append(Save(draft.id, draft.slots, draft.planned, start, count))
                 draft.planned += count
@@ -54,6 +54,12 @@ class Drafts:
             else:  # a gap: what follows could not be matched, so it is not saved
                 job.saving = False
         return tuple(saves)
+
+    def _borders(self, job: Job) -> list[int]:
+        """List the rows at which extents of a job end, in ascending order: an extent has one salt, and breakpoints are ends."""
+        prefix = self.prefix_of(job)
+        ends = [prefix.rows] if prefix is not None else []
+        return sorted({*ends, *(each.rows for each in job.spec.breakpoints)}) if job.spec.breakpoints else ends
 
     def prefix_of(self, job: Job) -> SharedPrefix | None:
         """Find the registered prefix of a job's tokens that lies under another salt, if there is one."""
@@ -193,9 +199,11 @@ class Drafts:
             self._cache.need(holder, now, job.spec.ttl, job.spec.volatile)
         if outcome == "duplicate":
             self._cache.counters.duplicates += 1
-            return False
-        self._cache.add(extent, slots, now)
-        return True
+        else:
+            self._cache.add(extent, slots, now)
+        if any(each.rows > draft.first_row for each in job.spec.breakpoints):
+            self._cache.mark(self._cache.match(job.spec.salt, prefix + own).views, job.spec.breakpoints, now)
+        return outcome != "duplicate"
 
     def kill(self, job: Job) -> None:
         """Forget what the job has sealed: its rows are not to become extents."""

@@ -86,6 +86,7 @@ class Merging:
             if (
                 not self._is_part(above, parts[-1])
                 or not _follows(above, parts[0])
+                or _is_border(above)
                 or above.rows >= self._small
                 or (above.hits and above.rows > MIN_SHARE * rows)
                 or above.rows + rows > self._cache.capacity.max_extent_rows
@@ -108,6 +109,7 @@ class Merging:
             and extent.pin_count == last.pin_count
             and extent.volatile == last.volatile
             and extent.sessions.keys() == last.sessions.keys()
+            and _kept_until(extent) == _kept_until(last)
         )
 
     # ------------------------------------------------------------------------------------------ to end
@@ -154,6 +156,8 @@ class Merging:
             return False
         if not all(_follows(above, below) for above, below in zip(parts, parts[1:], strict=False)):
             return False
+        if any(_is_border(part) for part in parts[:-1]):
+            return False
         names = {part.id for part in parts}
         below = [node.extent for node in subtree(last.nodes[0]) if node.extent is not None and node.extent is not last]
         return all(extent.disk == "absent" for extent in below if extent.parent in names)
@@ -188,6 +192,15 @@ class Merging:
     def pins(self) -> list[Extent]:
         """List the extents that are being copied from, once per pin."""
         return [part for merge in (*self._copies.values(), *self._stores.values()) for part in merge.parts]
+
+
+def _kept_until(extent: Extent) -> tuple[float, float] | None:
+    return (extent.mark.used, extent.mark.ttl) if extent.mark is not None else None
+
+
+def _is_border(extent: Extent) -> bool:
+    """Is a breakpoint that lives at its end? Other prompts are going to go on from there."""
+    return extent.mark is not None and extent.mark.border
 
 
 def _follows(above: Extent, below: Extent) -> bool:

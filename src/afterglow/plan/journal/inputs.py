@@ -14,6 +14,7 @@ from afterglow.choices import KVSource, Preload
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone, SaveDone, Step, StepResult, TransferDone
+from afterglow.request import Breakpoint
 
 Entry = dict[str, Any]  # a line of a journal
 
@@ -59,6 +60,7 @@ class Submit(Input):
         values |= {"prompt": bytes.fromhex(values["prompt"]), "stop_tokens": frozenset(values["stop_tokens"])}
         values["turns"], values["scores"] = tuple(values["turns"]), tuple(values["scores"])
         values["discard"] = tuple((start, stop) for start, stop in values["discard"])
+        values["breakpoints"] = tuple(Breakpoint(**each) for each in values.get("breakpoints", ()))
         return cls(JobSpec(**values), entry["now"])
 
 

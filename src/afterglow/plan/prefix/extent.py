@@ -20,6 +20,22 @@ HostState = Literal["absent", "loading", "ready"]
 DiskState = Literal["absent", "writing", "ready"]
 
 
+@dataclass(slots=True)
+class Mark:
+    """Says that an extent is to be kept before unmarked ones, for `ttl` seconds after its last use. `border`: a breakpoint is at
+    its end. In a tier a mark counts only within its tenant's share (see `tiers.marks`)."""
+
+    used: float
+    ttl: float
+    border: bool
+    in_host: bool = field(default=False, compare=False)  # does it count there?
+    on_disk: bool = field(default=False, compare=False)
+
+    @property
+    def end(self) -> float:
+        return self.used + self.ttl
+
+
 @dataclass(eq=False, slots=True)
 class Extent:
     """An immutable run of tokens and the mutable facts about it.
@@ -65,6 +81,8 @@ class Extent:
     )  # conversations with a name that have used it
     pin_count: int = 0  # pinned conversations that have used it: it does not leave the last tier
 
+    mark: Mark | None = None  # while it lives
+
     ref_count: int = 0  # jobs whose context goes through it; it must stay matchable
     contexts: Mapping[int, None] = field(default_factory=lambda: NONE)  # retained device contexts that contain its rows
 
@@ -76,6 +94,16 @@ class Extent:
     def rank(self) -> Key | None:
         """Return the place in the queue of the first job that waits for it."""
         return self.waiting[0] if self.waiting else None
+
+    @property
+    def kept_in_host(self) -> bool:
+        """Does a mark keep it in host?"""
+        return self.mark is not None and self.mark.in_host
+
+    @property
+    def kept_on_disk(self) -> bool:
+        """Does a mark keep it on disk?"""
+        return self.mark is not None and self.mark.on_disk
 
     @property
     def has_children(self) -> bool:

@@ -200,7 +200,7 @@ class Registered:
         for each in self._all.values():
             if each.prefix is not None and each.salt != OPERATOR:
                 own.setdefault(tenant_of(each.salt), set()).add(each.prefix)
-        self._pins.promised = {tenant: sum(map(self._size, prefixes)) for tenant, prefixes in own.items()}
+        self._pins.promise({tenant: sum(map(self._size, prefixes)) for tenant, prefixes in own.items()})
 
     def _size(self, prefix: SharedPrefix) -> int:
         """Return how much a prefix counts among the pins."""

@@ -11,6 +11,7 @@ every 30 s; other files go in its place. While they are over, nothing is written
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import Literal
 
@@ -43,7 +44,7 @@ class Disk:
         self._counters = counters
         self._forget = forget
         self._owners: dict[ExtentId, Extent] = {}  # of the files, by name; also of one being removed
-        self._claimed = 0  # bytes for those that wait to be written
+        self.claimed = 0  # bytes for those that wait to be written
         self._failures = 0  # of stores, in a row
         self._late: dict[int, Extent] = {}  # by Store: given up, but its call may still write
         self._undropped: dict[ExtentId, Extent] = {}  # whose files could not be removed
@@ -85,7 +86,7 @@ class Disk:
             return "never"
         if extent.id in self._owners:  # there still is the file of an older extent of the same name
             return "soon" if self._is_going(extent.id) else "never"
-        room = self._make_room(extent.file_bytes)
+        room = self._make_room(extent.file_bytes, extent.kept_on_disk)
         if room == "now":
             move = Store(self._moves.number(), extent.record(), extent.slots, SAVE, why)
             extent.disk, extent.store = "writing", move.move
@@ -162,7 +163,7 @@ class Disk:
             for extent in undropped.values():
                 self.drop(extent, "again")
         if self.short(0) > 0 and self._drop_failures < MAX_DROP_FAILURES:
-            self._make_room(0)
+            self._make_room(0, marked_too=True)
 
     @property
     def retry_at(self) -> float:
@@ -173,11 +174,11 @@ class Disk:
 
     def claim(self, size: int) -> None:
         """Claim bytes of the room that is coming for one extent: the next extent needs room of its own."""
-        self._claimed += size
+        self.claimed += size
 
     def end_claims(self) -> None:
         """Forget all claims: extents that waited for room are going to ask again."""
-        self._claimed = 0
+        self.claimed = 0
 
     @property
     def over(self) -> int:
@@ -188,18 +189,19 @@ class Disk:
         """Return the bytes that `incoming` bytes lack once the removals under way are done."""
         return self.used - self.dropping + incoming - self._budget
 
-    def _make_room(self, incoming: int) -> Room:
-        """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on."""
+    def _make_room(self, incoming: int, marked_too: bool) -> Room:
+        """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on; after all of them, if at
+        all, those that a mark keeps."""
         if incoming > self._budget or self._budget == 0:
             return "never"
-        short = self.used + self._claimed + incoming - self._budget
+        short = self.used + self.claimed + incoming - self._budget
         if short <= 0:
             return "now"
         short -= self.dropping
 
-        def more(extent: Extent) -> bool:
+        def more(spare: bool | None, extent: Extent) -> bool:
             nonlocal short
-            if extent.pins == 0:
+            if extent.pins == 0 and (spare is None or extent.kept_on_disk != spare):
                 if extent.host == "ready" and short > 0 and not extent.pin_count:
                     short -= self.drop(extent, "evict")
                     self._candidates.place(extent)
@@ -209,10 +211,11 @@ class Disk:
                     self.evict(extent)
             return short > 0
 
-        if short > 0:
-            self._candidates.clean.visit(more)
-        if short > 0:
-            self._candidates.cold.visit(more)
+        for spare in (True, False)[: 1 + marked_too] if self._candidates.marked else (None,):
+            if short > 0:
+                self._candidates.clean.visit(partial(more, spare))
+            if short > 0:
+                self._candidates.cold.visit(partial(more, spare))
         return "soon" if short <= 0 else "never"
 
     def evict(self, extent: Extent) -> None:

@@ -7,6 +7,7 @@ as used from the moment they are planned for until the completion that says they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from afterglow.plan.options import Capacity
 from afterglow.plan.prefix.extent import Extent, Key
@@ -111,7 +112,12 @@ class Host:
             return short > 0
 
         if short > 0:
-            self._candidates.host.visit(more)
+            before = inf
+            while self._candidates.marked and 0 < short < before and not self._disk.claimed:
+                before = short  # what hangs below nothing any more goes, too, before what is marked
+                self._candidates.host.visit(lambda extent: not extent.kept_in_host and more(extent))
+            if short > 0:
+                self._candidates.host.visit(more)
             self._disk.end_claims()
 
     def _evict_one(self, extent: Extent, now: float) -> int:

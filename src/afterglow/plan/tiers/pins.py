@@ -19,6 +19,8 @@ class Pins:
 
     def __init__(self, capacity: Capacity, share: float | None) -> None:
         self._capacity = capacity
+        self._in_host = int(capacity.host_slots * share) if share is not None else NO_LIMIT
+        self.changes = 0  # of what is pinned or promised: how often there was any
         self.most = int((capacity.disk_bytes or capacity.host_slots) * share) if share is not None else NO_LIMIT
         self.promised: dict[str, int] = {}  # for registered prompts
         self._kept: dict[str, int] = {}
@@ -32,9 +34,18 @@ class Pins:
         tenant = tenant_of(salt)
         return self.most - self._kept.get(tenant, 0) - self.promised.get(tenant, 0)
 
+    def room_in_host(self, salt: str) -> int:
+        """Return how many blocks of host a tenant's marks may keep there: beside its pins, if these keep to host."""
+        return self._in_host if self._capacity.disk_bytes else self.room(salt)
+
     def kept(self, salt: str) -> int:
         """Return how much the tenant of a salt has pinned for conversations."""
         return self._kept.get(tenant_of(salt), 0)
+
+    def promise(self, promised: dict[str, int]) -> None:
+        """Count what registered prompts are going to take, by tenant."""
+        self.promised = promised
+        self.changes += 1
 
     def cost(self, extent: Extent) -> int:
         """Return what pinning an extent would add."""
@@ -59,6 +70,7 @@ class Pins:
 
     def _count(self, extent: Extent, change: int) -> None:
         tenant = tenant_of(extent.salt)
+        self.changes += 1
         self._kept[tenant] = self._kept.get(tenant, 0) + change
         if not self._kept[tenant]:
             del self._kept[tenant]

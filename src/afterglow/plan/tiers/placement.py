@@ -2,8 +2,8 @@
 
 It knows extents, the policy and the index's shape (who has children); not jobs, not queues, not what a move takes.
 Each part does what concerns it alone: slots and evictions (`host`), bytes and files (`disk`), early writes
-(`write_back`), loads (`loading`), lifetimes (`expiry`), tenants' quotas (`quota`), pins (`pins`), the warm start
-(`warm_start`). This file joins them: extents that arrive, are used, are forgotten, and moves that end.
+(`write_back`), loads (`loading`), lifetimes (`expiry`), tenants' quotas (`quota`), pins (`pins`), marks (`marks`), the warm
+start (`warm_start`). This file joins them: extents that arrive, are used, are forgotten, and moves that end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from afterglow.plan.tiers.disk import Disk
 from afterglow.plan.tiers.expiry import Expiry
 from afterglow.plan.tiers.host import Host
 from afterglow.plan.tiers.loading import Loading
+from afterglow.plan.tiers.marks import Marks
 from afterglow.plan.tiers.moves import Moves
 from afterglow.plan.tiers.pins import Pins
 from afterglow.plan.tiers.policy import POLICIES, EvictionCandidates
@@ -51,6 +52,7 @@ class Placement:
         self.expiry = Expiry(self.forget)
         self.quota = Quota(options.tenant_quota, self.forget)
         self.pins = Pins(capacity, options.tenant_pins)
+        self.marks = Marks(capacity, self.pins, self.candidates.marked, counters, self.ranked, self.expire)
         self.warm_start = WarmStart(capacity, index.extents.values, self.host, self.loading, self.moves)
         self._index = index
         self._device = device
@@ -190,6 +192,7 @@ class Placement:
         self.host.not_prefetched(extent)
         self.quota.remove(extent)
         self.pins.lost(extent)
+        self.marks.lost(extent)
         self._dead[extent] = None
         self.candidates.place(extent)
         self._reap(extent)
@@ -292,6 +295,7 @@ class Placement:
         self.disk.check(extents, restored)
         self.loading.check(extents)
         self.quota.check(live, restored)
+        self.marks.check()
         for extent in extents:
             assert extent.pins >= 0
             assert extent.ref_count >= 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from afterglow.plan.prefix.extent import Extent, Key
@@ -19,32 +20,34 @@ Forget: TypeAlias = Callable[[Extent, Reason], None]  # how an extent leaves all
 
 
 class Policy(NamedTuple):
-    """A row: who goes first. `looks_ahead`: the waiting queue counts, for eviction and for prefetching."""
+    """A row: who goes first. `order` of an extent, and whether a mark keeps it. `looks_ahead`: the waiting queue counts, for
+    eviction and for prefetching."""
 
     name: str
-    order: Callable[[Extent], Order]
+    order: Callable[[Extent, bool], Order]
     looks_ahead: bool = False
 
 
-def _lru(extent: Extent) -> Order:
+def _lru(extent: Extent, kept: bool) -> Order:
     # A job touches its whole path at once: of equals, the tail of the conversation goes first.
-    return (extent.last_used, -extent.first_row, extent.serial)
+    return (kept, extent.last_used, -extent.first_row, extent.serial)
 
 
-def _fifo(extent: Extent) -> Order:
-    return (extent.created_at, -extent.first_row, extent.serial)
+def _fifo(extent: Extent, kept: bool) -> Order:
+    return (kept, extent.created_at, -extent.first_row, extent.serial)
 
 
-def _lfu(extent: Extent) -> Order:
-    return (extent.hits, extent.last_used, -extent.first_row, extent.serial)
+def _lfu(extent: Extent, kept: bool) -> Order:
+    return (kept, extent.hits, extent.last_used, -extent.first_row, extent.serial)
 
 
-def _lookahead(extent: Extent) -> Order:
+def _lookahead(extent: Extent, kept: bool) -> Order:
     # CachedAttention §3.3.2: first what no job waits for, then what the last in the queue waits for; of a path the tail.
+    # A mark says that a job may come; one that waits has come.
     if not extent.waiting:
-        return (0, extent.last_used, -extent.first_row, extent.serial)
+        return (int(kept), extent.last_used, -extent.first_row, extent.serial)
     priority, turn, tie, number = extent.waiting[0]
-    return (1, -priority, -turn, -tie, -number, -extent.first_row, extent.serial)
+    return (2, -priority, -turn, -tie, -number, -extent.first_row, extent.serial)
 
 
 POLICIES: dict[str, Policy] = {
@@ -65,11 +68,15 @@ class Ranking:
     own. The first in line enters the heap when it would be the next victim, any other when its order changes.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._order = policy.order
+    def __init__(self, policy: Policy, kept: Callable[[Extent], bool]) -> None:
+        """`kept`: does a mark keep an extent where it is ranked?"""
+        self._rank, self._kept = policy.order, kept
         self._members: dict[Extent, Order | None] = {}  # None: it stands in line
         self._heap: list[tuple[Order, int, Extent]] = []
         self._line: list[Extent] = []  # the first victim last; members with an order have left it
+
+    def _order(self, extent: Extent) -> Order:
+        return self._rank(extent, extent.mark is not None and self._kept(extent))
 
     def __len__(self) -> int:
         return len(self._members)
@@ -154,9 +161,11 @@ class EvictionCandidates:
 
     def __init__(self, policy: Policy) -> None:
         self.in_order = policy.looks_ahead  # what jobs wait for goes last, and what the first job waits for at the end
-        self.host = Ranking(policy)  # ready in host
-        self.clean = Ranking(policy)  # ready in both
-        self.cold = Ranking(policy)  # ready on disk only, and nothing hangs below
+        in_host, on_disk = attrgetter("kept_in_host"), attrgetter("kept_on_disk")
+        self.host = Ranking(policy, in_host)  # ready in host
+        self.clean = Ranking(policy, in_host)  # ready in both
+        self.cold = Ranking(policy, on_disk)  # ready on disk only, and nothing hangs below
+        self.marked: dict[Extent, None] = {}  # extents that have a mark
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
 
     def place(self, extent: Extent) -> None:

@@ -6,6 +6,7 @@ It knows extents by their salt; not where they lie. The operator's registered ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.salts import client_salt, tenant_of
@@ -26,7 +27,7 @@ class Quota:
         """Count a new extent."""
         if self._limit is not None and extent.salt != OPERATOR:
             tenant = tenant_of(extent.salt)
-            self._tenants.setdefault(tenant, Ranking(POLICIES["lru"])).set(extent, member=True)
+            self._tenants.setdefault(tenant, Ranking(POLICIES["lru"], lambda _: True)).set(extent, member=True)
             self._bytes[tenant] = self._bytes.get(tenant, 0) + extent.file_bytes
 
     def remove(self, extent: Extent) -> None:
@@ -44,23 +45,28 @@ class Quota:
             own.update(extent)
 
     def make_room(self, salt: str, size: int) -> bool:
-        """Make room for `size` more bytes of a tenant, at the cost of its own least recently used. False: there is none."""
+        """Make room for `size` more bytes of a tenant, at the cost of its own least recently used, what is marked last.
+        False: there is none."""
         tenant = tenant_of(salt)
         if self._limit is None or client_salt(salt) == OPERATOR or self._bytes.get(tenant, 0) + size <= self._limit:
             return True
 
         limit, gone = self._limit, True
 
-        def more(extent: Extent) -> bool:
+        def more(spare: bool, extent: Extent) -> bool:
             nonlocal gone
+            if spare and extent.mark is not None:
+                return False
             if not (extent.ref_count or extent.pins or extent.pin_count or extent.has_children):
                 self._forget(extent, "evicted")
                 gone = True
             return self._bytes.get(tenant, 0) + size > limit
 
-        while gone and size <= limit < self._bytes.get(tenant, 0) + size:
-            gone = False  # parents are looked at again, now without children
-            self._tenants[tenant].visit(more)
+        for spare in (True, False):
+            gone = True
+            while gone and size <= limit < self._bytes.get(tenant, 0) + size:
+                gone = False  # parents are looked at again, now without children
+                self._tenants[tenant].visit(partial(more, spare))
         return self._bytes.get(tenant, 0) + size <= limit
 
     def shrink(self) -> None:

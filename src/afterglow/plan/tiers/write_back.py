@@ -19,7 +19,7 @@ MAX_WRITES = 3  # of an extent that could stay in host; after that it is written
 WRITES_AT_ONCE = 4  # that are tried again in a step
 EARLY_WRITES = ("write_through", "second use", "above")  # why extents are written that could stay in host
 
-_Worth = tuple[bool, float, int, int]  # needed, last used, and what decides between equals
+_Worth = tuple[bool, bool, float, int, int]  # needed, marked, last used, and what decides between equals
 
 
 class WriteBack:
@@ -133,14 +133,16 @@ class WriteBack:
         return not waiting and not len(self._moves)
 
     def _worths(self) -> dict[Extent, _Worth]:
-        """Return the value of each extent, for when not all can be kept. Extents in use are worth most, then the last used.
+        """Return the value of each extent, for when not all can be kept. Extents in use are worth most, then marked ones, then
+        the last used.
         An extent is worth no less than those that hang below it and are lost with it. Of a conversation, which is used as
         a whole, the head is worth most.
         """
-        best: dict[Extent, tuple[bool, float]] = {}
+        best: dict[Extent, tuple[bool, bool, float]] = {}
         worths: dict[Extent, _Worth] = {}
         for extent in sorted(self._index.extents.values(), key=lambda e: -(e.first_row + e.nodes[0].start)):
-            own = (extent.pin_count > 0 or extent.ref_count > 0 or extent.pins > 0, extent.last_used)
+            needed = extent.pin_count > 0 or extent.ref_count > 0 or extent.pins > 0
+            own = (needed, extent.kept_on_disk, extent.last_used)
             own = max(own, best.pop(extent, own))
             worths[extent] = (*own, -extent.first_row, -extent.serial)
             if (above := extent.above) is not None:

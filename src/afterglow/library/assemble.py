@@ -79,6 +79,11 @@ class Assembler:
         return self.reasoning != "" or (self._splitter is not None and self._splitter.reasoned)
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that ended the reply."""
+        return self._stops.matched
+
+    @property
     def reason(self) -> Reason | None:
         """Why the reply ended, as OpenAI names it."""
         whole = bool(self.calls) and all(call.ended for call in self.calls)

@@ -15,6 +15,7 @@ from starlette.routing import Match
 
 from afterglow.errors import RequestError
 from afterglow.library.sampling_defaults import SamplingDefaults
+from afterglow.server.api.anthropic_messages import count_tokens, create_message
 from afterglow.server.api.cache import (
     cache_stats,
     delete_prompt,
@@ -84,6 +85,8 @@ _ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] =
     ("/v1/chat/completions", chat_completions, "POST"),
     ("/v1/completions", completions, "POST"),
     ("/v1/responses", create_response, "POST"),
+    ("/v1/messages", create_message, "POST"),
+    ("/v1/messages/count_tokens", count_tokens, "POST"),
     ("/v1/embeddings", embeddings, "POST"),
     ("/v1/rerank", rerank, "POST"),
     ("/rerank", rerank, "POST"),  # Jina's clients
@@ -112,7 +115,7 @@ _ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] =
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -122,7 +125,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.url.path} does not answer {request.method}",
     }.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    response = error_response(RequestError(message, status=error.status_code, code=code))
+    response = error_response(RequestError(message, status=error.status_code, code=code), request.scope)
     if error.status_code == 405:
         response.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return response

@@ -1,10 +1,11 @@
-"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}; in Anthropic's on the paths of its API."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from afterglow.errors import RequestError
 from afterglow.server.json import json_response
@@ -15,6 +16,8 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
+ANTHROPIC_PATH = "/v1/messages"
 
 
 CLIENT_GONE = 499  # for the access log and the metrics only
@@ -35,11 +38,31 @@ def body_of(error: RequestError) -> dict[str, Any]:
     return error_body(str(error), error.status, error.param, error.code)
 
 
-def error_response(error: RequestError) -> Response:
-    """Answer with an error."""
+def anthropic_error(error: RequestError, request_id: str) -> dict[str, Any]:
+    """Describe a RequestError as JSON in Anthropic's form, which has no field for the parameter: messages name it."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = str(error)
+    if error.code == "context_length_exceeded" and not message.startswith(TOO_LONG):
+        message = f"{TOO_LONG}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+TOO_LONG = "prompt is too long"  # by which agents know that they have to shorten the conversation
+
+
+def for_anthropic(scope: Scope) -> bool:
+    """Check whether a request is for Anthropic's API."""
+    path: str = scope["path"]
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def error_response(error: RequestError, scope: Scope | None = None) -> Response:
+    """Answer with an error. `scope`: of the request; its path decides on the form."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     if error.status in (429, 503):
         headers = {"Retry-After": "1"}
+    if scope is not None and for_anthropic(scope):
+        return json_response(anthropic_error(error, scope["afterglow.record"].request_id), error.status, headers)
     return json_response(body_of(error), error.status, headers)
 
 

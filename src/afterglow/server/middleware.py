@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from afterglow.errors import RequestError
 from afterglow.server.access.browsers import BrowserPolicy
 from afterglow.server.access.request_record import RequestRecord
-from afterglow.server.error_responses import CLIENT_GONE, ClientGone, error_response
+from afterglow.server.error_responses import CLIENT_GONE, ClientGone, error_response, for_anthropic
 from afterglow.server.state import State
 
 log = logging.getLogger("afterglow.server")
@@ -51,6 +51,8 @@ class Middleware:
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
                 answered["X-Request-ID"] = record.request_id
+                if for_anthropic(scope):
+                    answered["request-id"] = record.request_id
                 self._browsers.mark(headers.get("origin"), answered)
             await send(message)
 
@@ -65,14 +67,15 @@ class Middleware:
                 limited = _limit(receive, headers, self._state.config.max_body)
                 await self._app(scope, limited, watched_send)
             except RequestError as error:
-                await error_response(error)(scope, receive, watched_send)
+                await error_response(error, scope)(scope, receive, watched_send)
             except ClientGone:
                 status = CLIENT_GONE
             except Exception:
                 log.exception("request %s failed", record.request_id)
                 if status:
                     raise  # the response has begun: the connection must be cut
-                await error_response(RequestError("internal error", status=500))(scope, receive, watched_send)
+                internal = RequestError("internal error", status=500)
+                await error_response(internal, scope)(scope, receive, watched_send)
         finally:
             self._account(scope, record, status or CLIENT_GONE)
             if record.large:
@@ -81,10 +84,14 @@ class Middleware:
     def _check_key(self, path: str, headers: Headers, record: RequestRecord) -> None:
         if path in OPEN_PATHS:
             return
-        caller = self._state.tenants.identify(headers.get("authorization", ""))
+        tenants = self._state.tenants
+        # Anthropic's clients send the second one, some of them both.
+        offered = [headers.get("authorization"), f"Bearer {headers.get('x-api-key', '')}"]
+        found = (tenants.identify(each) for each in offered if each is not None)
+        caller = next((caller for caller in found if caller is not None), None)
         if caller is None:
             raise RequestError(
-                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY', or as 'X-Api-Key: KEY'",
                 status=401,
                 code="invalid_api_key",
             )

@@ -49,6 +49,9 @@ class ChatPrompt:
     turns: tuple[int, ...] = ()  # rows at which turns begin, where they were asked for; see `turns.py`
     uncut: str | None = None  # why it cannot be cut between turns, where that was asked for
     asked: Asked = field(default=Asked(()), repr=False, compare=False)
+    marks: tuple[
+        int, ...
+    ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `marks.py`
 
 
 @dataclass(frozen=True, slots=True)

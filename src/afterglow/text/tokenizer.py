@@ -17,7 +17,8 @@ from afterglow.request import ContextWindow
 from afterglow.text import lengths
 from afterglow.text.chat_template import ChatTemplate, Message
 from afterglow.text.detokenizer import IncrementalDecoder
-from afterglow.text.markers import Markers, Rendered
+from afterglow.text.markers import Encoded, Markers, Rendered
+from afterglow.text.marks import BlockMark, find_marks, rows_before
 from afterglow.text.messages import flatten_messages
 from afterglow.text.reply_ends import place_replies
 from afterglow.text.reply_memory import (
@@ -127,13 +128,14 @@ class Tokenizer:
         replies: Mapping[int, Reply] | None = None,
         cut_over: int | None = None,
         window: ContextWindow | None = None,
+        marks: Sequence[BlockMark] = (),
     ) -> ChatPrompt:
         """Tokenise a conversation up to the next reply, with the generated ids of earlier replies where they fit.
 
         `tools`: those that the model may call, as OpenAI describes them. `replies` are replies that another store kept, by
         the numbers of their messages. If the prompt has more than
         `cut_over` tokens, the rows at which turns begin are found as well. Text in a message that looks like a special
-        token remains text.
+        token remains text. `marks`: blocks whose last rows are wanted, see `ChatPrompt.marks`.
 
         Raises: RequestError, also for a prompt that is certainly longer than `window`: such a prompt is not tokenised.
         """
@@ -142,9 +144,14 @@ class Tokenizer:
         rendered = self.markers.render(lambda said, tools: write(said, tools=tools), asked.messages, tools)
         if window is not None:
             self.check_length(rendered.text, window, "messages")
-        prompt, segments = self._encode(asked, salt, rendered, write)
+        encoded: dict[int, Encoded] = {}
+        prompt, segments = self._encode(asked, salt, rendered, write, encoded if marks else None)
         self.spliced += prompt.spliced
         self.retokenised += prompt.retokenised
+        if marks:
+            chars = find_marks(partial(self._write, asked), asked.messages, tools, rendered.text, marks)
+            ends = (rows_before(segments, char, lambda part: encoded[part.start].starts()) for char in chars)
+            prompt = replace(prompt, marks=tuple(ends))
         if cut_over is None or len(prompt.ids) <= cut_over:
             return prompt
 
@@ -185,9 +192,15 @@ class Tokenizer:
         )
 
     def _encode(
-        self, asked: Asked, salt: str, rendered: Rendered, write: Callable[[Sequence[Message]], str]
+        self,
+        asked: Asked,
+        salt: str,
+        rendered: Rendered,
+        write: Callable[[Sequence[Message]], str],
+        encoded: dict[int, Encoded] | None = None,
     ) -> tuple[ChatPrompt, list[Segment]]:
-        """Tokenise a rendered conversation, with the generated ids of the replies that fit."""
+        """Tokenise a rendered conversation, with the generated ids of the replies that fit. `encoded` gets what was tokenised,
+        by its first character."""
         flat = asked.messages
         *before, chain = chains(salt, flat, asked.tools)
         known: dict[int, Reply] = {}
@@ -199,12 +212,19 @@ class Tokenizer:
                         known[number] = reply
                         names.append(key)
                         break
+
+        def encode(start: int, stop: int, lead: str) -> list[int]:
+            found = self.markers.encode(rendered, start, stop, lead)
+            if encoded is not None:
+                encoded[start] = found
+            return found.ids
+
         marker_at = partial(self.markers.at, rendered)
         num_replies = sum(message["role"] == "assistant" for message in flat)
         segments, used = splice(
             rendered.text,
             place_replies(known, write, flat, rendered.text, self._ends_of, marker_at),
-            lambda start, stop, lead: self.markers.encode(rendered, start, stop, lead).ids,
+            encode,
             marker_at,
             self._added.__getitem__,
         )

@@ -11,10 +11,12 @@ from typing import Any
 
 from afterglow.server.api.openapi_schemas import (
     COMPONENTS,
+    COUNT,
     DELETED,
     FIELDS,
     FLAG,
     NULL,
+    OPTIONAL,
     RANGES,
     SOME_TEXT,
     TEXT,
@@ -27,6 +29,7 @@ from afterglow.server.api.openapi_schemas import (
 )
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import MAX_MESSAGES
+from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, ResponseBody
 from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
 from afterglow.server.metrics.collector import CONTENT_TYPE
@@ -59,8 +62,10 @@ class Endpoint:
     stream: str = ""  # its events, if it has `stream`
     media: str = "application/json"
     open: bool = False  # needs no key
+    errors: str = ""  # before the names of its error responses, where they have a form of their own
 
 
+ANTHROPIC = "anthropic_"
 _SALT = {"cache_salt": TEXT}
 _RANKS = [
     Endpoint("POST", path, "Rank documents by a query", ref("Ranking"), RerankBody)
@@ -78,6 +83,14 @@ ENDPOINTS: Sequence[Endpoint] = (
     Endpoint(
         "POST", "/v1/responses", "Answer, and keep the conversation", ref("Response"), ResponseBody,
         stream="response.* events",
+    ),
+    Endpoint(
+        "POST", "/v1/messages", "Answer a conversation, as Anthropic's API does", ref("AnthropicMessage"), MessagesBody,
+        stream="message_start, content_block_* and message_* events", errors=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST", "/v1/messages/count_tokens", "Count the tokens of a conversation", object_of({"input_tokens": COUNT}),
+        CountTokensBody, errors=ANTHROPIC,
     ),
     Endpoint(
         "GET", "/v1/responses/{response}", "Show a stored response", ref("Response"), query={"stream": {"enum": ["false"]}}
@@ -139,7 +152,7 @@ def document(keys: bool) -> dict[str, Any]:
         "info": {
             "title": "Afterglow",
             "version": __version__,
-            "description": "OpenAI's API, and what Afterglow adds to it: the cache, prompts that stay, ranking.",
+            "description": "OpenAI's API, Anthropic's messages, and what Afterglow adds to it: the cache, prompts that stay, ranking.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -147,7 +160,8 @@ def document(keys: bool) -> dict[str, Any]:
         "components": {
             "schemas": schemas,
             "responses": {
-                str(status): {"description": text, "content": {"application/json": {"schema": ref("Error")}}}
+                f"{prefix}{status}": {"description": text, "content": {"application/json": {"schema": ref(name)}}}
+                for prefix, name in (("", "Error"), (ANTHROPIC, "AnthropicError"))
                 for status, text in ERRORS.items()
             },
             "securitySchemes": {
@@ -167,7 +181,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content = {endpoint.media: {"schema": endpoint.reply}}
     if endpoint.stream:
         content["text/event-stream"] = {"schema": {"description": f"With stream: true, {endpoint.stream}."}}
-    errors = {str(status): {"$ref": f"#/components/responses/{status}"} for status in ERRORS}
+    errors = {str(status): {"$ref": f"#/components/responses/{endpoint.errors}{status}"} for status in ERRORS}
     said: dict[str, Any] = {
         "summary": endpoint.summary,
         "operationId": _name(endpoint),
@@ -201,7 +215,7 @@ def _body(body: type[JsonBody]) -> dict[str, Schema]:
     schema["properties"] |= {
         name: any_of(value, NULL) for name, value in RANGES.items() if name in schema["properties"]
     }
-    required = [name for name in own if name != "encoding_format"]
+    required = [name for name in own if name not in OPTIONAL]
     if required:
         schema["required"] = required
     if body is TokenizeBody:

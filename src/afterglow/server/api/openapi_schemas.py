@@ -8,6 +8,7 @@ from typing import Any
 from afterglow.request import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY
 from afterglow.server.bodies.json_body import MAX_SESSION_NAME, JsonBody
 from afterglow.server.bodies.limits import MAX_INPUTS, MAX_MESSAGES, MAX_NAME
+from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reply_bodies import (
     LONGEST_TTL_S,
     MAX_CHOICES,
@@ -76,6 +77,9 @@ COMPONENTS: dict[str, Schema] = {
                 {"message": TEXT, "type": TEXT, "param": any_of(TEXT, NULL), "code": any_of(TEXT, NULL)},
             )
         }
+    ),
+    "AnthropicError": object_of(
+        {"type": {"const": "error"}, "error": object_of({"type": TEXT, "message": TEXT}), "request_id": TEXT}
     ),
     "Message": object_of(
         {"role": SOME_TEXT},
@@ -146,6 +150,30 @@ COMPONENTS: dict[str, Schema] = {
             "previous_response_id": any_of(TEXT, NULL),
         }
     ),
+    "AnthropicMessage": object_of(
+        {
+            "id": TEXT,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": TEXT,
+            "content": list_of(object_of({"type": {"enum": ["text", "tool_use", "thinking"]}})),
+            "stop_reason": {
+                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+            },
+            "stop_sequence": any_of(TEXT, NULL),
+            "usage": object_of(
+                {
+                    "input_tokens": COUNT,
+                    "cache_creation_input_tokens": COUNT,
+                    "cache_read_input_tokens": COUNT,
+                    "cache_creation": object_of(
+                        {"ephemeral_5m_input_tokens": COUNT, "ephemeral_1h_input_tokens": COUNT}
+                    ),
+                    "output_tokens": COUNT,
+                }
+            ),
+        }
+    ),
     "InputItems": page(ANY, first_id=any_of(TEXT, NULL), last_id=any_of(TEXT, NULL), has_more=FLAG),
     "Embeddings": page(
         object_of({"object": {"const": "embedding"}, "index": COUNT, "embedding": any_of(list_of(NUMBER), TEXT)}),
@@ -198,7 +226,24 @@ COMPONENTS: dict[str, Schema] = {
 
 # Fields whose types in the bodies are loose: their inputs come in several forms and are checked afterwards.
 _TEXTS = any_of(TEXT, list_of(TEXT, minItems=1), IDS, list_of(IDS, minItems=1))
+_MARK = any_of(object_of({"type": {"const": "ephemeral"}}, {"ttl": any_of({"enum": ["5m", "1h"]}, NULL)}), NULL)
+_TEXT_BLOCK = object_of({"type": {"const": "text"}, "text": TEXT}, {"cache_control": _MARK})
+_BLOCK = object_of({"type": {"enum": ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]}})
+_TURN = object_of({"role": {"enum": ["user", "assistant", "system"]}, "content": any_of(TEXT, list_of(_BLOCK))})
+_TOOL = object_of(
+    {"name": SOME_TEXT, "input_schema": ANY}, {"description": TEXT, "type": {"const": "custom"}, "cache_control": _MARK}
+)
+_CONVERSATION: dict[str, Schema] = {
+    "messages": list_of(_TURN, minItems=1, maxItems=MAX_MESSAGES),
+    "system": any_of(TEXT, list_of(_TEXT_BLOCK), NULL),
+    "tools": any_of(list_of(_TOOL), NULL),
+    "tool_choice": any_of(object_of({"type": {"enum": ["auto", "any", "tool", "none"]}}), NULL),
+    "cache_control": _MARK,
+}
+OPTIONAL = ("encoding_format", "system", "tools", "tool_choice", "cache_control")
 FIELDS: dict[type[JsonBody], dict[str, Schema]] = {
+    MessagesBody: {**_CONVERSATION, "max_tokens": COUNT},
+    CountTokensBody: _CONVERSATION,
     ChatBody: {"messages": list_of(ref("Message"), minItems=1, maxItems=MAX_MESSAGES)},
     CompletionBody: {"prompt": _TEXTS},
     ResponseBody: {"input": any_of(TEXT, list_of(ref("Item"), minItems=1, maxItems=MAX_MESSAGES))},

@@ -47,6 +47,7 @@ class Body(GrammarFields):
     prompt_field: ClassVar[str]
     tokens_field: ClassVar[str] = "max_tokens"
     default_tokens: ClassVar[int | None] = None  # of a reply, where the request gives no limit
+    clamped: ClassVar[bool] = False  # the context may end the reply before its limit; otherwise such a limit is refused
 
     model: Name | None = None
     stream: bool | None = False

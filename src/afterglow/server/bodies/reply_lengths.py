@@ -38,12 +38,12 @@ class ReplyLengths:
         if rows == 0:
             raise RequestError("the prompt is empty", param=body.prompt_field)
         if cut:
-            if asked is not None and asked >= window.limit:
+            if asked is not None and asked >= window.limit and not body.clamped:
                 raise window.error(f"{asked} were asked for the reply alone", body.tokens_field)
             wanted = self._wanted(body)  # a truncated prompt's length is known later: the engine ends the reply
             return min(wanted, window.room(rows if window.fits(rows, wanted) else 1))
         window.refuse(rows, 1 if asked is None else asked, param=body.prompt_field)
-        if asked is not None and asked > window.room(rows):
+        if asked is not None and asked > window.room(rows) and not body.clamped:
             raise window.error(
                 f"{rows + asked} were asked for: {rows} in the prompt and {asked} for the reply", body.tokens_field
             )

@@ -93,7 +93,7 @@ def _read_tools(tools: object, flat: bool) -> tuple[dict[str, Any], ...]:
         said, where = (tool, place) if flat else (tool.get("function"), f"{place}.function")
         if not isinstance(said, Mapping):
             raise _wrong(where, "must be an object with a name", said)
-        found.append(_read_function(said, where))
+        found.append(read_function(said, where))
         name = found[-1]["function"]["name"]
         if name in names:
             raise RequestError(f"{where}.name: there are two tools {name!r}", param=f"{where}.name")
@@ -102,8 +102,9 @@ def _read_tools(tools: object, flat: bool) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def _read_function(said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    name, description, parameters = said.get("name"), said.get("description"), said.get("parameters")
+def read_function(said: Mapping[str, Any], where: str, schema: str = "parameters") -> dict[str, Any]:
+    """Read a tool. `schema`: the field of its arguments' JSON schema. Raises: RequestError."""
+    name, description, parameters = said.get("name"), said.get("description"), said.get(schema)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong(f"{where}.name", "must be 1 to 128 letters, digits and _ - . : /", name)
     if description is not None and not isinstance(description, str):
@@ -113,10 +114,10 @@ def _read_function(said: Mapping[str, Any], where: str) -> dict[str, Any]:
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        raise _wrong(f"{where}.parameters", "must be a JSON schema, which is an object", parameters)
-    check_schema(parameters, f"{where}.parameters")
+        raise _wrong(f"{where}.{schema}", "must be a JSON schema, which is an object", parameters)
+    check_schema(parameters, f"{where}.{schema}")
     if parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.parameters.type", "must be 'object'", parameters["type"])
+        raise _wrong(f"{where}.{schema}.type", "must be 'object'", parameters["type"])
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 
 

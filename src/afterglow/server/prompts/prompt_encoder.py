@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.server.bodies.message_bodies import MessagesBody
 from afterglow.server.bodies.reply_bodies import ChatBody, ResponseBody
 from afterglow.server.bodies.reply_lengths import ReplyLengths
 from afterglow.server.prompts.system_prompts import RegisteredPrompt, SystemPrompts
 from afterglow.server.text_threads import TextThreads
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 from afterglow.text.lengths import LONG
+from afterglow.text.marks import BlockMark
 from afterglow.text.messages import texts_in
 from afterglow.text.turns import TEMPLATE
 
@@ -33,16 +36,19 @@ class PromptEncoder:
 
     async def encode(
         self,
-        body: ChatBody | ResponseBody,
+        body: ChatBody | ResponseBody | MessagesBody,
         messages: Any,
         salt: str,
         *,
         size: int,
         cut: bool,
         replies: Mapping[int, Reply] | None = None,
+        marks: Sequence[BlockMark] = (),
+        limited: bool = True,
     ) -> ChatPrompt:
         """Turn the conversation of a request into a prompt. `size`: how much work that is, in characters. `cut`: the engine
-        truncates a prompt that is too long, and is told its turns; otherwise such a prompt is an error.
+        truncates a prompt that is too long, and is told its turns; otherwise such a prompt is an error, unless it is not
+        `limited`. `marks`: of blocks of `messages`.
 
         Raises: RequestError.
         """
@@ -51,6 +57,7 @@ class PromptEncoder:
 
         def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
             begun, known, registered = self._prompts.begin(messages, salt, replies)
+            shift = len(begun) - len(messages) if marks else 0
             found = self._tokenizer.encode_chat(
                 begun,
                 salt=salt,
@@ -58,7 +65,8 @@ class PromptEncoder:
                 variables=variables,
                 replies=known,
                 cut_over=self._lengths.longest_prompt(body) if cut else None,
-                window=None if cut else self._lengths.window,
+                window=None if cut or not limited else self._lengths.window,
+                marks=[replace(mark, message=mark.message + shift) for mark in marks],
             )
             return found, registered
 

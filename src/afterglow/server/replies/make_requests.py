@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from starlette.requests import Request as HttpRequest
 
-from afterglow.request import Request, SamplingParams
+from afterglow.request import Breakpoint, Request, SamplingParams
 from afterglow.server.access.request_record import RequestRecord
 from afterglow.server.bodies.json_body import check_session
 from afterglow.server.bodies.reply_bodies import Body
@@ -22,6 +22,7 @@ def make_requests(
     *,
     cut: bool = False,
     turns: tuple[int, ...] = (),
+    breakpoints: tuple[Breakpoint, ...] = (),
 ) -> list[Request]:
     """Make a request for each reply, prompt by prompt. `cut`: prompts may be truncated, at `turns`.
 
@@ -55,6 +56,7 @@ def make_requests(
                     truncation=cut,
                     turns=turns,
                     kv_retention=body.kv_retention,
+                    breakpoints=breakpoints,
                 )
             )
     return made

@@ -7,7 +7,7 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +18,7 @@ from afterglow.request import CachedTokens, Output, Request
 from afterglow.server.access.request_record import RequestRecord
 from afterglow.server.bodies.reply_bodies import Body
 from afterglow.server.bridge.bridge import Deliver
-from afterglow.server.replies.stream import EventStream, while_connected
+from afterglow.server.replies.stream import PING, EventStream, while_connected
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 from afterglow.text.lengths import LONG
@@ -29,6 +29,8 @@ class Replies(ABC):
 
     `texts[i]` is the reply to `requests[i]`; the replies to one prompt are neighbours.
     """
+
+    ping: ClassVar[bytes] = PING  # for a stream without events
 
     def __init__(
         self, state: State, http: HttpRequest, body: Body, requests: Sequence[Request], chat: ChatPrompt | None = None
@@ -78,7 +80,7 @@ class Replies(ABC):
             await self._compile()
         self._submit()
         if self.body.stream:
-            return EventStream(self.stream(), self.close)
+            return EventStream(self.stream(), self.close, self.ping)
         try:
             return await while_connected(self.whole(), self._http)
         finally:

@@ -32,8 +32,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends the events of a generator. When the client disconnects, closes the generator and calls `close`. Sends a
-    comment after each `PING_SECONDS` without an event.
+    """Sends the events of a generator. When the client disconnects, closes the generator and calls `close`. Sends `ping`, by
+    default a comment, after each `PING_SECONDS` without an event.
 
     Starlette's own streaming leaves a generator that is cancelled between two chunks to the garbage collector. Here
     requests depend on it, which must end at once.
@@ -41,7 +41,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None], ping: bytes = PING) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -49,6 +49,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._close = close  # a generator that was never begun runs no code when it is closed
+        self._alive = ping
         self._sending = False
         self._sent = 0.0  # by the loop's clock
 
@@ -87,7 +88,7 @@ class EventStream(Response):
         while True:
             due = (clock() if self._sending else self._sent) + PING_SECONDS
             if clock() >= due:
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
                 self._sent = clock()
             else:
                 await asyncio.sleep(due - clock())

@@ -1,0 +1,193 @@
+"""Messages in Anthropic's form, turned into those of a chat.
+
+A message is a list of blocks: text, calls (`tool_use`), results (`tool_result`), thoughts. Results are messages of their own in a
+chat, and messages of one role that follow each other are one turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from afterglow.errors import RequestError
+from afterglow.server.bodies.cache_marks import CacheMarks
+from afterglow.text.chat_template import shown, shown_kind
+from afterglow.text.marks import BlockMark
+
+ROLES = ("user", "assistant", "system")
+TEXT_ONLY = "this server reads text, and blocks of type {} alone"
+ERROR = "Error: "  # before a result that says is_error: templates know no field for it
+
+
+class ChatWriter:
+    """Collects the messages of a chat, block by block. `marks`: where the marked blocks ended up."""
+
+    def __init__(self, marks: CacheMarks) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.marks = marks
+        self._open: dict[str, bool] = {}  # calls by id: whether they wait for a result
+
+    def system(self, given: object) -> None:
+        """Add the field `system`. Raises: RequestError."""
+        if given is None or given == "" or given == []:
+            return
+        for block, where in _blocks(given, "system"):
+            self._text("system", _text_of(block, where, "'text'"), block, where)
+
+    def message(self, given: object, where: str) -> None:
+        """Add a message. Raises: RequestError, with the path of the mistake."""
+        if not isinstance(given, Mapping):
+            raise RequestError(f"{where} must be an object with role and content, got {shown(given)}", param=where)
+        role = given.get("role")
+        if role not in ROLES:
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role"
+            )
+        read = {"user": self._user, "assistant": self._assistant, "system": self._more_system}[role]
+        blocks = _blocks(given.get("content"), f"{where}.content")
+        if role == "assistant" and (not self.messages or self.messages[-1]["role"] != "assistant"):
+            self.messages.append({"role": "assistant", "content": ""})
+        for block, place in blocks:
+            read(block, place)
+
+    # ------------------------------------------------------------------------------------------------ blocks
+
+    def _user(self, block: Mapping[str, Any], where: str) -> None:
+        if block.get("type") == "tool_result":
+            self._result(block, where)
+        else:
+            self._text("user", _text_of(block, where, "'text' and 'tool_result'"), block, where)
+
+    def _more_system(self, block: Mapping[str, Any], where: str) -> None:
+        self._text("system", _text_of(block, where, "'text'"), block, where)
+
+    def _assistant(self, block: Mapping[str, Any], where: str) -> None:
+        message, kind = self.messages[-1], block.get("type")
+        if kind in ("thinking", "redacted_thinking"):
+            if block.get("cache_control") is not None:
+                place = f"{where}.cache_control"
+                raise RequestError(f"{place}: thoughts cannot be marked; mark the block behind them", param=place)
+            if kind == "thinking":  # what is redacted only its author can read
+                thought = _string(block, "thinking", where)
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        elif kind == "tool_use":
+            self._call(message, block, where)
+        else:
+            message["content"] += _text_of(block, where, "'text', 'tool_use' and 'thinking'")
+            self._mark(block, where, BlockMark(len(self.messages) - 1, len(message["content"])))
+
+    def _call(self, message: dict[str, Any], block: Mapping[str, Any], where: str) -> None:
+        name, tool, given = _string(block, "id", where), _string(block, "name", where), block.get("input")
+        if not name or not tool:
+            place = f"{where}.{'name' if name else 'id'}"
+            raise RequestError(f"{place} must not be empty", param=place)
+        if not isinstance(given, Mapping):
+            raise RequestError(f"{where}.input must be an object, got {shown(given)}", param=f"{where}.input")
+        calls = message.setdefault("tool_calls", [])
+        if any(call["id"] == name for call in calls):
+            raise RequestError(f"{where}.id: {name[:80]!r} is the id of two calls", param=f"{where}.id")
+        self._open[name] = True
+        said = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
+        calls.append({"id": name, "type": "function", "function": said})
+        self._mark(block, where, BlockMark(len(self.messages) - 1))
+
+    def _result(self, block: Mapping[str, Any], where: str) -> None:
+        place = f"{where}.tool_use_id"
+        name, failed = _string(block, "tool_use_id", where), block.get("is_error")
+        if name not in self._open:
+            raise RequestError(f"{place}: no tool_use block before it has the id {name[:80]!r}", param=place)
+        if not self._open[name]:
+            raise RequestError(f"{place}: the call {name[:80]!r} has a result already", param=place)
+        if not isinstance(failed, bool | None):
+            raise RequestError(
+                f"{where}.is_error must be true or false, got {shown(failed)}", param=f"{where}.is_error"
+            )
+        self._open[name] = False
+        self.messages.append({"role": "tool", "tool_call_id": name, "content": ERROR if failed else ""})
+        content = block.get("content")
+        begun = False
+        for part, inside in _blocks(content, f"{where}.content") if content is not None else ():
+            self._append(_text_of(part, inside, "'text'"), "\n" if begun else "")
+            self._mark(part, inside, self._end())
+            begun = True
+        self._mark(block, where, self._end())
+
+    def _text(self, role: str, text: str, block: Mapping[str, Any], where: str) -> None:
+        if self.messages and self.messages[-1]["role"] == role:
+            self._append(text, "\n")
+        else:
+            self.messages.append({"role": role, "content": text})
+        self._mark(block, where, self._end())
+
+    def _append(self, text: str, between: str) -> None:
+        self.messages[-1]["content"] += between + text
+
+    def _end(self) -> BlockMark:
+        return BlockMark(len(self.messages) - 1, len(self.messages[-1]["content"]))
+
+    def _mark(self, block: Mapping[str, Any], where: str, mark: BlockMark) -> None:
+        self.marks.add(block, f"{where}.cache_control", mark)
+
+
+def read_messages(system: object, messages: object, marks: CacheMarks) -> list[dict[str, Any]]:
+    """Turn the fields `system` and `messages` into the messages of a chat; adds the marks of their blocks.
+
+    Raises: RequestError, with the path of the mistake.
+    """
+    if messages is None:
+        raise RequestError("messages is required", param="messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list with at least one message", param="messages")
+    writer = ChatWriter(marks)
+    writer.system(system)
+    for number, message in enumerate(messages):
+        writer.message(message, f"messages[{number}]")
+    if messages[-1]["role"] == "assistant":
+        where = f"messages[{len(messages) - 1}]"
+        raise RequestError(
+            f"{where}: the last message is the assistant's, and this server does not go on with a reply that has begun; let a "
+            "user's message be the last",
+            param=where,
+            code="unsupported_parameter",
+        )
+    if writer.messages[-1]["role"] == "assistant" or all(m["role"] == "system" for m in writer.messages):
+        raise RequestError("messages: the last message has no content", param="messages")
+    return writer.messages
+
+
+def last_block(messages: list[dict[str, Any]]) -> BlockMark:
+    """Return the mark of the last block."""
+    return BlockMark(len(messages) - 1, len(messages[-1]["content"]))
+
+
+def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the blocks of a content with their paths; a string is one block. Raises: RequestError."""
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}, where
+        return
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a string or a list of blocks, got {shown(content)}", param=where)
+    for number, block in enumerate(content):
+        place = f"{where}[{number}]"
+        if not isinstance(block, Mapping):
+            raise RequestError(f"{place} must be a block, which is an object, got {shown(block)}", param=place)
+        yield block, place
+
+
+def _text_of(block: Mapping[str, Any], where: str, known: str) -> str:
+    if block.get("type") != "text":
+        raise RequestError(
+            f"{where} is {shown_kind(block)}; {TEXT_ONLY.format(known)}", param=where, code="unsupported_parameter"
+        )
+    text = _string(block, "text", where)
+    if not text and block.get("cache_control") is not None:
+        raise RequestError(f"{where}.cache_control: an empty text cannot be marked", param=f"{where}.cache_control")
+    return text
+
+
+def _string(block: Mapping[str, Any], name: str, where: str) -> str:
+    given = block.get(name)
+    if not isinstance(given, str):
+        raise RequestError(f"{where}.{name} must be a string, got {shown(given)}", param=f"{where}.{name}")
+    return given

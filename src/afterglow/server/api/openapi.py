@@ -62,7 +62,7 @@ class Endpoint:
     stream: str = ""  # its events, if it has `stream`
     media: str = "application/json"
     open: bool = False  # needs no key
-    errors: str = ""  # before the names of its error responses, where they have a form of their own
+    error_names: str = ""  # before the names of its error responses, where they have a form of their own
 
 
 ANTHROPIC = "anthropic_"
@@ -86,11 +86,11 @@ ENDPOINTS: Sequence[Endpoint] = (
     ),
     Endpoint(
         "POST", "/v1/messages", "Answer a conversation, as Anthropic's API does", ref("AnthropicMessage"), MessagesBody,
-        stream="message_start, content_block_* and message_* events", errors=ANTHROPIC,
+        stream="message_start, content_block_* and message_* events", error_names=ANTHROPIC,
     ),
     Endpoint(
         "POST", "/v1/messages/count_tokens", "Count the tokens of a conversation", object_of({"input_tokens": COUNT}),
-        CountTokensBody, errors=ANTHROPIC,
+        CountTokensBody, error_names=ANTHROPIC,
     ),
     Endpoint(
         "GET", "/v1/responses/{response}", "Show a stored response", ref("Response"), query={"stream": {"enum": ["false"]}}
@@ -181,7 +181,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content = {endpoint.media: {"schema": endpoint.reply}}
     if endpoint.stream:
         content["text/event-stream"] = {"schema": {"description": f"With stream: true, {endpoint.stream}."}}
-    errors = {str(status): {"$ref": f"#/components/responses/{endpoint.errors}{status}"} for status in ERRORS}
+    errors = {str(status): {"$ref": f"#/components/responses/{endpoint.error_names}{status}"} for status in ERRORS}
     said: dict[str, Any] = {
         "summary": endpoint.summary,
         "operationId": _name(endpoint),

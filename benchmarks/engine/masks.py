@@ -127,7 +127,7 @@ def cpu_time(state: str, seed: int) -> dict[str, Any]:
         masks.apply(logits, rows)
         applied = time.thread_time()
         tokens = [int(row.argmax()) for row in logits]
-        drawn = [(each, token) for (_, each), token in zip(rows, tokens, strict=True)]
+        drawn = [(each, (token,), ()) for (_, each), token in zip(rows, tokens, strict=True)]
         again = time.thread_time()
         masks.drew(drawn)
         own.append((applied - began + time.thread_time() - again) * 1e3)

@@ -21,6 +21,7 @@ from afterglow.choices import (
     Preload,
     QuantizationName,
     RelayMode,
+    SpeculateMode,
     TruncationPolicy,
     WritePolicy,
 )
@@ -244,6 +245,11 @@ class EngineConfig:
         "Read rows that running requests have in common once for all requests (RelayAttention). auto: where that is faster, "
         "and never with truncation policy importance; on, off.",
     )
+    speculate: SpeculateMode = option(
+        "auto",
+        "Guess a reply's next tokens from the request's own text, and verify several in one step: the same reply in fewer steps, "
+        "where it copies. auto: as far as that pays on this machine, and never with truncation policy importance; on, off.",
+    )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
 
     def __post_init__(self) -> None:
@@ -259,6 +265,11 @@ class EngineConfig:
             raise ConfigError(
                 "--relay on does not go with --truncation-policy importance, which has to compute each request's attention "
                 "apart; use --relay auto (nothing is shared then), or another policy"
+            )
+        if self.speculate == "on" and self.truncation_policy == "importance":
+            raise ConfigError(
+                "--speculate on does not go with --truncation-policy importance, which would record the attention of guesses too; "
+                "use --speculate auto (nothing is guessed then), or another policy"
             )
         if self.importance is not None and not 0 < self.importance <= 1:
             raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")

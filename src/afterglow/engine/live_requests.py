@@ -157,7 +157,7 @@ class LiveRequests:
 
     def _emit(self, live: LiveRequest, event: Emitted, out: RunOutput | None) -> None:
         tokens = () if event.token is None else (event.token,)
-        logprob = out.logprobs.get(live.spec.job) if out and tokens else None
+        logprobs = out.logprobs.get(live.spec.job) if out and tokens else None  # of the step's tokens, in order
         first = live.generated == 0
         live.generated += len(tokens)
         self._counters.generation_tokens += len(tokens)
@@ -166,7 +166,7 @@ class LiveRequests:
             tokens,
             "error" if event.finish == "no_memory" else event.finish,
             live.cached,
-            (logprob,) if logprob else (),
+            (logprobs.pop(0),) if logprobs else (),
             tuple(live.prompt_logprobs) if first else (),
             live.truncation if first else None,
             live.selected if first or event.finish is not None else None,

@@ -18,7 +18,9 @@ from afterglow.engine.idle import IdleWork
 from afterglow.engine.live_requests import LiveRequest, LiveRequests, Sink, no_sink
 from afterglow.engine.requests import check, job_spec, salt_id
 from afterglow.engine.setup import EngineParts
+from afterglow.engine.speculation.speculation import Guesses
 from afterglow.engine.stats import EngineCounters, EngineStats
+from afterglow.engine.token_outputs import RunOutput
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.step import Drop, Step
@@ -42,6 +44,7 @@ class EngineLoop:
         )
         self._counters = EngineCounters(relay=parts.runner.relayed)
         self.requests = LiveRequests(parts.config.max_queue, self._counters, self._forget)
+        self._guesses: Guesses = {}  # of what jobs draw next
         self._eos = frozenset(parts.decoder.spec.eos_ids)
         self.published = self._snapshot()
         self._thread: threading.Thread | None = None
@@ -188,7 +191,7 @@ class EngineLoop:
             self._moved += len(done)
             self.requests.take_in(self.parts.scheduler.complete(done, self.parts.clock()), None)
         self.notes.now_and_then(self.parts.clock())
-        step = self.parts.scheduler.schedule(self.parts.clock())
+        step = self.parts.scheduler.schedule(self.parts.clock(), guesses=self._guesses)
         self._wake_at = step.wake_at
         if step.idle or any(run.admit is not None for run in step.runs):  # the pass may take long
             self._publish()
@@ -218,10 +221,11 @@ class EngineLoop:
             if run.admit is not None and (first := live[run.job]).waited is None:
                 first.waited = ran - first.arrived
         out = self.parts.runner.run(step)
+        self._keep_guesses(step, out)
         ended = time.perf_counter()
         done = [(run, live[run.job]) for run in step.runs if run.job not in out.result.waiting]
         prefilled = sum(each.prompt_rows(run) for run, each in done)
-        self.idle_work.computed(sum(len(run.tokens) for run, each in done if not each.spec.aside))
+        self.idle_work.computed(sum(run.own for run, each in done if not each.spec.aside))
         events = self.parts.scheduler.commit(step, out.result, self.parts.store.finished(), self.parts.clock())
         for job, error in out.broken.items():
             self.requests.fail(live[job], f"the reply cannot follow its grammar: {error}")
@@ -229,6 +233,12 @@ class EngineLoop:
         self.requests.take_in(events, out)
         self._counters.step(ran - began + time.perf_counter() - ended, ended - ran, prefilled)
         self._publish()
+
+    def _keep_guesses(self, step: Step, out: RunOutput) -> None:
+        for job in out.result.tokens:
+            self._guesses.pop(job, None)
+        self._guesses.update(out.guesses)
+        self._counters.drafts(sum(run.guessed for run in step.runs), sum(out.result.accepted.values()))
 
     def _publish(self) -> None:
         """Publish statistics, then deliver outputs: a caller who gets an output finds it counted."""
@@ -275,6 +285,7 @@ class EngineLoop:
     def _forget(self, live: LiveRequest) -> None:
         """Forget a request that has ended; if it selected rows, have its prompt computed exactly when there is time."""
         self.parts.runner.forget(live.spec.job)
+        self._guesses.pop(live.spec.job, None)
         if self.parts.scores is not None:
             self.parts.scores.end(live.spec.job)
         self.idle_work.ended(live.request.id)

@@ -22,6 +22,7 @@ from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
+from afterglow.engine.speculation.speculation import Speculation
 from afterglow.engine.stats import RelayCounters
 from afterglow.engine.tee import Tee
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
@@ -84,15 +85,16 @@ class TorchRunner:
         config: EngineConfig,
         scores: Scores | None = None,
         selective: SelectiveAttention | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`host`: the host arena. `scores`: records attention, for truncation by importance. `selective`: for requests that
-        attend to a part of their prefix."""
+        attend to a part of their prefix. `speculation`: guesses what replies go on with."""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
         self._gatherer = Gatherer(host, spec.layers)
         self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
-        self._outputs = TokenOutputs(decoder)
+        self._outputs = TokenOutputs(decoder, speculation)
         self._prefault = Prefault()
         self._pool = Pool(self._prefault)
         on_cpu = decoder.device.type == "cpu"  # otherwise the arena is locked in memory, and so is there already
@@ -301,6 +303,11 @@ class TorchRunner:
         for entry in entries:
             entry.context.rows = entry.start if entry.job in failed or entry.job in left else entry.stop
         out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left)
+        for run, entry in zip(runs, entries, strict=True):
+            if void := run.guessed - out.result.accepted.get(run.job, 0):
+                entry.context.rows -= void
+                if run.saves:
+                    self._tee.take_back(run.job, void)
         out.result = replace(out.result, waiting=list(left), late=[entry.job for entry in entries if entry.late])
         for entry in entries if selecting is not None else ():
             selection = self._jobs[entry.job].selection
@@ -350,13 +357,13 @@ def _rows(runs: Sequence[Run]) -> int:
 
 
 def _saves(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
-    """Divide the step's saves for the tee: runs of prefilled rows, and single decoded rows."""
+    """Divide the step's saves for the tee: runs of prefilled rows, and decoded rows."""
     prefills, decodes = [], []
     at = 0
     for run in runs:
         for save in run.saves:
             first = at + save.job_row - run.start
-            if len(run.tokens) == 1 and run.admit is None and run.sample:
+            if run.own == 1 and run.admit is None and run.sample:
                 decodes.append((run.job, first, save))
             else:
                 prefills.append((slice(first, first + save.rows), save))

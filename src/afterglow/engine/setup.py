@@ -16,16 +16,21 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from afterglow.choices import SpeculateMode
 from afterglow.config import BLOCK_ROWS, PINNED, EngineConfig, default_cache_dir
+from afterglow.engine.context import KVShape
 from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
 from afterglow.engine.inbox import Inbox
+from afterglow.engine.relay_attention import RelayCosts
 from afterglow.engine.requests import RequestLimits
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
 from afterglow.engine.selective import SelectiveAttention
 from afterglow.engine.sizes import MOVER_THREADS, Sizes, capacity, conversation_bytes, rewriting_bytes, sizes
+from afterglow.engine.speculation.row_costs import RowCosts
+from afterglow.engine.speculation.speculation import Speculation, StepCosts
 from afterglow.errors import ConfigError, StoreError
 from afterglow.gguf_file import file_stem, is_gguf
 from afterglow.importance.chunk_cache import ChunkCache, ChunkPlacement
@@ -243,7 +248,22 @@ def make_runner(
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
     selective = _selective(config, decoder, store, blocks, layout) if layout.probe_heads else None
     host = HostRows(blocks, store, READ_TIMEOUT, decoder.device, pressed)
-    return TorchRunner(decoder, host, config, scores, selective), scores, selective
+    speculation = make_speculation(config.speculate, decoder) if scores is None else None
+    return TorchRunner(decoder, host, config, scores, selective, speculation), scores, selective
+
+
+def make_speculation(mode: SpeculateMode, decoder: Decoder) -> Speculation | None:
+    """Make what guesses tokens of replies; auto: with costs measured now, in a few tenths of a second."""
+    if mode != "auto":
+        return Speculation(None) if mode == "on" else None
+    spec = decoder.spec
+    rows = RowCosts.measured(decoder)
+    reads = RelayCosts.measured(
+        KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device), spec.heads
+    )
+    few = 8
+    again = (reads.reading(few) - reads.reading(1)) / (few - 1)
+    return Speculation(StepCosts(rows.step, spec.layers * reads.reading(1), spec.layers * max(0.0, again)))
 
 
 def open_conversations(disk_cache: int, namespace: Namespace | None) -> Conversations:

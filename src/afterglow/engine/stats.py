@@ -44,6 +44,8 @@ class EngineCounters:
     steps: int = 0
     plan_seconds: float = 0.0
     forward_seconds: float = 0.0
+    draft_tokens: int = 0  # guessed ones that were verified
+    accepted_tokens: int = 0  # those of them that were drawn
     damaged_responses: int = 0
     relay: RelayCounters = field(default_factory=RelayCounters)
 
@@ -60,6 +62,11 @@ class EngineCounters:
         self.plan_seconds += plan_seconds
         self.forward_seconds += forward_seconds
         self.prefilled_tokens += prefilled
+
+    def drafts(self, verified: int, accepted: int) -> None:
+        """Count a step's guesses."""
+        self.draft_tokens += verified
+        self.accepted_tokens += accepted
 
     def copy(self) -> EngineCounters:
         """Return a copy that no later step changes."""

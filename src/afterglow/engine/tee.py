@@ -111,22 +111,26 @@ class Tee:
         self._tail_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
-        """Begin a step. `prefills`: (rows of the flattened batch, save). `decodes`: (job, row of the flattened batch, save)."""
+        """Begin a step. `prefills`: (rows of the flattened batch, save). `decodes`: (job, first row of the flattened batch, save):
+        one row, and rows of guesses, FLUSH_ROWS at most."""
         self._prefills = [_Leaving(rows, save) for rows, save in prefills]
-        rows, lanes, places = [], [], []
+        rows: list[int] = []
+        lanes: list[int] = []
+        places: list[int] = []
         for job, row, save in decodes:
             lane = self._lanes.get(job)
             if lane is None:
                 lane = self._lanes[job] = _Lane(self._free.pop())
-            if lane.count and (lane.draft != save.draft or lane.first + lane.count != save.draft_row):
+            moved = lane.draft != save.draft or lane.first + lane.count != save.draft_row
+            if lane.count and (moved or lane.count + save.rows > FLUSH_ROWS):
                 self._flush(lane)
             if lane.count == 0:
                 lane.draft, lane.first = save.draft, save.draft_row
             lane.slots = save.slots
-            rows.append(row)
-            lanes.append(lane.index)
-            places.append(lane.count)
-            lane.count += 1
+            rows += range(row, row + save.rows)
+            lanes += [lane.index] * save.rows
+            places += range(lane.count, lane.count + save.rows)
+            lane.count += save.rows
         self._tail_index = None
         if rows:
             device = self._tail.device
@@ -167,6 +171,13 @@ class Tee:
             left = self._tail_index[0] < rows
             sources, lanes, places = (index[left] for index in self._tail_index)
             self._tail_index = (sources, lanes, places) if len(sources) else None
+
+    def take_back(self, job: int, rows: int) -> None:
+        """Forget the last `rows` rows of the step's rows of a decoding job: they are of guesses that were wrong, and are never
+        saved."""
+        lane = self._lanes.get(job)
+        if lane is not None:
+            lane.count -= rows
 
     def end(self) -> None:
         """End a step: full lanes leave, and all rows that have left are handed to the store."""

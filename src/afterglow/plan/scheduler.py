@@ -44,6 +44,8 @@ from afterglow.plan.step import (
 )
 from afterglow.request import ContextWindow
 
+NO_GUESSES: Mapping[int, Sequence[int]] = {}
+
 
 class Scheduler:
     """One engine's plan. Every job number is used once."""
@@ -203,15 +205,17 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- steps
 
-    def schedule(self, now: float, repeat_limit: int = 1) -> Step:
+    def schedule(self, now: float, repeat_limit: int = 1, guesses: Mapping[int, Sequence[int]] = NO_GUESSES) -> Step:
         """Compose the next step. The one before must have been committed if it had runs. `repeat_limit`: the most for
-        `Step.repeat`; a simulator, which repeats steps, says in the result how often."""
+        `Step.repeat`; a simulator, which repeats steps, says in the result how often. `guesses`: tokens that jobs that are
+        decoding may draw next; as many are tried as there is room for."""
         assert self._open is None or not self._open.runs, "the step before has not been committed"
         self._steps += 1
         self.cache.tidy(now, self._ahead.awaited)
         evicted = self.cache.counters.evicted
         self._ahead.watch()
-        runs = self._composer.compose(now, min(self.cache.placement.expiry.next, self.cache.placement.marks.next))
+        wake = min(self.cache.placement.expiry.next, self.cache.placement.marks.next)
+        runs = self._composer.compose(now, wake, guesses)
         if self._flushing:
             self._flush_done = self.cache.placement.write_back.flush(now)
         else:

@@ -222,7 +222,8 @@ class Run(NamedTuple):
     job's first run, but where rows are recomputed while those behind them are loaded, also later.
     `sample`: draw the next token from the last row. `capacity`: rows that the job's device segment may hold from
     now on (already counted against the budget; never shrinks, and a retained context counts with the capacity of
-    the job that it was: taken over, it goes on with at least that).
+    the job that it was: taken over, it goes on with at least that). The last `guessed` of `tokens` are guesses of what
+    will be drawn: a token is drawn from the last of the job's own rows as well, and from the row of each guess that was right.
     """
 
     job: int
@@ -233,6 +234,12 @@ class Run(NamedTuple):
     admit: Admit | None = None
     gathers: tuple[Gather, ...] = ()
     saves: tuple[Save, ...] = ()
+    guessed: int = 0
+
+    @property
+    def own(self) -> int:
+        """Tokens that are the job's, without guesses."""
+        return len(self.tokens) - self.guessed
 
 
 class Share(NamedTuple):
@@ -280,7 +287,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[job]` for each run with `sample`; `failed[job]`: the extent whose layers did not arrive (the job's
+    """`tokens[job]` for each run with `sample`, the last one that was drawn: before it the first `accepted[job]` guesses of the
+    run were (none, where it is not in there). The rows of the others are void: they were not saved, and no `SaveDone` tells of
+    them. `failed[job]`: the extent whose layers did not arrive (the job's
     rows of this step are void). A step of one row each that was carried out `repeats` times may instead say in `drawn` what
     each job has drawn, uint32 little-endian; then no events tell of the tokens of jobs that decode on. `exhausted`: jobs
     whose runs the device had no memory for, the newest ones; their rows of this step are void too. `waiting`: jobs that
@@ -295,6 +304,7 @@ class StepResult:
     exhausted: Sequence[int] = ()
     waiting: Sequence[int] = ()
     late: Sequence[int] = ()
+    accepted: dict[int, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------ jobs in and events out

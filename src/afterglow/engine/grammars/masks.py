@@ -53,48 +53,69 @@ class Constraint:
         self._min_tokens = params.min_tokens
         self._drawn = 0
         self._slow = 0
+        self._size = size
         self._bits = np.zeros_like(self._stops)
-        self._bytes = np.zeros((len(self._bits), 8), dtype=np.float32)
-        self.bias = self._bytes.reshape(-1)[:size]
+        self._bytes: list[NDArray[np.float32]] = []  # of each position, [bytes of a mask, 8]
+        self.positions = 0  # masks there are: of the next token, and behind each guess
         self.error: str | None = None
         self.under_way: Future[None] | None = None
+
+    def bias(self, position: int = 0) -> NDArray[np.float32]:
+        """What to add to the logits of the next token, or of the one behind the first `position` guesses: 0 for tokens that may
+        come there, else minus infinity; [vocab]."""
+        return self._bytes[position].reshape(-1)[: self._size]
 
     @property
     def forbidden(self) -> NDArray[np.bool_]:
         """The tokens that may not come next: [vocab]."""
-        return np.isneginf(self.bias)
+        return np.isneginf(self.bias())
 
-    def compute(self) -> None:
-        """Compute `bias` [vocab], to add to the logits: 0 for tokens that may come next, else minus infinity. Or `error`, if the
-        grammar cannot go on."""
+    def took(self, tokens: Sequence[int]) -> None:
+        """Take in tokens that were drawn."""
+        self._drawn += len(tokens)
+        if not self._matcher.consume_tokens(list(tokens)):
+            self.error = self._matcher.get_error().partition("\n")[0] or "the reply has left its grammar"
+
+    def allowed(self, guesses: Sequence[int]) -> int:
+        """Count the first of the guesses that the grammar lets through."""
+        return 0 if self.error is not None else self._matcher.deep_copy().validate_tokens(list(guesses))
+
+    def compute(self, guesses: Sequence[int] = ()) -> None:
+        """Compute the masks of the next token, and behind each guess; all guesses are allowed. Or `error`, if the grammar cannot
+        go on. Behind a guess there is then no mask, and no further one: the reply may never come there."""
+        self.positions = 0
+        self.error = self._mask(self._matcher, 0)
+        if self.error is not None:
+            return
+        self.positions = 1
+        ahead = self._matcher.deep_copy() if guesses else self._matcher  # what goes wrong there must not end the reply
+        for position, guess in enumerate(guesses, 1):
+            if not ahead.consume_token(guess) or self._mask(ahead, position) is not None:
+                return
+            self.positions += 1
+
+    def _mask(self, matcher: LLMatcher, position: int) -> str | None:
+        """Compute the mask of a position that `matcher` is at. Returns what is wrong."""
         began = time.perf_counter()
         bits = self._bits
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        ends = self._matcher.is_accepting()
-        if self._matcher.is_error():
-            self.error = self._matcher.get_error().partition("\n")[0]
-            return
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        ends = matcher.is_accepting()
+        if matcher.is_error():
+            return matcher.get_error().partition("\n")[0]
         bits &= self._text
         as_text = bits & self._stops
         bits &= ~self._stops
-        if ends and self._drawn >= self._min_tokens:
+        if ends and self._drawn + position >= self._min_tokens:
             bits |= self._wished
         if not bits.any():  # the end of the grammar, or a stop token that is also the only text that may follow
             bits |= self._stops if ends else as_text
-        np.take(_BIAS_OF, bits, axis=0, out=self._bytes, mode="clip")
+        if len(self._bytes) == position:
+            self._bytes.append(np.zeros((len(bits), 8), dtype=np.float32))
+        np.take(_BIAS_OF, bits, axis=0, out=self._bytes[position], mode="clip")
         self._slow += time.perf_counter() - began > SLOW_SECONDS
         if self._slow > MAX_SLOW:
-            self.error = "it is too ambiguous: finding the tokens that may come next takes too long"
-        elif not bits.any():
-            self.error = "no token of this model's vocabulary can come next"
-
-    def drew(self, token: int) -> None:
-        """Take in the token that was drawn, and compute the mask of the next one."""
-        self._drawn += 1
-        if not self._matcher.consume_token(token):
-            self.error = self._matcher.get_error().partition("\n")[0] or "the reply has left its grammar"
-            return
-        self.compute()
+            return "it is too ambiguous: finding the tokens that may come next takes too long"
+        return None if bits.any() else "no token of this model's vocabulary can come next"
 
 
 def _packed(tokens: Collection[int] | slice, bits: int) -> NDArray[np.uint8]:
@@ -102,6 +123,9 @@ def _packed(tokens: Collection[int] | slice, bits: int) -> NDArray[np.uint8]:
     mask = np.zeros(-(-bits // 32) * 32, dtype=np.uint8)
     mask[tokens if isinstance(tokens, slice) else [token for token in tokens if 0 <= token < bits]] = 1
     return np.packbits(mask, bitorder="little")
+
+
+Drawn = tuple[Constraint, Sequence[int], Sequence[int]]  # with tokens to take in, and allowed guesses of the next ones
 
 
 class Masks:
@@ -114,20 +138,20 @@ class Masks:
         """Compute the first mask of a reply."""
         constraint.under_way = self._thread.submit(constraint.compute)
 
-    def drew(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
+    def drew(self, drawn: Sequence[Drawn]) -> None:
         """Take in the tokens that were drawn in a step, unless they end their replies."""
         if drawn:
             under_way = self._thread.submit(_take_in, drawn)
-            for constraint, _ in drawn:
+            for constraint, _, _ in drawn:
                 constraint.under_way = under_way
 
     def thread_time(self) -> float:
         """Return the CPU seconds of the thread so far, once all its work is done: for benchmarks."""
         return self._thread.submit(time.thread_time).result()
 
-    def apply(self, logits: Tensor, rows: Sequence[tuple[int, Constraint]]) -> None:
-        """Make forbidden tokens impossible in rows of `logits` [rows, vocab], in place. The other rows stay as they are, and
-        so do rows whose grammar cannot go on."""
+    def apply(self, logits: Tensor, rows: Sequence[tuple[int, Constraint]], position: int = 0) -> None:
+        """Make forbidden tokens impossible in rows of `logits` [rows, vocab], in place: rows behind `position` guesses. The other
+        rows stay as they are, and so do rows whose grammar cannot go on."""
         for row, constraint in rows:
             if constraint.under_way is not None:
                 constraint.under_way.result()
@@ -135,12 +159,14 @@ class Masks:
                 continue
             if logits.device.type == "cpu":  # one thread of NumPy is done before a team of torch's has begun
                 values = logits[row].numpy()
-                values += constraint.bias
+                values += constraint.bias(position)
             else:
-                logits[row] += torch.from_numpy(constraint.bias).to(logits.device)
+                logits[row] += torch.from_numpy(constraint.bias(position)).to(logits.device)
 
 
-def _take_in(drawn: Sequence[tuple[Constraint, int]]) -> None:
-    for constraint, token in drawn:
+def _take_in(drawn: Sequence[Drawn]) -> None:
+    for constraint, tokens, guesses in drawn:
+        if constraint.error is None and tokens:
+            constraint.took(tokens)
         if constraint.error is None:
-            constraint.drew(token)
+            constraint.compute(guesses)

@@ -15,8 +15,10 @@
 #define MAX_FEW 6  /* up to so many queries of one KV head are faster one by one */
 #define CHUNK 256  /* rows of a task at least */
 #define TASKS 4    /* for each thread, of a segment that many batch rows read */
+#define DECODED 16 /* a causal segment of at most so many batch rows is a decode step's: one token's row, and those of guesses */
 #define NO_WAKE 16384 /* below so many rows of a KV head no thread is woken */
 #define MAX_LANES 32
+#define ALL (INT64_MAX / 2)
 #define MANY_PARTS 64 /* parts to merge before a second thread is used */
 
 /* Queries of one KV head while its rows pass by. `q` is scaled; [queries][d], or tiles of
@@ -61,9 +63,16 @@ typedef struct {
     int64_t segment, head, row, rows, part, first, count;
 } task;
 
+/* Does a decode step read this segment? Then what a query's attention is rounded to depends on nothing but the rows that it sees: not
+   on the other segments, nor on the rows of guesses behind its own. A reply is the same with them, alone, and in a batch. */
+static int decoded(const afterglow_segment *g) {
+    return g->count == 1 || (g->causal && g->count <= DECODED);
+}
+
 /* Rows of a task of this segment: about `chunk`, but never fewer than it has queries, so that there is not more to merge than to
-   read. */
+   read. One thread takes all rows at once. */
 static int64_t piece(int64_t chunk, const afterglow_segment *g) {
+    if (decoded(g) && chunk != ALL) return CHUNK;
     int64_t least = g->count > CHUNK ? g->count : CHUNK;
     return ((chunk > least ? chunk : least) + BLOCK - 1) / BLOCK * BLOCK;
 }
@@ -111,7 +120,8 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
         const float *keys =
             segment->context + ((job.layer * 2 * table.kv_heads + now.head) * segment->capacity + segment->start + now.row) * d;
         const int64_t queries = now.count * group, full = (queries + tile - 1) / tile * tile;
-        const int tiled = segment->count * group > MAX_FEW || segment->causal;
+        const int one_by_one = segment->causal && decoded(segment) && group <= MAX_FEW; /* as a row that is alone */
+        const int tiled = !one_by_one && (segment->count * group > MAX_FEW || segment->causal);
         softmax s = {.queries = queries, .d = d, .scores = job.scratch + worker * job.scratch_size};
         s.q = s.scores + BLOCK * MAX_LANES, s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
         s.seen = segment->causal ? (int32_t *)(s.sum + full) : 0;
@@ -128,7 +138,13 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
             float *own = tiled ? s.q + i / tile * tile * d + i % tile : s.q + i * d;
             for (int64_t x = 0; x < d; x++) own[tiled ? x * tile : x] = q[x] * batch.scale;
         }
-        (tiled ? job.many : job.few)(keys, keys + table.kv_heads * segment->capacity * d, now.rows, s);
+        const float *values = keys + table.kv_heads * segment->capacity * d;
+        for (int64_t i = 0; one_by_one && i < queries; i += group) {
+            softmax own = {.queries = group, .d = d, .q = s.q + i * d, .out = s.out + i * d, .most = s.most + i, .sum = s.sum + i};
+            own.scores = s.scores;
+            if (s.seen[i] > 0) job.few(keys, values, s.seen[i] < now.rows ? s.seen[i] : now.rows, own);
+        }
+        if (!one_by_one) (tiled ? job.many : job.few)(keys, values, now.rows, s);
         for (int64_t i = 0; i < queries; i++) {
             int64_t at = (now.part + now.first + i / group) * batch.heads + now.head * group + i % group;
             float whole = s.sum[i] > 0 ? 1 / s.sum[i] : 0; /* a query that sees none of a task's rows: lse of -infinity */
@@ -163,7 +179,7 @@ int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglo
         effort += segments[s].rows * kv_heads * (8 + segments[s].count * group) / 8;
         if (segments[s].count * group > widest) widest = segments[s].count * group;
     }
-    const int64_t chunk = threads == 1 ? INT64_MAX / 2 : rows / (8 * threads);
+    const int64_t chunk = threads == 1 ? ALL : rows / (8 * threads);
     for (int64_t s = 0; s < table->count; s++) {
         int64_t pieces = (segments[s].rows + piece(chunk, segments + s) - 1) / piece(chunk, segments + s);
         const int64_t own = turn(pieces, kv_heads, segments + s, threads);

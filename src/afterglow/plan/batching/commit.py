@@ -5,6 +5,7 @@ It knows jobs and their drafts; not the next step.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 
 from afterglow.plan.batching.batch import Batch
@@ -40,38 +41,48 @@ class Committer:
             elif run.job in result.waiting:
                 self._waiting(self._queue.jobs[run.job], run, now)
             else:
-                self._committed(run, result.tokens, now)
+                self._committed(run, result.tokens, now, result.accepted.get(run.job, 0))
 
     def _measure(self, step: Step, result: StepResult, seconds: float) -> None:
         """Learn what computing takes from passes with a prefill in them that had nothing to wait for."""
         waited = any(gather.move is not None for run in step.runs for gather in run.gathers)
         waited = waited or bool(result.waiting)
-        waited = waited or any(len(run.tokens) > 1 and self._queue.jobs[run.job].approximate for run in step.runs)
-        if waited or result.failed or result.exhausted or all(len(run.tokens) == 1 for run in step.runs):
+        waited = waited or any(run.own > 1 and self._queue.jobs[run.job].approximate for run in step.runs)
+        if waited or result.failed or result.exhausted or all(run.own == 1 for run in step.runs):
             return
         work = Work()
         for run in step.runs:
             work.add(len(run.tokens), run.start, sum(gather.stop - gather.start for gather in run.gathers))
         self._cache.cost.passed(work, seconds)
 
-    def _committed(self, run: Run, tokens: Mapping[int, int], now: float) -> None:
+    def _committed(self, run: Run, tokens: Mapping[int, int], now: float, accepted: int = 0) -> None:
+        """Take in a run. `accepted`: how many of its guesses were right."""
         job = self._queue.jobs[run.job]
         if not job.stages:
             if job.pins and not (job.approximate and job.spec.renews):
                 self._batch.unpin(job)
             if not job.admitted:
                 self._queue.tell_admitted(job)
-        job.rows, job.lingering = run.start + len(run.tokens), False
+        right = run.tokens[run.own : run.own + accepted]
+        void = run.guessed - accepted
+        job.rows, job.lingering = run.start + run.own + accepted, False
+        job.tokens += struct.pack(f"<{accepted}I", *right)
+        job.generated += accepted
+        if void and run.saves:
+            self._drafts.take_back(job, void)
         if job.spec.write:
             new = job.rows - max(run.start, job.covered)
             if not job.approximate:
-                self._cache.counters.rows_unsaved += max(0, new) - sum(save.rows for save in run.saves)
+                saved = sum(save.rows for save in run.saves) - (void if run.saves else 0)
+                self._cache.counters.rows_unsaved += max(0, new) - saved
             self._drafts.commit(job, now)
             if not job.drafts:
                 self._batch.settle(job, now)
         if job.cancelled:
             self._queue.finish(job, None, "cancelled", now)
         elif run.sample:
+            for token in right:
+                self._queue.drew(job, token)
             self._sampled(job, tokens[run.job], now)
         elif job.rows == job.length:
             self._queue.finish(job, None, "length", now)

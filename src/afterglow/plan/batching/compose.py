@@ -7,6 +7,7 @@ admission; not the results of a step.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -45,20 +46,21 @@ class StepComposer:
         self._sharers: list[int | tuple[int, int]] = []  # the batch whose `_shares` are known
         self._shares: tuple[Share, ...] = ()
 
-    def compose(self, now: float, wake: float) -> list[Run]:
-        """Choose the runs of the next step. `wake`: when to look again in any case."""
+    def compose(self, now: float, wake: float, guesses: Mapping[int, Sequence[int]]) -> list[Run]:
+        """Choose the runs of the next step. `wake`: when to look again in any case. `guesses`: by job, of tokens that come next."""
         self.wake = wake
         self.outlook.reset()
         if self._chunk:
-            runs = self._decodes(now)
+            runs = self._decodes(now, guesses)
             return runs + self._prefills(now, self._chunk if runs else max(self._chunk, IDLE_PREFILL))
         runs = self._prefills(now, IDLE_PREFILL)
         if all(self._queue.jobs[run.job].lingering for run in runs):  # no job waits for those
-            runs += self._decodes(now)
+            runs += self._decodes(now, guesses)
         return runs  # a prefill or decodes, as in the papers
 
-    def _decodes(self, now: float) -> list[Run]:
-        """Choose a row of every decoding job. When a job needs room, jobs that soon need some are given it too."""
+    def _decodes(self, now: float, guesses: Mapping[int, Sequence[int]]) -> list[Run]:
+        """Choose a row of every decoding job, and rows of guesses. When a job needs room, jobs that soon need some are given it
+        too."""
         running = self._batch.running
         soon = 0
         for job in list(running):
@@ -80,8 +82,26 @@ class StepComposer:
             if job.saving and row >= job.covered:
                 saves = self._drafts.tee_one(job, row, soon, now)
             token = _TOKEN.unpack_from(job.tokens, 4 * row)
-            runs.append(Run(job.spec.job, row, token, True, job.capacity, None, (), saves))
+            run = Run(job.spec.job, row, token, True, job.capacity, None, (), saves)
+            offered = guesses.get(job.spec.job) if guesses else None
+            runs.append(self._with_guesses(job, run, offered) if offered else run)
         return runs
+
+    def _with_guesses(self, job: Job, run: Run, offered: Sequence[int]) -> Run:
+        """Add guesses to the run of a decoding job: as many as its room on the device and in its draft holds, and as its reply
+        may still be long."""
+        count = min(len(offered), job.capacity - run.start - 1, job.end - job.length - 1)
+        stops = (at for at, token in enumerate(offered) if token in job.spec.stop_tokens)
+        count = min(count, next(stops, count))  # nothing comes after those
+        if job.approximate or (job.saving and not run.saves):
+            count = 0
+        saves = run.saves
+        if saves and count > 0:
+            count = self._drafts.tee_more(job, count)
+            saves = (saves[0]._replace(rows=1 + count),)
+        if count <= 0:
+            return run
+        return run._replace(tokens=(*run.tokens, *offered[:count]), saves=saves, guessed=count)
 
     def _prefills(self, now: float, budget: int) -> list[Run]:
         """Choose prompt tokens: first of jobs that are prefilling, then of jobs that join."""
@@ -199,7 +219,7 @@ class StepComposer:
     def shared(self, runs: list[Run]) -> tuple[Share, ...]:
         """Find the shares of the step's jobs, anew when the jobs are others, or a job has a longer prefix."""
         sharers: list[int | tuple[int, int]] = [
-            run.job if len(run.tokens) == 1 and run.admit is None else (run.job, run.start) for run in runs
+            run.job if run.own == 1 and run.admit is None else (run.job, run.start) for run in runs
         ]
         if sharers != self._sharers:
             self._sharers = sharers

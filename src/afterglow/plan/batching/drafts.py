@@ -87,6 +87,20 @@ class Drafts:
                 return (Save(draft.id, draft.slots, planned, row, 1),)
         return self.tee(job, row, 1, now)
 
+    def tee_more(self, job: Job, rows: int) -> int:
+        """Plan to save up to `rows` rows behind the one that was planned last, if there is room. Returns how many."""
+        draft = job.drafts[-1]
+        count = max(0, min(rows, draft.room - draft.planned))
+        draft.planned += count
+        draft.teed += count
+        return count
+
+    def take_back(self, job: Job, rows: int) -> None:
+        """Take note that the last `rows` rows planned were not those of the job's tokens, and were not saved."""
+        draft = job.drafts[-1]
+        draft.planned -= rows
+        draft.teed -= rows
+
     def _new(self, job: Job, start: int) -> Draft:
         self._last_id += 1
         draft = self._open[self._last_id] = Draft(self._last_id, job, start)

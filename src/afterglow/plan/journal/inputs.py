@@ -7,7 +7,7 @@ format: they stay as they are when methods and parameters are renamed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from afterglow.choices import KVSource, Preload
@@ -31,16 +31,16 @@ class Input:
 
     def arguments(self) -> list[Any]:
         """Return the method's arguments, in order."""
-        return [getattr(self, field.name) for field in fields(self)]
+        return [getattr(self, each.name) for each in fields(self)]
 
     def entry(self) -> Entry:
         """Return what the journal's line holds besides `op`."""
-        return {"now": 0, **{field.name: getattr(self, field.name) for field in fields(self)}}
+        return {"now": 0, **{each.name: getattr(self, each.name) for each in fields(self)}}
 
     @classmethod
     def of(cls, entry: Entry) -> Input:
         """Make the input of a line."""
-        return cls(*(entry[field.name] for field in fields(cls)))
+        return cls(*(entry[each.name] for each in fields(cls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +220,16 @@ class Schedule(Input):
     method = "schedule"
     now: float
     repeat_limit: int = 1
+    guesses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def entry(self) -> Entry:
-        return {"now": self.now, "limit": self.repeat_limit}
+        values: Entry = {"now": self.now, "limit": self.repeat_limit}
+        return values | ({"guesses": list(self.guesses.items())} if self.guesses else {})
 
     @classmethod
     def of(cls, entry: Entry) -> Schedule:
-        return cls(entry["now"], entry.get("limit", 1))
+        guesses = {job: tuple(tokens) for job, tokens in entry.get("guesses", ())}
+        return cls(entry["now"], entry.get("limit", 1), guesses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +258,8 @@ class Commit(Input):
         for name in ("exhausted", "waiting", "late"):
             if getattr(result, name):
                 values[name] = list(getattr(result, name))
+        if result.accepted:
+            values["accepted"] = list(result.accepted.items())
         if result.drawn:
             drawn = [[job, text.hex()] for job, text in result.drawn.items()]
             values |= {"repeats": result.repeats, "drawn": drawn}
@@ -263,8 +268,16 @@ class Commit(Input):
     @classmethod
     def of(cls, entry: Entry) -> Commit:
         drawn = {job: bytes.fromhex(text) for job, text in entry.get("drawn", ())}
-        jobs = [tuple(entry.get(name, ())) for name in ("exhausted", "waiting", "late")]
-        result = StepResult(dict(entry["tokens"]), dict(entry["failed"]), entry.get("repeats", 1), drawn, *jobs)
+        result = StepResult(
+            dict(entry["tokens"]),
+            dict(entry["failed"]),
+            entry.get("repeats", 1),
+            drawn,
+            exhausted=tuple(entry.get("exhausted", ())),
+            waiting=tuple(entry.get("waiting", ())),
+            late=tuple(entry.get("late", ())),
+            accepted=dict(entry.get("accepted", ())),
+        )
         return cls(None, result, unpacked(entry["done"]), entry["now"])
 
 

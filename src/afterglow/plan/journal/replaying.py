@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from afterglow.plan.batching.repetition import expanded
-from afterglow.plan.journal.inputs import INPUTS, Entry, Input, unpacked
+from afterglow.plan.journal.inputs import INPUTS, Entry, Input, Schedule, unpacked
 from afterglow.plan.journal.recording import FORMAT
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
@@ -51,7 +51,8 @@ def replay_repeated(lines: Iterable[str], limit: int) -> Iterator[tuple[Step, st
         elif op != "schedule":
             _input(op, entry).apply(_begun(scheduler))
         else:
-            step = _begun(scheduler).schedule(entry["now"], limit)
+            guesses = Schedule.of(entry).guesses
+            step = _begun(scheduler).schedule(entry["now"], 1 if guesses else limit, guesses)
             times = _times(entries, at - 1, step)
             if times < 2:
                 yield replace(step, repeat=1), entry["step"]
@@ -79,6 +80,8 @@ def _times(entries: list[Entry], start: int, step: Step) -> int:
         first, second = entries[start + 2 * count : start + 2 * count + 2]
         if first["op"] != "schedule" or second["op"] != "commit" or (count and first["now"] >= wake):
             break
+        if first.get("guesses"):
+            break  # steps with guesses differ from each other
         if any(second.get(name) for name in ("failed", "exhausted", "waiting", "late")):
             break  # not every run drew a token
         count += 1

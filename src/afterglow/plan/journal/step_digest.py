@@ -57,6 +57,7 @@ def _run_values(run: Run) -> list[Any]:
         and [admit.context, admit.take, admit.device_rows, [_view_values(v) for v in admit.selectable], admit.exact],
         [[g.extent, g.start, g.stop, g.slots, g.move] for g in run.gathers],
         [[save.draft, save.slots, save.draft_row, save.job_row, save.rows] for save in run.saves],
+        *([run.guessed] if run.guessed else []),
     ]
 
 

@@ -107,6 +107,8 @@ _ENGINE = (
     ("prompt_tokens", "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
     ("prefilled_tokens", "afterglow:prefilled_tokens", "Prompt tokens that were computed."),
     ("generation_tokens", "vllm:generation_tokens", "Generated tokens."),
+    ("draft_tokens", "vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified."),
+    ("accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
     ("steps", "afterglow:steps", "Steps of the engine."),
     ("plan_seconds", "afterglow:plan_seconds", "Time spent on planning and bookkeeping."),
     ("forward_seconds", "afterglow:forward_seconds", "Time spent on forward passes."),

@@ -14,6 +14,7 @@ from torch import Tensor
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
 from afterglow.kernels.attention import attend
+from afterglow.kernels.decode import DECODED, attend_decoded
 from afterglow.kernels.rope import Rotation
 from afterglow.model.decoder import Attention
 
@@ -81,4 +82,6 @@ class CachedAttend:
 
     def _attended(self, entry: BatchEntry, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend with one entry's new rows to its whole context, in one layer."""
+        if 1 < len(q) <= DECODED and q.device.type == "cpu":
+            return attend_decoded(q, keys, values, scale)
         return attend(q, keys, values, scale=scale, causal=True)[0]

@@ -22,6 +22,7 @@ from afterglow.kernels.attention import attend, merge_into
 from afterglow.kernels.built import Native, native
 
 LANES = 16  # head_dim must be a multiple
+DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most
 TILE = 64  # queries of a prefill that are computed together: their results stay in the second cache
 
 
@@ -47,6 +48,17 @@ class Read(NamedTuple):
             yield Read(self.data, self.start, first + at + len(queries), queries, True)
 
 
+    def decoded(self) -> Iterator[Read]:
+        """Yield the same read query by query if it is a decode step's: what a query's attention is rounded to then does not depend on
+        the rows behind its own. The compiled kernel sees to that by itself."""
+        if not self.causal or len(self.queries) > DECODED:
+            yield self
+            return
+        first = self.stop - len(self.queries) + 1
+        for at, query in enumerate(self.queries):
+            yield Read(self.data, self.start, first + at, (query,))
+
+
 class Reads:
     """The segments of a step: prepared once, read in each layer. The contexts stay where they are meanwhile."""
 
@@ -58,7 +70,7 @@ class Reads:
         if library is not None:
             self._native = _NativeReads(library, [tile for read in reads for tile in read.tiles()])
             return
-        self._rounds = _rounds(reads)
+        self._rounds = _rounds([row for read in reads for row in read.decoded()])
 
     def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         """Merge attention of `q` [batch, heads, head_dim] over the segments in one layer into `out` [batch, heads,
@@ -174,6 +186,18 @@ def _rounds(reads: Sequence[Read]) -> list[tuple[slice | Tensor, list[Read]]]:
             found.append((rows_at(read.queries, read.data.device), [read]))
     device = reads[0].data.device
     return [(rows_at(list(turn), device), list(turn.values())) for turn in single] + found
+
+
+def attend_decoded(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attend causally with the last rows of a segment, query by query: what each is rounded to does not depend on the others. For
+    shapes see `attend`."""
+    first = keys.shape[0] - q.shape[0] + 1
+    return torch.cat(
+        [
+            attend(q[at : at + 1], keys[: first + at], values[: first + at], scale=scale, causal=True)[0]
+            for at in range(q.shape[0])
+        ]
+    )
 
 
 def rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:

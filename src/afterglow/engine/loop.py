@@ -18,7 +18,7 @@ from afterglow.engine.idle import IdleWork
 from afterglow.engine.live_requests import LiveRequest, LiveRequests, Sink, no_sink
 from afterglow.engine.requests import check, job_spec, salt_id
 from afterglow.engine.setup import EngineParts
-from afterglow.engine.speculation.speculation import Guesses
+from afterglow.engine.speculation.guesser import Guesses
 from afterglow.engine.stats import EngineCounters, EngineStats
 from afterglow.engine.token_outputs import RunOutput
 from afterglow.errors import RequestError

@@ -22,7 +22,7 @@ from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
-from afterglow.engine.speculation.speculation import Speculation
+from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import RelayCounters
 from afterglow.engine.tee import Tee
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
@@ -85,16 +85,16 @@ class TorchRunner:
         config: EngineConfig,
         scores: Scores | None = None,
         selective: SelectiveAttention | None = None,
-        speculation: Speculation | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
         """`host`: the host arena. `scores`: records attention, for truncation by importance. `selective`: for requests that
-        attend to a part of their prefix. `speculation`: guesses what replies go on with."""
+        attend to a part of their prefix. `guesser`: guesses what replies go on with."""
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
         self._gatherer = Gatherer(host, spec.layers)
         self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
-        self._outputs = TokenOutputs(decoder, speculation)
+        self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
         self._pool = Pool(self._prefault)
         on_cpu = decoder.device.type == "cpu"  # otherwise the arena is locked in memory, and so is there already

@@ -29,8 +29,8 @@ from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
 from afterglow.engine.selective import SelectiveAttention
 from afterglow.engine.sizes import MOVER_THREADS, Sizes, capacity, conversation_bytes, rewriting_bytes, sizes
+from afterglow.engine.speculation.guesser import Guesser, StepCosts
 from afterglow.engine.speculation.row_costs import RowCosts
-from afterglow.engine.speculation.speculation import Speculation, StepCosts
 from afterglow.errors import ConfigError, StoreError
 from afterglow.gguf_file import file_stem, is_gguf
 from afterglow.importance.chunk_cache import ChunkCache, ChunkPlacement
@@ -248,14 +248,14 @@ def make_runner(
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
     selective = _selective(config, decoder, store, blocks, layout) if layout.probe_heads else None
     host = HostRows(blocks, store, READ_TIMEOUT, decoder.device, pressed)
-    speculation = make_speculation(config.speculate, decoder) if scores is None else None
-    return TorchRunner(decoder, host, config, scores, selective, speculation), scores, selective
+    guesser = make_guesser(config.speculate, decoder) if scores is None else None
+    return TorchRunner(decoder, host, config, scores, selective, guesser), scores, selective
 
 
-def make_speculation(mode: SpeculateMode, decoder: Decoder) -> Speculation | None:
+def make_guesser(mode: SpeculateMode, decoder: Decoder) -> Guesser | None:
     """Make what guesses tokens of replies; auto: with costs measured now, in a few tenths of a second."""
     if mode != "auto":
-        return Speculation(None) if mode == "on" else None
+        return Guesser(None) if mode == "on" else None
     spec = decoder.spec
     rows = RowCosts.measured(decoder)
     reads = RelayCosts.measured(
@@ -263,7 +263,7 @@ def make_speculation(mode: SpeculateMode, decoder: Decoder) -> Speculation | Non
     )
     few = 8
     again = (reads.reading(few) - reads.reading(1)) / (few - 1)
-    return Speculation(StepCosts(rows.step, spec.layers * reads.reading(1), spec.layers * max(0.0, again)))
+    return Guesser(StepCosts(rows.step, spec.layers * reads.reading(1), spec.layers * max(0.0, again)))
 
 
 def open_conversations(disk_cache: int, namespace: Namespace | None) -> Conversations:

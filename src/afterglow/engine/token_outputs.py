@@ -13,7 +13,7 @@ from afterglow.engine.gather import BatchEntry
 from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
 from afterglow.engine.requests import stop_tokens
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
-from afterglow.engine.speculation.speculation import Guesses, Speculation
+from afterglow.engine.speculation.guesser import Guesser, Guesses
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, StepResult
 from afterglow.request import Request, Selected, TokenLogprob
@@ -47,9 +47,9 @@ class RunOutput:
 class TokenOutputs:
     """Draw tokens as each request asks for."""
 
-    def __init__(self, decoder: Decoder, speculation: Speculation | None = None) -> None:
+    def __init__(self, decoder: Decoder, guesser: Guesser | None = None) -> None:
         self._decoder = decoder
-        self._speculation = speculation
+        self._guesser = guesser
         self._eos = frozenset(decoder.spec.eos_ids)
         self._requests: dict[int, tuple[Request, Sampler]] = {}
         self._constraints: dict[int, Constraint] = {}
@@ -61,8 +61,8 @@ class TokenOutputs:
         stops = stop_tokens(sampling, self._eos)
         forbidden = stops if constraint is None else ()  # masks have these
         self._requests[job] = request, Sampler.of(sampling, self._decoder.device, request.prompt, forbidden)
-        if self._speculation is not None:
-            self._speculation.begin(job, request.prompt, stops)
+        if self._guesser is not None:
+            self._guesser.begin(job, request.prompt, stops)
         if constraint is not None:
             self._constraints[job] = constraint
             self._masks.begin(constraint)
@@ -76,8 +76,8 @@ class TokenOutputs:
     def forget(self, job: int) -> None:
         """Forget a request."""
         del self._requests[job]
-        if self._speculation is not None:
-            self._speculation.forget(job)
+        if self._guesser is not None:
+            self._guesser.forget(job)
         self._constraints.pop(job, None)
 
     def logit_rows(self, runs: Sequence[Run], entries: Sequence[BatchEntry], rows: int) -> list[int] | None:
@@ -179,10 +179,10 @@ class TokenOutputs:
         self, runs: Sequence[Run], entries: Sequence[BatchEntry], drawn: Sequence[list[int]], out: RunOutput
     ) -> None:
         """Guess what comes next, and have the masks of that computed."""
-        if self._speculation is not None:
+        if self._guesser is not None:
             for run, tokens in zip(runs, drawn, strict=True):
-                self._speculation.drew(run.job, tokens)
-            out.guesses = self._speculation.guesses(
+                self._guesser.drew(run.job, tokens)
+            out.guesses = self._guesser.guesses(
                 [(run.job, entry.stop) for run, entry in zip(runs, entries, strict=True)]
             )
         taken: list[Drawn] = []

@@ -47,7 +47,6 @@ class Read(NamedTuple):
             queries = self.queries[at : at + TILE]
             yield Read(self.data, self.start, first + at + len(queries), queries, True)
 
-
     def decoded(self) -> Iterator[Read]:
         """Yield the same read query by query if it is a decode step's: what a query's attention is rounded to then does not depend on
         the rows behind its own. The compiled kernel sees to that by itself."""

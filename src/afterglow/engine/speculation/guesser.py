@@ -33,7 +33,7 @@ class _Reply:
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
-class Speculation:
+class Guesser:
     """Guess tokens by looking up where a reply's last tokens stood before, in its prompt or in itself."""
 
     def __init__(self, costs: StepCosts | None) -> None:

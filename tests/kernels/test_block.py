@@ -63,6 +63,14 @@ def test_a_row_is_the_same_whatever_its_batch(kind: type[Panels | BytePanels]) -
     assert torch.equal(normed[[0, 7, 250, 299]], normed_alone)
 
 
+@pytest.mark.skipif(not has_bytes(), reason="no such products on this machine")
+@pytest.mark.parametrize("inputs", [30, 64])
+def test_what_is_no_number_stays_none_in_8_bits(inputs: int) -> None:
+    matrix = BytePanels(torch.randn(40, inputs, generator=torch.Generator().manual_seed(0)))
+    assert matrix(torch.ones(inputs, inputs).fill_diagonal_(torch.nan)).isnan().all()
+    assert not matrix(torch.ones(inputs, inputs).fill_diagonal_(torch.inf)).isfinite().any()
+
+
 def test_matrices_that_do_not_follow_each_other() -> None:
     matrices, (before, after, _, _) = case(1, bias=False)
     out, mlp_in, _ = (Panels(weight, bias) for weight, bias in matrices)

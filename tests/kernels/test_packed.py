@@ -71,12 +71,13 @@ def test_weights_are_those_of_the_gguf_library(block_format: str) -> None:
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_format]] == (kind.weights, kind.num_bytes)
 
 
+@pytest.mark.parametrize(("outputs", "groups"), [(7, 3), (1, 1)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_asymmetric_blocks(bits: int) -> None:
+def test_asymmetric_blocks(bits: int, outputs: int, groups: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(1 << bits, (7, 96), dtype=torch.uint8, generator=generator)
-    zero = torch.randint(1 << bits, (7, 3), dtype=torch.uint8, generator=generator)
-    scale = torch.randn(7, 3, generator=generator)
+    numbers = torch.randint(1 << bits, (outputs, 32 * groups), dtype=torch.uint8, generator=generator)
+    zero = torch.randint(1 << bits, (outputs, groups), dtype=torch.uint8, generator=generator)
+    scale = torch.randn(outputs, groups, generator=generator)
     blocks = asymmetric_blocks(numbers, scale, zero, bits)
     wanted = (numbers.float() - zero.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
     assert torch.equal(dequantize(blocks, f"A{bits}"), wanted)
@@ -91,6 +92,29 @@ def test_rounded_rows_are_near() -> None:
     assert numbers[numbers != 0].abs().max() == 127
     error = numbers.double() * scale.double()[..., None] - x.double().unflatten(1, (3, 32))
     assert (error.abs() <= scale[..., None] * 0.5001).all()
+
+
+def test_rounding_divides_as_the_compiled_kernels_do() -> None:
+    x = torch.rand(1000, 32, generator=torch.Generator().manual_seed(0)) + 0.01
+    numbers, _ = rounded_groups(x)
+    by = np.float32(127) / x.amax(1, keepdim=True).numpy()
+    assert np.array_equal(numbers[:, 0].numpy(), np.rint(x.numpy() * by))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_what_is_no_number_stays_none(block_format: str) -> None:
+    """NaN at any place of a row makes all its products NaN, infinity makes none of them finite; other rows do not notice."""
+    matrix = PackedPanels(random_blocks(block_format, 20, 256), block_format, 256)
+    x = torch.randn(33, 256, generator=torch.Generator().manual_seed(0))
+    right = matrix(x[32:])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x[:32].fill_diagonal_(bad)
+        found = matrix(x)
+        assert not found[:32].isfinite().any()
+        assert torch.equal(found[32:], right)
+    x[:32].fill_diagonal_(torch.nan)
+    assert matrix(x)[:32].isnan().all()
 
 
 @pytest.mark.usefixtures("way")

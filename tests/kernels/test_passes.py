@@ -82,6 +82,14 @@ def test_rounding(size: int, rows: int, levels: int) -> None:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [7, 16, 40])
+def test_rounding_keeps_what_is_no_number(size: int) -> None:
+    x = torch.ones(size, size).fill_diagonal_(torch.nan)
+    assert rounded(x, 127)[1].isnan().all()
+    assert rounded(x.fill_diagonal_(-torch.inf), 127)[1].isinf().all()
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("dim", "size"), [(2, 2), (8, 8), (16, 64), (64, 64), (80, 80), (32, 40)])
 def test_rotation_of_views(dim: int, size: int) -> None:
     """Heads of a fused projection into heads first storage."""

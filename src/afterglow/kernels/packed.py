@@ -100,7 +100,8 @@ def rounded_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = _runs(x, GROUP)
     peak = x.abs().amax(-1).clamp_min_(LEAST_PEAK)
-    numbers = (x * (LEVELS / peak)[..., None]).round_()
+    by = torch.full_like(peak, LEVELS).div_(peak)  # a number divided by a tensor is rounded twice: times its reciprocal
+    numbers = (x * by[..., None]).round_()
     return numbers.to(torch.int8), peak / LEVELS
 
 
@@ -294,7 +295,7 @@ def _mxfp4(blocks: Tensor) -> Groups:
 
 def _asymmetric(blocks: Tensor) -> Groups:
     numbers = _nibbles(blocks[..., 5:], 16) if blocks.shape[2] == 21 else blocks[..., 5:]
-    scale = blocks[..., :4].contiguous().view(torch.float32)[..., 0]
+    scale = blocks[..., :4].clone(memory_format=torch.contiguous_format).view(torch.float32)[..., 0]
     return _grouped(numbers.short() - blocks[..., 4:5], scale)
 
 

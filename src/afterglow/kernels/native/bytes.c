@@ -27,10 +27,13 @@ TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")
 static float round_row(const float *x, uint8_t *out, int64_t n) {
     const int64_t whole = n / 16 * 16;
     const __mmask16 rest = (1u << (n - whole)) - 1;
-    __m512 most = _mm512_abs_ps(_mm512_maskz_loadu_ps(rest, x + whole));
-    for (int64_t i = 0; i < whole; i += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
-    float peak = _mm512_reduce_max_ps(most);
-    const float scale = (peak > FLT_MIN ? peak : FLT_MIN) / LEVELS;
+    const __m512i plain = _mm512_set1_epi32(INT32_MAX); /* magnitudes compare as integers do, and NaN is the largest */
+    __m512i most = _mm512_and_si512(_mm512_maskz_loadu_epi32(rest, x + whole), plain);
+    for (int64_t i = 0; i < whole; i += 16) most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_loadu_si512(x + i), plain));
+    const int32_t bits = _mm512_reduce_max_epi32(most);
+    float peak;
+    memcpy(&peak, &bits, sizeof peak);
+    const float scale = (peak < FLT_MIN ? FLT_MIN : peak) / LEVELS;
     const __m512 by = _mm512_set1_ps(scale), zero = _mm512_set1_ps(LEVELS + 1.5f); /* all positive, so that cutting off rounds */
     for (int64_t i = 0; i < whole; i += 16) {
         const __m512i number = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_div_ps(_mm512_loadu_ps(x + i), by), zero));

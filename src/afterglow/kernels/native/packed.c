@@ -104,13 +104,17 @@ INLINE bits dot_8(int wide, bits sum, bytes_8 one, bytes_8 two, const uint8_t *x
 
 /* Rounds a group: 32 numbers, the scale, and what the group's sum adds (see CENTRED and the others). */
 static void round_group(const float *x, const packed_format *f, uint8_t *out) {
-    const __m256 plain = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MAX));
-    __m256 part[4], most = _mm256_set1_ps(LEAST_PEAK);
-    for (int i = 0; i < 4; i++) part[i] = _mm256_loadu_ps(x + 8 * i), most = _mm256_max_ps(most, _mm256_and_ps(part[i], plain));
-    most = _mm256_max_ps(most, _mm256_permute2f128_ps(most, most, 1));
-    most = _mm256_max_ps(most, _mm256_permute_ps(most, 0x4e));
-    most = _mm256_max_ps(most, _mm256_permute_ps(most, 0xb1));
-    const float peak = _mm256_cvtss_f32(most), scale = peak / LEVELS;
+    const __m256i plain = _mm256_set1_epi32(INT32_MAX);
+    __m256 part[4];
+    __m256i most = _mm256_castps_si256(_mm256_set1_ps(LEAST_PEAK)); /* magnitudes compare as integers do, and NaN is the largest */
+    for (int i = 0; i < 4; i++) {
+        part[i] = _mm256_loadu_ps(x + 8 * i);
+        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(part[i]), plain));
+    }
+    most = _mm256_max_epi32(most, _mm256_permute2x128_si256(most, most, 1));
+    most = _mm256_max_epi32(most, _mm256_shuffle_epi32(most, 0x4e));
+    most = _mm256_max_epi32(most, _mm256_shuffle_epi32(most, 0xb1));
+    const float peak = _mm256_cvtss_f32(_mm256_castsi256_ps(most)), scale = peak / LEVELS;
     const __m256 by = _mm256_set1_ps(LEVELS / peak);
     __m256i whole[4];
     for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(part[i], by));

@@ -52,14 +52,31 @@ static void NAME(gate)(const float *gate, const float *up, float *out, int64_t n
     for (int64_t j = 0; i + j < n; j++) out[i + j] = edge[j] * up[i + j];
 }
 
+/* The largest magnitude as the integer of the same bits: magnitudes compare as integers do, and what is not finite is larger than
+   all others. */
+static int32_t NAME(largest)(const float *x, int64_t n) {
+    bits most = {0};
+    int64_t i = 0;
+    for (; i + V <= n; i += V) {
+        const bits magnitude = (bits)load(x + i) & INT32_MAX, which = magnitude > most;
+        most = (magnitude & which) | (most & ~which);
+    }
+    int32_t peak = 0, whole;
+    for (; i < n; i++) {
+        memcpy(&whole, x + i, sizeof whole);
+        peak = (whole & INT32_MAX) > peak ? whole & INT32_MAX : peak;
+    }
+    for (int j = 0; j < V; j++) peak = most[j] > peak ? most[j] : peak;
+    return peak;
+}
+
 /* x = scale[0] * (out - levels - 1), out in 8 bits. Returns the scale. */
 static float NAME(round)(const float *x, int levels, uint8_t *out, int64_t n) {
-    vec most = {0};
-    int64_t i = 0;
-    for (; i + V <= n; i += V) most = NAME(larger)((vec)((bits)load(x + i) & INT32_MAX), most);
-    float peak = FLT_MIN;
-    for (; i < n; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
-    for (int j = 0; j < V; j++) peak = most[j] > peak ? most[j] : peak;
+    const int32_t most = NAME(largest)(x, n);
+    int64_t i;
+    float peak;
+    memcpy(&peak, &most, sizeof peak);
+    peak = peak < FLT_MIN ? FLT_MIN : peak;
     const float scale = peak / levels, zero = levels + 1.5f;
     for (i = 0; i + V <= n; i += V) {
         const bits whole = __builtin_convertvector(load(x + i) / scale + zero, bits); /* positive, so that cutting off rounds */
@@ -73,18 +90,9 @@ static float NAME(round)(const float *x, int levels, uint8_t *out, int64_t n) {
 /* A head's numbers in 8 bits, the largest magnitude being 127, and its scale behind them. The scale is a normal number whose 127-fold
    is finite; it is NaN, and so are all numbers, where a number of the head is not finite. */
 static void NAME(narrow)(const float *x, int8_t *out, int64_t n) {
-    bits most = {0}; /* magnitudes compare as integers do, and what is not finite is larger than all others */
-    int64_t i = 0;
-    for (; i + V <= n; i += V) {
-        const bits magnitude = (bits)load(x + i) & INT32_MAX, which = magnitude > most;
-        most = (magnitude & which) | (most & ~which);
-    }
-    int32_t peak = 0, whole;
-    for (; i < n; i++) {
-        memcpy(&whole, x + i, sizeof whole);
-        peak = (whole & INT32_MAX) > peak ? whole & INT32_MAX : peak;
-    }
-    for (int j = 0; j < V; j++) peak = most[j] > peak ? most[j] : peak;
+    int64_t i;
+    const int32_t peak = NAME(largest)(x, n);
+    int32_t whole;
     float scale = NAN, largest;
     if (peak < 0x7f800000) {
         memcpy(&largest, &peak, sizeof largest);

@@ -21,8 +21,8 @@ from benchmarks.papers.cachedattention.overflow.context import VARIANTS, Context
 from torch import Tensor
 
 from afterglow.model.decoder import Attention, Decoder, PlainAttend
-from afterglow.model.families import Names
 from afterglow.model.loader import load_model
+from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, RandomSource, random_model
 from afterglow.model.weights import WeightAssembler
 

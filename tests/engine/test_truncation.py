@@ -24,7 +24,7 @@ Models = Callable[[str], Path]
 WINDOW = 256
 SYSTEM = 24
 TURN = 40
-ROTARY = sorted(set(FAMILIES) - {"opt"})
+ROTARY = sorted(set(FAMILIES) - {"opt", "gpt2"})
 
 
 def ask(handle: Handle, tokens: list[int], turns: tuple[int, ...]) -> list[Output]:

@@ -15,7 +15,7 @@ from afterglow.memo.pooling import Pooling
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.model.encoder import Model
 from afterglow.model.encoder_families import encoder_from_config
-from afterglow.model.families import Names
+from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS
 from afterglow.model.weights import WeightAssembler
 from tests.memo.tiny import CONFIG, Large

@@ -77,6 +77,32 @@ _LONGROPE = {
     ),
 }
 
+_MINISTRAL3 = _rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=64,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
+_GPT2 = {
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 # name -> (transformers module, class prefix, config)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "Llama", _SMALL),
@@ -126,6 +152,84 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Falcon",
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    "ministral": (
+        "ministral",
+        "Ministral",
+        _SMALL | {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    ),
+    "ministral-full": ("ministral", "Ministral", _SMALL | {"layer_types": ["full_attention"] * 2, "head_dim": 16}),
+    "ministral3": ("ministral3", "Ministral3", _SMALL | {"head_dim": 16} | _MINISTRAL3),
+    "phi3": ("phi3", "Phi3", _SMALL),
+    "phi3-mha": ("phi3", "Phi3", _SMALL | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "phi3-window": ("phi3", "Phi3", _SMALL | {"sliding_window": 64}),
+    "phi3-longrope": ("phi3", "Phi3", _SMALL | {"original_max_position_embeddings": 128} | _LONGROPE),
+    "phi4-mini": (
+        "phi3",
+        "Phi3",
+        _SMALL
+        | {"hidden_size": 96, "original_max_position_embeddings": 128, "tie_word_embeddings": True}
+        | _rope(
+            "longrope", partial_rotary_factor=0.75, short_factor=[1.0] * 6, long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        ),
+    ),
+    "smollm3": ("smollm3", "SmolLM3", _SMALL | {"num_hidden_layers": 4}),
+    "smollm3-bias": (
+        "smollm3",
+        "SmolLM3",
+        _SMALL
+        | {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+        | _rope("linear", factor=2.0),
+    ),
+    "smollm3-window": (
+        "smollm3",
+        "SmolLM3",
+        _SMALL | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 64},
+    ),
+    "olmo2": ("olmo2", "Olmo2", _SMALL),
+    "olmo2-bias": ("olmo2", "Olmo2", _SMALL | {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    "granite": ("granite", "Granite", _SMALL | _GRANITE),
+    "granite-bias": (
+        "granite",
+        "Granite",
+        _SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.2},
+    ),
+    "glm": ("glm", "Glm", _SMALL | {"head_dim": 16}),
+    "glm4": ("glm4", "Glm4", _SMALL | {"head_dim": 16}),
+    "glm4-plain": (
+        "glm4",
+        "Glm4",
+        _SMALL | {"head_dim": 8, "attention_bias": False} | _rope("default", partial_rotary_factor=1.0),
+    ),
+    "starcoder2": ("starcoder2", "Starcoder2", _SMALL | {"tie_word_embeddings": True}),
+    "starcoder2-plain": ("starcoder2", "Starcoder2", _SMALL | {"use_bias": False, "sliding_window": 64}),
+    "gpt-neox": ("gpt_neox", "GPTNeoX", _SMALL | {"hidden_size": 96}),
+    "gpt-neox-sequential": (
+        "gpt_neox",
+        "GPTNeoX",
+        _SMALL
+        | {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}
+        | _rope("default", partial_rotary_factor=1.0),
+    ),
+    "gpt2": ("gpt2", "GPT2", _GPT2),
+    "gpt2-untied": (
+        "gpt2",
+        "GPT2",
+        _GPT2 | {"n_inner": 100, "activation_function": "relu", "tie_word_embeddings": False},
+    ),
+    "stablelm": ("stablelm", "StableLm", _SMALL | {"hidden_size": 96}),
+    "stablelm-parallel": (
+        "stablelm",
+        "StableLm",
+        _SMALL
+        | {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True, "tie_word_embeddings": True}
+        | _rope("default", partial_rotary_factor=0.5),
+    ),
+    "cohere": ("cohere", "Cohere", _SMALL | {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "cohere-norms": (
+        "cohere",
+        "Cohere",
+        _SMALL | {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.8, "head_dim": 16},
+    ),
     "opt": ("opt", "OPT", _OPT),
     "opt-plain": ("opt", "OPT", _OPT | {"enable_bias": False, "tie_word_embeddings": False}),
     "opt-gelu": ("opt", "OPT", _OPT | {"activation_function": "gelu"}),
@@ -137,7 +241,8 @@ def make_hf(case: str, seed: int = 0) -> Any:
     package, prefix, config = CASES[case]
     settings = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
     modeling = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    model = getattr(modeling, f"{prefix}ForCausalLM")(getattr(settings, f"{prefix}Config")(**config))
+    kind = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
+    model = getattr(modeling, kind)(getattr(settings, f"{prefix}Config")(**config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

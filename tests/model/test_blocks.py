@@ -13,8 +13,8 @@ from afterglow.errors import ConfigError
 from afterglow.kernels.block_rounding import round_to_blocks
 from afterglow.kernels.packed import dequantize
 from afterglow.model.decoder import Decoder, PlainAttend
-from afterglow.model.families import Names
 from afterglow.model.linear import BlockLinear, StackedLinear
+from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, RandomSource
 from afterglow.model.spec import ModelSpec
 from afterglow.model.tables import PackedTensor

@@ -23,8 +23,8 @@ from afterglow.memory import free
 from afterglow.model import memory_check
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.digest import model_digest
-from afterglow.model.families import Names
 from afterglow.model.loader import load_model, read_spec, weight_files
+from afterglow.model.names import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.tables import PackedTensor
 from afterglow.model.weights import WeightAssembler

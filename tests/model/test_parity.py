@@ -13,7 +13,15 @@ from afterglow.model.loader import load_model, read_spec
 from tests.model.families_hf import CASES, save_case
 
 LENGTHS = (1, 40, 23)
-WINDOWED = {"llama-longrope": 128}
+WINDOWED = {
+    "llama-longrope": 128,
+    "ministral3": 64,
+    "phi3-longrope": 128,
+    "phi3-window": 64,
+    "phi4-mini": 128,
+    "smollm3-window": 64,
+    "starcoder2-plain": 64,
+}
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS, vocab: int = 97) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ FALCON = plain("falcon")
         ({"model_type": "mixtral"}, ["mixtral", "mixture of experts"]),
         ({"model_type": "deepseek_v3"}, ["MLA"]),
         ({"model_type": "nonsense"}, ["nonsense", "held against", "use a model of one of the types", "qwen3"]),
-        ({"model_type": "phi3"}, ["phi3", "fused weights", "use a model"]),
+        ({"model_type": "persimmon"}, ["persimmon", "fused weights", "use a model"]),
         ({"model_type": "mamba"}, ["mamba", "keep a state", "use a model"]),
         ({"model_type": ...}, ["model_type"]),
         ({"hidden_act": "quick_gelu"}, ["quick_gelu", "gelu_new"]),

@@ -251,6 +251,7 @@ def redundancy(embedder: Embedder, sentences: Sequence[Sequence[int]]) -> tuple[
                     middle = x + out.last
                     end = middle + mlp_out.last
                 else:
+                    assert layer.attn_norm is not None
                     assert layer.mlp_norm is not None
                     x = seen.inputs[index]
                     middle = layer.attn_norm(out.last + x)

@@ -20,9 +20,9 @@ from afterglow.memo.projector import Projector, ProjectorSpec
 from afterglow.memo.vector_index import VectorIndex
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import BatchAttend
-from afterglow.model.families import Names
 from afterglow.model.keeping import Keeping
 from afterglow.model.linear import int8_levels
+from afterglow.model.names import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.weights import WeightAssembler
 from benchmarks.papers.attncache.database_times import OPENED, SEARCHED, STORED, fetching, opening, searching

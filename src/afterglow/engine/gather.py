@@ -124,6 +124,15 @@ def _put(rows: Tensor, place: Tensor, angles: Rotation | None = None) -> None:
         place.copy_(rows, non_blocking=True)
 
 
+def _angles(entry: BatchEntry, where: slice) -> Rotation | None:
+    """Return the rotation of some rows of an entry's context."""
+    if entry.gather_angles is None:
+        return None
+    cos, sin = entry.gather_angles
+    within = slice(where.start - entry.gather_from, where.stop - entry.gather_from)
+    return cos[within], sin[within]
+
+
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield ranges of places in `slots` whose slots follow each other."""
     cuts = [at for at, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
@@ -133,10 +142,11 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 class Gatherer:
     """Fill the device contexts of a step's entries from host slots. For the runner alone."""
 
-    def __init__(self, host: HostRows, layers: int, ahead: int | None = None) -> None:
-        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device."""
+    def __init__(self, host: HostRows, layers: int, ahead: int | None = None, *, unturned: Sequence[int] = ()) -> None:
+        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device. `unturned`: layers whose keys
+        are not rotated."""
         self._host = host
-        self._layers = layers
+        self._layers, self._unturned = layers, frozenset(unturned)
         self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
         self._device = torch.get_device_module(host.device)
         self._stream = self._device.Stream()
@@ -210,7 +220,8 @@ class Gatherer:
                 return
             at = start
             for rows in self._host.rows(gather, layer, 0):
-                self._rotated(entry, rows, slice(at, at + len(rows)), keys)
+                where = slice(at, at + len(rows))
+                _put(rows, keys[where], None if layer in self._unturned else _angles(entry, where))
                 at += len(rows)
             at = start
             for rows in self._host.rows(gather, layer, 1):
@@ -224,11 +235,3 @@ class Gatherer:
             other is not entry and other.failed is None and all(each.move != gather.move for each in other.gathers)
             for other in self._all
         )
-
-    def _rotated(self, entry: BatchEntry, rows: Tensor, where: slice, keys: Tensor) -> None:
-        if entry.gather_angles is None:
-            _put(rows, keys[where])
-            return
-        cos, sin = entry.gather_angles
-        within = slice(where.start - entry.gather_from, where.stop - entry.gather_from)
-        _put(rows, keys[where], (cos[within], sin[within]))

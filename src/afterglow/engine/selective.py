@@ -103,11 +103,11 @@ class PrefixSelection:
         found: dict[str, Tensor] = {}  # keys that were loaded to select by
 
         def probe_keys() -> Waits[Tensor]:
-            found["probes"] = self._rotate((yield from self.prefix.probe_keys(layer)).to(q.device), None)
+            found["probes"] = self._rotate(layer, (yield from self.prefix.probe_keys(layer)).to(q.device), None)
             return found["probes"]
 
         def all_keys() -> Waits[Tensor]:
-            found["all"] = self._rotate((yield from self.prefix.all_keys(layer)).to(q.device), None)
+            found["all"] = self._rotate(layer, (yield from self.prefix.all_keys(layer)).to(q.device), None)
             return found["all"]
 
         selection = yield from self._select(queries, probe_keys, all_keys)
@@ -115,7 +115,7 @@ class PrefixSelection:
         rotated, values = yield from self.prefix.take(layer, selection, keys)
         rotated, values = rotated.to(q.device), values.to(q.device)
         if keys is None:
-            rotated = self._rotate(rotated, selection.rows)
+            rotated = self._rotate(layer, rotated, selection.rows)
         self.kept.append((rotated, values))
         self.selections.append(selection)
         if self.shared.renew:
@@ -200,11 +200,11 @@ class PrefixSelection:
         if len(missing):
             rows, keys = yield from self.prefix.more(layer, KEYS, missing)
             rows = rows.to(loaded.keys.device)
-            loaded.put_keys(rows, self._rotate(keys.to(loaded.keys.device), rows))
+            loaded.put_keys(rows, self._rotate(layer, keys.to(loaded.keys.device), rows))
 
-    def _rotate(self, keys: Tensor, rows: Tensor | None) -> Tensor:
-        """Rotate keys of rows of the prefix (None: all rows) to the rows' positions."""
-        if self._rotation is None:
+    def _rotate(self, layer: int, keys: Tensor, rows: Tensor | None) -> Tensor:
+        """Rotate a layer's keys of rows of the prefix (None: all rows) to the rows' positions."""
+        if self._rotation is None or layer in self.shared.decoder.spec.unturned:
             return keys
         cos, sin = self._rotation
         return rotate(keys, (cos, sin) if rows is None else (cos[rows], sin[rows]))

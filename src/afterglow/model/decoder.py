@@ -30,7 +30,7 @@ class Norm:
     __slots__ = ("_bias", "_eps", "_rms", "_shape", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, rms: bool, eps: float) -> None:
-        """Keep `weight` and `bias` [size]; RMS norms have no bias."""
+        """Keep `weight` and `bias` [size]; RMS norms have no bias. `weight` may be [heads, size]: each head has its own."""
         self._weight, self._bias, self._rms, self._eps = weight, bias, rms, eps
         self._shape = tuple(weight.shape)
 
@@ -38,6 +38,8 @@ class Norm:
         """Normalise `x` [..., size]; same shape and dtype."""
         if self._rms:
             return rms_norm(x, self._weight, self._eps)
+        if len(self._shape) == 2:
+            return F.layer_norm(x, self._shape[1:], None, None, self._eps).mul_(self._weight)
         return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
 
     @property
@@ -49,7 +51,19 @@ class Norm:
 class Attention:
     """One layer's attention block as `Attend` sees it: hidden rows in, queries, keys and values out."""
 
-    __slots__ = ("_k_norm", "_q_norm", "_qkv", "_values", "head_dim", "heads", "kv_heads", "layer", "scale")
+    __slots__ = (
+        "_k_norm",
+        "_q_norm",
+        "_qkv",
+        "_turned",
+        "_values",
+        "_wide_norm",
+        "head_dim",
+        "heads",
+        "kv_heads",
+        "layer",
+        "scale",
+    )
 
     def __init__(
         self, layer: int, spec: ModelSpec, qkv: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
@@ -58,6 +72,8 @@ class Attention:
         self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
         self.head_dim, self.scale = spec.head_dim, spec.scale
         self._qkv, self._q_norm, self._k_norm = qkv, q_norm, k_norm
+        self._wide_norm = spec.qk_norm_over == "width"
+        self._turned = layer not in spec.unturned
         self._values: Linear | None = None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +85,11 @@ class Attention:
         heads, keys_end = self.heads, self.heads + self.kv_heads
         qkv = self._qkv(x).view(x.shape[0], keys_end + self.kv_heads, self.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads:keys_end], qkv[:, keys_end:]
-        if self._q_norm is not None and self._k_norm is not None:
+        if self._q_norm is None or self._k_norm is None:
+            return q, k, v
+        if self._wide_norm:
+            q, k = self._q_norm(q.flatten(1)).view(q.shape), self._k_norm(k.flatten(1)).view(k.shape)
+        else:
             q, k = self._q_norm(q), self._k_norm(k)
         return q, k, v
 
@@ -84,13 +104,13 @@ class Attention:
     def rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """Rotate queries or keys [tokens, any heads, head_dim] to the positions of `rotation`.
 
-        `rotation` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself.
+        `rotation` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself, as does a layer without positions.
         """
-        return x if rotation is None else rotate(x, rotation)
+        return x if rotation is None or not self._turned else rotate(x, rotation)
 
     def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys as `project` returns them, in one call if they lie side by side."""
-        if rotation is None:
+        if rotation is None or not self._turned:
             return q, k
         rows, heads, size = q.shape
         if k.stride() != q.stride() or k.data_ptr() - q.data_ptr() != heads * size * q.element_size():
@@ -109,14 +129,17 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer. `mlp_norm` is None where the MLP shares the attention's norm."""
+    """The weights of one layer. Norms are None where there are none, `mlp_norm` also where the MLP shares the attention's norm.
+    `attn_after` and `mlp_after` are norms of what attention and MLP add."""
 
-    attn_norm: Norm
+    attn_norm: Norm | None
     attention: Attention
     out: Linear
     mlp_norm: Norm | None
     mlp_in: Linear
     mlp_out: Linear
+    attn_after: Norm | None = None
+    mlp_after: Norm | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +153,10 @@ class Hidden:
     def part(self, rows: slice) -> Hidden:
         """Return a copy of some rows."""
         return Hidden(self.x[rows].clone(), self.normed[rows].clone(), self.layer)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -199,9 +226,11 @@ class Decoder:
     def begin(self, ids: Tensor, positions: Tensor) -> Hidden:
         """Begin a pass that can be left between layers: return it before its first layer."""
         x = self._embed(ids, self.dtype)
+        if self.spec.embed_scale != 1:
+            x = x * self.spec.embed_scale
         if self._positions is not None:
             x = x + F.embedding(positions + self.spec.position_offset, self._positions)
-        return Hidden(x, self._norms[0](x))
+        return Hidden(x, _normed(self._norms[0], x))
 
     @torch.inference_mode()
     def go_on(self, hidden: Hidden, attend: Attend, wanted: Tensor | None = None, stop: int | None = None) -> None:
@@ -218,20 +247,23 @@ class Decoder:
                 normed = block(x, attended)
             else:
                 x = self._after_attention(layer, x, normed, attended)
-                normed = self._norms[index + 1](x)
+                normed = _normed(self._norms[index + 1], x)
             hidden.x, hidden.normed, hidden.layer = x, normed, index + 1
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, float32 [rows, vocab], of `hidden` [rows, hidden] from `forward`."""
-        return self._head(hidden).float()
+        logits = self._head(hidden).float()
+        return logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)
 
-    def _block(self, layer: Layer, after: Norm) -> Block | None:
+    def _block(self, layer: Layer, after: Norm | None) -> Block | None:
         """Return the part of the layer after attention as one call; None if its operations must be called one by one."""
         out, mlp_in, mlp_out = layer.out, layer.mlp_in, layer.mlp_out
         if self.spec.residual == "parallel" or not self.spec.gated_mlp or self.spec.activation != "silu":
             return None
-        if layer.mlp_norm is None or layer.mlp_norm.rms is None or after.rms is None:
+        if self.spec.norm_after or self.spec.residual_scale != 1:
+            return None
+        if layer.mlp_norm is None or layer.mlp_norm.rms is None or after is None or after.rms is None:
             return None
         if in_panels(out) and in_panels(mlp_in) and in_panels(mlp_out):
             return Block(out, layer.mlp_norm.rms, mlp_in, mlp_out, after.rms)
@@ -241,10 +273,15 @@ class Decoder:
         """Return the layer's output for `x` [rows, hidden], given its norm and attention's context."""
         if self.spec.residual == "parallel":
             inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
-            return (x + layer.out(attended)).add_(self._mlp(layer, inner))
-        assert layer.mlp_norm is not None
-        x = x + layer.out(attended)
-        return x.add_(self._mlp(layer, layer.mlp_norm(x)))
+            x = self._added(x, layer.out(attended), layer.attn_after)
+        else:
+            x = self._added(x, layer.out(attended), layer.attn_after)
+            inner = _normed(layer.mlp_norm, x)
+        return self._added(x, self._mlp(layer, inner), layer.mlp_after)
+
+    def _added(self, x: Tensor, part: Tensor, norm: Norm | None) -> Tensor:
+        """Return `x` with what attention or MLP add to it, all [rows, hidden]."""
+        return torch.add(x, _normed(norm, part), alpha=self.spec.residual_scale)
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         inner = layer.mlp_in(x)

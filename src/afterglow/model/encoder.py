@@ -64,6 +64,7 @@ class Encoder:
             x = x + self._token_type
         x = self._embed_norm(x + F.embedding(positions + self.spec.position_offset, self._positions))
         for index, layer in enumerate(self.layers):
+            assert layer.attn_norm is not None
             assert layer.mlp_norm is not None
             x = layer.attn_norm(layer.out(attend(index, layer.attention, x)).add_(x))
             inner = self._activation(layer.mlp_in(x))

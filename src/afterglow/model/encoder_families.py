@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.families import Config, Names, need, read_activation
+from afterglow.model.config_reading import Config, need, read_activation
+from afterglow.model.names import Names
 from afterglow.model.refusals import refuse_keys
 from afterglow.model.spec import EncoderSpec
 

@@ -21,9 +21,10 @@ from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
-from afterglow.model.families import Names, replace_eos, spec_from_config
+from afterglow.model.families import replace_eos, spec_from_config
 from afterglow.model.gguf.mapped_weights import GgufWeights, read_gguf_spec
 from afterglow.model.memory_check import check_memory, weight_bytes
+from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.quantization_config import unpacking
 from afterglow.model.quantized import QuantizedWeights
@@ -34,6 +35,7 @@ Progress = Callable[[int, int], None]
 """`progress(done_bytes, total_bytes)`."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX, by newer versions of transformers
 INDEX = "model.safetensors.index.json"
 
 
@@ -239,7 +241,7 @@ class Checkpoint:
 
     def _find(self, name: str) -> str:
         # Checkpoints saved from the bare model lack the outermost module's name.
-        for candidate in (name, name.partition(".")[2]):
+        for candidate in (name, name.partition(".")[2], OTHER_NAMES.get(name)):
             if candidate in self._files:
                 return candidate
         raise ModelError(f"{self._directory}: the weights lack {name}; they are not what config.json describes")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from afterglow.choices import QuantizationName
 from afterglow.model.decoder import Decoder
-from afterglow.model.families import Names
+from afterglow.model.names import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.weights import WeightAssembler
 

@@ -12,6 +12,7 @@ from afterglow.errors import ModelError
 Positions = Literal["rope", "learned"]
 Residual = Literal["sequential", "parallel"]
 Norm = Literal["rms", "layer"]
+QkNormOver = Literal["head", "heads", "width"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,7 +36,12 @@ class ModelSpec:
     """The shape and arithmetic of one decoder.
 
     `residual="parallel"`: attention and MLP both read the layer's input (Phi-2, Falcon), through one norm,
-    or, with `mlp_norm`, each through its own. Sequential layers always have both norms.
+    or, with `mlp_norm`, each through its own. `norm_before` and `norm_after`: attention and MLP have norms of what goes into them,
+    and of what comes out of them.
+    `unturned`: layers whose queries and keys are not rotated. `qk_norm_over`: queries and keys are normed head by head with
+    one weight for all heads, or with weights for each, or over the whole width.
+    `*_scale`: what embeddings, scores, outputs of attention and MLP, and logits are multiplied by; scores by the root of the
+    head's size where there is no number.
     `position_limit`: longest context in which stored KV stays valid, where that is below `max_positions`;
     `position_limit_reason` says why.
     """
@@ -64,6 +70,15 @@ class ModelSpec:
     head_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
+    norm_before: bool = True
+    norm_after: bool = False
+    norm_bias: bool = True  # of layer norms
+    qk_norm_over: QkNormOver = "head"
+    unturned: tuple[int, ...] = ()
+    embed_scale: float = 1.0
+    attention_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     position_limit: int | None = None
     position_limit_reason: str = ""
     bos_id: int | None = None
@@ -96,7 +111,7 @@ class ModelSpec:
     @property
     def scale(self) -> float:
         """Return the factor of scores before the softmax."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
 
     @property
     def decoupled(self) -> bool:
@@ -137,6 +152,9 @@ class ModelSpec:
             "dtype",
         ):
             del fields[name]
+        for name, usual in LATER_FIELDS.items():  # stored keys and values of models without them stay valid
+            if fields[name] == usual:
+                del fields[name]
         return json.dumps(fields, sort_keys=True)
 
     @property
@@ -148,6 +166,15 @@ class ModelSpec:
         if self.positions == "learned":
             tables += (self.max_positions + self.position_offset) * self.hidden
         return self.layers * (attention + mlp) + tables
+
+
+# Fields that came after there were stored keys and values, and their defaults.
+LATER_FIELDS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelSpec)
+    if field.name.endswith("_scale")
+    or field.name in ("norm_before", "norm_after", "norm_bias", "qk_norm_over", "unturned")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

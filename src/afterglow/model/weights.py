@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from afterglow.choices import KeptWeights, QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
-from afterglow.model.families import Names
 from afterglow.model.keeping import Keeping, blocks_work
 from afterglow.model.linear import BlockLinear, Linear, ReorderedLinear, StackedLinear
+from afterglow.model.names import Names
 from afterglow.model.rotary import rope_table
 from afterglow.model.spec import EncoderSpec, ModelSpec
 from afterglow.model.tables import BlockTable, PackedTensor, Table
@@ -34,6 +34,19 @@ class WeightSource(Protocol):
     def packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
         """Return the matrix `name` in blocks, None if the source has numbers for it. Raises: as `get`."""
         ...
+
+
+class Part(NamedTuple):
+    """Outputs of a matrix that are one module in the files. `order`, int64 [outputs]: which of its rows each output is, None if
+    they are in order."""
+
+    name: str
+    outputs: int
+    order: Tensor | None = None
+
+    def sorted(self, rows: Tensor) -> Tensor:
+        """Return the rows of the module, [outputs, ...], in the order of the outputs."""
+        return rows if self.order is None else rows[self.order.to(rows.device)]
 
 
 class WeightAssembler:
@@ -100,21 +113,27 @@ class WeightAssembler:
         spec, names = self._spec, self._names
 
         def at(template: str) -> str:
-            return template.format(l=index)
+            return template.replace("{l}", str(index))
+
+        def norm(template: str, there: bool) -> Norm | None:
+            return self._norm(at(template), spec.hidden) if there else None
 
         q_norm = k_norm = None
         if spec.qk_norm:
-            q_norm = self._norm(at(names.q_norm), spec.head_dim, rms=True)
-            k_norm = self._norm(at(names.k_norm), spec.head_dim, rms=True)
+            q_norm = self._qk_norm(at(names.q_norm), spec.heads)
+            k_norm = self._qk_norm(at(names.k_norm), spec.kv_heads)
         width = spec.heads * spec.head_dim
-        mlp = [(at(name), spec.ffn) for name in names.mlp]
+        mlp_width = spec.ffn * (2 if spec.gated_mlp else 1) // len(names.mlp)
+        mlp = [Part(at(name), mlp_width) for name in names.mlp]
         return Layer(
-            attn_norm=self._norm(at(names.attn_norm), spec.hidden),
+            attn_norm=norm(names.attn_norm, spec.norm_before),
             attention=Attention(index, spec, self._qkv(index), q_norm, k_norm),
-            out=self._linear([(at(names.out), spec.hidden)], width, spec.out_bias),
-            mlp_norm=self._norm(at(names.mlp_norm), spec.hidden) if spec.mlp_norm else None,
+            out=self._linear([Part(at(names.out), spec.hidden)], width, spec.out_bias),
+            mlp_norm=norm(names.mlp_norm, spec.norm_before and spec.mlp_norm),
             mlp_in=self._linear(mlp, spec.hidden, spec.mlp_bias),
-            mlp_out=self._linear([(at(names.mlp_out), spec.hidden)], spec.ffn, spec.mlp_bias),
+            mlp_out=self._linear([Part(at(names.mlp_out), spec.hidden)], spec.ffn, spec.mlp_bias),
+            attn_after=norm(names.attn_after, spec.norm_after),
+            mlp_after=norm(names.mlp_after, spec.norm_after),
         )
 
     def _get(self, name: str, *shape: int) -> Tensor:
@@ -135,63 +154,97 @@ class WeightAssembler:
             else BlockTable(found[0].clone(), found[1])
         )
 
-    def _norm(self, name: str, size: int, *, rms: bool | None = None) -> Norm:
-        rms = self._spec.norm == "rms" if rms is None else rms
+    def _norm(self, name: str, size: int) -> Norm:
+        rms = self._spec.norm == "rms"
         weight = self._get(name + ".weight", size).clone()
-        bias = None if rms else self._get(name + ".bias", size).clone()
+        bias = self._get(name + ".bias", size).clone() if not rms and self._spec.norm_bias else None
         return Norm(weight, bias, rms=rms, eps=self._spec.norm_eps)
 
-    def _linear(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, *, head: bool = False) -> Linear:
-        """Build one matrix out of the modules `parts` (name, outputs), stacked in order. Neighbours of one layout become one."""
-        found = [(name, size, self._packed(name + ".weight", (size, inputs))) for name, size in parts]
+    def _qk_norm(self, name: str, heads: int) -> Norm:
+        """Build the norm of queries, or of keys, which have so many heads."""
+        spec, order = self._spec, self._head_order()
+        size = spec.head_dim
+        if spec.qk_norm_over == "width":
+            weight = self._get(name + ".weight", heads * size).view(heads, size)[:, order].flatten()
+        elif spec.qk_norm_over == "head":
+            weight = self._get(name + ".weight", size)[order]
+        elif "{h}" in name:
+            weight = torch.stack([self._get(name.format(h=head) + ".weight", size)[order] for head in range(heads)])
+        else:
+            weight = self._get(name + ".weight", heads, size)[:, order]
+        return Norm(weight, None, rms=spec.norm == "rms", eps=spec.norm_eps)
+
+    def _head_order(self) -> Tensor:
+        """Return the row of a head in the files that each of its dimensions is, int64 [head_dim]."""
+        rows = torch.arange(self._spec.head_dim)
+        if not self._names.neighbours or self._spec.rope is None:
+            return rows
+        turned, rest = rows[: self._spec.rope.dim], rows[self._spec.rope.dim :]
+        return torch.cat((turned[::2], turned[1::2], rest))
+
+    def _linear(self, parts: Sequence[Part], inputs: int, bias: bool, *, head: bool = False) -> Linear:
+        """Build one matrix out of the modules `parts`, stacked in order. Neighbours of one layout become one."""
+        found = [(part, self._blocks(part, inputs)) for part in parts]
         stack: list[Linear] = []
         for _, same in groupby(found, key=_layout):
             run = list(same)
-            biases = torch.cat([self._bias(name, size) for name, size, _ in run]) if bias else None
-            blocks = [part for _, _, part in run if part is not None]
+            biases = torch.cat([self._bias(part) for part, _ in run]) if bias else None
+            blocks = [packed for _, packed in run if packed is not None]
             if blocks:
                 whole = blocks[0].blocks if len(blocks) == 1 else torch.cat([part.blocks for part in blocks])
                 stack.append(_of_blocks(blocks[0]._replace(blocks=whole), inputs, biases))
                 continue
-            matrix = self._keeping.begin(sum(size for _, size, _ in run), inputs, head=head)
+            matrix = self._keeping.begin(sum(part.outputs for part, _ in run), inputs, head=head)
             start = 0
-            for name, size, _ in run:
-                matrix.fill(start, self._source.get(name + ".weight", (size, inputs)))
-                start += size
+            for part, _ in run:
+                matrix.fill(start, part.sorted(self._matrix(part, inputs)))
+                start += part.outputs
             stack.append(matrix.done(biases))
         return stack[0] if len(stack) == 1 else StackedLinear(stack)
 
-    def _bias(self, name: str, size: int) -> Tensor:
-        return self._get(name + ".bias", size).clone()
+    def _matrix(self, part: Part, inputs: int) -> Tensor:
+        """Return the weights of a module, [outputs, inputs], as they are in the file."""
+        if self._names.transposed and part.name != self._names.head:
+            return self._source.get(part.name + ".weight", (inputs, part.outputs)).T
+        return self._source.get(part.name + ".weight", (part.outputs, inputs))
+
+    def _blocks(self, part: Part, inputs: int) -> PackedTensor | None:
+        found = self._packed(part.name + ".weight", (part.outputs, inputs))
+        return found if found is None else found._replace(blocks=part.sorted(found.blocks))
+
+    def _bias(self, part: Part) -> Tensor:
+        return part.sorted(self._get(part.name + ".bias", part.outputs).clone())
 
     def _qkv(self, index: int) -> Linear:
-        spec = self._spec
+        spec, group = self._spec, self._spec.heads // self._spec.kv_heads
         names = [name.format(l=index) for name in self._names.qkv]
-        sizes = [heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
-        if len(names) == 3:
-            return self._linear(list(zip(names, sizes, strict=True)), spec.hidden, spec.qkv_bias)
-        # Falcon: per KV head its query heads, its key, its value; sorted here, so that the decoder sees one
-        # order.
-        group = spec.heads // spec.kv_heads
-        rows = torch.arange(sum(sizes)).reshape(spec.kv_heads, group + 2, spec.head_dim)
-        order = torch.cat((rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()))
-        shape = (sum(sizes), spec.hidden)
-        bias = self._bias(names[0], sum(sizes))[order.to(self._device)] if spec.qkv_bias else None
-        found = self._packed(names[0] + ".weight", shape)
-        if found is not None:
-            return _of_blocks(found._replace(blocks=found.blocks[order]), spec.hidden, bias)
-        return self._keeping(self._source.get(names[0] + ".weight", shape)[order], bias)
+        rows = torch.arange((spec.heads + 2 * spec.kv_heads) * spec.head_dim).view(-1, spec.head_dim)
+        q, k, v = torch.split(rows, [spec.heads, spec.kv_heads, spec.kv_heads])
+        if self._names.grouped:
+            groups = rows.view(spec.kv_heads, group + 2, spec.head_dim)
+            q, k, v = groups[:, :group].flatten(0, 1), groups[:, group], groups[:, group + 1]
+        inside = self._head_order()
+        orders = [q[:, inside].flatten(), k[:, inside].flatten(), v.flatten()]
+        if len(names) == 1:
+            orders = [torch.cat(orders)]
+        parts = [_part(name, order - order.min()) for name, order in zip(names, orders, strict=True)]
+        return self._linear(parts, spec.hidden, spec.qkv_bias)
 
     def _head(self, embed: Table) -> Linear:
-        spec = self._spec
+        spec, part = self._spec, Part(self._names.head, self._spec.vocab)
         if not spec.tied_embeddings:
-            return self._linear([(self._names.head, spec.vocab)], spec.hidden, spec.head_bias, head=True)
-        return self._keeping.tied(embed, self._bias(self._names.head, spec.vocab) if spec.head_bias else None)
+            return self._linear([part], spec.hidden, spec.head_bias, head=True)
+        return self._keeping.tied(embed, self._bias(part) if spec.head_bias else None)
 
 
-def _layout(part: tuple[str, int, PackedTensor | None]) -> tuple[str, bytes | None] | None:
+def _part(name: str, order: Tensor) -> Part:
+    """Return a module of which all rows are used, in any order."""
+    return Part(name, len(order), None if order.equal(torch.arange(len(order))) else order)
+
+
+def _layout(part: tuple[Part, PackedTensor | None]) -> tuple[str, bytes | None] | None:
     """Return what parts of one matrix in blocks have in common; None if a part has numbers."""
-    found = part[2]
+    found = part[1]
     if found is None:
         return None
     return found.block_format, None if found.order is None else found.order.numpy().tobytes()

@@ -16,7 +16,7 @@ import numpy as np
 
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, GgufFile, check_whole
-from afterglow.model.families import Names
+from afterglow.model.names import Names
 from afterglow.model.refusals import KNOWN_REFUSED
 from afterglow.model.spec import ModelSpec
 from afterglow.text.gguf_tokenizer import GgufVocabulary

@@ -19,8 +19,9 @@ from afterglow.gguf_file import FileTensor, open_gguf
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.memory.malloc_trim import trim
 from afterglow.memory.pages import give_back, read_soon
-from afterglow.model.families import Names, spec_from_config
+from afterglow.model.families import spec_from_config
 from afterglow.model.gguf.architectures import Architecture, read_architecture
+from afterglow.model.names import Names
 from afterglow.model.spec import ModelSpec
 from afterglow.model.tables import PackedTensor
 

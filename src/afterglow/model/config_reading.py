@@ -1,0 +1,62 @@
+"""What the readers of `config.json` share: required keys, activations, windows. And what a family is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from afterglow.errors import ModelError
+from afterglow.model.names import Names
+from afterglow.model.spec import Activation, ModelSpec
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The way to read `config.json` of one model type."""
+
+    architecture: str
+    read: Callable[[Config], dict[str, Any]]  # ModelSpec fields that differ from Llama's reading
+    names: Callable[[ModelSpec], Names]
+    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of common keys
+    honoured: frozenset[str] = frozenset()  # keys of refusals.UNSUPPORTED that this family does honour
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def need(config: Config, key: str) -> Any:
+    """Return the value of a required key. Raises: ModelError if it is missing."""
+    if config.get(key) is None:
+        raise ModelError(f"config.json lacks {key!r}; the model directory is incomplete")
+    return config[key]
+
+
+def read_activation(name: Any) -> Activation:
+    """Return our name of an activation. Raises: ModelError if it is not known."""
+    if name not in ACTIVATIONS:
+        raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def windowed(fields: dict[str, Any], window: int | None) -> dict[str, Any]:
+    """Return `fields` with the sliding window as a limit: within it, windowed and full attention are the same."""
+    if window is None or window >= fields.get("position_limit", 1 << 62):
+        return fields
+    reason = f"sliding-window attention ({window} tokens) is not supported"
+    return fields | {"position_limit": window, "position_limit_reason": reason}
+
+
+def head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))

@@ -1,0 +1,174 @@
+"""The families with RMS norms: Llama, and what differs from it in a few places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afterglow.errors import ModelError
+from afterglow.model.config_reading import Config, Family, head_dim, need, read_activation, windowed
+from afterglow.model.names import Names
+from afterglow.model.rotary import read_rope
+from afterglow.model.spec import ModelSpec
+
+LAYER = "model.layers.{l}."
+FUSED_MLP = (LAYER + "mlp.gate_up_proj",)
+
+
+def _llama(config: Config, *, partial: float | None = None) -> dict[str, Any]:
+    bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    return {
+        "ffn": need(config, "intermediate_size"),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "activation": read_activation(config.get("hidden_act", "silu")),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": mlp_bias,
+        **read_rope(config, head_dim(config), partial=partial),
+    }
+
+
+def _mistral(config: Config) -> dict[str, Any]:
+    return windowed(_llama(config), config.get("sliding_window", 4096))  # left out means 4096
+
+
+def _ministral(config: Config) -> dict[str, Any]:
+    kinds = config.get("layer_types")
+    return _mistral(config) if kinds is None or "sliding_attention" in kinds else _llama(config)
+
+
+def _ministral3(config: Config) -> dict[str, Any]:
+    """Read Ministral 3, whose queries are scaled by their position from the end of the original window on."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    beta, original = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings")
+    rope.pop("max_position_embeddings", None)
+    config = {**config, "head_dim": config.get("head_dim", 128), "rope_parameters": rope}
+    fields = windowed(_llama(config) | {"head_dim": head_dim(config)}, config.get("sliding_window"))
+    if not beta:
+        return fields
+    if original is None:
+        raise ModelError("llama_4_scaling_beta without original_max_position_embeddings in config.json means nothing")
+    if original >= fields.get("position_limit", 1 << 62):
+        return fields
+    reason = f"queries that are scaled by their position (llama_4_scaling_beta = {beta}) are not supported"
+    return fields | {"position_limit": original, "position_limit_reason": reason}
+
+
+def _qwen_window(config: Config) -> int | None:
+    if not config.get("use_sliding_window"):
+        return None
+    kinds = config.get("layer_types")
+    if kinds:
+        slides = "sliding_attention" in kinds
+    else:
+        slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+    return config.get("sliding_window", 4096) if slides else None
+
+
+def _qwen2(config: Config) -> dict[str, Any]:
+    return windowed(_llama(config) | {"qkv_bias": True, "out_bias": False}, _qwen_window(config))
+
+
+def _qwen3(config: Config) -> dict[str, Any]:
+    config = {"head_dim": 128, **config}  # its default, whatever the hidden size
+    fields = _llama(config) | {"qk_norm": True, "head_dim": head_dim(config)}
+    return windowed(fields, _qwen_window(config))
+
+
+def _phi3(config: Config) -> dict[str, Any]:
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if (rope.get("rope_type") or rope.get("type")) == "yarn":  # as its first files call LongRoPE
+        config = {**config, "rope_parameters": rope | {"rope_type": "longrope"}}
+    config = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
+    return windowed(_llama(config, partial=1.0), config.get("sliding_window"))
+
+
+def _smollm3(config: Config) -> dict[str, Any]:
+    """Read SmolLM3, where some layers have no positions: those with a 0 in `no_rope_layers`, or one in an interval."""
+    layers = need(config, "num_hidden_layers")
+    turned = config.get("no_rope_layers")
+    if turned is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        turned = [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(turned) < layers:
+        raise ModelError(f"no_rope_layers in config.json has {len(turned)} numbers for {layers} layers")
+    fields = _llama({"rope_theta": 2000000.0, **config})
+    fields |= {
+        "unturned": tuple(layer for layer in range(layers) if not turned[layer]),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
+    kinds = config.get("layer_types")
+    slides = config.get("use_sliding_window") and (kinds is None or "sliding_attention" in kinds)
+    return windowed(fields, config.get("sliding_window") if slides else None)
+
+
+def _olmo2(config: Config) -> dict[str, Any]:
+    return _llama({"rms_norm_eps": 1e-5, **config}) | {
+        "norm_before": False,
+        "norm_after": True,
+        "qk_norm": True,
+        "qk_norm_over": "width",
+    }
+
+
+def _granite(config: Config) -> dict[str, Any]:
+    return _llama(config) | {
+        "embed_scale": float(config.get("embedding_multiplier", 1.0)),
+        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "residual_scale": float(config.get("residual_multiplier", 1.0)),
+        "logit_scale": 1.0 / float(config.get("logits_scaling", 1.0)),
+    }
+
+
+def _glm(config: Config) -> dict[str, Any]:
+    config = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True, **config}
+    return _llama(config, partial=0.5) | {"head_dim": head_dim(config), "out_bias": False}
+
+
+def _glm4(config: Config) -> dict[str, Any]:
+    return _glm(config) | {"norm_after": True}
+
+
+def _llama_names(spec: ModelSpec) -> Names:
+    return Names()
+
+
+def _phi3_names(spec: ModelSpec) -> Names:
+    return Names(qkv=(LAYER + "self_attn.qkv_proj",), mlp=FUSED_MLP)
+
+
+def _olmo2_names(spec: ModelSpec) -> Names:
+    return Names(attn_after=LAYER + "post_attention_layernorm", mlp_after=LAYER + "post_feedforward_layernorm")
+
+
+def _glm_names(spec: ModelSpec) -> Names:
+    return Names(
+        attn_after=LAYER + "post_self_attn_layernorm",
+        mlp_after=LAYER + "post_mlp_layernorm",
+        mlp=FUSED_MLP,
+        neighbours=True,
+    )
+
+
+_BIAS = frozenset({"attention_bias"})
+_BIASES = _BIAS | {"mlp_bias"}
+_MULTIPLIERS = frozenset({"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"})
+_NO_ROPE = frozenset({"no_rope_layers", "no_rope_layer_interval"})
+
+RMS_FAMILIES: dict[str, Family] = {
+    "llama": Family(architecture="LlamaForCausalLM", read=_llama, names=_llama_names, honoured=_BIASES),
+    "mistral": Family(architecture="MistralForCausalLM", read=_mistral, names=_llama_names),
+    "ministral": Family(architecture="MinistralForCausalLM", read=_ministral, names=_llama_names),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", read=_ministral3, names=_llama_names),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", read=_qwen2, names=_llama_names),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", read=_qwen3, names=_llama_names, honoured=_BIAS),
+    "phi3": Family(architecture="Phi3ForCausalLM", read=_phi3, names=_phi3_names),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM", read=_smollm3, names=_llama_names, honoured=_BIASES | _NO_ROPE
+    ),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", read=_olmo2, names=_olmo2_names, honoured=_BIAS),
+    "granite": Family(
+        architecture="GraniteForCausalLM", read=_granite, names=_llama_names, honoured=_BIASES | _MULTIPLIERS
+    ),
+    "glm": Family(architecture="GlmForCausalLM", read=_glm, names=_glm_names, honoured=_BIAS),
+    "glm4": Family(architecture="Glm4ForCausalLM", read=_glm4, names=_glm_names, honoured=_BIAS),
+}

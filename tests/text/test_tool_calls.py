@@ -116,6 +116,18 @@ def test_a_reply_is_read_the_same_however_it_is_cut(width: int) -> None:
         assert read(kind(TOOLS), text, width) == (content, "", calls), (kind, text)
 
 
+@pytest.mark.parametrize("width", [1, 3, 1000])
+def test_a_reply_that_is_cut_anywhere_has_no_call_but_the_beginnings_of_its_own(width: int) -> None:
+    for kind, text, _, calls in CASES:
+        for cut in range(len(text)):
+            found = read(kind(TOOLS), text[:cut], width)[2]
+            assert len(found) <= len(calls)
+            assert all(ended for *_, ended in found[:-1])
+            for (name, arguments, ended), (whole_name, whole, _) in zip(found, calls, strict=False):
+                assert name == whole_name
+                assert whole == arguments if ended else whole.startswith(arguments), (kind, text[:cut])
+
+
 def test_thoughts_are_apart() -> None:
     text = (
         "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"

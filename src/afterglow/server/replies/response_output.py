@@ -95,7 +95,8 @@ class ResponseOutput:
             yield "response.output_text.done", {**self._place(), "text": self._text, "logprobs": []}
             yield "response.content_part.done", {**self._place(), "part": part}
         else:
-            item = function_call(self._name, call.id, call.name, call.arguments, status)
+            ended = "completed" if call.ended else "incomplete"  # by a stop string, perhaps
+            item = function_call(self._name, call.id, call.name, call.arguments, ended)
             done = {"name": call.name, "arguments": call.arguments}
             yield "response.function_call_arguments.done", {**place, **done}
         yield "response.output_item.done", {"output_index": len(self.items), "item": item}

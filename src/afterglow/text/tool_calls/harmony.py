@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from afterglow.text.tool_calls.json_calls import is_json
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas
+from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, before_mark
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -67,9 +67,11 @@ class HarmonyParser(ReplyParser):
             self._content(text)
 
     def _end(self) -> None:
-        if self._kind:
-            self._body(self._buffer.text)
-            if self._kind == "call" and is_json(self.calls[-1].arguments):
+        if self._kind == "call":
+            self._argue(before_mark(self._buffer.text, ENDS))
+            if is_json(self.calls[-1].arguments):
                 self._close()
+        elif self._kind:
+            self._body(self._buffer.text)
         elif CHANNEL not in self._header:  # a reply without channels
             self._content(self._header + self._buffer.text)

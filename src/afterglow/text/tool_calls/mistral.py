@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from afterglow.text.tool_calls.json_calls import JsonCalls, is_json
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, nine_characters
+from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, before_mark, nine_characters
 
 MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -85,7 +85,7 @@ class MistralParser(ReplyParser):
     def _end(self) -> None:
         rest = self._buffer.text
         if self._step == self._arguments:
-            self._argue(rest)
+            self._argue(before_mark(rest, (MARK,)))
             if is_json(self.calls[-1].arguments):
                 self._close()
         elif self._step == self._header:

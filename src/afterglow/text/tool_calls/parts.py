@@ -149,6 +149,11 @@ def held(text: str, marks: Collection[str]) -> int:
     return 0
 
 
+def before_mark(text: str, marks: Collection[str]) -> str:
+    """Return a text that has been cut without its end, if that may be the beginning of a mark."""
+    return text[: len(text) - held(text, marks)]
+
+
 def first_of(text: str, marks: Collection[str]) -> tuple[int, str] | None:
     """Find the mark that comes first in the text, the longest where several begin there: (place, mark)."""
     found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
@@ -170,7 +175,7 @@ class Buffer:
         """Remove and return the text before the first mark, and the mark; without one the text that is certainly none."""
         found = first_of(self.text, marks)
         if found is None:
-            return self.take(len(self.text) - held(self.text, marks)), None
+            return self.take(len(before_mark(self.text, marks))), None
         before = self.take(found[0])
         self.take(len(found[1]))
         return before, found[1]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, held
+from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, before_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
@@ -129,8 +129,8 @@ class QwenXmlParser(ReplyParser):
         elif self._step == self._head:
             self._content(FUNCTION + self._name + self._buffer.text)
         elif self._step == self._content_of and self._string:
-            rest = self._buffer.text
-            self._argue(json.dumps(rest[: len(rest) - held(rest, (STOP,))], ensure_ascii=False)[1:-1])
+            rest = before_mark(self._buffer.text, ("\n" + STOP, STOP))
+            self._argue(json.dumps(rest, ensure_ascii=False)[1:-1])
 
 
 def is_text(schema: object) -> bool:

@@ -12,11 +12,18 @@ import pytest
 
 from tests.scripted_model import Scripted, scripted
 from tests.server.test_structured import SCHEMA, STRICT
-from tests.server.test_tools import ASK, CALL, FORMATS, WEATHER, _plain, respond
+from tests.server.test_tools import ASK, CALL, FORMATS, WEATHER, respond
 from tests.server.test_tools import ask as ask_chat
 from tests.waiting import wait_for
 
 WHOLE = {"city": "Köln", "days": 2}
+LONG = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 3000}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SHORT = {"/chat/completions": {"max_tokens": 5}, "/responses": {"max_output_tokens": 5}}
 TWO = f'Let me look.\n{CALL}\n<tool_call>\n{{"name": "clock", "arguments": {{"zone": "UTC"}}}}\n</tool_call>'  # the second is cut
 
 
@@ -202,17 +209,21 @@ def test_max_tokens_within_a_forced_call(hermes: Scripted) -> None:
 def test_a_client_that_leaves_leaves_nothing_but_rows(hermes: Scripted, path: str, stream: bool, what: str) -> None:
     """No request is left, and the prompt's rows are found again."""
     question = f"{path} {stream} {what}: what is the weather?"
+    function = {**WEATHER["function"], "parameters": LONG}  # type: ignore[dict-item]
     if path == "/chat/completions":
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "tools": [WEATHER]}
-        form: dict[str, Any] = {"response_format": STRICT}
+        tools: list[Any] = [{"type": "function", "function": function}]
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
+        form: dict[str, Any] = {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": LONG}}
+        }
     else:
-        flat = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
-        body = {"input": question, "tools": [flat]}
-        form = {"text": {"format": {"type": "json_schema", "name": "kite", "schema": SCHEMA}}}
-    fields = {"call": {}, "json": {**form, "tools": []}, "forced": {"tool_choice": "required"}}[what]
-    endless = '<tool_call>\n{"name": "weather", "arguments": {"city": "' + "Köln " * 1000
-    hermes.say(endless)
-    body = {**body, **fields, "stream": stream, "temperature": 0, "ignore_eos": True}
+        tools = [{"type": "function", **function}]
+        body = {"input": question}
+        form = {"text": {"format": {"type": "json_schema", "name": "x", "schema": LONG}}}
+    body |= {"call": {"tools": tools}, "json": form, "forced": {"tools": tools, "tool_choice": "required"}}[what]
+    body |= {"stream": stream, "temperature": 0}
+    hermes.runner.free = what != "call"
+    hermes.say('<tool_call>\n{"name": "weather", "arguments": {"city": "' + "Köln " * 1000)
     with httpx.Client(base_url=hermes.url, timeout=30) as client:
         if stream:
             with client.stream("POST", f"/v1{path}", json=body) as answer:
@@ -230,8 +241,8 @@ def test_a_client_that_leaves_leaves_nothing_but_rows(hermes: Scripted, path: st
     wait_for(gone)
     hermes.runner.scripts.clear()
     hermes.engine.settle()
-    hermes.say("Rain." if what == "call" else "")
-    again = httpx.post(f"{hermes.url}/v1{path}", json={**body, "stream": False, "ignore_eos": False, "max_tokens": 5})
+    again = httpx.post(f"{hermes.url}/v1{path}", json={**body, "stream": False, **SHORT[path]})
+    hermes.runner.free = False
     usage = again.json()["usage"]
     prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
     details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))

@@ -6,6 +6,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
+TRIM_AFTER = 64 << 20  # bytes of tensors read: how often loading returns what it has freed
+
 
 def trim() -> None:
     """Return freed memory to the system, where the C library is glibc. Otherwise glibc keeps free memory between used

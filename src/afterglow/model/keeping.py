@@ -15,7 +15,7 @@ from afterglow.choices import QuantizationName
 from afterglow.errors import ConfigError
 from afterglow.kernels.block_rounding import round_to_blocks
 from afterglow.kernels.built import native
-from afterglow.kernels.matrix import has_bytes
+from afterglow.kernels.matrix import has_bytes, on_huge_pages
 from afterglow.kernels.packed import BLOCK_FORMATS, GROUP
 from afterglow.model.linear import (
     BlockLinear,
@@ -61,7 +61,8 @@ class BlockFilling:
     def __init__(self, outputs: int, inputs: int, block_format: str) -> None:
         """Make room for the blocks, of the format Q4_0 or Q8_0."""
         self._format, self._inputs = block_format, inputs
-        self._blocks = torch.empty(outputs, BLOCK_FORMATS[block_format].row_bytes(inputs), dtype=torch.uint8)
+        # Mapped apart, so that no hole stays between matrices when it is freed.
+        self._blocks = on_huge_pages(torch.uint8, outputs, BLOCK_FORMATS[block_format].row_bytes(inputs))
 
     def fill(self, start: int, weight: Tensor) -> None:
         """See `Filling`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import ModelError
 from afterglow.gguf_file import is_gguf, part_paths
-from afterglow.memory.malloc_trim import trim
+from afterglow.memory.malloc_trim import TRIM_AFTER, trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
@@ -214,7 +214,7 @@ class Checkpoint:
         self._directory, self._progress = directory, progress
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self._open = contextlib.ExitStack()
-        self._done = self._total = 0
+        self._done = self._total = self._trimmed = 0
         self._last: Tensor | None = None
         for path in weight_files(directory):
             try:
@@ -292,6 +292,9 @@ class Checkpoint:
         read_soon(tensor.data_ptr(), tensor.nbytes)
         self._last = tensor
         self._done += tensor.nbytes
+        if self._done - self._trimmed > TRIM_AFTER:  # rounded parts that were freed lie between matrices that stay
+            self._trimmed = self._done
+            trim()
         if self._progress is not None:
             self._progress(self._done, self._total)
         return tensor

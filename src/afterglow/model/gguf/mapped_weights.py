@@ -17,7 +17,7 @@ from torch import Tensor
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, open_gguf
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
-from afterglow.memory.malloc_trim import trim
+from afterglow.memory.malloc_trim import TRIM_AFTER, trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.families import spec_from_config
 from afterglow.model.gguf.architectures import Architecture, read_architecture
@@ -27,7 +27,6 @@ from afterglow.model.tables import PackedTensor
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 JOINED = 3  # tensors that become one matrix: their pages are read when the last one is there
-TRIM_AFTER = 64 << 20  # bytes
 UNUSED = ("rope_freqs.weight",)  # tensors that are read with the metadata
 
 

@@ -93,6 +93,28 @@ def test_a_breakpoint_that_has_moved_on_is_merged_over() -> None:
     assert server.extents(words(6))[0].mark is not None
 
 
+@pytest.mark.parametrize("session", [None, "s"])
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+def test_the_turns_of_an_agent_are_merged_up_to_the_breakpoint_that_moves_on(
+    write_policy: str, session: str | None
+) -> None:
+    server = Marked(block=64, device_rows=4000, disk_bytes=10**6, write_policy=write_policy)
+    text = words(239, 5000)
+    for turn in range(20):
+        text += words(41, 10_000 + 1000 * turn)
+        job = server.ask(text, 19, session=session, breakpoints=at(239, len(text)))
+        text = server.text(job)
+    assert ends(server, text) == [239, 460, 700, 940, 1180, len(text) - 19, len(text) - 1], "41 if none were merged"
+    assert [extent.mark is not None for extent in server.extents(text)] == [True] * 6 + [False]
+
+
+def test_conversations_that_others_share_are_not_merged_into_one() -> None:
+    server = Marked(block=64, device_rows=4000)
+    server.ask(words(40), 0, session="s", breakpoints=at(40))
+    server.ask([*words(40), *words(40, 1000)], 0, session="t", breakpoints=at(80))
+    assert ends(server, [*words(40), *words(40, 1000)]) == [40, 80]
+
+
 # -------------------------------------------------------------------------------------------------- what is kept
 
 

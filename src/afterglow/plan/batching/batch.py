@@ -78,6 +78,8 @@ class Batch:
 
     def settle(self, job: Job, now: float) -> None:
         """Let go of a job's extents, if none of its rows is on the device or being saved any more."""
+        if job.grown:
+            self.merging.grown(job, now)
         if job.drafts:
             return
         self._tails.pop(job.seq, None)

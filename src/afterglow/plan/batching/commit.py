@@ -76,8 +76,7 @@ class Committer:
                 saved = sum(save.rows for save in run.saves) - (void if run.saves else 0)
                 self._cache.counters.rows_unsaved += max(0, new) - saved
             self._drafts.commit(job, now)
-            if not job.drafts:
-                self._batch.settle(job, now)
+            self._batch.settle(job, now)
         if job.cancelled:
             self._queue.finish(job, None, "cancelled", now)
         elif run.sample:

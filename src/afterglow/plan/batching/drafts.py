@@ -157,7 +157,7 @@ class Drafts:
         self._resolve(job, now)
 
     def saved(self, done: SaveDone, now: float) -> Job | None:
-        """Take note that rows of a draft are in their slots, or could not be. Returns the job, if it has no drafts any more."""
+        """Take note that rows of a draft are in their slots, or could not be. Returns the job, if the draft is still known."""
         draft = self._open.get(done.draft)
         if draft is None:
             return None
@@ -168,7 +168,7 @@ class Drafts:
                 draft.job.saving = False
                 self._seal(draft.job, now, all_of_them=True)
         self._resolve(draft.job, now)
-        return draft.job if not draft.job.drafts else None
+        return draft.job
 
     def _resolve(self, job: Job, now: float) -> None:
         """Turn the job's first drafts into extents, as far as they are sealed and answered."""
@@ -216,6 +216,7 @@ class Drafts:
         else:
             self._cache.add(extent, slots, now)
         if any(each.rows > draft.first_row for each in job.spec.breakpoints):
+            job.grown = draft.stop if draft.stop == job.spec.breakpoints[-1].rows else 0
             self._cache.mark(self._cache.match(job.spec.salt, prefix + own).views, job.spec.breakpoints, now)
         return outcome != "duplicate"
 

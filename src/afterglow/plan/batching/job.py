@@ -129,6 +129,7 @@ class Job:
     waited: bool = False  # for another job's prefill
     dropped: int = 0  # tokens of the caller's prompt that were left out
     origin: Origin | None = None  # where the rest's rows may be, before they have been copied
+    grown: int = 0  # rows up to its last breakpoint, when they have just been stored
     copies: list[int] = field(default_factory=list)  # moves that do so
     missed: tuple[Reason, int] = ("cold", 0)  # why its match ended where it did, and the rows after that
     carried: int = 0  # copied rows that were on disk

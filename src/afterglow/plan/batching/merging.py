@@ -9,6 +9,9 @@ extents are matched; then the new one takes their place, and they go when they a
 leaves either or both, never none. Whatever comes between is a reason not to merge: the end of the next turn is another
 occasion.
 
+A breakpoint stays the end of an extent while it lives, or until a later one of the conversation takes its place. So a turn
+with breakpoints is merged up to its last one as soon as its prompt is stored, before its reply hangs below that.
+
 Both halves have fewer than 256 rows, and the lower one at least a quarter of the upper one's unless that is of the same turn:
 so a row is copied once with its turn, and once for every quarter by which its extent grows. That is at most 26 times, and 3
 times where turns have 60 rows.
@@ -30,10 +33,12 @@ MIN_SHARE = 4  # the lower half has at least 1/4 of the upper half's rows, if an
 
 @dataclass(eq=False, slots=True)
 class _Merge:
-    """`parts` become `whole`, which cannot be matched before it is complete. No parts: it is given up."""
+    """`parts` become `whole`, which cannot be matched before it is complete. No parts: it is given up. `owner`: the
+    conversation of the job that they were merged for."""
 
     parts: list[Extent]
     whole: Extent
+    owner: tuple[str, str] | None
 
 
 class Merging:
@@ -52,7 +57,16 @@ class Merging:
 
     def ended(self, job: Job, now: float) -> None:
         """Merge the last extents of an ended job's conversation, if there is anything to be gained."""
-        parts = self._parts(job)
+        self._merge(job, job.length, now)
+
+    def grown(self, job: Job, now: float) -> None:
+        """Merge the last extents before a running job's last breakpoint: soon its reply hangs below them, and the breakpoint is
+        where no others will be merged."""
+        rows, job.grown = job.grown, 0
+        self._merge(job, rows, now)
+
+    def _merge(self, job: Job, stop: int, now: float) -> None:
+        parts = self._parts(job, stop)
         rows = sum(part.rows for part in parts)
         need = self._cache.capacity.blocks(rows)
         if len(parts) < 2 or self._cache.host.pool.free - need < self._cache.host.low // 2:
@@ -71,20 +85,20 @@ class Merging:
             self._cache.pin(part)
         self._cache.placement.prepare(whole, slots)
         move = self._cache.placement.copy([(part.slots, 0, part.rows) for part in parts], slots, rows)
-        self._copies[move] = _Merge(parts, whole)
+        self._copies[move] = _Merge(parts, whole, job.owner)
 
-    def _parts(self, job: Job) -> list[Extent]:
-        """Choose the extents at the end of a job's tokens that are to be one, in order."""
-        views = self._cache.match(job.spec.salt, bytes(job.tokens)).views
+    def _parts(self, job: Job, stop: int) -> list[Extent]:
+        """Choose the extents at the end of a job's first `stop` tokens that are to be one, in order."""
+        views = self._cache.match(job.spec.salt, bytes(job.tokens[: 4 * stop])).views
         if not views or views[-1].stop < views[-1].extent.rows:
             return []
         parts = [views[-1].extent]
-        if not self._is_part(parts[0], parts[0]) or parts[0].has_children:
+        if not self._is_part(parts[0], parts[0], job.owner) or parts[0].has_children:
             return []
         rows = parts[0].rows
         while rows < self._small and (above := parts[0].above) is not None:
             if (
-                not self._is_part(above, parts[-1])
+                not self._is_part(above, parts[-1], job.owner)
                 or not _follows(above, parts[0])
                 or _is_border(above)
                 or above.rows >= self._small
@@ -97,8 +111,9 @@ class Merging:
             rows += above.rows
         return parts
 
-    def _is_part(self, extent: Extent, last: Extent) -> bool:
-        """Is an extent whole, in host, and used by the same conversations as the last one, for no longer than that?"""
+    def _is_part(self, extent: Extent, last: Extent, owner: tuple[str, str] | None) -> bool:
+        """Is an extent whole, in host, and used by the same conversations as the last one (but for the owner, whose turn may
+        not have ended), for no longer than that?"""
         return (
             not extent.dead
             and len(extent.nodes) == 1
@@ -108,7 +123,7 @@ class Merging:
             and extent.expires <= last.expires
             and extent.pin_count == last.pin_count
             and extent.volatile == last.volatile
-            and extent.sessions.keys() == last.sessions.keys()
+            and _others(extent, owner) == _others(last, owner)
             and _kept_until(extent) == _kept_until(last)
         )
 
@@ -152,7 +167,7 @@ class Merging:
         parts, last = merge.parts, merge.parts[-1] if merge.parts else None
         if last is None or merge.whole.id in self._cache.index.extents:
             return False
-        if not all(self._is_part(part, last) for part in parts):
+        if not all(self._is_part(part, last, merge.owner) for part in parts):
             return False
         if not all(_follows(above, below) for above, below in zip(parts, parts[1:], strict=False)):
             return False
@@ -192,6 +207,12 @@ class Merging:
     def pins(self) -> list[Extent]:
         """List the extents that are being copied from, once per pin."""
         return [part for merge in (*self._copies.values(), *self._stores.values()) for part in merge.parts]
+
+
+def _others(extent: Extent, owner: tuple[str, str] | None) -> list[tuple[str, str]]:
+    """List the conversations that have used an extent, without one."""
+    names = [(session.tenant, session.name) for session in extent.sessions]
+    return sorted(name for name in names if name != owner)
 
 
 def _kept_until(extent: Extent) -> tuple[float, float] | None:

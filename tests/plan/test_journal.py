@@ -178,6 +178,9 @@ def test_the_recorded_journals_cover_the_plans_inputs() -> None:
     specs = [line["spec"] for line in lines if line["op"] == "submit"]
     assert any(spec["selects"] for spec in specs)
     assert any(spec["scores"] for spec in specs)
+    assert any(spec.get("breakpoints") for spec in specs)
+    assert not all("breakpoints" in spec for spec in specs), "journals of before they were there are read too"
+    assert any(line["notes"].get("mark") for line in lines if line["op"] == "recall")
     commits = [line for line in lines if line["op"] == "commit"]
     assert all(any(line.get(key) for line in commits) for key in ("failed", "exhausted", "late", "waiting"))
 

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any, Literal
 
 from afterglow.choices import PolicyName, Preload, TruncationPolicy
-from afterglow.config import format_size
+from afterglow.config import PINNED, format_size
 from afterglow.errors import ConfigError
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
@@ -123,7 +123,7 @@ class Setup:
             truncation_ratio=self.truncation_ratio,
             truncation_policy=self.truncation_policy,
             retain=self.retain,
-            **self.more,
+            **{"tenant_pins": PINNED} | self.more,
         )
         return Scheduler(self.capacity, options)
 

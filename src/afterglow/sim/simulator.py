@@ -184,6 +184,7 @@ class Simulation:
             ttl=self.setup.ttl,
             truncation=self.setup.truncate,
             turns=turn.turns,
+            breakpoints=turn.breakpoints,
         )
         try:
             found = self.scheduler.submit(spec, self.now)

@@ -19,7 +19,7 @@ from tests.plan.test_random import World
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.request import Request, SamplingParams
+from afterglow.request import Breakpoint, Request, SamplingParams
 
 FOLDER = Path(__file__).parent
 VOCABULARY = 2048
@@ -45,8 +45,9 @@ def system_prompt() -> list[int]:
     return [rng.randrange(3, VOCABULARY) for _ in range(SYSTEM)]
 
 
-def talk(made: Engine, conversations: int, turns: int, cut: bool = False, **options: Any) -> None:
-    """Hold conversations side by side, a turn of each at a time, with greedy replies. `cut`: truncate prompts that do not fit."""
+def talk(made: Engine, conversations: int, turns: int, cut: bool = False, marked: int = 0, **options: Any) -> None:
+    """Hold conversations side by side, a turn of each at a time, with greedy replies. `cut`: truncate prompts that do not fit.
+    `marked`: so many of them have breakpoints, behind the system prompt and at the end."""
     rng = random.Random(1)
     texts = [system_prompt() for _ in range(conversations)]
     ends = [[SYSTEM] for _ in texts]
@@ -55,7 +56,9 @@ def talk(made: Engine, conversations: int, turns: int, cut: bool = False, **opti
             text += [rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(60, 150))]
         asked = []
         for i, text in enumerate(texts):
-            more = {"truncation": True, "turns": tuple(ends[i])} if cut else {}
+            more: dict[str, Any] = {"truncation": True, "turns": tuple(ends[i])} if cut else {}
+            if i < marked:
+                more["breakpoints"] = (Breakpoint(SYSTEM, 3600.0), Breakpoint(len(text), 300.0))
             session = f"talk-{i}" if i % 2 else None
             asked.append(Request(f"{turn}-{i}", list(text), GREEDY, session_id=session, **more, **options))
         for text, end, done in zip(texts, ends, made.generate(asked), strict=True):
@@ -103,6 +106,16 @@ def importance(folder: Path) -> None:
     (folder / "journal").write_text("".join(life.read_text() for life in lives))
 
 
+def breakpoints(folder: Path) -> None:
+    """Conversations with and without breakpoints, more than there is room for, and again after a restart."""
+    lives = [folder / "first", folder / "second"]
+    for life in lives:
+        made = engine(folder, disk_cache=2**24, journal=life)
+        talk(made, conversations=6, turns=4, marked=2)
+        made.close()
+    (folder / "journal").write_text("".join(life.read_text() for life in lives))
+
+
 def world(seed: int, folder: Path) -> None:
     """The random plan of tests/plan/test_random.py: two lives of an engine, rows with identities, and faults."""
     made = World(seed)
@@ -121,6 +134,7 @@ SCENES: dict[str, Callable[[Path], None]] = {
     "truncation-importance": partial(truncation, "importance"),
     "prompts": prompts,
     "importance": importance,
+    "breakpoints": breakpoints,
     **{f"faults-{seed}": partial(world, seed) for seed in FAULTS},
 }
 

@@ -141,7 +141,7 @@ class TraceRows:
         else:
             session = self._continued(chain, prompt) or self._new_session()
         before = self._sessions.get(session)
-        row = {
+        row: dict[str, object] = {
             "time": round(item.arrived, 6),
             "session": session,
             "prompt_tokens": length,
@@ -151,6 +151,8 @@ class TraceRows:
             "think_time": round(max(0.0, item.arrived - before.ended), 6) if before is not None else None,
             "complete_until": round(item.until, 6),
         }
+        if request.breakpoints:
+            row["breakpoints"] = [[each.rows, each.ttl_s] for each in request.breakpoints]
         ends = tuple((size, self._end(chain, context, size)) for size in dict.fromkeys((len(context) // 4, length)))
         self._sessions[session] = _LastTurn(ends, blocks, item.ended)
         self._sessions.move_to_end(session)

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any, Protocol, TypeVar
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.sim.workload.trace_values import BadLine, hashes, json_object, real, shown, tokens, whole
+from afterglow.sim.workload.trace_values import BadLine, hashes, json_object, marks, real, shown, tokens, whole
 from afterglow.sim.workload.turns import (
     Conversation,
     StreamSegment,
@@ -134,6 +134,7 @@ class AfterglowReader:
             new_tokens=prompt - shared,
             arrival=time - self._zero,
             think=max(0.0, think),
+            breakpoints=marks(row, "breakpoints", prompt),
         )
         if name is not None:
             _remember(self._sessions, name, now, SESSIONS)

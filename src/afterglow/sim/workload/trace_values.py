@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from afterglow.errors import AfterglowError
+from afterglow.errors import AfterglowError, RequestError
+from afterglow.request import Breakpoint
 
 MAX_BLOCK = 2**48  # number of a block
 MAX_TOKENS = 2**27  # of one prompt or reply: beyond it a number is damage
@@ -53,6 +54,21 @@ def hashes(row: Mapping[str, Any], key: str, most: int, kind: type) -> list[Any]
     if len(value) > most:
         raise BadLine(f"{key} has {len(value)} hashes, and there are {most} blocks")
     return value
+
+
+def marks(row: Mapping[str, Any], key: str, most: int) -> tuple[Breakpoint, ...]:
+    """Breakpoints of a prompt of `most` tokens, [tokens, seconds] each, in ascending order; none where the key is missing."""
+    value = row.get(key)
+    if value is None:
+        return ()
+    try:
+        found = tuple(Breakpoint(rows, float(seconds)) for rows, seconds in value)
+    except (TypeError, ValueError, RequestError) as error:
+        raise BadLine(f"{key} must be a list of [tokens, seconds], {said(row, key)}") from error
+    ends = [0, *(each.rows for each in found), most + 1]
+    if not all(type(end) is int for end in ends) or any(b <= a for a, b in zip(ends, ends[1:], strict=False)):
+        raise BadLine(f"{key} must be in ascending order, and within the {most} tokens of the prompt, {said(row, key)}")
+    return found
 
 
 def whole(cell: str) -> int | str:

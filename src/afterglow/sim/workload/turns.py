@@ -25,6 +25,7 @@ from itertools import count
 from typing import Literal, NamedTuple
 
 from afterglow.errors import ConfigError
+from afterglow.request import Breakpoint
 
 Pace = Literal["closed", "open"]
 
@@ -146,7 +147,7 @@ class TraceTurn:
     `arrival`: when it arrived in the trace, seconds from the trace's start, None where it has no time of its own.
     `think`: seconds between the end of the session's previous turn and this one. `turns`: prompt rows at which turns
     end, the first one the end of the system prompt (as in `JobSpec.turns`); empty where they are not known.
-    `new_tokens`: prompt tokens that the previous turn, its reply included, did not have.
+    `new_tokens`: prompt tokens that the previous turn, its reply included, did not have. `breakpoints`: as in `JobSpec`.
     """
 
     session: str
@@ -157,6 +158,7 @@ class TraceTurn:
     arrival: float | None = None
     think: float = 0.0
     turns: tuple[int, ...] = ()
+    breakpoints: tuple[Breakpoint, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afterglow.plan.prefix.extent import Extent, Mark
+from afterglow.plan.prefix.extent import Extent, ExtentMark
 from afterglow.plan.tiers.policy import POLICIES, Order, Ranking
 from tests import doors
 from tests.plan.tiers_kit import make_extent
@@ -61,7 +61,7 @@ def test_the_last_word_is_the_serial_number() -> None:
 
 def test_what_is_marked_goes_last_but_before_what_a_job_waits_for() -> None:
     marked, waited = extent(1, created_at=1, used=1), extent(2, created_at=2, used=2)
-    marked.mark = Mark(1.0, 300.0, border=True)
+    marked.mark = ExtentMark(1.0, 300.0, border=True)
     waited.waiting = ((0, 0, 0, 0),)
     others = [extent(3, created_at=3, used=3), extent(4, created_at=4, used=4)]
     for policy in ("lru", "fifo", "lfu"):
@@ -99,7 +99,7 @@ def test_a_ranking_is_what_sorting_everything_would_give(actions: list[tuple[str
             extents[which].last_used = float(number)
             ranking.update(extents[which])
         elif what == "mark":
-            extents[which].mark = Mark(0.0, 1.0, border=False) if number % 2 else None
+            extents[which].mark = ExtentMark(0.0, 1.0, border=False) if number % 2 else None
             ranking.update(extents[which])
         else:
             expected = in_order()[: number + 1]

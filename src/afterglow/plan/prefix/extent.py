@@ -21,7 +21,7 @@ DiskState = Literal["absent", "writing", "ready"]
 
 
 @dataclass(slots=True)
-class Mark:
+class ExtentMark:
     """Says that an extent is to be kept before unmarked ones, for `ttl` seconds after its last use. `border`: a breakpoint is at
     its end. In a tier a mark counts only within its tenant's share (see `tiers.marks`)."""
 
@@ -81,7 +81,7 @@ class Extent:
     )  # conversations with a name that have used it
     pin_count: int = 0  # pinned conversations that have used it: it does not leave the last tier
 
-    mark: Mark | None = None  # while it lives
+    mark: ExtentMark | None = None  # while it lives
 
     ref_count: int = 0  # jobs whose context goes through it; it must stay matchable
     contexts: Mapping[int, None] = field(default_factory=lambda: NONE)  # retained device contexts that contain its rows

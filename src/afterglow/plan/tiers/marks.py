@@ -20,7 +20,7 @@ from itertools import accumulate
 from math import inf
 
 from afterglow.plan.options import Capacity
-from afterglow.plan.prefix.extent import Extent, Mark, View
+from afterglow.plan.prefix.extent import Extent, ExtentMark, View
 from afterglow.plan.prefix.salts import tenant_of
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.plan.stats import Counters
@@ -78,9 +78,9 @@ class Marks:
             moved = any(rows > stop for rows in named)  # a later breakpoint stands for the one that was here
             self._counters.rows_marked += extent.rows if old is None else 0
             border = whole and (stop in named or (old is not None and old.border and not moved))
-            self._mark(extent, Mark(now, max(ttl, old.ttl if old is not None else 0.0), border))
+            self._mark(extent, ExtentMark(now, max(ttl, old.ttl if old is not None else 0.0), border))
 
-    def _mark(self, extent: Extent, mark: Mark) -> None:
+    def _mark(self, extent: Extent, mark: ExtentMark) -> None:
         if extent.dead or extent.salt == OPERATOR:
             return
         if extent.mark is None:
@@ -109,7 +109,7 @@ class Marks:
         for other in dict.fromkeys((extent, *over)):
             self._ranked(other)
 
-    def _over(self, extent: Extent) -> Mark:
+    def _over(self, extent: Extent) -> ExtentMark:
         self._counters.rows_over_share += extent.rows
         assert extent.mark is not None
         return extent.mark
@@ -151,10 +151,10 @@ class Marks:
             self._host.remove(extent)
             self._disk.remove(extent)
 
-    def replace(self, mark: Mark | None, whole: Extent) -> None:
-        """Mark an extent that has come in the place of others, with the mark that these had."""
+    def replace(self, mark: ExtentMark | None, whole: Extent) -> None:
+        """ExtentMark an extent that has come in the place of others, with the mark that these had."""
         if mark is not None:
-            self._mark(whole, Mark(mark.used, mark.ttl, mark.border))
+            self._mark(whole, ExtentMark(mark.used, mark.ttl, mark.border))
 
     # --------------------------------------------------------------------------------------- over restarts
 
@@ -184,7 +184,7 @@ class Marks:
                 continue
         for used, _, _, extent, ttl, border in sorted(found, key=lambda item: item[:3]):
             if used + ttl > now:
-                self._mark(extent, Mark(used, ttl, border))
+                self._mark(extent, ExtentMark(used, ttl, border))
 
     def check(self) -> None:
         """Assert that marks, shares and looks fit each other."""

@@ -18,9 +18,8 @@ from afterglow.importance.select import SelectionRules, judge, top
 from afterglow.model.decoder import Attention, Decoder, PlainAttend
 from afterglow.model.loader import load_model
 from afterglow.model.presets import PRESETS, random_model
-from tests.model.families_hf import CASES, save_case
+from tests.model.families_hf import CASES, LIMITS, save_case
 
-WINDOWED = {"llama-longrope": 128}
 ROWS, NEW = 70, (9, 1, 1, 4)
 
 
@@ -48,7 +47,7 @@ def run(request: SelectingAttend, ids: list[int]) -> Tensor:
 def test_retention_1_is_the_plain_forward(case: str, tmp_path: Path) -> None:
     """Of every family; and with all rows but few heads looked at, a selection that keeps nearly all is near it."""
     save_case(case, tmp_path)
-    decoder = load_model(tmp_path, max_model_len=WINDOWED.get(case))
+    decoder = load_model(tmp_path, max_model_len=LIMITS.get(case))
     ids, more = tokens(ROWS), tokens(sum(NEW), seed=1)
     wanted = decoder.logits(plain(decoder, ids + more)[ROWS:])
     prefix = prefill(decoder, ids)

@@ -211,11 +211,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | _rope("default", partial_rotary_factor=1.0),
     ),
     "gpt2": ("gpt2", "GPT2", _GPT2),
-    "gpt2-untied": (
-        "gpt2",
-        "GPT2",
-        _GPT2 | {"n_inner": 100, "activation_function": "relu", "tie_word_embeddings": False},
-    ),
+    "gpt2-untied": ("gpt2", "GPT2", _GPT2 | {"n_inner": 100, "tie_word_embeddings": False}),
+    "gpt2-relu": ("gpt2", "GPT2", _GPT2 | {"activation_function": "relu"}),
     "stablelm": ("stablelm", "StableLm", _SMALL | {"hidden_size": 96}),
     "stablelm-parallel": (
         "stablelm",
@@ -228,11 +225,23 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere-norms": (
         "cohere",
         "Cohere",
-        _SMALL | {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.8, "head_dim": 16},
+        _SMALL | {"use_qk_norm": True, "logit_scale": 0.8, "head_dim": 16, "tie_word_embeddings": True},
     ),
+    "cohere-bias": ("cohere", "Cohere", _SMALL | {"attention_bias": True, "logit_scale": 0.8}),
     "opt": ("opt", "OPT", _OPT),
     "opt-plain": ("opt", "OPT", _OPT | {"enable_bias": False, "tie_word_embeddings": False}),
     "opt-gelu": ("opt", "OPT", _OPT | {"activation_function": "gelu"}),
+}
+
+# The longest context that a case can have.
+LIMITS = {
+    "llama-longrope": 128,
+    "ministral3": 64,
+    "phi3-longrope": 128,
+    "phi3-window": 64,
+    "phi4-mini": 128,
+    "smollm3-window": 64,
+    "starcoder2-plain": 64,
 }
 
 

@@ -2,80 +2,72 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFWriter
+from gguf import MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
 
-ARCHITECTURES = {"phi": "phi2"}  # where the name is another one
-NAMES = {
-    "llama": {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.dense": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "mlp.fc1": "ffn_up",
-        "mlp.fc2": "ffn_down",
-        "model.final_layernorm": "output_norm",
-    },
-    "falcon": {
-        "transformer.word_embeddings": "token_embd",
-        "transformer.ln_f": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "ln_mlp": "attn_norm",
-        "ln_attn": "attn_norm_2",
-        "self_attention.query_key_value": "attn_qkv",
-        "self_attention.dense": "attn_output",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    },
-}
+ARCHITECTURES = {"phi": "phi2", "gpt_neox": "gptneox", "cohere": "command-r"}  # where the name is another one
+NORMAL = ("llama", "smollm3", "granite")  # whose rows of q and k the converter sorts
+SIZES = {"gpt2": {"intermediate_size": "n_inner"}, "falcon": {"intermediate_size": "ffn_hidden_size"}}
 
 
 def describe(writer: GGUFWriter, config: Any, freqs: dict[str, Any]) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    ffn = getattr(config, SIZES.get(config.model_type, {}).get("intermediate_size", "intermediate_size"))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(getattr(config, "ffn_hidden_size", None) or config.intermediate_size)
+    writer.add_feed_forward_length(ffn or 4 * config.hidden_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads(config))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if config.model_type not in ("gpt_neox", "gpt2"):
+        writer.add_head_count_kv(kv_heads(config))
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+    if freqs:
+        describe_rope(writer, head_dim, freqs)
+    scales = {
+        "embedding_multiplier": writer.add_embedding_scale,
+        "attention_multiplier": writer.add_attention_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
+        "use_parallel_residual": writer.add_parallel_residual,
+    }
+    for name, add in scales.items():
+        if hasattr(config, name):
+            add(getattr(config, name))
+    if config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+
+
+def describe_rope(writer: GGUFWriter, head_dim: int, freqs: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(int(head_dim * freqs.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(freqs["rope_theta"])
     kind = freqs["rope_type"]
     if kind in ("linear", "yarn"):
         writer.add_string(f"{writer.arch}.rope.scaling.type", kind)
         writer.add_rope_scaling_factor(freqs["factor"])
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(freqs["original_max_position_embeddings"])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
 
 
 def kv_heads(config: Any) -> int:
+    if config.model_type == "gpt_neox":
+        return int(config.num_attention_heads)
     if config.model_type != "falcon":
-        return int(config.num_key_value_heads)
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     if config.new_decoder_architecture:
         return int(config.num_kv_heads)
     return 1 if config.multi_query else int(config.num_attention_heads)
@@ -94,24 +86,29 @@ def sorted_qkv(tensor: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
 
 
 def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a model by llama.cpp's names. `fused`: q, k and v are one tensor."""
+    """The tensors of a model by llama.cpp's names, which the `gguf` library knows. `fused`: q, k and v are one tensor."""
     config, found = model.config, {}
-    for name, tensor in model.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        if module == "lm_head" and config.tie_word_embeddings:
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(kind, config.num_hidden_layers)
+    tensors: dict[str, torch.Tensor] = dict(model.state_dict())
+    for name in [name for name in tensors if name.endswith("_layernorm.norms.0.weight")]:  # StableLM: of each head
+        start = name.removesuffix(".norms.0.weight")
+        heads = [tensors.pop(key) for key in sorted_heads(tensors, start)]
+        tensors[f"{start}.weight"] = torch.stack(heads)
+    for name, tensor in tensors.items():
+        if name.startswith("lm_head") and config.tie_word_embeddings:
             continue
-        names = NAMES.get(config.model_type, NAMES["llama"])
-        if ".layers." in module or ".h." in module:
-            _, _, number, rest = module.split(".", 3)
-            target = f"blk.{number}.{names[rest]}.{kind}"
-        else:
-            target = f"{names[module]}.{kind}"
-        if config.model_type == "llama" and "attn_q." in target:
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        if config.model_type in NORMAL and "attn_q." in target:
             tensor = neighbours(tensor, config.num_attention_heads)
-        if config.model_type == "llama" and "attn_k." in target:
+        if config.model_type in NORMAL and "attn_k." in target:
             tensor = neighbours(tensor, config.num_key_value_heads)
-        if "attn_qkv" in target:
+        if "attn_qkv" in target and config.model_type in ("falcon", "gpt_neox"):
             tensor = sorted_qkv(tensor, config.num_attention_heads, kv_heads(config))
+        if config.model_type == "gpt2" and ".h." in name and tensor.ndim == 2:
+            tensor = tensor.T
         found[target] = tensor
     for name in [name for name in found if fused and "attn_q." in name]:
         parts = [found.pop(name.replace("attn_q", f"attn_{x}")) for x in "qkv"]
@@ -119,13 +116,27 @@ def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
     return found
 
 
+def sorted_heads(tensors: dict[str, torch.Tensor], start: str) -> list[str]:
+    return sorted(
+        (name for name in tensors if name.startswith(f"{start}.norms.")), key=lambda name: int(name.split(".")[-2])
+    )
+
+
 def write_model(path: Path, model: Any, *, fused: bool = False) -> None:
     """Write a model in float32, without a tokenizer."""
     config = model.config
-    freqs = config.rope_parameters
+    freqs = getattr(config, "rope_parameters", None) or {}
     writer = GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
     describe(writer, config, freqs)
-    if freqs["rope_type"] == "llama3":  # the converter writes the formula's result
+    if freqs.get("rope_type") == "longrope":
+        for length in ("short", "long"):
+            factors = np.array(freqs[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+        longer = config.max_position_embeddings / freqs["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(longer) / math.log(freqs["original_max_position_embeddings"]))
+        )
+    if freqs.get("rope_type") == "llama3":  # the converter writes the formula's result
         inverse = next(module for name, module in model.named_modules() if name.endswith("rotary_emb")).inv_freq
         plain = freqs["rope_theta"] ** -(torch.arange(0, 2 * len(inverse), 2) / (2 * len(inverse)))
         writer.add_tensor("rope_freqs.weight", (plain / inverse).float().numpy())

@@ -10,18 +10,9 @@ import torch
 
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.loader import load_model, read_spec
-from tests.model.families_hf import CASES, save_case
+from tests.model.families_hf import CASES, LIMITS, save_case
 
 LENGTHS = (1, 40, 23)
-WINDOWED = {
-    "llama-longrope": 128,
-    "ministral3": 64,
-    "phi3-longrope": 128,
-    "phi3-window": 64,
-    "phi4-mini": 128,
-    "smollm3-window": 64,
-    "starcoder2-plain": 64,
-}
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS, vocab: int = 97) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +35,7 @@ def their_logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     theirs = their_logits(save_case(case, tmp_path))
-    decoder = load_model(tmp_path, max_model_len=WINDOWED.get(case))
+    decoder = load_model(tmp_path, max_model_len=LIMITS.get(case))
     ours = our_logits(decoder)
     assert theirs.std() > 0.3, "logits this flat would hide errors"
     assert ours.dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from afterglow.errors import ModelError
 from afterglow.model.families import FAMILIES, spec_from_config
 from afterglow.model.refusals import KNOWN_REFUSED, REASONS, UNSUPPORTED
-from afterglow.model.spec import ModelSpec, RopeSpec
+from afterglow.model.spec import LATER_FIELDS, ModelSpec, RopeSpec
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -74,6 +75,10 @@ FALCON = plain("falcon")
         (FALCON | {"new_decoder_architecture": True, "parallel_attn": False}, ["Falcon", "parallel_attn"]),
         (OPT | {"do_layer_norm_before": False}, ["do_layer_norm_before"]),
         (OPT | {"word_embed_proj_dim": 32}, ["word_embed_proj_dim"]),
+        (plain("gpt2") | {"scale_attn_by_inverse_layer_idx": True}, ["scaled by the layer"]),
+        (plain("gpt2") | {"scale_attn_weights": False}, ["scale_attn_weights = False"]),
+        (plain("smollm3") | {"no_rope_layers": [1, 0]}, ["no_rope_layers", "2 numbers for 4 layers"]),
+        (plain("ministral3") | {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta"]),
         (OPT | {"_remove_final_layer_norm": True}, ["final norm"]),
         (OPT | {"layer_norm_elementwise_affine": False}, ["layer norms without weights"]),
     ],
@@ -133,6 +138,19 @@ def test_a_sliding_window_limits_the_context() -> None:
     assert read(**plain("qwen3"), sliding_window=512, use_sliding_window=False).context() == 4096
     kinds = ["full_attention"] * 3 + ["sliding_attention"]
     refused_beyond(read(**plain("qwen3"), **sliding, layer_types=kinds), 512, "sliding-window")
+
+
+def test_queries_that_are_scaled_by_position_stop_where_that_begins() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "llama_4_scaling_beta": 0.1}
+    refused_beyond(read(**plain("ministral3"), rope_parameters=rope), 1024, "llama_4_scaling_beta")
+    assert read(**plain("ministral3"), rope_parameters=rope | {"llama_4_scaling_beta": 0.0}).context() == 4096
+
+
+def test_models_of_before_keep_their_digests() -> None:
+    """A field more in the fingerprint would orphan all that was stored."""
+    fields = json.loads(read().fingerprint())
+    assert not fields.keys() & LATER_FIELDS.keys()
+    assert "unturned" in json.loads(read(**plain("smollm3")).fingerprint())
 
 
 def test_scalings_that_depend_on_the_length_stop_at_the_original_window() -> None:

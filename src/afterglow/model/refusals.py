@@ -58,6 +58,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "use another size of OPT: all but 350m are read",
     ),
     "_remove_final_layer_norm": ((None, False), "models without a final norm", OTHER_MODEL),
+    "lm_head_bias": ((None, False), "biases of the head", OTHER_MODEL),
     "scale_attn_weights": ((None, True), "scores that are not scaled", OTHER_MODEL),
     "scale_attn_by_inverse_layer_idx": ((None, False), "scores that are scaled by the layer", OTHER_MODEL),
     "layer_norm_elementwise_affine": ((None, True), "layer norms without weights", OTHER_MODEL),

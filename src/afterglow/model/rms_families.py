@@ -78,7 +78,8 @@ def _phi3(config: Config) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if (rope.get("rope_type") or rope.get("type")) == "yarn":  # as its first files call LongRoPE
         config = {**config, "rope_parameters": rope | {"rope_type": "longrope"}}
-    config = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
+    original = rope.get("original_max_position_embeddings", 4096)
+    config = {"original_max_position_embeddings": original, "rms_norm_eps": 1e-5, **config}
     return windowed(_llama(config, partial=1.0), config.get("sliding_window"))
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file as weights: in their blocks, or dequantised; rows of q and k in the order of a checkpoint."""
+"""The tensors of a GGUF file as weights: in their blocks, or dequantised."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.memory.malloc_trim import TRIM_AFTER, trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.families import spec_from_config
-from afterglow.model.gguf.architectures import Architecture, read_architecture
+from afterglow.model.gguf.architectures import read_architecture
 from afterglow.model.names import Names
 from afterglow.model.spec import ModelSpec
 from afterglow.model.tables import PackedTensor
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 JOINED = 3  # tensors that become one matrix: their pages are read when the last one is there
-UNUSED = ("rope_freqs.weight",)  # tensors that are read with the metadata
+# Tensors that are read with the metadata.
+UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def read_gguf_spec(path: Path) -> tuple[ModelSpec, Names]:
-    """Read the spec of a GGUF file and the names of its weights; no weights are read. Raises: ModelError."""
-    return _read(path)[:2]
+    """Read the spec of a GGUF file and the names of its weights; no weights are read. The file is read again if it changes.
 
-
-def _read(path: Path) -> tuple[ModelSpec, Names, Architecture]:
-    """Return the spec of a file, the names of its weights, and how its architecture lays them out; read again if the file changes."""
+    Raises: ModelError.
+    """
     try:
         about = path.stat()
     except OSError as error:
@@ -45,14 +44,14 @@ def _read(path: Path) -> tuple[ModelSpec, Names, Architecture]:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_once(path: Path, *version: int) -> tuple[ModelSpec, Names, Architecture]:
+def _read_once(path: Path, *version: int) -> tuple[ModelSpec, Names]:
     file = open_gguf(path)
     architecture, config = read_architecture(file)
     try:
         spec, _ = spec_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    return spec, architecture.names(spec), architecture
+    return spec, architecture.names(spec)
 
 
 class GgufWeights:
@@ -62,8 +61,7 @@ class GgufWeights:
         """Map the file. Raises: ModelError if it cannot be read, or holds a type of tensor that is not supported."""
         self._file = open_gguf(path)
         self._path, self._progress = path, progress
-        self._spec, _, architecture = _read(path)
-        self._neighbours = architecture.neighbours
+        self._spec, _ = read_gguf_spec(path)
         self._used: set[str] = set()
         self._recent: deque[npt.NDArray[np.uint8]] = deque()
         self._since_trim = 0
@@ -162,12 +160,6 @@ class GgufWeights:
         self._done += blocks.nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
-        heads = {".attn_q.": self._spec.heads, ".attn_k.": self._spec.kv_heads} if self._neighbours else {}
-        for part, count in heads.items():
-            if part in tensor.name:
-                rows = blocks.view(tensor.shape[0], -1)  # a bias has one number in a row here
-                halves = rows.view(count, self._spec.head_dim // 2, 2, -1).transpose(1, 2)
-                return halves.reshape(blocks.shape)
         return blocks
 
     def _give_back(self, keep: int = 0) -> None:

@@ -170,6 +170,7 @@ class FakeExecutor:
         self.failed: set[int] = set()  # loads
         self.hurried: set[int] = set()
         self.done: list[TransferDone] = []
+        self.void = 0  # rows of wrong guesses
         self.gathered = {"device": 0, "host": 0, "computed": 0}
 
     @property
@@ -234,18 +235,31 @@ class FakeExecutor:
         assert run.capacity >= segment.capacity
         segment.capacity = run.capacity
         assert len(segment.rows) == run.start
-        stop = run.start + len(run.tokens)
-        assert list(run.tokens) == text.tokens[run.start : stop]
-        assert run.tokens
+        own, guessed = list(run.tokens[: run.own]), list(run.tokens[run.own :])
+        stop = run.start + run.own
+        assert own == text.tokens[run.start : stop]
+        assert own
+        assert stop + len(guessed) <= run.capacity
         if isinstance(text, PrivateText):
             assert [TOKEN[row] for row in segment.rows] == text.tokens[: run.start], "rows of other tokens"
             assert {TENANT[row] for row in segment.rows} <= {client_salt(text.salt), OPERATOR}, "rows of another tenant"
-            segment.rows += text.compute(segment.rows, list(run.tokens))
+            segment.rows += text.compute(segment.rows, own)
         else:
             assert segment.rows == text.rows[: run.start], "rows that are not the job's own"
             segment.rows += text.rows[run.start : stop]
         self.gathered["computed"] += len(run.tokens)
+        right = 0
+        while right < len(guessed) and sample(segment.rows[-1]) == guessed[right]:
+            segment.rows += self._rows(text, segment.rows, guessed[right])
+            text.append(guessed[right])
+            right += 1
+        if right:
+            result.accepted[run.job] = right
+            stop += right
+        void = len(guessed) - right
+        self.void += void
         for save in run.saves:
+            save = save._replace(rows=save.rows - void)  # rows of wrong guesses are neither saved nor answered
             assert run.start <= save.job_row
             assert save.job_row + save.rows <= stop
             tee = Tee(run.job, save, segment.rows[save.job_row : save.job_row + save.rows])
@@ -257,6 +271,21 @@ class FakeExecutor:
             token = sample(segment.rows[-1])
             result.tokens[run.job] = token
             text.append(token)
+
+    def _rows(self, text: Text | PrivateText, before: list[Row], token: int) -> list[Row]:
+        """The row of a token behind these rows."""
+        return text.compute(before, [token]) if isinstance(text, PrivateText) else [next_row(before[-1], token)]
+
+    def foresee(self, job: int, count: int) -> list[int]:
+        """What a decoding job is going to draw."""
+        text, rows = self.texts[job], list(self.segments[job].rows)
+        tokens: list[int] = []
+        token = text.tokens[len(rows)]
+        while len(tokens) < count:
+            rows += self._rows(text, rows, token)
+            token = sample(rows[-1])
+            tokens.append(token)
+        return tokens
 
     def _admit(self, run: Run, admit: Admit) -> None:
         assert run.job not in self.segments

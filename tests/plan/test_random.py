@@ -72,6 +72,7 @@ class World:
         self.volatile = rng.choice([0.0, 0.0, 0.5])  # a chance of rows that are wanted in memory only
         self.marking = random.Random(seed)  # of its own: worlds without breakpoints stay as they are
         self.breakpoints = self.marking.choice([0.0, 0.5, 0.9])  # a chance of each
+        self.guessing = self.marking.choice([0.0, 0.3, 0.9])  # a chance of guesses of each decoding job
         self.journals: list[list[str]] = []
         self.digests: list[str] = []
         self.now = 0.0
@@ -191,7 +192,7 @@ class World:
 
     def turn(self) -> None:
         """One step, and what happens around it."""
-        step = self.scheduler.schedule(self.now)
+        step = self.scheduler.schedule(self.now, guesses=self.guesses())
         self.digests.append(step_digest(step))
         self.scheduler.check()
         result = self.executor.execute(step)
@@ -212,6 +213,21 @@ class World:
         self.scheduler.check()
         if quiet:
             assert self.scheduler.unfinished == 0, "nothing moves and a job waits"
+
+    def guesses(self) -> dict[int, tuple[int, ...]]:
+        """What decoding jobs may draw next: right, wrong from some place on, or of jobs that are gone."""
+        found: dict[int, tuple[int, ...]] = {}
+        if not self.guessing:
+            return found
+        for number, job in doors.jobs_of(self.scheduler).items():
+            if job.state == "decoding" and self.marking.random() < self.guessing:
+                tokens = self.executor.foresee(number, self.marking.randint(1, 9))
+                if self.marking.random() < 0.5:
+                    tokens[self.marking.randrange(len(tokens))] += 1
+                found[number] = tuple(tokens)
+        if self.marking.random() < 0.1:
+            found[self.last_job + 1] = (3, 4)
+        return found
 
     def cancel(self) -> None:
         live = [job for job in self.specs if job not in self.ends]
@@ -313,6 +329,16 @@ def live(seed: int, steps: int, restarts: int) -> World:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_is_right_whatever_happens(seed: int) -> None:
     live(seed, steps=120, restarts=1)
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_guesses_change_no_row(seed: int) -> None:
+    world = World(seed)
+    world.guessing = 0.9
+    world.run(150)
+    world.drain()
+    assert world.executor.void > 10
+    world.check_journals()
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from afterglow.plan.journal.replaying import replay_repeated
@@ -41,10 +43,10 @@ def test_uneventful_steps_are_advanced_together(monkeypatch: pytest.MonkeyPatch)
     calls = 0
     schedule = Scheduler.schedule
 
-    def counting(self: Scheduler, now: float, repeat_limit: int = 1) -> object:
+    def counting(self: Scheduler, *values: Any) -> object:
         nonlocal calls
         calls += 1
-        return schedule(self, now, repeat_limit)
+        return schedule(self, *values)
 
     monkeypatch.setattr(Scheduler, "schedule", counting)
     steps = [step for lines in server.journals for step, _ in replay_repeated(lines, 1000)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from afterglow.cli.option_sources import Given
 from afterglow.errors import ConfigError
 from afterglow.plan.journal.recording import RecordingScheduler
 from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.scheduler import NO_GUESSES
 from afterglow.plan.step import Step
 from afterglow.sim.replay import replay_journal
 from afterglow.sim.scenario import setup_of, source_of
@@ -25,7 +27,7 @@ GIB = 2**30
 class OneByOne(RecordingScheduler):
     """As an engine records: every step once."""
 
-    def schedule(self, now: float, repeat_limit: int = 1) -> Step:
+    def schedule(self, now: float, repeat_limit: int = 1, guesses: Mapping[int, Sequence[int]] = NO_GUESSES) -> Step:
         return super().schedule(now, 1)
 
 

@@ -24,6 +24,8 @@ from tests.server.test_tools import FORMATS
 HELLO, ANSWER = "Hello, my friend.", "Take an umbrella with you."
 GREETING = ("chat", "stream")
 BOTH = (*GREETING, "responses", "responses_stream")
+MESSAGES = ("messages", "messages_stream")
+LOOPS = ("tools", "responses_tools", "messages_tools")
 OBJECTS = ("parse", "parse_by_call", "responses_parse", "responses_parse_by_call")
 SCENES: dict[str, tuple[str, ...]] = {
     "openai": (
@@ -39,11 +41,13 @@ SCENES: dict[str, tuple[str, ...]] = {
     "openai_agents": (*BOTH, "tools", "responses_tools", "parse", "refused", "responses_parse", "responses_refused"),
     "langchain_openai": (*BOTH, "tools", "responses_tools", *OBJECTS, "refused", "responses_refused"),
     "pydantic_ai": (*BOTH, "tools", "responses_tools", *OBJECTS, "refused", "responses_refused"),
-    "instructor": ("parse", "parse_by_call", "parse_strictly", "parts", "refused"),
-    "litellm": (*GREETING, "responses", "tools", "parse", "refused"),
+    "instructor": ("parse", "parse_by_call", "parse_strictly", "messages_parse", "parts", "refused"),
+    "litellm": (*GREETING, *MESSAGES, "responses", "tools", "messages_tools", "parse", "refused"),
+    "anthropic": (*GREETING, "tools", "required", "malformed"),
 }
-LOOPS = ("tools", "responses_tools")
-CONSTRAINED = (*OBJECTS, "parse_strictly", "parts", "required", "refused", "responses_refused")
+CONSTRAINED = (
+    *(*OBJECTS, "parse_strictly", "messages_parse", "parts", "required", "refused", "responses_refused", "malformed"),
+)
 
 
 def keys(framework: str) -> list[str]:
@@ -109,6 +113,8 @@ def test_it_works(played: Played, framework: str, key: str, here: bool) -> None:
     if scene.endswith("refused"):
         assert "properties.tags.uniqueItems" in value, "the path of what cannot be enforced"
         assert "'uniqueItems' cannot be enforced" in value
+    elif scene == "malformed":
+        assert "tools[0].input_schema.properties.tags.type" in value
     elif scene.endswith("stream"):
         assert "".join(value) == HELLO
         assert len(value) > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anthropic
 import instructor
 import openai
 import stage
@@ -23,6 +24,11 @@ def parse(mode: instructor.Mode) -> stage.Scene:
     return lambda url, model: client(url, mode).create(**asked(model, stage.Kite)).model_dump()
 
 
+def messages_parse(url: str, model: str) -> Any:
+    made = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    return instructor.from_anthropic(made).create(**asked(model, stage.Kite)).model_dump()
+
+
 def parts(url: str, model: str) -> Any:
     """An object that is streamed, as far as it has arrived."""
     found = [*client(url, instructor.Mode.JSON_SCHEMA).create_partial(**asked(model, stage.Kite))]
@@ -40,6 +46,7 @@ stage.perform(
         "parse": parse(instructor.Mode.JSON_SCHEMA),
         "parse_by_call": parse(instructor.Mode.TOOLS),
         "parse_strictly": parse(instructor.Mode.TOOLS_STRICT),
+        "messages_parse": messages_parse,
         "parts": parts,
         "refused": refused,
     }

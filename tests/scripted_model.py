@@ -6,6 +6,7 @@ forms that families of models use, in few words.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import deque
@@ -123,7 +124,9 @@ class ScriptedRunner:
         self._left: dict[int, deque[int]] = {}
 
     def register(self, job: int, request: Request, *more: Any) -> None:
-        self._left[job] = deque(self.scripts.popleft() if self.scripts else self.answer(request))
+        replies = request.sampling.max_tokens > 0  # the engine's own work on prompts takes no script
+        said = self.scripts.popleft() if replies and self.scripts else self.answer(request) if replies else []
+        self._left[job] = deque(said)
         self.real.register(job, request, *more)
 
     def run(self, step: Step) -> Any:
@@ -185,10 +188,17 @@ def odd_ids(tokenizer: Tokenizer, text: str, width: int) -> list[int]:
 def scripted(
     folder: Path, template: str = HERMES, specials: Sequence[str] = (), eos: str = "<|im_end|>", **options: Any
 ) -> Iterator[Scripted]:
-    """Start a server on a model of random weights whose tokens are scripted."""
+    """Start a server on a model of random weights whose tokens are scripted. `plain`: `specials` are tokens of their own, and are
+    not hidden in decoded text."""
+    plain = options.pop("plain", False)
     random_model(folder / "model", template=template, specials=specials, eos=eos, context=options.pop("context", 4096))
+    if plain:
+        state = json.loads((folder / "model/tokenizer.json").read_text())
+        for token in state["added_tokens"]:
+            token["special"] = token["special"] and token["content"] not in specials
+        (folder / "model/tokenizer.json").write_text(json.dumps(state))
     cache = CacheConfig(device_cache=64 << 20, host_cache=64 << 20, disk_cache=0)
-    engine = Engine.load(folder / "model", EngineConfig(threads=1, cache=cache))
+    engine = Engine.load(folder / "model", EngineConfig(threads=1, cache=cache, speculate="off"))
     tokenizer = Tokenizer(folder / "model")
     (end,) = tokenizer.encode(eos, add_special_tokens=False)
     runner = ScriptedRunner(engine.parts.runner, end)  # type: ignore[arg-type]

@@ -298,7 +298,8 @@ class Completion:
     """A whole reply. `ttft_s`: seconds from submit to its first token.
 
     `tokens` include a stop token that ended the reply, which is no part of `text`. `text` is empty where an engine
-    without a tokenizer replied.
+    without a tokenizer replied. `reasoning`: what the model wrote for itself before its answer in a chat, which is no part
+    of `text` either.
     """
 
     tokens: tuple[int, ...]
@@ -311,3 +312,4 @@ class Completion:
     selected: Selected | None = None
     missed: Missed = Missed()
     text: str = ""
+    reasoning: str = ""

@@ -77,6 +77,7 @@ class FakeEngine:
             self.gate.set()
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
+        self.expected: list[list[Request]] = []
         self.resets: list[str | None] = []
         self.conversations = conversations or Conversations(None)
         self.named: dict[tuple[str, str], SessionInfo] = {}
@@ -103,6 +104,9 @@ class FakeEngine:
             raise RequestError("too many requests are waiting", status=429, code="queue_full")
         self.requests.append(request)
         self._inbox.put((request, sink))
+
+    def expect(self, prompts: Sequence[Request]) -> None:
+        self.expected.append(list(prompts))
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

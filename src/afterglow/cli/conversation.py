@@ -20,6 +20,7 @@ from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_model, model_n
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import CachedTokens, SamplingParams
 from afterglow.server.lifecycle.tls import untrusted
+from afterglow.text.tool_calls.parts import Content, Reasoning
 
 Messages = list[dict[str, str]]
 
@@ -42,8 +43,8 @@ class Speaker(Protocol):
 
     note: str
 
-    def reply(self, messages: Messages) -> Iterator[str]:
-        """Yield the pieces of the reply to the messages. Raises: RequestError."""
+    def reply(self, messages: Messages) -> Iterator[str | Reasoning]:
+        """Yield the pieces of the reply to the messages, reasoning first. Raises: RequestError."""
         ...
 
 
@@ -55,11 +56,14 @@ class LocalSpeaker:
         self._sampling = sampling
         self.note = ""
 
-    def reply(self, messages: Messages) -> Iterator[str]:
+    def reply(self, messages: Messages) -> Iterator[str | Reasoning]:
         """Yield the pieces of the reply as they are generated. Raises: RequestError."""
         reply = self._model.stream_chat(messages, self._sampling)
         try:
-            yield from reply
+            with contextlib.closing(reply.parts()) as parts:
+                for part in parts:
+                    if isinstance(part, Content | Reasoning):
+                        yield part.text if isinstance(part, Content) else part
         finally:
             cut = reply.completion.finish_reason == "length"
             self.note = summary(reply.prompt_tokens, reply.cached, reply.ttft_s) + cut_off(cut, len(reply.tokens))
@@ -106,7 +110,7 @@ class RemoteSpeaker:
             raise ConfigError(f"{response.url} answers {response.status_code}: {_message_of(response.text)}")
         return str(response.json()["data"][0]["id"])
 
-    def reply(self, messages: Messages) -> Iterator[str]:
+    def reply(self, messages: Messages) -> Iterator[str | Reasoning]:
         """Yield the pieces of the reply as they arrive. Raises: RequestError."""
         import httpx
 
@@ -132,10 +136,15 @@ class RemoteSpeaker:
                     if "error" in chunk:
                         raise RequestError(chunk["error"].get("message", "the server reports an error"))
                     usage = chunk.get("usage") or usage
-                    text = "".join((c.get("delta") or {}).get("content") or "" for c in chunk["choices"])
-                    if text:
+                    deltas = [c.get("delta") or {} for c in chunk["choices"]]
+                    text = "".join(delta.get("content") or "" for delta in deltas)
+                    thought = "".join(
+                        delta.get("reasoning_content") or delta.get("reasoning") or "" for delta in deltas
+                    )
+                    if text or thought:
                         ttft = ttft or time.perf_counter() - began
-                        yield text
+                        yield from [Reasoning(thought)] if thought else []
+                        yield from [text] if text else []
                         pieces += 1
                     cut = (
                         pieces == self._longest
@@ -222,11 +231,19 @@ def converse(speaker: Speaker, system: str | None, about: str = "") -> int:
 
 def _speak(speaker: Speaker, messages: Sequence[dict[str, str]]) -> str:
     """Print a reply as it comes, and return it: without its end where that only repeats what was said, for the next reply
-    would go on so."""
-    text, again = "", 0
+    would go on so. Reasoning is shown dimly on a terminal, and not at all over pipes."""
+    text, again, thinking = "", 0, False
     pieces = speaker.reply(list(messages))
     try:
         for piece in pieces:
+            if isinstance(piece, Reasoning):
+                if sys.stdout.isatty():
+                    thinking = True
+                    print(f"\x1b[2m{piece.text}\x1b[0m", end="", flush=True)
+                continue
+            if thinking:
+                thinking = False
+                print("\n")
             text += piece
             print(piece, end="", flush=True)
             if again := repeated(text):

@@ -107,6 +107,16 @@ class Engine:
         """
         self.loop.submit(request, sink, salt_id(request.salt))
 
+    def expect(self, prompts: Sequence[Request]) -> None:
+        """Compute the rows of prompts while the engine is idle, so that a request whose prompt begins with one of them finds
+        them cached. The prompts are those that one next turn may have; their sampling and priority have no effect. What can
+        never be answered is left out."""
+        for prompt in prompts:
+            if len(prompt.prompt) > self.max_model_len or not prompt.reuse or not self.config.cache.reuse:
+                return
+        if prompts and self.healthy:
+            self._inbox.send(lambda: self.loop.expect(prompts))
+
     def cancel(self, request_id: str) -> None:
         """End a request now; its last output has the reason `cancelled`. Unknown ids are ignored."""
         self.loop.cancel(request_id)

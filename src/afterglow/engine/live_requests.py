@@ -120,7 +120,8 @@ class LiveRequests:
         self._ended(live)
         with self._lock:
             self._jobs.pop(live.request.id, None)
-        self._counters.finished[output.finish_reason or "error"] += 1
+        if not live.spec.aside:
+            self._counters.finished[output.finish_reason or "error"] += 1
         self._outbox.append((live, output))
 
     def fail(self, live: LiveRequest, error: str) -> None:
@@ -153,7 +154,8 @@ class LiveRequests:
             kept = len(live.request.prompt) - event.dropped
             live.truncation = Truncation(event.dropped, kept, event.embedded, live.cut.reason)
         self._leave_queue(live)
-        self._counters.admitted(len(live.request.prompt), live.cached)
+        if not live.spec.aside:
+            self._counters.admitted(len(live.request.prompt), live.cached)
 
     def _emit(self, live: LiveRequest, event: Emitted, out: RunOutput | None) -> None:
         tokens = () if event.token is None else (event.token,)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from afterglow.engine.durable_notes import DurableNotes
 from afterglow.engine.hardware import use_device
@@ -21,6 +22,7 @@ from afterglow.engine.setup import EngineParts
 from afterglow.engine.speculation.guesser import Guesses
 from afterglow.engine.stats import EngineCounters, EngineStats
 from afterglow.engine.token_outputs import RunOutput
+from afterglow.engine.upcoming import UpcomingPrompts
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.step import Drop, Step
@@ -42,6 +44,7 @@ class EngineLoop:
         self.idle_work = IdleWork(
             parts.selective, parts.config.importance_exact == "idle", parts.config.reorder_interval
         )
+        self.upcoming = UpcomingPrompts()
         self._counters = EngineCounters(relay=parts.runner.relayed)
         self.requests = LiveRequests(parts.config.max_queue, self._counters, self._forget)
         self._guesses: Guesses = {}  # of what jobs draw next
@@ -71,8 +74,9 @@ class EngineLoop:
             self.inbox.send(lambda: self._begin_stop(flush))
             self._thread.join(DRAIN_SECONDS + 10)
 
-    def submit(self, request: Request, sink: Sink, salt: str, own: bool = False) -> None:
-        """Queue a request under a salt of the plan's. `own`: the request is the engine's own, from its thread.
+    def submit(self, request: Request, sink: Sink, salt: str, own: bool = False, patient: bool = False) -> None:
+        """Queue a request under a salt of the plan's. `own`: the request is the engine's own, from its thread; `patient`: and
+        goes on in short passes.
 
         Raises: RequestError, for a request that can never be answered, a full queue, a stopped engine.
         """
@@ -83,7 +87,7 @@ class EngineLoop:
         # What is refused takes no place in the queue.
         constraint = parts.grammars.constraint(request.sampling)
         spec = job_spec(request, parts.config, self._eos, salt)
-        spec = replace(spec, job=self.requests.reserve(request.id), aside=own)
+        spec = replace(spec, job=self.requests.reserve(request.id), aside=own, patient=patient)
         live = LiveRequest(request, sink, spec, constraint)
         if own:
             self._accept(live)
@@ -134,17 +138,22 @@ class EngineLoop:
         """Give up exact prompts of conversations that have been deleted. Returns whether there were any."""
         for live in self.requests.by_job.values():
             live.deleted = live.deleted or belongs(live.request)
-        before = len(self.idle_work)
-        for name in self.idle_work.forget(belongs):
+        before = len(self.idle_work) + len(self.upcoming)
+        for name in (*self.idle_work.forget(belongs), *self.upcoming.forget(belongs)):
             job = self.requests.job_of(name)
             assert job is not None
             self._cancel(job)
-        return len(self.idle_work) < before
+        return len(self.idle_work) + len(self.upcoming) < before
 
-    def submit_own(self, request: Request) -> bool:
-        """Queue a request of the engine's own. Returns False if there is no room for it."""
+    def expect(self, prompts: Sequence[Request]) -> None:
+        """Compute prompts of one next turn while the engine is idle (see `UpcomingPrompts`)."""
+        if not self._refuses:
+            self.upcoming.add(prompts, self.parts.clock())
+
+    def submit_own(self, request: Request, patient: bool = False) -> bool:
+        """Queue a request of the engine's own, which may be `patient`. Returns False if there is no room for it."""
         try:
-            self.submit(request, no_sink, salt_id(request.salt), own=True)
+            self.submit(request, no_sink, salt_id(request.salt), own=True, patient=patient)
         except RequestError:
             return False
         return True
@@ -197,6 +206,10 @@ class EngineLoop:
             self._publish()
         if step.idle:
             more = self.idle_work.begin(self.parts.clock(), True, self.submit_own)
+            more = more or (
+                not self.requests.by_job
+                and self.upcoming.begin(self.parts.clock(), partial(self.submit_own, patient=True))
+            )
             wakes = [at for at in (step.wake_at, self.idle_work.wakes(self.parts.clock())) if at is not None]
             self._wake_at = min(wakes, default=None)
             return more
@@ -224,7 +237,8 @@ class EngineLoop:
         self._keep_guesses(step, out)
         ended = time.perf_counter()
         done = [(run, live[run.job]) for run in step.runs if run.job not in out.result.waiting]
-        prefilled = sum(each.prompt_rows(run) for run, each in done)
+        prefilled = sum(each.prompt_rows(run) for run, each in done if not each.spec.aside)
+        self._counters.idle_tokens += sum(run.own for run, each in done if each.spec.aside)
         self.idle_work.computed(sum(run.own for run, each in done if not each.spec.aside))
         events = self.parts.scheduler.commit(step, out.result, self.parts.store.finished(), self.parts.clock())
         for job, error in out.broken.items():
@@ -260,6 +274,11 @@ class EngineLoop:
                 self._cancel(job)
 
     def _accept(self, live: LiveRequest) -> None:
+        if not live.spec.aside and len(self.upcoming):
+            stopped = self.upcoming.give_way(live.request)
+            job = self.requests.job_of(stopped) if stopped is not None else None
+            if job is not None:
+                self._cancel(job)
         self.requests.by_job[live.spec.job] = live
         try:
             self.parts.runner.register(live.spec.job, live.request, live.constraint)
@@ -289,6 +308,7 @@ class EngineLoop:
         if self.parts.scores is not None:
             self.parts.scores.end(live.spec.job)
         self.idle_work.ended(live.request.id)
+        self.upcoming.ended(live.request.id)
         if live.selected is not None and not live.deleted:
             rows = len(live.request.prompt) - live.selected.rows
             self.idle_work.add(live.request, max(1, rows), self.parts.clock())

@@ -39,6 +39,9 @@ class EngineCounters:
     prompt_tokens: int = 0  # cached tokens included
     generation_tokens: int = 0
     prefilled_tokens: int = 0
+    idle_tokens: int = (
+        0  # computed for turns that are expected, and for prompts that attended to a part of their prefix
+    )
     cached_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})  # of prompts
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "cancelled": 0, "error": 0})
     steps: int = 0

@@ -17,6 +17,7 @@ from afterglow.library.text_reply import TextReply, generated
 from afterglow.library.threads import set_up_threads
 from afterglow.request import Completion, ContextWindow, Request, SamplingParams
 from afterglow.text import Tokenizer
+from afterglow.text.reasoning.reasoning_format import choose_reasoning
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
@@ -39,6 +40,8 @@ class LanguageModel:
         engine.grammars.use_tokenizer(tokenizer.serialized)
         self.tokenizer = tokenizer
         self.window = ContextWindow(engine.max_model_len)
+        template = tokenizer.chat_template
+        self._reasoning = choose_reasoning("auto", template.source if template else "", tokenizer.is_special)
         self._embedder: TextEmbedder | None = None
 
     def __enter__(self) -> LanguageModel:
@@ -92,7 +95,8 @@ class LanguageModel:
         session_id: str | None = None,
         truncation: bool = False,
     ) -> Completion:
-        """Answer a conversation, given as messages with `role` and `content`.
+        """Answer a conversation, given as messages with `role` and `content`. A model that thinks does so in `reasoning`, and a
+        grammar holds for what follows.
 
         `salt`: cached tokens are only found under equal salts. `session_id`: a name under which the conversation can be
         listed, pinned and deleted. `truncation`: leave out the oldest turns of a conversation that outgrows the context.
@@ -123,6 +127,9 @@ class LanguageModel:
             cut_over=self.window.longest(sampling.max_tokens) if truncation else None,
             window=None if truncation else self.window,
         )
+        if sampling.grammar is not None and self._reasoning is not None:
+            before = self._reasoning.before_grammar(prompt.text, self.tokenizer.in_grammar, headed=False)
+            sampling = replace(sampling, grammar=replace(sampling.grammar, before=before))
         request = Request(
             uuid.uuid4().hex,
             prompt.ids,
@@ -132,7 +139,7 @@ class LanguageModel:
             truncation=truncation,
             turns=prompt.turns,
         )
-        return TextReply(self.engine, self.tokenizer, request, stop, prompt)
+        return TextReply(self.engine, self.tokenizer, request, stop, prompt, self._reasoning)
 
     def embed(self, texts: Sequence[str]) -> EmbedResult:
         """Embed texts with this model: `vectors`, float32 (texts, dimensions), of unit length. Raises: RequestError."""

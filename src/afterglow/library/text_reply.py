@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.library.assemble import Assembler
+from afterglow.library.assemble import Assembler, Piece
+from afterglow.library.expected_turn import expected_turn
 from afterglow.request import CachedTokens, Completion, Output, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.reasoning.reasoning_format import ReasoningFormat
+from afterglow.text.tool_calls.harmony import HarmonyParser
+from afterglow.text.tool_calls.parts import Content, Part
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
@@ -27,28 +32,52 @@ class TextReply:
         request: Request,
         stop: Sequence[str] = (),
         chat: ChatPrompt | None = None,
+        reasoning: ReasoningFormat | None = None,
     ) -> None:
         """`stop`: strings that end the reply, and are left out of its text. `chat`: the conversation that it answers, where its
-        token ids are to be known when it comes back as text."""
+        token ids are to be known when it comes back as text; `reasoning`: how the model marks what is none of its answer."""
         self.request = request
         self.prompt_tokens = len(request.prompt)
         self.ttft_s: float | None = None
         self._engine = engine
         self._tokenizer = tokenizer
         self._chat = chat
-        self._assembler = Assembler(tokenizer, request.prompt, stop, min_tokens=request.sampling.min_tokens)
+        told = reasoning if chat is not None else None
+        self._assembler = Assembler(
+            tokenizer,
+            request.prompt,
+            stop,
+            skip_special_tokens=told is None or not told.special,
+            min_tokens=request.sampling.min_tokens,
+            parser=HarmonyParser({}) if told is not None and told.name == "openai" else None,
+            splitter=told.splitter(chat.text) if told is not None and chat is not None else None,
+        )
+        self._thinks = told is not None
         self._logprobs: list[TokenLogprob] = []
 
     def __iter__(self) -> Iterator[str]:
         """Generate the reply and yield its text. Raises: RequestError."""
+        with closing(self.parts()) as parts:
+            for part in parts:
+                if isinstance(part, Content):
+                    yield part.text
+
+    def parts(self) -> Generator[Part]:
+        """Generate the reply and yield its text (`Content`), and before it what the model wrote for itself (`Reasoning`).
+        Raises: RequestError."""
         with closing(generated(self._engine, [self])) as pieces:
             for _, piece in pieces:
-                yield piece
+                yield from piece.parts
 
     @property
     def text(self) -> str:
         """The text so far."""
-        return self._assembler.text
+        return self._assembler.content
+
+    @property
+    def reasoning(self) -> str:
+        """What the model wrote for itself so far."""
+        return self._assembler.reasoning
 
     @property
     def tokens(self) -> list[int]:
@@ -79,25 +108,33 @@ class TextReply:
             truncation=found.truncation,
             selected=found.selected,
             missed=found.missed,
-            text=found.text,
+            text=found.content,
+            reasoning=found.reasoning,
         )
 
-    def _feed(self, at: float, output: Output) -> str:
-        """Add an output that came `at` seconds after the request; returns the text it adds. Raises: RequestError."""
+    def _feed(self, at: float, output: Output) -> Piece:
+        """Add an output that came `at` seconds after the request; returns what it adds. Raises: RequestError."""
         if self.ttft_s is None and output.tokens:
             self.ttft_s = at
         piece = self._assembler.feed(output)
         self._logprobs.extend(piece.logprobs)
-        return piece.text
+        return piece
 
     def _remember(self) -> None:
-        """Have the tokenizer use the generated ids where the reply comes back as text."""
-        if self._chat is not None:
-            self._tokenizer.remember(self._chat, self.text, self.tokens)
+        """Have the tokenizer use the generated ids where the reply comes back as text, and the engine compute while it is idle
+        what the next turn has of it."""
+        found = self._assembler
+        if self._chat is None:
+            return
+        if found.reasoning or not found.reasoned:
+            parts = (found.content, found.calls, found.reasoning)
+            self._tokenizer.remember(self._chat, found.text, self.tokens, inf, *parts)
+        if self._thinks:
+            self._engine.expect(expected_turn(self._tokenizer, self._chat, self.request, found))
 
 
-def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, str]]:
-    """Generate replies together, and yield each piece of text with the reply it belongs to.
+def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, Piece]]:
+    """Generate replies together, and yield each piece with the reply it belongs to.
 
     Raises: RequestError.
     """
@@ -108,13 +145,13 @@ def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[T
             reply = unfinished.get(output.request_id)
             if reply is None:  # a stop string has ended the reply before the engine did
                 continue
-            text = reply._feed(at, output)
+            piece = reply._feed(at, output)
             if reply.ended:
                 del unfinished[output.request_id]
                 if output.finish_reason is None:
                     engine.cancel(output.request_id)
-            if text:
-                yield reply, text
+            if piece.parts:
+                yield reply, piece
     finally:
         outputs.close()
         for reply in replies:

@@ -337,6 +337,7 @@ class JobSpec:
         Breakpoint, ...
     ] = ()  # where extents end, and what lies before is kept longer (see `tiers.marks`)
     aside: bool = False  # the engine's own: what it leaves is its conversation's, but no turn of that waits for it
+    patient: bool = False  # alone, it is computed in short passes, so that a job that comes need not wait for long
 
 
 @dataclass(frozen=True, slots=True)

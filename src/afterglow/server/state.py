@@ -16,6 +16,7 @@ from afterglow.server.bodies.reply_lengths import ReplyLengths
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.bridge.bridge import Bridge
 from afterglow.server.bridge.kept_replies import KeptReplies
+from afterglow.server.bridge.next_turns import NextTurns
 from afterglow.server.embedding.embedding_models import EmbeddingModels
 from afterglow.server.embedding.encoder_only import EncoderOnly
 from afterglow.server.engine_like import EngineLike
@@ -66,7 +67,6 @@ class State:
         self.reply_lengths = ReplyLengths(window, defaults.max_new_tokens, engine.config.max_queue)
         self.system_prompts = SystemPrompts(engine, tokenizer, config.system_prompt_mode)
         self.prompt_encoder = PromptEncoder(tokenizer, self.system_prompts, self.reply_lengths, self.text_threads)
-        self.kept_replies = KeptReplies(engine, tokenizer)
         self.bridge = Bridge(engine)
         template = tokenizer.chat_template
         self.tool_format = choose_format(
@@ -79,6 +79,9 @@ class State:
         self.reasoning = choose_reasoning(
             config.reasoning_parser, template.source if template is not None else "", tokenizer.is_special
         )
+
+        self.next_turns = NextTurns(engine, tokenizer)
+        self.kept_replies = KeptReplies(engine, tokenizer, self.next_turns if self.reasoning is not None else None)
 
     def splitter(self, use: ToolUse, chat: ChatPrompt | None) -> Splitter | None:
         """Make what finds the reasoning in one reply; None where there is none, or where the parser of calls finds it."""
@@ -109,6 +112,7 @@ class State:
             await asyncio.to_thread(worker.close)
         self.bodies.close()
         self.text_threads.close()
+        self.next_turns.close()
         await self.bridge.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)

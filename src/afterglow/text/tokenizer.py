@@ -111,6 +111,13 @@ class Tokenizer:
         """Check whether a text is a special token, which is hidden in decoded text unless that is asked for."""
         return text in self._special
 
+    def in_grammar(self, mark: str) -> str:
+        """Write a mark in a grammar (Lark): as a token where it is a special one, and as text otherwise. For llguidance all added
+        tokens in angle brackets are special."""
+        ids = self.encode(mark, add_special_tokens=False)
+        special = mark in self._special or (mark.startswith("<") and mark.endswith(">"))
+        return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in self._added and special else json.dumps(mark)
+
     def serialized(self) -> str:
         """Write the tokenizer, with all its added tokens, as the text of a `tokenizer.json`."""
         return str(self._fast.to_str())
@@ -238,7 +245,6 @@ class Tokenizer:
         text: str,
         generated: Sequence[int],
         expires: float = inf,
-        *,
         content: str | None = None,
         calls: Sequence[ToolCall] = (),
         reasoning: str = "",

@@ -52,7 +52,8 @@ class StepComposer:
         self.outlook.reset()
         if self._chunk:
             runs = self._decodes(now, guesses)
-            return runs + self._prefills(now, self._chunk if runs else max(self._chunk, IDLE_PREFILL))
+            short = runs or all(job.spec.patient for job in self._queue.jobs.values())
+            return runs + self._prefills(now, self._chunk if short else max(self._chunk, IDLE_PREFILL))
         runs = self._prefills(now, IDLE_PREFILL)
         if all(self._queue.jobs[run.job].lingering for run in runs):  # no job waits for those
             runs += self._decodes(now, guesses)

@@ -43,6 +43,7 @@ async def delete_session(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
+    state.next_turns.forget()
     if not await ENGINE(state.engine.forget_session, salt, name):
         await _refuse_prompt(state, salt, name)
         raise _unknown(name)
@@ -135,6 +136,7 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
     and stored responses go too; the operator's prompt stays."""
     state, record, salt = _context(http)
     tenant, conversations = record.caller.tenant, state.engine.conversations
+    state.next_turns.forget()
     if record.caller.admin:
         state.engine.reset_cache()
         state.tokenizer.replies.clear()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from afterglow.request import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY
-from afterglow.server.bodies.json_body import MAX_SESSION_NAME, JsonBody
+from afterglow.server.bodies.json_body import EFFORTS, MAX_SESSION_NAME, JsonBody
 from afterglow.server.bodies.limits import MAX_INPUTS, MAX_MESSAGES, MAX_NAME
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reply_bodies import (
@@ -87,6 +87,7 @@ COMPONENTS: dict[str, Schema] = {
             "content": any_of(TEXT, NULL, list_of(any_of(TEXT, _PART))),
             "tool_calls": any_of(list_of(ref("ToolCall")), NULL),
             "tool_call_id": any_of(TEXT, NULL),
+            "reasoning_content": any_of(TEXT, NULL),
         },
     ),
     "ToolCall": object_of(
@@ -112,11 +113,16 @@ COMPONENTS: dict[str, Schema] = {
             },
             {"id": TEXT},
         ),
+        object_of(
+            {"type": {"const": "reasoning"}, "content": list_of(object_of({"type": TEXT, "text": TEXT}))},
+            {"id": TEXT, "summary": ANY},
+        ),
     ),
     "Usage": object_of(
         {"prompt_tokens": COUNT, "total_tokens": COUNT},
         {
             "completion_tokens": COUNT,
+            "completion_tokens_details": object_of({"reasoning_tokens": COUNT}),
             "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
             "cached_tokens_details": TIERS,
             "kv_dtype": TEXT,
@@ -294,6 +300,7 @@ RANGES: dict[str, Schema] = {
     "max_completion_tokens": COUNT,
     "max_output_tokens": {"type": "integer", "minimum": 1},
     "n": _number(1, MAX_CHOICES, "integer"),
+    "reasoning_effort": {"enum": list(EFFORTS)},
     "top_logprobs": _number(0, MAX_LOGPROBS, "integer"),
     "stop": any_of(NAME, list_of(NAME, maxItems=MAX_STOPS)),
     "stop_token_ids": list_of(COUNT, maxItems=MAX_NAME),

@@ -11,6 +11,7 @@ from afterglow.errors import RequestError, StoreError
 from afterglow.library.assemble import Assembler
 from afterglow.request import Request
 from afterglow.server.blocking import FILES
+from afterglow.server.bridge.next_turns import NextTurns
 from afterglow.server.engine_like import EngineLike
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 
@@ -21,28 +22,36 @@ SWEEP_SECONDS = 60.0
 class KeptReplies:
     """Remembers replies in memory, and over restarts where there is a disk tier."""
 
-    def __init__(self, engine: EngineLike, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, next_turns: NextTurns | None = None) -> None:
+        """`next_turns`: where what the next turn has of a reply may differ from what was generated."""
         self._engine = engine
         self._tokenizer = tokenizer
+        self._next_turns = next_turns
 
     def remember(self, prompt: ChatPrompt, request: Request, reply: Assembler, *, write: bool) -> Reply | None:
-        """Remember the ids of a finished reply in memory until its KV expires. `write`: over restarts as well.
+        """Remember the ids of a finished reply in memory until its KV expires, and expect the next turn. `write`: over restarts
+        as well.
 
         Returns None if no prefix of the ids decodes to the text, or the text cannot be told from its parts.
         """
         ttl = request.ttl_s if request.ttl_s is not None else self._engine.config.cache.ttl
         ends = time.time() + ttl if ttl is not None else inf
+        kept = self._remember(prompt, reply, ends)
+        if kept is not None and write and request.reuse and not request.volatile:
+            self._write(prompt, kept, request, ends)
+        if self._next_turns is not None:
+            self._next_turns.expect(prompt, request, reply)
+        return kept
+
+    def _remember(self, prompt: ChatPrompt, reply: Assembler, ends: float) -> Reply | None:
         if reply.reasoned and not reply.reasoning:
             return None  # the message does not show that there were marks
-        kept = self._tokenizer.remember(
+        return self._tokenizer.remember(
             *(prompt, reply.text, reply.tokens, ends),
             content=reply.content,
             calls=reply.calls,
             reasoning=reply.reasoning,
         )
-        if kept is not None and write and request.reuse and not request.volatile:
-            self._write(prompt, kept, request, ends)
-        return kept
 
     def _write(self, prompt: ChatPrompt, reply: Reply, request: Request, ends: float) -> None:
         """Write the ids of a reply to the catalog, where there is one; in a thread, without waiting for it."""

@@ -32,6 +32,8 @@ class EncoderOnly:
     def submit(self, request: Request, sink: Any) -> None:
         raise RequestError(f"{self.model_name!r} embeds texts and generates none", status=404)
 
+    def expect(self, prompts: Sequence[Request]) -> None: ...
+
     def cancel(self, request_id: str) -> None: ...
 
     def stats(self) -> EngineStats:

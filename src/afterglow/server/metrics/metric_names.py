@@ -106,6 +106,7 @@ _ENGINE = (
     ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens, cached ones included."),
     ("prompt_tokens", "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache."),
     ("prefilled_tokens", "afterglow:prefilled_tokens", "Prompt tokens that were computed."),
+    ("idle_tokens", "afterglow:idle_tokens", "Tokens that were computed ahead, while the engine was idle."),
     ("generation_tokens", "vllm:generation_tokens", "Generated tokens."),
     ("draft_tokens", "vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified."),
     ("accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 from afterglow.request import Grammar, SamplingParams
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.state import State
-from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text import ChatPrompt
 from afterglow.text.tool_calls.forced import forced_grammar
 
 
@@ -22,19 +21,13 @@ def with_tool_grammar(state: State, use: ToolUse, sampling: SamplingParams, chat
         sampling = replace(sampling, grammar=_call_grammar(state, use, asked))
     if sampling.grammar is None or state.reasoning is None:
         return sampling
-    before = state.reasoning.before_grammar(chat.text, partial(_mark, state.tokenizer), headed=called)
+    before = state.reasoning.before_grammar(chat.text, state.tokenizer.in_grammar, headed=called)
     return replace(sampling, grammar=replace(sampling.grammar, before=before))
-
-
-def _mark(tokenizer: Tokenizer, text: str) -> str:
-    """Write a mark in a grammar: as a token where it is a special one."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return f"<[{ids[0]}]>" if len(ids) == 1 and ids[0] in tokenizer.markers.ids else json.dumps(text)
 
 
 def _call_grammar(state: State, use: ToolUse, asked: Grammar | None) -> Grammar:
     tools = {name: schema for name, schema in use.schemas.items() if use.name in (None, name)}
-    form, mark = state.tool_format, partial(_mark, state.tokenizer)
+    form, mark = state.tool_format, state.tokenizer.in_grammar
     answer = None if use.forced or asked is None else json.loads(asked.text)
     several = use.parallel and use.name is None
     text = forced_grammar(form.written, tools, mark, several=several, newer=form.newer, answer=answer)

@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 from afterglow.server.api.openapi import ENDPOINTS
+from afterglow.server.bodies.message_bodies import MessagesBody
 from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, ResponseBody
 from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
 from tests.memo.tiny import tiny_encoder
@@ -32,6 +33,7 @@ from tests.server.process import Process, half_open
 from tests.waiting import wait_for
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 EMBED, RERANK, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"
 PROMPT = "/v1/cache/prompts/p"
 STALL_SECONDS = 0.25
@@ -79,6 +81,36 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int, str]] = {
         lambda: inside("messages", many(USER, 0.9 * MB)),
         400,
         "messages: at most 16384 messages",
+    ),
+    "Anthropic's messages under the limit of a quick look": (
+        MESSAGES,
+        lambda: inside("messages", many(USER, 0.9 * MB), max_tokens=1),
+        400,
+        "messages: at most 16384 blocks",
+    ),
+    "Anthropic's blocks, as many as are read": (
+        MESSAGES,
+        lambda: inside(
+            "messages",
+            b'[{"role":"user","content":"a"},{"role":"assistant","content":'
+            + many(b'{"type":"text","text":"%s"}' % (b"a" * 200), 228 * 16000)
+            + b'},{"role":"user","content":"a"}]',
+            max_tokens=1,
+        ),
+        400,
+        "prompt is too long",
+    ),
+    "Anthropic's calls": (
+        MESSAGES,
+        lambda: inside(
+            "messages",
+            b'[{"role":"user","content":"a"},{"role":"assistant","content":['
+            + b",".join(b'{"type":"tool_use","id":"%d","name":"f","input":{}}' % n for n in range(16000))
+            + b']},{"role":"user","content":"a"}]',
+            max_tokens=1,
+        ),
+        400,
+        "at most 1024 calls",
     ),
     "as many messages as are read, cut": (
         CHAT,
@@ -429,7 +461,11 @@ def test_foreign_pages_get_nothing(server: Hostile) -> None:
                 headers = {"Host": host, "Content-Type": "application/json"} | ({"Origin": origin} if origin else {})
                 answer = httpx.request(method, f"{server.url}{path}", headers=headers, content=b"{}")
                 assert answer.status_code == 403, (method, path, host, origin)
-                assert answer.json()["error"]["code"] == ("origin_not_allowed" if host == own else "host_not_allowed")
+                error = answer.json()["error"]
+                if path.startswith(MESSAGES):
+                    assert error["type"] == "permission_error"
+                else:
+                    assert error["code"] == ("origin_not_allowed" if host == own else "host_not_allowed")
 
 
 # ------------------------------------------------------------------------------------------------ random fields
@@ -438,13 +474,24 @@ BASES: dict[str, dict[str, object]] = {
     CHAT: {"messages": HI, "max_tokens": 2},
     TEXT: {"prompt": "Ada", "max_tokens": 2},
     RESPONSES: {"input": "hi", "max_output_tokens": 2},
+    MESSAGES: {"messages": HI, "max_tokens": 2},
     EMBED: {"input": ["a cat"]},
     RERANK: {"query": "a cat", "documents": ["a dog", {"text": "a cat"}]},
     TOKENIZE: {"prompt": "a cat"},
     DETOKENIZE: {"tokens": [1, 2, 3]},
     PROMPT: {"text": "Be brief."},
 }
-KINDS = (ChatBody, CompletionBody, ResponseBody, EmbeddingBody, RerankBody, TokenizeBody, DetokenizeBody, PromptBody)
+KINDS = (
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    MessagesBody,
+    EmbeddingBody,
+    RerankBody,
+    TokenizeBody,
+    DetokenizeBody,
+    PromptBody,
+)
 FUZZED = dict(zip(BASES, KINDS, strict=True))
 UNKNOWN = ("tools", "tool_choice", "response_format", "functions", "suffix", "audio", "modalities", "background", "é")
 ODD: tuple[object, ...] = (

@@ -37,6 +37,21 @@ def test_every_five_seconds() -> None:
     assert stream.PING_SECONDS == 5.0
 
 
+def test_anthropics_pings_are_events(held: Running) -> None:
+    body = {"messages": MESSAGE, "max_tokens": 100, "stream": True}
+    with held.http() as http, http.stream("POST", "/v1/messages", json=body) as answer:
+        lines: list[str] = []
+        for line in answer.iter_lines():
+            lines.append(line)
+            if lines.count("event: ping") == 3:
+                held.engine.gate.set()
+    assert lines[:3] == ["event: ping", 'data: {"type":"ping"}', ""]
+    assert ": ping" not in lines
+    assert "event: message_start" in lines
+    assert lines[-3:] == ["event: message_stop", 'data: {"type":"message_stop"}', ""]
+    assert pings_alive(held) == 0
+
+
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 def test_comments_until_the_first_token_and_none_after_the_last(held: Running, path: str, body: dict[str, Any]) -> None:
     with held.http() as http, http.stream("POST", path, json={**body, "stream": True}) as answer:

@@ -12,9 +12,12 @@ from typing import Any
 
 from afterglow.errors import RequestError
 from afterglow.server.bodies.cache_marks import CacheMarks
+from afterglow.server.bodies.limits import MAX_MESSAGES
 from afterglow.text.chat_template import shown, shown_kind
 from afterglow.text.marks import BlockMark
+from afterglow.text.tool_messages import MAX_CALLS
 
+Block = tuple[Mapping[str, Any], str]  # with its path
 ROLES = ("user", "assistant", "system")
 TEXT_ONLY = "this server reads text, and blocks of type {} alone"
 ERROR = "Error: "  # before a result that says is_error: templates know no field for it
@@ -26,13 +29,17 @@ class ChatWriter:
     def __init__(self, marks: CacheMarks) -> None:
         self.messages: list[dict[str, Any]] = []
         self.marks = marks
-        self._open: dict[str, bool] = {}  # calls by id: whether they wait for a result
+        self._texts: list[list[str]] = []  # of which the contents consist: joined in the end, as there may be thousands
+        self._chars: list[int] = []  # their lengths
+        self._blocks = 0
+        self._open: dict[str, bool] = {}  # calls by id: whether they wait for a result,
+        self._callers: dict[str, int] = {}  # and the number of their message
 
     def system(self, given: object) -> None:
         """Add the field `system`. Raises: RequestError."""
         if given is None or given == "" or given == []:
             return
-        for block, where in _blocks(given, "system"):
+        for block, where in self._count(_blocks(given, "system")):
             self._text("system", _text_of(block, where, "'text'"), block, where)
 
     def message(self, given: object, where: str) -> None:
@@ -47,9 +54,17 @@ class ChatWriter:
         read = {"user": self._user, "assistant": self._assistant, "system": self._more_system}[role]
         blocks = _blocks(given.get("content"), f"{where}.content")
         if role == "assistant" and (not self.messages or self.messages[-1]["role"] != "assistant"):
-            self.messages.append({"role": "assistant", "content": ""})
-        for block, place in blocks:
+            self._begin({"role": "assistant"})
+        for block, place in self._count(blocks):
             read(block, place)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        for message, texts in zip(self.messages, self._texts, strict=True):
+            message["content"] = "".join(texts)
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
+        return self.messages
 
     # ------------------------------------------------------------------------------------------------ blocks
 
@@ -70,12 +85,12 @@ class ChatWriter:
                 raise RequestError(f"{place}: thoughts cannot be marked; mark the block behind them", param=place)
             if kind == "thinking":  # what is redacted only its author can read
                 thought = _string(block, "thinking", where)
-                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+                message.setdefault("reasoning_content", []).append(thought)
         elif kind == "tool_use":
             self._call(message, block, where)
         else:
-            message["content"] += _text_of(block, where, "'text', 'tool_use' and 'thinking'")
-            self._mark(block, where, BlockMark(len(self.messages) - 1, len(message["content"])))
+            self._append(_text_of(block, where, "'text', 'tool_use' and 'thinking'"))
+            self._mark(block, where, self._end())
 
     def _call(self, message: dict[str, Any], block: Mapping[str, Any], where: str) -> None:
         name, tool, given = _string(block, "id", where), _string(block, "name", where), block.get("input")
@@ -84,13 +99,15 @@ class ChatWriter:
             raise RequestError(f"{place} must not be empty", param=place)
         if not isinstance(given, Mapping):
             raise RequestError(f"{where}.input must be an object, got {shown(given)}", param=f"{where}.input")
-        calls = message.setdefault("tool_calls", [])
-        if any(call["id"] == name for call in calls):
+        calls, number = message.setdefault("tool_calls", []), len(self.messages) - 1
+        if self._callers.get(name) == number:
             raise RequestError(f"{where}.id: {name[:80]!r} is the id of two calls", param=f"{where}.id")
-        self._open[name] = True
+        if len(calls) == MAX_CALLS:
+            raise RequestError(f"{where}: at most {MAX_CALLS} calls are read in a message", param=where)
+        self._open[name], self._callers[name] = True, number
         said = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
         calls.append({"id": name, "type": "function", "function": said})
-        self._mark(block, where, BlockMark(len(self.messages) - 1))
+        self._mark(block, where, BlockMark(number))
 
     def _result(self, block: Mapping[str, Any], where: str) -> None:
         place = f"{where}.tool_use_id"
@@ -104,27 +121,45 @@ class ChatWriter:
                 f"{where}.is_error must be true or false, got {shown(failed)}", param=f"{where}.is_error"
             )
         self._open[name] = False
-        self.messages.append({"role": "tool", "tool_call_id": name, "content": ERROR if failed else ""})
+        self._begin({"role": "tool", "tool_call_id": name})
+        if failed:
+            self._append(ERROR)
         content = block.get("content")
-        begun = False
-        for part, inside in _blocks(content, f"{where}.content") if content is not None else ():
-            self._append(_text_of(part, inside, "'text'"), "\n" if begun else "")
+        blocks = _blocks(content, f"{where}.content") if content is not None else iter(())
+        for number, (part, inside) in enumerate(self._count(blocks)):
+            self._append(_text_of(part, inside, "'text'"), "\n" if number else "")
             self._mark(part, inside, self._end())
-            begun = True
         self._mark(block, where, self._end())
 
     def _text(self, role: str, text: str, block: Mapping[str, Any], where: str) -> None:
-        if self.messages and self.messages[-1]["role"] == role:
-            self._append(text, "\n")
-        else:
-            self.messages.append({"role": role, "content": text})
+        follows = bool(self.messages) and self.messages[-1]["role"] == role
+        if not follows:
+            self._begin({"role": role})
+        self._append(text, "\n" if follows else "")
         self._mark(block, where, self._end())
 
-    def _append(self, text: str, between: str) -> None:
-        self.messages[-1]["content"] += between + text
+    def _begin(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self._texts.append([])
+        self._chars.append(0)
+
+    def _append(self, text: str, between: str = "") -> None:
+        self._texts[-1] += (between, text)
+        self._chars[-1] += len(between) + len(text)
 
     def _end(self) -> BlockMark:
-        return BlockMark(len(self.messages) - 1, len(self.messages[-1]["content"]))
+        return BlockMark(len(self.messages) - 1, self._chars[-1])
+
+    def _count(self, blocks: Iterator[Block]) -> Iterator[Block]:
+        for block in blocks:
+            self._blocks += 1
+            if self._blocks > MAX_MESSAGES:
+                raise RequestError(
+                    f"messages: at most {MAX_MESSAGES} blocks are read at once; leave the oldest out, or join them",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            yield block
 
     def _mark(self, block: Mapping[str, Any], where: str, mark: BlockMark) -> None:
         self.marks.add(block, f"{where}.cache_control", mark)
@@ -151,9 +186,9 @@ def read_messages(system: object, messages: object, marks: CacheMarks) -> list[d
             param=where,
             code="unsupported_parameter",
         )
-    if writer.messages[-1]["role"] == "assistant" or all(m["role"] == "system" for m in writer.messages):
+    if not writer.messages or writer.messages[-1]["role"] == "assistant":
         raise RequestError("messages: the last message has no content", param="messages")
-    return writer.messages
+    return writer.finish()
 
 
 def last_block(messages: list[dict[str, Any]]) -> BlockMark:
@@ -161,7 +196,7 @@ def last_block(messages: list[dict[str, Any]]) -> BlockMark:
     return BlockMark(len(messages) - 1, len(messages[-1]["content"]))
 
 
-def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _blocks(content: object, where: str) -> Iterator[Block]:
     """Yield the blocks of a content with their paths; a string is one block. Raises: RequestError."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}, where

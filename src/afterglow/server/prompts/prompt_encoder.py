@@ -70,12 +70,13 @@ class PromptEncoder:
             )
             return found, registered
 
+        size *= 1 + len(marks)  # to find them is to render anew
         if size <= LONG:
             texts = (*texts_in(messages), *self._prompts.texts(salt))
             # A marker in a message may need another tokenizer, whose construction takes seconds once.
             markers = self._tokenizer.markers
             waits = any(map(markers.mentioned_in, texts)) or markers.mentioned(tools)
-            size = LONG + 1 if waits else sum(map(len, texts)) + body.tool_use.size
+            size = LONG + 1 if waits else max(size, sum(map(len, texts)) + body.tool_use.size)
         try:
             prompt, registered = await self._threads.run(size, work)
         except RequestError as error:

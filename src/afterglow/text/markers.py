@@ -50,11 +50,19 @@ class Encoded:
 
     def starts(self) -> list[int]:
         """List for each token the character of the rendered text at which it begins."""
-        found = []
-        for start, _ in self.offsets():
-            number = max(0, bisect.bisect_right(self.read, start) - 1)
-            found.append(self.places[number] + start - self.read[number])
-        return found
+        return [self._place(span) for span in self.offsets()]
+
+    def ended(self, char: int) -> int:
+        """Count the tokens that end at a character of the rendered text, or before."""
+        spans = self.offsets()
+        number = bisect.bisect_left(spans, char, key=self._place)
+        exact = number < len(spans) and self._place(spans[number]) == char
+        return number if exact else max(number - 1, 0)
+
+    def _place(self, span: tuple[int, int]) -> int:
+        """Return the character of the rendered text at which a token begins."""
+        number = max(0, bisect.bisect_right(self.read, span[0]) - 1)
+        return self.places[number] + span[0] - self.read[number]
 
 
 class Markers:

@@ -66,19 +66,16 @@ def find_marks(write: Write, messages: Values, tools: Values, text: str, marks: 
     return found
 
 
-def rows_before(segments: Sequence[Segment], char: int, starts_of: Callable[[Segment], Sequence[int]]) -> int:
-    """Count the tokens that end at a character of the text, or before. `starts_of` a segment: the characters at which its
-    tokens begin; those of a reply are not known, and count as a whole."""
+def rows_before(segments: Sequence[Segment], char: int, ended: Callable[[Segment, int], int]) -> int:
+    """Count the tokens that end at a character of the text, or before. `ended` counts them within a segment; the tokens of a
+    reply are not known apart, and count as a whole."""
     rows = 0
     for segment in segments:
         if segment.stop <= char:
             rows += len(segment.ids)
             continue
         if segment.start < char and not segment.whole:
-            starts = starts_of(segment)
-            number = bisect.bisect_left(starts, char)
-            exact = number < len(starts) and starts[number] == char
-            rows += number if exact else max(number - 1, 0)
+            rows += ended(segment, char)
         break
     return rows
 

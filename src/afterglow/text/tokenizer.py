@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class Tokenizer:
         self.retokenised += prompt.retokenised
         if marks:
             chars = find_marks(partial(self._write, asked), asked.messages, tools, rendered.text, marks)
-            ends = (rows_before(segments, char, lambda part: encoded[part.start].starts()) for char in chars)
+            ends = (rows_before(segments, char, lambda part, char: encoded[part.start].ended(char)) for char in chars)
             prompt = replace(prompt, marks=tuple(ends))
         if cut_over is None or len(prompt.ids) <= cut_over:
             return prompt
@@ -223,7 +223,7 @@ class Tokenizer:
         def encode(start: int, stop: int, lead: str) -> list[int]:
             found = self.markers.encode(rendered, start, stop, lead)
             if encoded is not None:
-                encoded[start] = found
+                encoded[start] = replace(found, offsets=cache(found.offsets))
             return found.ids
 
         marker_at = partial(self.markers.at, rendered)

@@ -313,6 +313,19 @@ def _joined(found: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     return message
 
 
+def test_numbers_that_javascript_writes_otherwise_are_the_same_call(hermes: Scripted) -> None:
+    hermes.say(CALL.replace('"timeout":2', '"timeout": 2.0'))
+    found = ask(hermes, tools=TOOLS)
+    (call,) = found["content"]
+    call["input"]["timeout"] = 2
+    hermes.engine.settle()
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "a.py"}
+    said = [ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    again = ask(hermes, tools=TOOLS, messages=said)
+    assert again["usage"]["replies_details"] == {"spliced": 1, "retokenised": 0}
+    assert again["usage"]["cache_read_input_tokens"] >= total(found["usage"]) + found["usage"]["output_tokens"] - 1
+
+
 # ------------------------------------------------------------------------------------------------------- marks
 
 

@@ -51,7 +51,7 @@ class ChatPrompt:
     asked: Asked = field(default=Asked(()), repr=False, compare=False)
     marks: tuple[
         int, ...
-    ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `marks.py`
+    ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `block_marks.py`
 
 
 @dataclass(frozen=True, slots=True)

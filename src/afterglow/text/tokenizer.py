@@ -15,10 +15,10 @@ from typing import Any
 from afterglow.errors import RequestError
 from afterglow.request import ContextWindow
 from afterglow.text import lengths
+from afterglow.text.block_marks import BlockMark, find_marks, rows_before
 from afterglow.text.chat_template import ChatTemplate, Message
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Encoded, Markers, Rendered
-from afterglow.text.marks import BlockMark, find_marks, rows_before
 from afterglow.text.messages import flatten_messages
 from afterglow.text.reply_ends import place_replies
 from afterglow.text.reply_memory import (

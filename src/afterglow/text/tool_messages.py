@@ -11,6 +11,7 @@ from afterglow.text.chat_template import shown
 from afterglow.text.tool_calls.parts import ToolCall
 
 MAX_CALLS = 1024  # in one message
+_WHOLE = 2.0**53  # below which a float is exact
 
 
 def read_calls(calls: object, where: str) -> list[dict[str, Any]]:
@@ -76,8 +77,9 @@ def check_results(messages: Sequence[dict[str, Any]], name: str) -> None:
 
 
 def names_of_calls(message: Mapping[str, Any]) -> str:
-    """Write the calls of a message as a text that is equal for equal calls: names and arguments, no ids."""
-    said = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    """Write the calls of a message as a text that is equal for equal calls: names and arguments, no ids. Clients in JavaScript
+    write 2.0 as 2."""
+    said = [[call["function"]["name"], _plain(call["function"]["arguments"])] for call in message.get("tool_calls", ())]
     return json.dumps(said) if said else ""
 
 
@@ -93,6 +95,15 @@ def message_of(content: str, calls: Sequence[ToolCall], reasoning: str = "") -> 
         **({"reasoning_content": reasoning} if reasoning else {}),
         **({"tool_calls": said} if said else {}),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Copy a JSON value with whole numbers as integers."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _object(arguments: str | Mapping[str, Any]) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 from afterglow.errors import RequestError
 from afterglow.request import MAX_BREAKPOINTS
+from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown
-from afterglow.text.marks import BlockMark
 
 LIFETIMES = {"5m": 300.0, "1h": 3600.0}  # seconds
 

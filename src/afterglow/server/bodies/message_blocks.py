@@ -13,8 +13,8 @@ from typing import Any
 from afterglow.errors import RequestError
 from afterglow.server.bodies.cache_marks import CacheMarks
 from afterglow.server.bodies.limits import MAX_MESSAGES
+from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.marks import BlockMark
 from afterglow.text.tool_messages import MAX_CALLS
 
 Block = tuple[Mapping[str, Any], str]  # with its path

@@ -17,8 +17,8 @@ from afterglow.server.bodies.message_blocks import last_block, read_messages
 from afterglow.server.bodies.message_tools import read_message_tools
 from afterglow.server.bodies.reply_bodies import MAX_STOPS, Body
 from afterglow.server.bodies.tool_fields import ToolUse
+from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.marks import BlockMark
 
 LEAST_BUDGET = 1024  # tokens for thoughts, as Anthropic has it
 # as templates know them

@@ -10,8 +10,8 @@ from afterglow.errors import RequestError
 from afterglow.server.bodies.cache_marks import CacheMarks
 from afterglow.server.bodies.limits import check_chars
 from afterglow.server.bodies.tool_fields import MAX_TOOLS, ToolUse, read_function
+from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.marks import BlockMark
 
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
     "auto": "auto",

@@ -14,8 +14,8 @@ from afterglow.server.bodies.reply_lengths import ReplyLengths
 from afterglow.server.prompts.system_prompts import RegisteredPrompt, SystemPrompts
 from afterglow.server.text_threads import TextThreads
 from afterglow.text import ChatPrompt, Reply, Tokenizer
+from afterglow.text.block_marks import BlockMark
 from afterglow.text.lengths import LONG
-from afterglow.text.marks import BlockMark
 from afterglow.text.messages import texts_in
 from afterglow.text.turns import TEMPLATE
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from afterglow.library.embedder import load_embedder
     from afterglow.library.language_model import LanguageModel, load_model
     from afterglow.library.text_reply import TextReply
-    from afterglow.request import Completion, Grammar, Request, SamplingParams
+    from afterglow.request import Breakpoint, Completion, Grammar, Request, SamplingParams
 
 __all__ = [
     "AfterglowError",
+    "Breakpoint",
     "CacheConfig",
     "Completion",
     "ConfigError",
@@ -42,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "AfterglowError": "errors",
+    "Breakpoint": "request",
     "CacheConfig": "config",
     "Completion": "request",
     "ConfigError": "errors",

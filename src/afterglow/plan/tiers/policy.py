@@ -109,7 +109,10 @@ class Ranking:
         """Look again at a member's order (of no effect on others, unless `add`)."""
         if not (add or extent in self._members):
             return
-        order = self._order(extent)
+        mark = extent.mark
+        order = self._rank(
+            extent, mark is not None and self._kept(extent)
+        )  # `_order`, without a call: this is done often
         if order != self._members.get(extent):
             self._enter(extent, order)
             if len(self._heap) + len(self._line) > 64 + 2 * len(self._members):

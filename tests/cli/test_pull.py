@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from afterglow.library.locate import find_model
+from afterglow.errors import ModelError
+from afterglow.library.locate import find_model, model_name
 from tests.cli.kit import BUNDLED, afterglow, inside, needs_model
 from tests.text import gguf_toys
 
@@ -142,9 +143,10 @@ def test_a_directory_is_downloaded_once_and_found_without_the_hub(hub: dict[str,
 @needs_model
 def test_what_is_missing_is_downloaded(hub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = find_model("org/small")
-    (folder / "model.safetensors").unlink()  # as if the download had ended in the middle
-    assert find_model("org/small") == folder
-    assert (folder / "model.safetensors").is_file()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).unlink()  # as if the download had ended in the middle
+        assert find_model("org/small") == folder
+        assert (folder / name).is_file()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert find_model("org/small") == folder
     offline = inside("pull", "org/small")
@@ -161,6 +163,26 @@ def test_one_gguf_file_with_all_its_parts(hub: dict[str, str]) -> None:
     assert len(list(path.parent.iterdir())) == 1
     parts = Path(inside("pull", "org/toys:big-00001-of-00002.gguf").stdout.strip())
     assert parts.with_name("big-00002-of-00002.gguf").is_file()
+
+
+def test_one_gguf_file_is_downloaded_where_a_model_is_named(
+    hub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = find_model("org/toys:big-00001-of-00002.gguf")
+    assert path.read_bytes()[:4] == b"GGUF"
+    assert model_name("org/toys:big-00001-of-00002.gguf", path) == "org/toys:big-00001-of-00002.gguf"
+    with pytest.raises(ModelError, match=r"on this machine, and org/toys has no file other\.gguf"):
+        find_model("org/toys:other.gguf")
+    path.with_name("big-00002-of-00002.gguf").unlink()  # as if the download had ended in the middle
+    assert find_model("org/toys:big-00001-of-00002.gguf") == path
+    assert path.with_name("big-00002-of-00002.gguf").is_file()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert find_model("org/toys:big-00001-of-00002.gguf") == path
+    near = Path("org", "toys:near.gguf")  # a file of that name is nearer
+    monkeypatch.chdir(path.parent)
+    near.parent.mkdir()
+    near.symlink_to(path)
+    assert find_model(str(near)) == near
 
 
 @pytest.mark.parametrize(

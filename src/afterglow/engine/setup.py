@@ -23,14 +23,13 @@ from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
 from afterglow.engine.inbox import Inbox
-from afterglow.engine.relay_attention import RelayCosts
 from afterglow.engine.requests import RequestLimits
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
 from afterglow.engine.selective import SelectiveAttention
 from afterglow.engine.sizes import MOVER_THREADS, Sizes, capacity, conversation_bytes, rewriting_bytes, sizes
 from afterglow.engine.speculation.guesser import Guesser, StepCosts
-from afterglow.engine.speculation.row_costs import RowCosts
+from afterglow.engine.speculation.row_costs import RowCosts, attention_costs
 from afterglow.errors import ConfigError, StoreError
 from afterglow.gguf_file import file_stem, is_gguf
 from afterglow.importance.chunk_cache import ChunkCache, ChunkPlacement
@@ -257,13 +256,8 @@ def make_guesser(mode: SpeculateMode, decoder: Decoder) -> Guesser | None:
     if mode != "auto":
         return Guesser(None) if mode == "on" else None
     spec = decoder.spec
-    rows = RowCosts.measured(decoder)
-    reads = RelayCosts.measured(
-        KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device), spec.heads
-    )
-    few = 8
-    again = (reads.reading(few) - reads.reading(1)) / (few - 1)
-    return Guesser(StepCosts(rows.step, spec.layers * reads.reading(1), spec.layers * max(0.0, again)))
+    shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
+    return Guesser(StepCosts(RowCosts.measured(decoder).step, *attention_costs(shape, spec.heads)))
 
 
 def open_conversations(disk_cache: int, namespace: Namespace | None) -> Conversations:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from afterglow.engine.context import KVShape
+from afterglow.kernels.decode import Read, Reads
 from afterglow.model.decoder import Attention, Decoder
 
-PROBE_ROWS = (1, 2, 4, 8, 12, 16, 32)
+PROBE_ROWS = (1, 2, 4, 8, 12, 16)
 PROBE_LAYERS = 4
-PROBE_SECONDS = 0.2  # after which no further round begins
+PROBE_CONTEXT, PROBE_QUERIES = 1024, 8
+PROBE_ROUNDS, PROBE_SECONDS = 2, 0.2  # rounds at least, and seconds after which no further one begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,14 @@ class RowCosts:
         """Measure some layers and the head, in a few tenths of a second."""
         layers = min(PROBE_LAYERS, decoder.spec.layers)
         best = dict.fromkeys(PROBE_ROWS, float("inf"))
-        began = time.perf_counter()
+        began, rounds = time.perf_counter(), 0
         _pass(decoder, 1, layers)  # the first one finds cold memory
-        while True:
+        while rounds < PROBE_ROUNDS or time.perf_counter() - began < PROBE_SECONDS:
             for rows in PROBE_ROWS:
                 of_layers, of_head = _pass(decoder, rows, layers)
                 best[rows] = min(best[rows], of_layers * decoder.spec.layers / layers + of_head)
-            if time.perf_counter() - began > PROBE_SECONDS:
-                return cls.of(best)
+            rounds += 1
+        return cls.of(best)
 
     @classmethod
     def of(cls, measured: dict[int, float]) -> RowCosts:
@@ -53,6 +56,28 @@ class RowCosts:
         return a + (b - a) * (max(rows, low) - low) / (high - low)
 
 
+def attention_costs(shape: KVShape, heads: int) -> tuple[float, float]:
+    """Measure attention to one row of context, in all layers: seconds for one query, and for each further query of the same
+    reply."""
+    layers = min(PROBE_LAYERS, shape.layers)
+    size = (layers, 2, shape.kv_heads, PROBE_CONTEXT, shape.head_dim)
+    data = torch.ones(size, dtype=shape.dtype, device=shape.device)
+    q = torch.ones((PROBE_QUERIES, heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=shape.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=shape.device)
+    found = []
+    for queries in (1, PROBE_QUERIES):
+        reads = Reads([Read(data, 0, PROBE_CONTEXT, range(queries), queries > 1)])
+        best = float("inf")
+        for turn in range(3 * layers):  # the layers take turns, as they do in a pass
+            began = _now(shape.device)
+            reads.attend(turn % layers, q, 1.0, out, lse)
+            best = min(best, _now(shape.device) - began)
+        found.append(best * shape.layers / PROBE_CONTEXT)
+    one, several = found
+    return one, max(0.0, several - one) / (PROBE_QUERIES - 1)
+
+
 def _pass(decoder: Decoder, rows: int, layers: int) -> tuple[float, float]:
     """Time `rows` rows through the first layers, and through the head: seconds."""
     places = torch.arange(rows, device=decoder.device)
@@ -69,6 +94,9 @@ def _no_attention(layer: int, attention: Attention, x: Tensor) -> Tensor:
 
 
 def _now(device: torch.device) -> float:
+    """Read the clock. On CPU it is that of the process, for each thread: what other processes take does not count, and costs are
+    compared with each other only."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.process_time() / torch.get_num_threads()

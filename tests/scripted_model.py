@@ -25,7 +25,7 @@ from afterglow.plan.step import Step
 from afterglow.request import Request
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
-from afterglow.text import Tokenizer
+from afterglow.text import ChatTemplate, Tokenizer
 from tests.structured_model import random_model
 from tests.waiting import wait_for
 
@@ -189,22 +189,26 @@ def scripted(
     folder: Path, template: str = HERMES, specials: Sequence[str] = (), eos: str = "<|im_end|>", **options: Any
 ) -> Iterator[Scripted]:
     """Start a server on a model of random weights whose tokens are scripted. `plain`: `specials` are tokens of their own, and are
-    not hidden in decoded text."""
-    plain = options.pop("plain", False)
-    random_model(folder / "model", template=template, specials=specials, eos=eos, context=options.pop("context", 4096))
+    not hidden in decoded text. `model`: a real model instead, with another template."""
+    plain, context, model = options.pop("plain", False), options.pop("context", 4096), options.pop("model", None)
+    if model is None:
+        random_model(folder / "model", template=template, specials=specials, eos=eos, context=context)
     if plain:
         state = json.loads((folder / "model/tokenizer.json").read_text())
         for token in state["added_tokens"]:
             token["special"] = token["special"] and token["content"] not in specials
         (folder / "model/tokenizer.json").write_text(json.dumps(state))
     cache = CacheConfig(device_cache=64 << 20, host_cache=64 << 20, disk_cache=0)
-    engine = Engine.load(folder / "model", EngineConfig(threads=1, cache=cache, speculate="off"))
-    tokenizer = Tokenizer(folder / "model")
+    path = model or folder / "model"
+    engine = Engine.load(path, EngineConfig(threads=1, cache=cache, speculate="off"), name="model")
+    tokenizer = Tokenizer(path)
+    if model is not None:
+        tokenizer.chat_template = ChatTemplate(template, tokenizer.special_tokens)
     (end,) = tokenizer.encode(eos, add_special_tokens=False)
     runner = ScriptedRunner(engine.parts.runner, end)  # type: ignore[arg-type]
     engine.parts.runner = runner
     engine.start()
-    service = Service(engine, tokenizer, ServerConfig(port=0, grace=0.5, **options), folder / "model")
+    service = Service(engine, tokenizer, ServerConfig(port=0, grace=0.5, **options), path)
     thread = threading.Thread(target=service.run, kwargs={"signals": False})
     thread.start()
     wait_for(lambda: service.started)

@@ -9,8 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from afterglow.cli.conversation import BUNDLED_LONGEST, TRY_BUNDLED, Messages, RemoteSpeaker, converse
+from afterglow.cli.conversation import (
+    BUNDLED_LONGEST,
+    TRY_BUNDLED,
+    LocalSpeaker,
+    Messages,
+    RemoteSpeaker,
+    converse,
+)
+from afterglow.library.language_model import LanguageModel
+from afterglow.request import SamplingParams
+from afterglow.text.tool_calls.parts import Reasoning
 from tests.cli.kit import BUNDLED, SMALL, afterglow
+from tests.reasoning_templates import QWEN, TAGGED, THOUGHT
+from tests.scripted_model import scripted
 from tests.server.conftest import REPLY, running
 from tests.text import toys
 from tests.waiting import wait_for
@@ -35,11 +47,11 @@ def test_chat_over_pipes(url: str) -> None:
 class Canned:
     note = "note"
 
-    def __init__(self, pieces: list[str | BaseException]) -> None:
+    def __init__(self, pieces: list[str | Reasoning | BaseException]) -> None:
         self.pieces = pieces
         self.asked: list[Messages] = []
 
-    def reply(self, messages: Messages) -> Iterator[str]:
+    def reply(self, messages: Messages) -> Iterator[str | Reasoning]:
         self.asked.append([dict(m) for m in messages])
         for piece in self.pieces:
             if isinstance(piece, BaseException):
@@ -64,6 +76,31 @@ def test_commands_and_interruptions(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("out", [Terminal, io.StringIO])
+def test_reasoning_is_dim_on_a_terminal_and_not_shown_over_pipes(
+    monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand\n"))
+    monkeypatch.setattr("sys.stdout", shown := out())
+    speaker = Canned([Reasoning("Who"), Reasoning(" is it?"), "Hello", " you."])
+    assert converse(speaker, None) == 0
+    thought = "\x1b[2mWho\x1b[0m\x1b[2m is it?\x1b[0m\n\n" if out is Terminal else ""
+    assert shown.getvalue() == f"{thought}Hello you.\n" * 2
+    assert speaker.asked[1][1] == {"role": "assistant", "content": "Hello you."}
+
+
+def test_reasoning_of_servers_and_of_models_here(tmp_path: Path) -> None:
+    with scripted(tmp_path, QWEN) as server:
+        server.say(TAGGED + "Yes.", TAGGED + "Yes.")
+        remote = RemoteSpeaker(server.url, None, None, None, {})
+        said: list[str | Reasoning] = list(remote.reply([{"role": "user", "content": "Rain?"}]))
+        model = LanguageModel(server.engine, server.tokenizer)
+        here = LocalSpeaker(model, SamplingParams(max_tokens=200))
+        for pieces in (said, list(here.reply([{"role": "user", "content": "Rain?"}]))):
+            assert "".join(piece for piece in pieces if isinstance(piece, str)) == "Yes."
+            assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == THOUGHT
 
 
 def test_the_bundled_model_says_what_it_can_do(

@@ -9,9 +9,12 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from afterglow.request import Request
+from afterglow.errors import ModelError
+from afterglow.library.locate import find_model
+from afterglow.request import Request, SamplingParams
 from tests import reasoning_templates as kit
 from tests.reasoning_templates import FORMATS
 from tests.scripted_model import Scripted, scripted
@@ -208,9 +211,50 @@ def test_what_is_deleted_is_not_computed(tmp_path: Path) -> None:
         assert engine.sessions("") == []
 
 
-def _plain(name: str, prompt: list[int]) -> Request:
-    from afterglow.request import SamplingParams
+@pytest.mark.parametrize("name", ["afterglow-small", pytest.param("smollm2-135m-instruct", marks=pytest.mark.long)])
+def test_what_was_computed_ahead_is_exact(tmp_path: Path, name: str) -> None:
+    """A real model says the same over rows that were computed while it was idle as over a prompt computed at once."""
+    try:
+        found = find_model(name)
+    except ModelError:
+        pytest.skip(f"{name} is not installed")
+    end = "<|end|>" if name == "afterglow-small" else "<|im_end|>"
+    with scripted(tmp_path, kit.QWEN.replace("<|im_end|>", end), eos=end, model=found) as server:
+        engine = server.engine
+        trace = Trace(watched(server), False)
+        for text in ("My favorite color is teal.", "I live in Lisbon."):
+            trace.turn(user(text), f"{kit.TAGGED}I see.")
+        assert len(trace.ahead) == 2
+        server.runner.free = True
+        prompt = server.tokenizer.encode_chat([*trace.messages, user("What is my favorite color?")]).ids
+        params = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
+        (over,) = engine.generate([Request("over", prompt, params, salt=server.requests[-1].salt)])
+        (cold,) = engine.generate([Request("cold", prompt, params, reuse=False)])
+        assert over.cached.total >= max(len(rows) for rows in trace.ahead)
+        assert over.tokens == cold.tokens
+        for left, right in zip(over.logprobs, cold.logprobs, strict=True):
+            # Sums over a prompt in other pieces differ by rounding. Weights in blocks round the rows of their inputs besides.
+            assert left.logprob == pytest.approx(right.logprob, abs=1e-4 if name == "afterglow-small" else 2e-2)
 
+
+def test_anthropics_clients_find_it_too(qwen: Scripted) -> None:
+    """They send thoughts back."""
+    messages: list[Any] = []
+    for number in range(3):
+        messages.append(user(f"Message {number}"))
+        qwen.say(f"{kit.TAGGED}Reply {number}.")
+        body = {"model": "model", "max_tokens": 99, "temperature": 0, "messages": messages, "cache_salt": "anthropic"}
+        answer = httpx.post(f"{qwen.url}/v1/messages", json=body).json()
+        assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+        prompt = list(qwen.requests[-1].prompt)
+        new = qwen.tokenizer.decode(prompt[answer["usage"]["cache_read_input_tokens"] :], False)
+        assert f"Message {number}" in new
+        assert "Reply" not in new
+        messages.append({"role": "assistant", "content": answer["content"]})
+        settle(qwen)
+
+
+def _plain(name: str, prompt: list[int]) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=1, temperature=0))
 
 

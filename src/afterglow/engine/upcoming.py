@@ -26,10 +26,13 @@ class _NextTurn:
 
     def is_begun_by(self, request: Request) -> bool:
         """Check whether a request's prompt begins with one of these: it computes the rest by itself."""
-        return any(
-            request.salt == each.salt and list(request.prompt[: len(each.prompt)]) == each.prompt
-            for each in self.prompts
-        )
+        return any(_begins(request.prompt, each.prompt) for each in self.prompts if request.salt == each.salt)
+
+
+def _begins(prompt: Sequence[int], beginning: Sequence[int]) -> bool:
+    rows = len(beginning)
+    # Nearly all others differ in the last token, or are shorter.
+    return len(prompt) >= rows and prompt[rows - 1] == beginning[-1] and list(prompt[:rows]) == beginning
 
 
 class UpcomingPrompts:

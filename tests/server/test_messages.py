@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from afterglow.server.server_config import ServerConfig
 from tests import scripted_model as kit
 from tests.scripted_model import Scripted, scripted
+from tests.server.conftest import running
 from tests.text import toys
 from tests.waiting import wait_for
 
@@ -390,6 +393,21 @@ def test_counted_tokens_are_those_of_the_prompt(hermes: Scripted) -> None:
         f"{hermes.url}/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": "ab " * 9000}]}
     )
     assert long.json()["input_tokens"] > 4096, "agents ask whether a prompt is too long"
+
+
+def test_a_conversation_that_is_cut_says_what_remains(model_dir: Path) -> None:
+    config = ServerConfig(port=0, grace=0.5, chat_truncation="auto")
+    with running(model_dir, config) as server:
+        messages = [
+            {"role": role, "content": f"{n} " + "ab " * 40} for n in range(7) for role in ("user", "assistant")
+        ][:-1]
+        body = {"messages": messages, "max_tokens": 100, "system": "Be brief.", "cache_control": MARK}
+        found = server.http().post("/v1/messages", json=body).json()
+        cut = found["usage"]["truncation"]
+        assert cut["dropped_tokens"] > 0
+        assert total(found["usage"]) == cut["kept_tokens"]
+        (mark,) = server.engine.requests[-1].breakpoints
+        assert found["usage"]["cache_creation_input_tokens"] == mark.rows - cut["dropped_tokens"]
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes

@@ -17,7 +17,7 @@ from afterglow.errors import RequestError
 from afterglow.server.server_config import ServerConfig
 
 METHODS = "GET, POST, PUT, DELETE"
-EXPOSED = "X-Request-ID, Retry-After"
+EXPOSED = "X-Request-ID, Request-ID, Retry-After"
 REMEMBER_S = 600  # how long a browser may remember the answer to a preflight
 
 

@@ -21,7 +21,7 @@ from afterglow.server.error_responses import anthropic_error
 from afterglow.server.json import json_response, to_json
 from afterglow.server.replies.make_requests import make_requests
 from afterglow.server.replies.message_content import Event, MessageContent
-from afterglow.server.replies.message_usage import as_breakpoints, input_usage
+from afterglow.server.replies.message_usage import as_breakpoints, input_usage, moved
 from afterglow.server.replies.pending_replies import Replies
 from afterglow.server.replies.tool_grammar import with_tool_grammar
 from afterglow.server.state import State
@@ -175,12 +175,9 @@ class MessageReply(Replies):
             **{name: usage[name] for name in _OWN_USAGE if name in usage},
         }
 
-    def _breakpoints(self) -> list[Breakpoint]:
-        """List the breakpoints in the rows that were computed: truncation leaves rows out behind the system prompt."""
-        request, cut = self.requests[0], self.texts[0].truncation
+    def _breakpoints(self) -> Sequence[Breakpoint]:
+        """List the breakpoints in the rows of the prompt that were computed or found."""
+        request = self.requests[0]
         if not (request.reuse and self.state.engine.config.cache.reuse):
-            return []
-        head = request.turns[0] if request.turns else 0
-        dropped = cut.dropped if cut is not None else 0
-        ends = [(max(min(each.rows, head), each.rows - dropped), each.ttl_s) for each in request.breakpoints]
-        return list(as_breakpoints(ends))
+            return ()
+        return moved(request.breakpoints, self.texts[0].truncation, request.turns[0] if request.turns else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from afterglow.request import Breakpoint
+from afterglow.request import Breakpoint, Truncation
 
 HOUR = 3600.0  # seconds: the longer of the two lifetimes
 
@@ -17,6 +17,20 @@ def as_breakpoints(marked: Iterable[tuple[int, float]]) -> tuple[Breakpoint, ...
         if rows > 0:
             longest[rows] = max(seconds, longest.get(rows, 0.0))
     return tuple(Breakpoint(rows, longest[rows]) for rows in sorted(longest))
+
+
+def moved(breakpoints: Iterable[Breakpoint], cut: Truncation | None, head: int) -> tuple[Breakpoint, ...]:
+    """Move breakpoints of a prompt that was truncated behind its first `head` rows to where their tokens are now. Those within what
+    was left out are left out, as is every one behind the head where more than one part may have been left out."""
+    if cut is None:
+        return tuple(breakpoints)
+    found = []
+    for each in breakpoints:
+        if each.rows <= head:
+            found.append((each.rows, each.ttl_s))
+        elif cut.policy == "oldest" and each.rows >= head + cut.dropped:
+            found.append((each.rows - cut.dropped, each.ttl_s))
+    return as_breakpoints(found)
 
 
 def input_usage(prompt: int, cached: int, breakpoints: Sequence[Breakpoint]) -> dict[str, Any]:

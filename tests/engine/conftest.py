@@ -33,6 +33,8 @@ LLAMA: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
@@ -46,6 +48,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "layer_norm_eps": 1e-5,
     },
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+    "qwen2_moe": {**LLAMA, **MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**LLAMA, **MOE, "model_type": "qwen3_moe", "head_dim": 8, "norm_topk_prob": True},
+    "olmoe": {**LLAMA, **MOE, "model_type": "olmoe"},
     "phi3": {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5},
     "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]},
     "olmo2": {**LLAMA, "model_type": "olmo2"},

@@ -29,7 +29,7 @@ def test_reuse_is_as_near_as_rounding_lets_it(
     handle.ask(prompt)
     if tier != "device":
         handle.engine.demote(tier)
-    asked = [*prompt[:120], *(rng.randrange(VOCAB) for _ in range(20))]
+    asked = [*prompt[:120], (prompt[120] + 1) % VOCAB, *(rng.randrange(VOCAB) for _ in range(20))]
     reused = handle.ask(asked, max_tokens=1)
     plain = handle.ask(asked, reuse=False, max_tokens=1)
     assert getattr(reused.cached, tier) == 120

@@ -87,6 +87,7 @@ _MINISTRAL3 = _rope(
     mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1,
 )
+_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -159,6 +160,38 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "ministral-full": ("ministral", "Ministral", _SMALL | {"layer_types": ["full_attention"] * 2, "head_dim": 16}),
     "ministral3": ("ministral3", "Ministral3", _SMALL | {"head_dim": 16} | _MINISTRAL3),
+    "mixtral": ("mixtral", "Mixtral", _SMALL | {"num_local_experts": 4}),
+    "mixtral-gelu": (
+        "mixtral",
+        "Mixtral",
+        _SMALL | {"num_local_experts": 3, "num_experts_per_tok": 1, "hidden_act": "gelu", "head_dim": 16},
+    ),
+    "qwen2-moe": ("qwen2_moe", "Qwen2Moe", _SMALL | _MOE | {"shared_expert_intermediate_size": 40}),
+    "qwen2-moe-step": (
+        "qwen2_moe",
+        "Qwen2Moe",
+        _SMALL
+        | _MOE
+        | {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3-moe": ("qwen3_moe", "Qwen3Moe", _SMALL | _MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-bias": (
+        "qwen3_moe",
+        "Qwen3Moe",
+        _SMALL | _MOE | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmoe": ("olmoe", "Olmoe", _SMALL | {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normed": (
+        "olmoe",
+        "Olmoe",
+        _SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
     "phi3": ("phi3", "Phi3", _SMALL),
     "phi3-mha": ("phi3", "Phi3", _SMALL | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
     "phi3-window": ("phi3", "Phi3", _SMALL | {"sliding_window": 64}),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
-ARCHITECTURES = {"phi": "phi2", "gpt_neox": "gptneox", "cohere": "command-r"}  # where the name is another one
-NORMAL = ("llama", "smollm3", "granite")  # whose rows of q and k the converter sorts
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "phi": "phi2",
+    "gpt_neox": "gptneox",
+    "cohere": "command-r",
+}  # where the name is another one
+NORMAL = ("llama", "mixtral", "smollm3", "granite")  # whose rows of q and k the converter sorts
 SIZES = {"gpt2": {"intermediate_size": "n_inner"}, "falcon": {"intermediate_size": "ffn_hidden_size"}}
 
 
@@ -46,6 +54,10 @@ def describe(writer: GGUFWriter, config: Any, freqs: dict[str, Any]) -> None:
     for name, add in scales.items():
         if hasattr(config, name):
             add(getattr(config, name))
+    if hasattr(config, "num_experts_per_tok"):
+        count: int = getattr(config, "num_local_experts", None) or config.num_experts
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
     writer.add_bos_token_id(config.bos_token_id)
@@ -96,6 +108,10 @@ def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
         start = name.removesuffix(".norms.0.weight")
         heads = [tensors.pop(key) for key in sorted_heads(tensors, start)]
         tensors[f"{start}.weight"] = torch.stack(heads)
+    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
+        place = f"blk.{name.split('.')[2]}.ffn_"
+        found[f"{place}gate_exps.weight"], found[f"{place}up_exps.weight"] = tensors.pop(name).chunk(2, 1)
+        found[f"{place}down_exps.weight"] = tensors.pop(name.replace("gate_up", "down"))
     for name, tensor in tensors.items():
         if name.startswith("lm_head") and config.tie_word_embeddings:
             continue
@@ -109,7 +125,7 @@ def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
             tensor = sorted_qkv(tensor, config.num_attention_heads, kv_heads(config))
         if config.model_type == "gpt2" and ".h." in name and tensor.ndim == 2:
             tensor = tensor.T
-        found[target] = tensor
+        found[target] = tensor[0] if target.endswith("ffn_gate_inp_shexp.weight") else tensor
     for name in [name for name in found if fused and "attn_q." in name]:
         parts = [found.pop(name.replace("attn_q", f"attn_{x}")) for x in "qkv"]
         found[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)
@@ -122,8 +138,8 @@ def sorted_heads(tensors: dict[str, torch.Tensor], start: str) -> list[str]:
     )
 
 
-def write_model(path: Path, model: Any, *, fused: bool = False) -> None:
-    """Write a model in float32, without a tokenizer."""
+def write_model(path: Path, model: Any, *, fused: bool = False, kinds: Mapping[str, GGMLQuantizationType] = {}) -> None:
+    """Write a model without a tokenizer, in float32 but for tensors of other `kinds`."""
     config = model.config
     freqs = getattr(config, "rope_parameters", None) or {}
     writer = GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
@@ -141,7 +157,7 @@ def write_model(path: Path, model: Any, *, fused: bool = False) -> None:
         plain = freqs["rope_theta"] ** -(torch.arange(0, 2 * len(inverse), 2) / (2 * len(inverse)))
         writer.add_tensor("rope_freqs.weight", (plain / inverse).float().numpy())
     for name, tensor in gguf_tensors(model, fused=fused).items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor.numpy()))
+        writer.add_tensor(name, np.ascontiguousarray(tensor.numpy()), raw_dtype=kinds.get(name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -108,8 +108,8 @@ def test_int4_rounds_matrices_to_4_bits_embedding_and_head_to_8(spec: ModelSpec)
 def test_widths_that_are_no_whole_blocks_get_8_bits() -> None:
     spec = dataclasses.replace(PRESETS["tiny"], ffn=72)
     model, exact = (decoder(RandomSource(3), spec, kind) for kind in ("int4", "none"))
-    assert not isinstance(model.layers[0].mlp_out, BlockLinear)
-    assert isinstance(model.layers[0].mlp_in, BlockLinear)
+    assert not isinstance(model.layers[0].dense.narrow, BlockLinear)
+    assert isinstance(model.layers[0].dense.wide, BlockLinear)
     assert (logits(model) - logits(exact)).square().mean().sqrt() < 0.2 * logits(exact).std()
 
 

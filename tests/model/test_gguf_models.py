@@ -52,6 +52,7 @@ CASES = [
     *("llama", "llama-mqa", "llama-tied", "llama-bias", "llama-head-dim", "llama-theta"),
     *("llama-llama3", "llama-linear", "llama-yarn", "qwen2", "qwen2-tied", "qwen3", "phi", "phi-2"),
     *("falcon-mqa", "falcon-mha", "falcon-new", "falcon-new-one-norm"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
     *(
         "phi3",
         "phi3-mha",
@@ -217,7 +218,8 @@ YARN = {
         ("gemma2", {}, r"architecture 'gemma2' is not supported \(soft-capped.*supported are llama, qwen2"),
         ("unheard-of", {}, "architecture 'unheard-of' is not supported"),
         ("llama", {}, r"lacks llama\.embedding_length"),
-        ("llama", SHAPE | {"expert_count": 8}, "mixture-of-experts"),
+        ("qwen2", SHAPE | {"expert_count": 8}, "mixture-of-experts"),
+        ("qwen3moe", SHAPE | {"context_length": 64, "expert_count": 8}, "lacks qwen3moe.attention.layer_norm"),
         ("llama", SHAPE | {"attention__value_length": 8}, "values of another size than keys"),
         ("llama", SHAPE | {"attention__head_count_kv": [4, 2]}, "differs between layers"),
         ("llama", SHAPE | {"context_length": 64, "rope__scaling__type": "longrope"}, "'longrope' is not supported"),

@@ -220,7 +220,7 @@ def test_activation_order_reorders_inputs_and_stacks_what_differs(plain: Path, t
     packed, _ = write(plain, tmp_path, CASES["gptq 4 bits, activation order"])
     layer = load_model(packed).layers[0]
     assert isinstance(layer.out, ReorderedLinear)
-    assert isinstance(layer.mlp_in, ReorderedLinear)  # gate and up have one order
+    assert isinstance(layer.dense.wide, ReorderedLinear)  # gate and up have one order
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     _, _, v = layer.attention.project(x)
     torch.testing.assert_close(layer.attention.value(x), v)
@@ -229,7 +229,7 @@ def test_activation_order_reorders_inputs_and_stacks_what_differs(plain: Path, t
 def test_modules_that_are_left_stay_floats_beside_blocks(plain: Path, tmp_path: Path) -> None:
     packed, exact = write(plain, tmp_path, awq(32), ("lm_head", "v_proj"))
     model, wanted = load_model(packed), logits(exact)
-    assert isinstance(model.layers[0].mlp_in, BlockLinear)
+    assert isinstance(model.layers[0].dense.wide, BlockLinear)
     assert (logits_of(model) - wanted).square().mean().sqrt() < 0.02 * wanted.std()
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     _, _, v = model.layers[0].attention.project(x)

@@ -41,7 +41,7 @@ FALCON = plain("falcon")
     ("changes", "words"),
     [
         ({"model_type": "bloom"}, ["bloom", "ALiBi", "llama"]),
-        ({"model_type": "mixtral"}, ["mixtral", "mixture of experts"]),
+        ({"model_type": "phimoe"}, ["phimoe", "mixture of experts"]),
         ({"model_type": "deepseek_v3"}, ["MLA"]),
         ({"model_type": "nonsense"}, ["nonsense", "held against", "use a model of one of the types", "qwen3"]),
         ({"model_type": "persimmon"}, ["persimmon", "fused weights", "use a model"]),
@@ -75,6 +75,9 @@ FALCON = plain("falcon")
         (FALCON | {"new_decoder_architecture": True, "parallel_attn": False}, ["Falcon", "parallel_attn"]),
         (OPT | {"do_layer_norm_before": False}, ["do_layer_norm_before"]),
         (OPT | {"word_embed_proj_dim": 32}, ["word_embed_proj_dim"]),
+        (plain("mixtral") | {"num_local_experts": 2, "num_experts_per_tok": 3}, ["3 of 2 experts"]),
+        (plain("mixtral"), ["num_local_experts"]),
+        (plain("olmoe") | {"num_experts": 4, "clip_qkv": 8.0}, ["clip_qkv"]),
         (plain("gpt2") | {"scale_attn_by_inverse_layer_idx": True}, ["scaled by the layer"]),
         (plain("gpt2") | {"scale_attn_weights": False}, ["scale_attn_weights = False"]),
         (plain("smollm3") | {"no_rope_layers": [1, 0]}, ["no_rope_layers", "2 numbers for 4 layers"]),

@@ -231,9 +231,9 @@ def redundancy(embedder: Embedder, sentences: Sequence[Sequence[int]]) -> tuple[
     """Measure for each layer how alike its input and its output are: mean cosine over all tokens, residual included,
     of its attention and of the whole layer. AttnDrop and BlockDrop leave out the layers that are most alike."""
     model = copy.copy(embedder.model)
-    kept = [(_Kept(layer.out), _Kept(layer.mlp_out)) for layer in model.layers]
+    kept = [(_Kept(layer.out), _Kept(layer.dense.narrow)) for layer in model.layers]
     model.layers = tuple(
-        dataclasses.replace(layer, out=out, mlp_out=mlp_out)
+        dataclasses.replace(layer, out=out, mlp=dataclasses.replace(layer.dense, narrow=mlp_out))
         for layer, (out, mlp_out) in zip(model.layers, kept, strict=True)
     )
     attention = torch.zeros(len(kept), dtype=torch.float64)

@@ -172,7 +172,7 @@ class Batch:
     def mlp(self) -> float:
         """Seconds of the rest of the layer, but for norms."""
         began = now()
-        self.model._mlp(self.layer, self.x)
+        self.layer.mlp(self.x)
         return now() - began
 
 

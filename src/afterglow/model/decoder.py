@@ -6,7 +6,7 @@ the attention context back. Tokens of any number of sequences are one flat batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from afterglow.choices import KeptWeights
 from afterglow.kernels.attention import attend
 from afterglow.kernels.block import Block, in_panels
-from afterglow.kernels.passes import gated_silu, rms_norm
+from afterglow.kernels.passes import rms_norm
 from afterglow.kernels.rope import RopeTable, Rotation, rotate
+from afterglow.model.experts import Experts, Mlp
 from afterglow.model.linear import Linear
-from afterglow.model.spec import Activation, ModelSpec
+from afterglow.model.spec import ModelSpec
 from afterglow.model.tables import Table
 
 
@@ -136,10 +137,15 @@ class Layer:
     attention: Attention
     out: Linear
     mlp_norm: Norm | None
-    mlp_in: Linear
-    mlp_out: Linear
+    mlp: Mlp | Experts
     attn_after: Norm | None = None
     mlp_after: Norm | None = None
+
+    @property
+    def dense(self) -> Mlp:
+        """Return the MLP of a layer without experts."""
+        assert isinstance(self.mlp, Mlp)
+        return self.mlp
 
 
 @dataclass(slots=True, eq=False)
@@ -157,18 +163,6 @@ class Hidden:
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
 
 
 class Decoder:
@@ -196,7 +190,6 @@ class Decoder:
         self.device = embed.device
         self._embed, self._positions = embed, positions
         self._final_norm, self._head = final_norm, head
-        self._activation = ACTIVATIONS[spec.activation]
         self.layers = tuple(layers)
 
     @property
@@ -258,15 +251,15 @@ class Decoder:
 
     def _block(self, layer: Layer, after: Norm | None) -> Block | None:
         """Return the part of the layer after attention as one call; None if its operations must be called one by one."""
-        out, mlp_in, mlp_out = layer.out, layer.mlp_in, layer.mlp_out
+        out, mlp = layer.out, layer.mlp
         if self.spec.residual == "parallel" or not self.spec.gated_mlp or self.spec.activation != "silu":
             return None
         if self.spec.norm_after or self.spec.residual_scale != 1:
             return None
         if layer.mlp_norm is None or layer.mlp_norm.rms is None or after is None or after.rms is None:
             return None
-        if in_panels(out) and in_panels(mlp_in) and in_panels(mlp_out):
-            return Block(out, layer.mlp_norm.rms, mlp_in, mlp_out, after.rms)
+        if isinstance(mlp, Mlp) and in_panels(out) and in_panels(mlp.wide) and in_panels(mlp.narrow):
+            return Block(out, layer.mlp_norm.rms, mlp.wide, mlp.narrow, after.rms)
         return None
 
     def _after_attention(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
@@ -277,22 +270,11 @@ class Decoder:
         else:
             x = self._added(x, layer.out(attended), layer.attn_after)
             inner = _normed(layer.mlp_norm, x)
-        return self._added(x, self._mlp(layer, inner), layer.mlp_after)
+        return self._added(x, layer.mlp(inner), layer.mlp_after)
 
     def _added(self, x: Tensor, part: Tensor, norm: Norm | None) -> Tensor:
         """Return `x` with what attention or MLP add to it, all [rows, hidden]."""
         return torch.add(x, _normed(norm, part), alpha=self.spec.residual_scale)
-
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        inner = layer.mlp_in(x)
-        if self.spec.gated_mlp and self.spec.activation == "silu":
-            inner = gated_silu(inner)
-        elif self.spec.gated_mlp:
-            gate, up = inner.chunk(2, -1)
-            inner = self._activation(gate).mul_(up)
-        else:
-            inner = self._activation(inner)
-        return layer.mlp_out(inner)
 
 
 class PlainAttend:

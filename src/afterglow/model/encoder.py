@@ -17,7 +17,7 @@ from torch import Tensor
 
 from afterglow.choices import KeptWeights
 from afterglow.kernels.rope import Rotation
-from afterglow.model.decoder import ACTIVATIONS, Attend, Attention, Decoder, Layer, Norm
+from afterglow.model.decoder import Attend, Attention, Decoder, Layer, Norm
 from afterglow.model.spec import EncoderSpec
 from afterglow.model.tables import Table
 
@@ -50,7 +50,6 @@ class Encoder:
         self.layers = tuple(layers)
         self._embed, self._positions, self._token_type = embed, positions, token_type
         self._embed_norm = embed_norm
-        self._activation = ACTIVATIONS[spec.activation]
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         """Return None: learned positions are part of the embeddings (see `Decoder.rotation`)."""
@@ -67,8 +66,7 @@ class Encoder:
             assert layer.attn_norm is not None
             assert layer.mlp_norm is not None
             x = layer.attn_norm(layer.out(attend(index, layer.attention, x)).add_(x))
-            inner = self._activation(layer.mlp_in(x))
-            x = layer.mlp_norm(layer.mlp_out(inner).add_(x))
+            x = layer.mlp_norm(layer.mlp(x).add_(x))
         return x
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Module names in the checkpoint, `{l}` being the layer; `.weight` and `.bias` are appended.
+    """Module names in the checkpoint, `{l}` being the layer, `{e}` the expert, `{h}` the head; `.weight` and `.bias` are appended.
 
     `qkv`: q, k and v, or one module of all three: q, k and v one below the other, or, with `grouped`, per KV head its query
     heads, its key and its value.
@@ -28,6 +28,12 @@ class Names:
     out: str = "model.layers.{l}.self_attn.o_proj"
     mlp: tuple[str, ...] = ("model.layers.{l}.mlp.gate_proj", "model.layers.{l}.mlp.up_proj")
     mlp_out: str = "model.layers.{l}.mlp.down_proj"
+    router: str = "model.layers.{l}.mlp.gate"
+    expert_mlp: tuple[str, ...] = tuple(f"model.layers.{{l}}.mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up"))
+    expert_mlp_out: str = "model.layers.{l}.mlp.experts.{e}.down_proj"
+    shared_mlp: tuple[str, ...] = tuple(f"model.layers.{{l}}.mlp.shared_expert.{x}_proj" for x in ("gate", "up"))
+    shared_mlp_out: str = "model.layers.{l}.mlp.shared_expert.down_proj"
+    shared_gate: str = "model.layers.{l}.mlp.shared_expert_gate"
     final_norm: str = "model.norm"
     head: str = "lm_head"
     token_types: str = ""  # encoders only, as is the norm after the embeddings

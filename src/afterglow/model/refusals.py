@@ -22,6 +22,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "q_lora_rank": ((None,), "multi-head latent attention (MLA)", OTHER_MODEL),
     "num_experts": ((None, 0), "mixture-of-experts layers", "use a dense model of the same family"),
     "num_local_experts": ((None, 0), "mixture-of-experts layers", "use a dense model of the same family"),
+    "mlp_only_layers": ((None, []), "mixture-of-experts layers", "use a dense model of the same family"),
     "n_routed_experts": ((None, 0), "mixture-of-experts layers", "use a dense model of the same family"),
     "vision_config": ((None,), "multimodal models", TEXT_MODEL),
     "audio_config": ((None,), "multimodal models", TEXT_MODEL),
@@ -68,7 +69,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
 REASONS: dict[str, tuple[str, ...]] = {
     "ALiBi positions": ("bloom", "mpt"),
     "mixture of experts": (
-        "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "dbrx", "jetmoe", "granitemoe", "granitemoeshared",
+        "phimoe", "dbrx", "jetmoe", "granitemoe", "granitemoeshared",
         "ernie4_5_moe", "glm4_moe", "dots1", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "flex_olmo",
         "cohere2_moe", "granitemoe_swa",
     ),

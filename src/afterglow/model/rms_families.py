@@ -8,7 +8,7 @@ from afterglow.errors import ModelError
 from afterglow.model.config_reading import Config, Family, head_dim, need, read_activation, windowed
 from afterglow.model.names import Names
 from afterglow.model.rotary import read_rope
-from afterglow.model.spec import ModelSpec
+from afterglow.model.spec import ExpertsSpec, ModelSpec
 
 LAYER = "model.layers.{l}."
 FUSED_MLP = (LAYER + "mlp.gate_up_proj",)
@@ -72,6 +72,57 @@ def _qwen3(config: Config) -> dict[str, Any]:
     config = {"head_dim": 128, **config}  # its default, whatever the hidden size
     fields = _llama(config) | {"qk_norm": True, "head_dim": head_dim(config)}
     return windowed(fields, _qwen_window(config))
+
+
+def _experts(config: Config, count: str, ffn: str, **other: Any) -> ExpertsSpec:
+    """Read a mixture of experts; `count` and `ffn` name the keys. All layers have one, but for `mlp_only_layers` and those that
+    `decoder_sparse_step` leaves out."""
+    layers, step = need(config, "num_hidden_layers"), config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or ()
+    return ExpertsSpec(
+        count=need(config, count),
+        chosen=need(config, "num_experts_per_tok"),
+        ffn=need(config, ffn),
+        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0),
+        **other,
+    )
+
+
+def _mixtral(config: Config) -> dict[str, Any]:
+    fields = _llama({"rms_norm_eps": 1e-5, **config}) | {
+        "experts": _experts(config, "num_local_experts", "intermediate_size")
+    }
+    return windowed(fields, config.get("sliding_window"))
+
+
+def _qwen2_moe(config: Config) -> dict[str, Any]:
+    shared = need(config, "shared_expert_intermediate_size")
+    normed = bool(config.get("norm_topk_prob"))
+    fields = _llama(config) | {
+        "qkv_bias": bool(config.get("qkv_bias", True)),
+        "out_bias": False,
+        "experts": _experts(config, "num_experts", "moe_intermediate_size", normed=normed, shared_ffn=shared),
+    }
+    slides = config.get("use_sliding_window")
+    return windowed(fields, config.get("sliding_window", 4096) if slides else None)
+
+
+def _qwen3_moe(config: Config) -> dict[str, Any]:
+    normed = bool(config.get("norm_topk_prob"))
+    fields = _llama(config) | {
+        "qk_norm": True,
+        "experts": _experts(config, "num_experts", "moe_intermediate_size", normed=normed),
+    }
+    return windowed(fields, config.get("sliding_window", 4096) if config.get("use_sliding_window") else None)
+
+
+def _olmoe(config: Config) -> dict[str, Any]:
+    normed = bool(config.get("norm_topk_prob"))
+    return _llama({"rms_norm_eps": 1e-5, **config}) | {
+        "qk_norm": True,
+        "qk_norm_over": "width",
+        "experts": _experts(config, "num_experts", "intermediate_size", normed=normed),
+    }
 
 
 def _phi3(config: Config) -> dict[str, Any]:
@@ -141,6 +192,15 @@ def _olmo2_names(spec: ModelSpec) -> Names:
     return Names(attn_after=LAYER + "post_attention_layernorm", mlp_after=LAYER + "post_feedforward_layernorm")
 
 
+def _mixtral_names(spec: ModelSpec) -> Names:
+    block = LAYER + "block_sparse_moe."
+    return Names(
+        router=block + "gate",
+        expert_mlp=(block + "experts.{e}.w1", block + "experts.{e}.w3"),
+        expert_mlp_out=block + "experts.{e}.w2",
+    )
+
+
 def _glm_names(spec: ModelSpec) -> Names:
     return Names(
         attn_after=LAYER + "post_self_attn_layernorm",
@@ -152,6 +212,7 @@ def _glm_names(spec: ModelSpec) -> Names:
 
 _BIAS = frozenset({"attention_bias"})
 _BIASES = _BIAS | {"mlp_bias"}
+_EXPERTS = frozenset({"num_experts", "mlp_only_layers"})
 _MULTIPLIERS = frozenset({"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"})
 _NO_ROPE = frozenset({"no_rope_layers", "no_rope_layer_interval"})
 
@@ -162,6 +223,21 @@ RMS_FAMILIES: dict[str, Family] = {
     "ministral3": Family(architecture="Ministral3ForCausalLM", read=_ministral3, names=_llama_names),
     "qwen2": Family(architecture="Qwen2ForCausalLM", read=_qwen2, names=_llama_names),
     "qwen3": Family(architecture="Qwen3ForCausalLM", read=_qwen3, names=_llama_names, honoured=_BIAS),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        read=_mixtral,
+        names=_mixtral_names,
+        honoured=frozenset({"num_local_experts"}),
+    ),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", read=_qwen2_moe, names=_llama_names, honoured=_EXPERTS),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        read=_qwen3_moe,
+        names=_llama_names,
+        renamed={"num_local_experts": "num_experts"},
+        honoured=_BIAS | _EXPERTS | {"num_local_experts"},
+    ),
+    "olmoe": Family(architecture="OlmoeForCausalLM", read=_olmoe, names=_llama_names, honoured=_BIAS | _EXPERTS),
     "phi3": Family(architecture="Phi3ForCausalLM", read=_phi3, names=_phi3_names),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM", read=_smollm3, names=_llama_names, honoured=_BIASES | _NO_ROPE

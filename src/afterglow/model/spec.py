@@ -32,6 +32,30 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: `count` MLPs of width `ffn` in each of the `layers`, of which a router takes `chosen` for a token.
+
+    `normed`: the weights of those that were chosen add up to 1. `shared_ffn`: width of an MLP beside them that serves all
+    tokens, through a gate of its own; 0 for none.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    layers: tuple[int, ...]
+    normed: bool = True
+    shared_ffn: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("count", "chosen", "ffn"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"the experts' {name} must be a positive number, the model's config says {value!r}")
+        if self.chosen > self.count:
+            raise ModelError(f"{self.chosen} of {self.count} experts cannot be chosen; the model's config is damaged")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape and arithmetic of one decoder.
 
@@ -79,6 +103,7 @@ class ModelSpec:
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    experts: ExpertsSpec | None = None
     position_limit: int | None = None
     position_limit_reason: str = ""
     bos_id: int | None = None
@@ -161,10 +186,15 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Return the number of weights, biases and norms aside."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        mlp = self.hidden * self.ffn * (3 if self.gated_mlp else 2)
+        times = 3 if self.gated_mlp else 2
+        mlp = self.hidden * self.ffn * times
         tables = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         if self.positions == "learned":
             tables += (self.max_positions + self.position_offset) * self.hidden
+        if self.experts is not None:
+            width, layers = self.experts.count * self.experts.ffn + self.experts.shared_ffn, len(self.experts.layers)
+            of_experts = layers * self.hidden * (width * times + self.experts.count)
+            return self.layers * attention + (self.layers - layers) * mlp + of_experts + tables
         return self.layers * (attention + mlp) + tables
 
 
@@ -173,7 +203,7 @@ LATER_FIELDS = {
     field.name: field.default
     for field in dataclasses.fields(ModelSpec)
     if field.name.endswith("_scale")
-    or field.name in ("norm_before", "norm_after", "norm_bias", "qk_norm_over", "unturned")
+    or field.name in ("norm_before", "norm_after", "norm_bias", "qk_norm_over", "unturned", "experts")
 }
 
 

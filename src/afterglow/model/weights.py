@@ -16,6 +16,7 @@ from torch import Tensor
 from afterglow.choices import KeptWeights, QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
+from afterglow.model.experts import Experts, Mlp
 from afterglow.model.keeping import Keeping, blocks_work
 from afterglow.model.linear import BlockLinear, Linear, ReorderedLinear, StackedLinear
 from afterglow.model.names import Names
@@ -123,18 +124,46 @@ class WeightAssembler:
             q_norm = self._qk_norm(at(names.q_norm), spec.heads)
             k_norm = self._qk_norm(at(names.k_norm), spec.kv_heads)
         width = spec.heads * spec.head_dim
-        mlp_width = spec.ffn * (2 if spec.gated_mlp else 1) // len(names.mlp)
-        mlp = [Part(at(name), mlp_width) for name in names.mlp]
         return Layer(
             attn_norm=norm(names.attn_norm, spec.norm_before),
             attention=Attention(index, spec, self._qkv(index), q_norm, k_norm),
             out=self._linear([Part(at(names.out), spec.hidden)], width, spec.out_bias),
             mlp_norm=norm(names.mlp_norm, spec.norm_before and spec.mlp_norm),
-            mlp_in=self._linear(mlp, spec.hidden, spec.mlp_bias),
-            mlp_out=self._linear([Part(at(names.mlp_out), spec.hidden)], spec.ffn, spec.mlp_bias),
+            mlp=self._layer_mlp(index),
             attn_after=norm(names.attn_after, spec.norm_after),
             mlp_after=norm(names.mlp_after, spec.norm_after),
         )
+
+    def _layer_mlp(self, index: int) -> Mlp | Experts:
+        names, about, hidden = self._names, self._spec.experts, self._spec.hidden
+        layer = str(index)
+        if about is None or index not in about.layers:
+            return self._mlp([name.replace("{l}", layer) for name in (*names.mlp, names.mlp_out)], self._spec.ffn)
+
+        def gate(name: str, outputs: int) -> Linear:
+            weight = self._get(f"{name.replace('{l}', layer)}.weight", outputs, hidden)
+            return Keeping(self._dtype, self._device)(weight, None)  # never rounded: it decides, and is small
+
+        templates = [name.replace("{l}", layer) for name in (*names.expert_mlp, names.expert_mlp_out)]
+        experts = [
+            self._mlp([name.replace("{e}", str(expert)) for name in templates], about.ffn)
+            for expert in range(about.count)
+        ]
+        router = gate(names.router, about.count)
+        if not about.shared_ffn:
+            return Experts(about, router, experts)
+        shared = self._mlp(
+            [name.replace("{l}", layer) for name in (*names.shared_mlp, names.shared_mlp_out)], about.shared_ffn
+        )
+        return Experts(about, router, experts, shared, gate(names.shared_gate, 1))
+
+    def _mlp(self, names: Sequence[str], width: int) -> Mlp:
+        """Build one MLP out of the modules of its first matrix, and of its second one, which comes last."""
+        spec, first = self._spec, names[:-1]
+        outputs = width * (2 if spec.gated_mlp else 1) // len(first)
+        wide = self._linear([Part(name, outputs) for name in first], spec.hidden, spec.mlp_bias)
+        narrow = self._linear([Part(names[-1], spec.hidden)], width, spec.mlp_bias)
+        return Mlp(wide, narrow, spec.activation, spec.gated_mlp)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         return self._source.get(name, shape).to(self._device, self._dtype)

@@ -26,6 +26,7 @@ class Architecture:
 
     read: Callable[[Keys], dict[str, Any]]  # keys of config.json besides the common ones
     names: Callable[[ModelSpec], Names]
+    experts: bool = False  # whether its files may hold a mixture of experts
 
 
 def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
@@ -41,9 +42,9 @@ def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
             f"{', '.join(ARCHITECTURES)}"
         )
     keys = Keys(file, name)
-    if keys.whole("expert_count"):
-        raise ModelError(f"{keys.path}: mixture-of-experts layers are not supported; use a dense model")
     architecture = ARCHITECTURES[name]
+    if keys.whole("expert_count") and not architecture.experts:
+        raise ModelError(f"{keys.path}: mixture-of-experts layers are not supported; use a dense model")
     config = common_config(keys) | architecture.read(keys)
     return architecture, {key: value for key, value in config.items() if value is not None}
 
@@ -56,6 +57,8 @@ def _llama(keys: Keys) -> dict[str, Any]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "sliding_window": keys.whole("attention.sliding_window") or None,
     }
+    if keys.whole("expert_count"):
+        return common | _experts(keys) | {"model_type": "mixtral", "num_experts": None}
     if common["sliding_window"] is not None:
         return common | {"model_type": "mistral"}
     if bias and not keys.has(LAYER + "attn_output.bias"):  # the arithmetic of Qwen2 under another name
@@ -109,6 +112,40 @@ def _falcon(keys: Keys) -> dict[str, Any]:
         "ffn_hidden_size": keys.count("feed_forward_length"),
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
     }
+
+
+def _experts(keys: Keys) -> dict[str, Any]:
+    if keys.number("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise ModelError(f"{keys.path}: scaled weights of experts (expert_weights_scale) are not supported")
+    _, width, _ = keys.shape("blk.0.ffn_gate_exps.weight", 3)
+    count = keys.count("expert_count")
+    return {
+        "num_experts": count,
+        "num_local_experts": count,
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+    }
+
+
+def _qwen2_moe(keys: Keys) -> dict[str, Any]:
+    width, _ = keys.shape("blk.0.ffn_gate_shexp.weight", 2)
+    return _mixture(keys, "qwen2_moe") | {
+        "shared_expert_intermediate_size": width,
+        "qkv_bias": keys.has(LAYER + "attn_q.bias"),
+    }
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    return _mixture(keys, "qwen3_moe") | {"norm_topk_prob": True}
+
+
+def _olmoe(keys: Keys) -> dict[str, Any]:
+    return _mixture(keys, "olmoe")
+
+
+def _mixture(keys: Keys, kind: str) -> dict[str, Any]:
+    return _llama(keys) | _experts(keys) | {"model_type": kind, "num_local_experts": None, "norm_topk_prob": False}
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
@@ -217,6 +254,12 @@ def _names(**other: Any) -> Names:
         "out": LAYER + "attn_output",
         "mlp": (LAYER + "ffn_gate", LAYER + "ffn_up"),
         "mlp_out": LAYER + "ffn_down",
+        "router": LAYER + "ffn_gate_inp",
+        "expert_mlp": (LAYER + "ffn_gate_exps.{e}", LAYER + "ffn_up_exps.{e}"),
+        "expert_mlp_out": LAYER + "ffn_down_exps.{e}",
+        "shared_mlp": (LAYER + "ffn_gate_shexp", LAYER + "ffn_up_shexp"),
+        "shared_mlp_out": LAYER + "ffn_down_shexp",
+        "shared_gate": LAYER + "ffn_gate_inp_shexp",
         "final_norm": "output_norm",
         "head": "output",
     }
@@ -258,9 +301,12 @@ def _gpt2_names(spec: ModelSpec) -> Names:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(read=_llama, names=_neighbours),
+    "llama": Architecture(read=_llama, names=_neighbours, experts=True),
     "qwen2": Architecture(read=_qwen("qwen2"), names=_usual_names),
     "qwen3": Architecture(read=_qwen("qwen3"), names=_usual_names),
+    "qwen2moe": Architecture(read=_qwen2_moe, names=_usual_names, experts=True),
+    "qwen3moe": Architecture(read=_qwen3_moe, names=_usual_names, experts=True),
+    "olmoe": Architecture(read=_olmoe, names=_usual_names, experts=True),
     "phi2": Architecture(read=_phi2, names=_plain_names),
     "phi3": Architecture(read=_phi3, names=_plain_names),
     "smollm3": Architecture(read=_smollm3, names=_neighbours),

@@ -64,9 +64,12 @@ class Keys:
         """Return whether there is a tensor of this name; of layers, in the first one."""
         return tensor.format(l=0) in self.tensors
 
-    def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the shape of a tensor. Raises: ModelError if it is missing."""
-        return self._tensor(tensor).shape
+    def shape(self, tensor: str, dimensions: int = 2) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises: ModelError if it is missing, or has not so many dimensions."""
+        shape = self._tensor(tensor).shape
+        if len(shape) != dimensions:
+            raise ModelError(f"{self.path}: {tensor} has shape {shape}, and should have {dimensions} dimensions")
+        return shape
 
     def numbers(self, tensor: str) -> list[float]:
         """Return the numbers of a tensor. Raises: ModelError if it is missing, or not float32."""

@@ -119,7 +119,7 @@ class GgufWeights:
         if name in self._file.tensors:
             self._used.add(name)
             return self._file.tensors[name]
-        part = self._part_of_qkv(name)
+        part = self._part_of_qkv(name) or self._expert(name)
         if part is None:
             raise ModelError(f"{self._path}: the weights lack {name}; they are not what the metadata describe")
         return part
@@ -145,9 +145,20 @@ class GgufWeights:
         shape = (int(stop - start), *fused.shape[1:])
         return dataclasses.replace(fused, name=name, shape=shape, blocks=blocks)
 
+    def _expert(self, name: str) -> FileTensor | None:
+        """Return the matrix of one expert, `...exps.NUMBER.weight`: all experts are one tensor [experts, outputs, inputs]."""
+        place, number, kind = name.rsplit(".", 2)
+        experts = self._file.tensors.get(f"{place}.{kind}")
+        if experts is None or not number.isdigit() or len(experts.shape) != 3 or int(number) >= experts.shape[0]:
+            return None
+        self._used.add(experts.name)
+        rows = experts.shape[1]
+        blocks = experts.blocks[int(number) * rows : (int(number) + 1) * rows]
+        return dataclasses.replace(experts, name=name, shape=experts.shape[1:], blocks=blocks)
+
     def _checked(self, name: str, shape: tuple[int, ...]) -> FileTensor:
         tensor = self._find(name)
-        if tensor.shape != shape:
+        if shape not in (tensor.shape, (1, *tensor.shape)):  # a matrix of one row may be a vector
             raise ModelError(f"{self._path}: {name} has shape {tensor.shape}, the metadata ask for {shape}")
         return tensor
 

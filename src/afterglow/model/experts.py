@@ -1,0 +1,91 @@
+"""A layer's MLP: one for all tokens, or a mixture of experts, of which each token takes a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.kernels.passes import gated_silu
+from afterglow.model.linear import Linear
+from afterglow.model.spec import Activation, ExpertsSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Two matrices and what is between them. `gated`: the first one has gates and, behind them, as many values."""
+
+    wide: Linear
+    narrow: Linear
+    activation: Activation
+    gated: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute [rows, hidden] from `x` of the same shape."""
+        inner = self.wide(x)
+        if not self.gated:
+            inner = ACTIVATIONS[self.activation](inner)
+        elif self.activation == "silu":
+            inner = gated_silu(inner)
+        else:
+            gate, up = inner.chunk(2, -1)
+            inner = ACTIVATIONS[self.activation](gate).mul_(up)
+        return self.narrow(inner)
+
+
+class Experts:
+    """A mixture of experts. A pass reads the weights of those that its rows choose, and no others."""
+
+    __slots__ = ("_router", "_shared", "_shared_gate", "_spec", "experts")
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        router: Linear,
+        experts: Sequence[Mlp],
+        shared: Mlp | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        """Keep the weights. `router` yields a score for each expert, `shared_gate` one for the shared MLP; there are both or none of
+        the last two."""
+        self._spec, self._router, self.experts = spec, router, tuple(experts)
+        self._shared, self._shared_gate = shared, shared_gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute [rows, hidden] from `x` of the same shape. Rows of one expert are one product."""
+        weights, chosen = self._route(x)
+        out = torch.zeros_like(x)
+        order = chosen.flatten().argsort(stable=True)
+        rows, weights = order // self._spec.chosen, weights.flatten()[order, None]
+        start = 0
+        for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=self._spec.count).tolist()):
+            if count:
+                where = rows[start : start + count]
+                part = self.experts[expert](x[where])
+                out.index_add_(0, where, part.mul_(weights[start : start + count]))
+                start += count
+        if self._shared is not None and self._shared_gate is not None:
+            out += torch.sigmoid(self._shared_gate(x)) * self._shared(x)
+        return out
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights, in the dtype of `x`, and numbers (int64) of the experts that each row takes, both [rows, chosen]."""
+        weights, chosen = self._router(x).softmax(-1, dtype=torch.float32).topk(self._spec.chosen, -1)
+        if self._spec.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen

@@ -1,0 +1,109 @@
+"""Mixtures of experts: who computes what, and the ways to keep their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from torch import Tensor
+
+from afterglow.choices import QuantizationName
+from afterglow.model.experts import Experts, Mlp
+from afterglow.model.linear import BlockLinear, PlainLinear
+from afterglow.model.loader import load_model
+from afterglow.model.spec import ExpertsSpec
+from tests.model import families_hf, gguf_kit
+from tests.model.test_parity import our_logits
+
+# Rows are whole blocks, and each token takes all experts: a choice that rounding flips is no small error.
+WIDE = {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 4}
+
+
+class Counted(PlainLinear):
+    """A matrix that keeps how many rows each call had."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self.calls: list[int] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return super().__call__(x)
+
+
+def mixture() -> tuple[Experts, list[Counted], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def weights(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 4
+
+    first = [Counted(weights(24, 16)) for _ in range(8)]
+    mlps = [Mlp(wide, PlainLinear(weights(16, 12)), "silu", True) for wide in first]
+    router = weights(8, 16)
+    spec = ExpertsSpec(count=8, chosen=2, ffn=12, layers=(0,))
+    return Experts(spec, PlainLinear(router), mlps), first, router
+
+
+def test_only_chosen_experts_are_read_and_each_once() -> None:
+    experts, first, router = mixture()
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    chosen = (x @ router.T).topk(2).indices
+    counts = torch.bincount(chosen.flatten(), minlength=8).tolist()
+    assert 0 in counts
+    assert max(counts) > 1
+    experts(x)
+    assert [matrix.calls for matrix in first] == [[count] if count else [] for count in counts]
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    experts, _, _ = mixture()
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([experts(row[None]) for row in x])
+    torch.testing.assert_close(experts(x), alone, atol=1e-6, rtol=0)
+    assert experts(x[:0]).shape == (0, 16)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A case of that shape."""
+    package, prefix, config = families_hf.CASES["mixtral"]
+    monkeypatch.setitem(families_hf.CASES, "mixtral-wide", (package, prefix, config | WIDE))
+    return "mixtral-wide"
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.05), ("int4", 0.35)])
+def test_experts_are_rounded(wide: str, quantization: QuantizationName, most: float, tmp_path: Path) -> None:
+    """Eight products in a row: rounding to 8 bits costs about half a percent of each one's spread, to 4 bits a tenth."""
+    families_hf.save_case(wide, tmp_path)
+    exact = our_logits(load_model(tmp_path))
+    rounded = load_model(tmp_path, quantization=quantization)
+    error = (our_logits(rounded) - exact).std() / exact.std()
+    assert 0 < error < most
+
+
+def test_blocks_of_experts_stay_blocks(wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families_hf.make_hf(wide)
+    plain = gguf_kit.gguf_tensors(model)
+    rounded = {
+        name: torch.from_numpy(np.ascontiguousarray(quantize(tensor.numpy(), GGMLQuantizationType.Q8_0)))
+        for name, tensor in plain.items()
+        if "exps" in name
+    }
+    gguf_kit.write_model(tmp_path / "plain.gguf", model)
+    monkeypatch.setattr(gguf_kit, "gguf_tensors", lambda model, fused: plain | rounded)
+    gguf_kit.write_model(tmp_path / "blocks.gguf", model, kinds=dict.fromkeys(rounded, GGMLQuantizationType.Q8_0))
+    exact = our_logits(load_model(tmp_path / "plain.gguf"))
+    kept = load_model(tmp_path / "blocks.gguf")
+    assert kept.quantization == "blocks"
+    mixed = kept.layers[0].mlp
+    assert isinstance(mixed, Experts)
+    assert all(isinstance(expert.wide, BlockLinear) for expert in mixed.experts)
+    for decoder in (kept, load_model(tmp_path / "blocks.gguf", quantization="none")):
+        error = (our_logits(decoder) - exact).std() / exact.std()
+        assert 0 < error < 0.02

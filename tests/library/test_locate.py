@@ -61,7 +61,7 @@ def test_files_and_directories(tmp_path: Path) -> None:
         find_model(folder)
 
 
-@pytest.mark.parametrize("text", ["word " * 100, "~nobody-has-this-name/model", "a\0b"])
+@pytest.mark.parametrize("text", ["word " * 100, "~no-user-of-this-name/model", "a\0b"])
 def test_texts_that_cannot_be_paths_name_no_model(text: str) -> None:
     with pytest.raises(ModelError, match="there is no model") as caught:
         find_model(text)

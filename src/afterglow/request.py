@@ -57,7 +57,8 @@ class Grammar:
     `kind` and `text`: a JSON schema, as JSON (`{"type": "object"}` is JSON mode); a regular expression of the whole reply; a
     list of texts to choose from, as JSON; or a context-free grammar, as Lark or GBNF. `compact`: JSON without white space
     between its tokens. `param`: the field of the request that it came from, for errors. `before`: what may stand before such a
-    text, which is then named `@answer` in it: a grammar, as Lark.
+    text, which is then named `@answer` in it: a grammar, as Lark. `lenient`: keywords of a schema that cannot be enforced are
+    ignored.
     """
 
     kind: GrammarKind
@@ -65,6 +66,7 @@ class Grammar:
     compact: bool = False
     param: str = field(default="grammar", compare=False)
     before: str = ""
+    lenient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

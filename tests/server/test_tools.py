@@ -426,6 +426,56 @@ def test_forced_arguments_are_those_that_are_listed_and_end(free: list[Scripted]
         assert json.loads(answer.message.tool_calls[0].function.arguments).keys() == {"n"}
 
 
+A = "tools[1].function.parameters.properties.a"
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "said"),
+    [
+        ({"type": "string", "pattern": "("}, f"{A}.pattern", "unclosed group"),
+        ({"type": "string", "pattern": "(?=a)b"}, f"{A}.pattern", "look-around"),
+        ({"$ref": "#/$defs/x"}, f"{A}.$ref", "does not exist"),
+        ({"$ref": "http://elsewhere/x"}, f"{A}.$ref", "not present"),
+        ({"type": "string", "maxLength": "x"}, f"{A}.maxLength", "positive integer"),
+        ({"type": "string", "format": 5}, f"{A}.format", "Expected string"),
+        ({"type": "array", "items": {"type": "integer", "minimum": "x"}}, f"{A}.items.minimum", "Expected"),
+        (False, "tools[1].function.parameters", "'a' is unsatisfiable"),
+    ],
+    ids=str,
+)
+def test_a_tool_that_cannot_be_forced_is_named_with_its_path(
+    free: list[Scripted], part: Any, param: str, said: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": part}, "required": ["a"]}
+    messages = [ASK]
+    for server in free[:2]:
+        error = refused(server, messages=messages, tools=[LIMITED, tool(schema, name="g")], tool_choice="required")
+        assert (error["param"], error["code"]) == (param, "invalid_grammar"), error["message"]
+        assert said in error["message"]
+        fine = {"messages": messages, "tools": [tool(schema)], "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=fine).status_code == 200, (
+            "a model may call as it likes"
+        )
+    flat = {"type": "function", "name": "g", "parameters": schema}
+    error = refused(free[0], path="/responses", input="a", tools=[flat], tool_choice="required")
+    assert error["param"] == param.replace("[1].function", "[0]")
+
+
+def test_forced_arguments_may_be_required_without_being_listed(free: list[Scripted]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1]}},
+        "required": ["z"],
+        "additionalProperties": {"const": 2},
+    }
+    for said in (schema, {**schema, "additionalProperties": None}):
+        asked = tool({key: value for key, value in said.items() if value is not None})
+        server = free[0]
+        server.client.chat.completions.create(
+            model="model", messages=[ASK], tools=[asked], tool_choice="required", max_tokens=5
+        )
+
+
 def test_a_reply_with_tools_and_a_schema_is_either(free: list[Scripted]) -> None:
     kinds = set()
     schema = {

@@ -119,7 +119,9 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
             matcher.compute_bitmask()  # a grammar that no text satisfies fails here
             error = matcher.get_error() if matcher.is_error() else ""
             if error and grammar.kind == "json_schema":
-                where, error = find_offending(json.loads(grammar.text), error, lambda part: _error_of(tokenizer, part))
+                where, error = find_offending(
+                    json.loads(grammar.text), error, lambda part: _error_of(tokenizer, part, grammar.lenient)
+                )
                 raise _refused(reason_of(error), param + where)
             if error:
                 raise _refused(reason_of(error), param)
@@ -145,7 +147,7 @@ def _source(grammar: Grammar) -> str:
                 raise _refused("options of the compiler are not accepted", f"{grammar.param}.x-guidance")
             if not isinstance(schema, dict | bool):
                 raise _refused(f"a JSON schema is an object, got {grammar.text[:80]}", grammar.param)
-            return _schema_source(schema, grammar.compact)
+            return _schema_source(schema, grammar.compact, grammar.lenient)
         if grammar.kind == "choice":
             choices = json.loads(grammar.text)
             if not (isinstance(choices, list) and choices and all(isinstance(each, str) and each for each in choices)):
@@ -163,12 +165,12 @@ def _behind(before: str, source: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": before}, {**parts[0], "name": "answer"}, *parts[1:]]})
 
 
-def _schema_source(schema: object, compact: bool = False) -> str:
+def _schema_source(schema: object, compact: bool = False, lenient: bool = False) -> str:
     with_options = schema if isinstance(schema, dict) else {"allOf": [schema]}  # true and false cannot hold options
     return LLMatcher.grammar_from_json_schema(
         json.dumps(sharpened(with_options)),
         overrides={
-            "lenient": False,
+            "lenient": lenient,
             "coerce_one_of": False,
             "whitespace_flexible": not compact,
             "whitespace_pattern": None if compact else WHITE_SPACE,
@@ -176,8 +178,8 @@ def _schema_source(schema: object, compact: bool = False) -> str:
     )
 
 
-def _error_of(tokenizer: LLTokenizer, schema: object) -> str:
-    matcher = LLMatcher(tokenizer, _schema_source(schema), log_level=0, limits=LIMITS)
+def _error_of(tokenizer: LLTokenizer, schema: object, lenient: bool) -> str:
+    matcher = LLMatcher(tokenizer, _schema_source(schema, lenient=lenient), log_level=0, limits=LIMITS)
     return matcher.get_error() if matcher.is_error() else ""
 
 

@@ -10,6 +10,7 @@ from afterglow.json_schema import SHARED, parts
 MAX_TRIALS = 500  # parts of a schema that are compiled to find the one
 
 _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _VALUE = re.compile(r"(?:Expected .+|Value) for '(\w+)'")
 _KEYWORDS = {  # in an error's text: the keyword that it is about
     "regex": "pattern",
@@ -58,8 +59,8 @@ def reason_of(error: str) -> str:
 
 
 def _bare(error: str) -> str:
-    """Return an error without the references that led to its place."""
-    return error.partition("\n  while processing ")[0]
+    """Return an error without its place in a larger grammar, and the references that led there."""
+    return _PLACE.sub("", error.partition("\n  while processing ")[0])
 
 
 def _alone(part: object, schema: object) -> object:

@@ -19,13 +19,14 @@ _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
     "tool": "required",
     "none": "none",
 }
+_PATH = "tools[{}].input_schema"
 
 
 def read_message_tools(tools: object, choice: object, marks: CacheMarks) -> ToolUse:
     """Read both fields; adds the marks of tools. Raises: RequestError, with the path of the mistake."""
     found = _read_tools(tools, marks)
     if choice is None:
-        return ToolUse(found)
+        return ToolUse(found, path=_PATH)
     if not isinstance(choice, Mapping):
         raise RequestError(f"tool_choice must be an object with a type, got {shown(choice)}", param="tool_choice")
     kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
@@ -41,7 +42,7 @@ def read_message_tools(tools: object, choice: object, marks: CacheMarks) -> Tool
     name = choice.get("name") if kind == "tool" else None
     if kind == "tool" and name not in [tool["function"]["name"] for tool in found]:
         raise RequestError(f"tool_choice.name: there is no tool {shown(name)} in tools", param="tool_choice.name")
-    return ToolUse(found, _CHOICES[kind], name, not single)
+    return ToolUse(found, _CHOICES[kind], name, not single, _PATH)
 
 
 def _read_tools(tools: object, marks: CacheMarks) -> tuple[dict[str, Any], ...]:

@@ -25,12 +25,13 @@ _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "conta
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a request. `tools`: as templates want them. `name`: the tool that must be called; None for any.
-    `parallel`: several calls in one reply are wanted."""
+    `parallel`: several calls in one reply are wanted. `path`: of the schema of a tool in the request, for errors."""
 
     tools: tuple[dict[str, Any], ...] = ()
     choice: Literal["none", "auto", "required"] = "auto"
     name: str | None = None
     parallel: bool = True
+    path: str = "tools[{}].function.parameters"
 
     @cached_property
     def schemas(self) -> Schemas:
@@ -58,12 +59,13 @@ def read_tool_use(tools: object, choice: object, parallel: bool | None, *, flat:
     path of the mistake."""
     found = _read_tools(tools, flat)
     names = [tool["function"]["name"] for tool in found]
+    path = "tools[{}].parameters" if flat else ToolUse.path
     if choice is None:
-        return ToolUse(found, "auto", None, parallel is not False)
+        return ToolUse(found, "auto", None, parallel is not False, path)
     if choice in ("none", "auto", "required"):
         if choice == "required" and not found:
             raise RequestError("tool_choice: 'required' needs tools", param="tool_choice")
-        return ToolUse(found, choice, None, parallel is not False)
+        return ToolUse(found, choice, None, parallel is not False, path)
     wanted = "must be 'none', 'auto', 'required' or an object with the name of a function"
     if not isinstance(choice, Mapping):
         raise RequestError(f"tool_choice {wanted}, got {shown(choice)}", param="tool_choice")
@@ -73,7 +75,7 @@ def read_tool_use(tools: object, choice: object, parallel: bool | None, *, flat:
     name = said.get("name") if isinstance(said, Mapping) else None
     if name not in names:
         raise RequestError(f"{where}.name: there is no tool {shown(name)} in tools", param=f"{where}.name")
-    return ToolUse(found, "required", name, parallel is not False)
+    return ToolUse(found, "required", name, parallel is not False, path)
 
 
 def _read_tools(tools: object, flat: bool) -> tuple[dict[str, Any], ...]:

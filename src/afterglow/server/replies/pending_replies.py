@@ -19,6 +19,7 @@ from afterglow.server.access.request_record import RequestRecord
 from afterglow.server.bodies.reply_bodies import Body
 from afterglow.server.bridge.bridge import Deliver
 from afterglow.server.replies.stream import PING, EventStream, while_connected
+from afterglow.server.replies.tool_grammar import check_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 from afterglow.text.lengths import LONG
@@ -88,8 +89,9 @@ class Replies(ABC):
 
     async def _compile(self) -> None:
         """Compile the grammars of the replies, which takes a while when one is new. Raises: RequestError."""
+        grammars, use, asked = self.state.engine.grammars, self.body.tool_use, self.body.grammar
         for grammar in dict.fromkeys(request.sampling.grammar for request in self.requests):
-            await self.state.text_threads.run(LONG + 1, functools.partial(self.state.engine.grammars.check, grammar))
+            await self.state.text_threads.run(LONG + 1, functools.partial(check_grammar, grammars, grammar, use, asked))
 
     def _submit(self) -> None:
         """Submit all requests, or none. Raises: RequestError."""

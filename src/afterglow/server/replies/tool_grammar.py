@@ -4,25 +4,52 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from afterglow.errors import RequestError
 from afterglow.request import Grammar, SamplingParams
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 from afterglow.text.tool_calls.forced import forced_grammar
 
+if TYPE_CHECKING:
+    from afterglow.engine.grammars.compiler import Grammars
+
 
 def with_tool_grammar(state: State, use: ToolUse, sampling: SamplingParams, chat: ChatPrompt) -> SamplingParams:
     """Add the grammar of a reply that must be a call. A reply that may be a call, and must follow a schema otherwise, is
     either. Reasoning before it is free."""
     asked = sampling.grammar
-    called = use.forced or (use.parsed and asked is not None and asked.kind == "json_schema")
+    called = _may_be_call(use, asked)
     if called:
         sampling = replace(sampling, grammar=_call_grammar(state, use, asked))
     if sampling.grammar is None or state.reasoning is None:
         return sampling
     before = state.reasoning.before_grammar(chat.text, state.tokenizer.in_grammar, headed=called)
     return replace(sampling, grammar=replace(sampling.grammar, before=before))
+
+
+def check_grammar(grammars: Grammars, grammar: Grammar | None, use: ToolUse, asked: Grammar | None) -> None:
+    """Compile the grammar of a reply. `asked`: the form that the request asks for. May take seconds.
+
+    Raises: RequestError, with the path of the offending field; of a tool's schema, where the grammar was made of tools.
+    """
+    try:
+        grammars.check(grammar)
+    except RequestError:
+        if _may_be_call(use, asked):
+            for number, (name, schema) in enumerate(use.schemas.items()):
+                if use.name in (None, name):
+                    path = use.path.format(number)
+                    grammars.check(Grammar("json_schema", json.dumps(schema), param=path, lenient=True))
+            grammars.check(asked)
+        raise
+
+
+def _may_be_call(use: ToolUse, asked: Grammar | None) -> bool:
+    """Tell whether the grammar of a reply is made of tools."""
+    return use.forced or (use.parsed and asked is not None and asked.kind == "json_schema")
 
 
 def _call_grammar(state: State, use: ToolUse, asked: Grammar | None) -> Grammar:

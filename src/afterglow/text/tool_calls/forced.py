@@ -79,8 +79,9 @@ def _text(text: str) -> str:
 def _json(schema: Mapping[str, Any]) -> str:
     """Write JSON as templates do: one space after commas and colons. What the compiler does not know of a schema is not
     enforced. A function has no other arguments than those that are listed, unless the schema says so."""
-    closed = {} if any(keyword in schema for keyword in _OPEN) else {"additionalProperties": False}
-    said = {"type": "object", **closed, **sharpened(schema)}
+    listed, required = schema.get("properties"), schema.get("required") or ()
+    closed = isinstance(listed, Mapping) and set(required) <= set(listed) and not set(_OPEN) & set(schema)
+    said = {"type": "object", **({"additionalProperties": False} if closed else {}), **sharpened(schema)}
     return "%json " + json.dumps({**said, "x-guidance": {**_FORM, "lenient": True}})
 
 

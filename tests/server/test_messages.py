@@ -475,7 +475,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"user_id": 5}}, "metadata.user_id"),
     ({"container": "c"}, "container is not supported"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]"),
     ({"cache_control": {"type": "forever"}}, "cache_control.type"),
     ({"messages": user({**TEXT, "cache_control": {**MARK, "ttl": "2h"}})}, "messages[0].content[0].cache_control.ttl"),
     ({"messages": user({**TEXT, "text": "", "cache_control": MARK})}, "messages[0].content[0].cache_control"),
@@ -509,7 +509,7 @@ def test_errors_have_anthropics_form(hermes: Scripted) -> None:
 
 
 def test_what_changes_nothing_is_taken(hermes: Scripted) -> None:
-    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]}
     hermes.say("Fine.")
     found = ask(
         hermes,
@@ -520,6 +520,7 @@ def test_what_changes_nothing_is_taken(hermes: Scripted) -> None:
         messages=[{"role": "system", "content": "Be kind."}, *said({"type": "redacted_thinking", "data": "x"}, TEXT)],
     )
     assert found["content"] == [{"type": "text", "text": "Fine."}]
+    assert found["context_management"] == {"applied_edits": []}
 
 
 # ------------------------------------------------------------------------------------------------------- ends

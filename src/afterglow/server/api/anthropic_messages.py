@@ -150,10 +150,15 @@ class MessageReply(Replies):
             "content": self._content.blocks,
             **self._stopped(),
             "usage": self._message_usage(),
+            **self._edited(),
         }
 
     def _ending(self) -> dict[str, Any]:
-        return {"delta": self._stopped(), "usage": self._message_usage()}
+        return {"delta": self._stopped(), "usage": self._message_usage(), **self._edited()}
+
+    def _edited(self) -> dict[str, Any]:
+        """Say which edits were made, where the client asked for any: none."""
+        return {"context_management": {"applied_edits": []}} if self.body.context_management is not None else {}
 
     def _stopped(self) -> dict[str, Any]:
         """Say why the reply ended; nothing yet of a reply that goes on."""

@@ -152,15 +152,15 @@ class CountTokensBody(MessagesBody):
 
 
 def _check_edits(given: Mapping[str, Any]) -> None:
-    """Refuse changes of the conversation that the server would have to make. Which old thoughts a model sees is its template's
-    choice. Raises: RequestError."""
+    """Refuse changes of the conversation that the server would have to make. What only makes room for more need not be done: a
+    reply says that it was not, and which old thoughts a model sees is its template's choice. Raises: RequestError."""
     edits = given.get("edits") or []
     if not isinstance(edits, list):
         where = "context_management.edits"
         raise RequestError(f"{where} must be a list, got {shown(edits)}", param=where)
     for number, edit in enumerate(edits):
         kind = edit.get("type") if isinstance(edit, Mapping) else None
-        if not isinstance(kind, str) or not kind.startswith("clear_thinking"):
+        if not isinstance(kind, str) or not kind.startswith("clear_"):
             where = f"context_management.edits[{number}]"
             raise RequestError(
                 f"{where} is {shown_kind(edit)}, which is not supported; leave it out",

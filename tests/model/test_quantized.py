@@ -316,6 +316,9 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
         ({"qweight": torch.zeros(12, 128, dtype=torch.int32)}, ("3 bits",)),
         ({"g_idx": torch.zeros(128, dtype=torch.int32)}, ("o_proj", "groups of different sizes")),
         ({"g_idx": torch.full((128,), 9, dtype=torch.int32)}, ("o_proj", "groups of different sizes")),
+        ({"qweight": torch.zeros((), dtype=torch.int32)}, ("o_proj: its tensors make no quantised matrix",)),
+        ({"qzeros": torch.zeros(2, dtype=torch.float16)}, ("o_proj",)),
+        ({"scales": torch.ones(0, 128)}, ("o_proj",)),
     ],
 )
 def test_damaged_tensors_are_refused(

@@ -13,7 +13,7 @@ into words of 32 bits, lowest bits first:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class QuantizedMatrix(NamedTuple):
         return PackedTensor(asymmetric_blocks(self.numbers, scale, zero, self.bits), f"A{self.bits}", self.order)
 
 
+Result = TypeVar("Result")
 Unpack = Callable[[Files, str, tuple[int, int]], QuantizedMatrix]
 
 
@@ -198,13 +199,22 @@ class QuantizedWeights:
         return (
             self._files.get(name, shape)
             if module is None
-            else self._unpack(self._files, module, _pair(shape)).dequantized()
+            else self._unpacked(module, _pair(shape), QuantizedMatrix.dequantized)
         )
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
         """Return a matrix in blocks: see `WeightSource`."""
         module = self._quantized(name)
-        return None if module is None else self._unpack(self._files, module, shape).packed(module)
+        return None if module is None else self._unpacked(module, shape, lambda matrix: matrix.packed(module))
+
+    def _unpacked(self, module: str, shape: tuple[int, int], use: Callable[[QuantizedMatrix], Result]) -> Result:
+        try:
+            return use(self._unpack(self._files, module, shape))
+        except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:  # torch's, of shapes and dtypes
+            if isinstance(error, ModelError):
+                raise
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ModelError(f"{module}: its tensors make no quantised matrix ({reason}); download it again") from None
 
     def _quantized(self, name: str) -> str | None:
         """Return the module of a weight if it is quantised."""

@@ -70,6 +70,17 @@ class Experts:
         """Compute [rows, hidden] from `x` of the same shape. Rows of one expert are one product."""
         weights, chosen = self._route(x)
         out = torch.zeros_like(x)
+        if len(x) == 1:
+            for expert, weight in sorted(zip(chosen[0].tolist(), weights[0].tolist(), strict=True)):
+                out += self.experts[expert](x).mul_(weight)
+        else:
+            self._add_groups(out, x, weights, chosen)
+        if self._shared is not None and self._shared_gate is not None:
+            out += torch.sigmoid(self._shared_gate(x)) * self._shared(x)
+        return out
+
+    def _add_groups(self, out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor) -> None:
+        """Add to the rows of `out` what their experts compute, expert by expert."""
         order = chosen.flatten().argsort(stable=True)
         rows, weights = order // self._spec.chosen, weights.flatten()[order, None]
         start = 0
@@ -79,9 +90,6 @@ class Experts:
                 part = self.experts[expert](x[where])
                 out.index_add_(0, where, part.mul_(weights[start : start + count]))
                 start += count
-        if self._shared is not None and self._shared_gate is not None:
-            out += torch.sigmoid(self._shared_gate(x)) * self._shared(x)
-        return out
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, in the dtype of `x`, and numbers (int64) of the experts that each row takes, both [rows, chosen]."""

@@ -186,6 +186,7 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
 DEEP: dict[str, Any] = {}
 for _ in range(40):
     DEEP = {"properties": {"a": DEEP}}
+DEEP_PATH = ("guided_json" + ".properties.a" * 20)[:200] + "..."
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ for _ in range(40):
             "not supported",
         ),
         (COMPLETIONS, {"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern", "not supported"),
-        (COMPLETIONS, {"guided_json": DEEP}, None, "nested too deeply"),
+        (COMPLETIONS, {"guided_json": DEEP}, DEEP_PATH, "nested too deeply"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(

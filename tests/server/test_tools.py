@@ -372,6 +372,17 @@ def test_mistakes_in_items_are_named_with_their_path(hermes: Scripted, said: Any
     assert refused(hermes, path="/responses", input=said)["param"] == param
 
 
+def test_a_deep_schema_is_named_with_the_beginning_of_its_path(hermes: Scripted) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"items": {"anyOf": [deep]}}
+    error = refused(
+        hermes, messages=[ASK, {**ASK, "content": 'a "\\[{'}], tools=[tool(), tool({"properties": {"a": deep}})]
+    )
+    assert error["param"].startswith("tools[1].function.parameters.properties.a.items.anyOf[0].items.anyOf[0].items")
+    assert "nested too deeply" in error["message"]
+
+
 def test_other_tools_than_before_and_malformed_arguments_are_taken(hermes: Scripted) -> None:
     """Agents hand conversations over to others with other tools, and models write what is no JSON."""
     ask(hermes, [ASK, calls(call_of(name="gone", arguments='{"a": ')), RESULT])

@@ -6,7 +6,9 @@ messages, texts, tokens and characters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from afterglow.errors import RequestError
@@ -52,10 +54,35 @@ def check_shape(data: bytes | bytearray, most_values: int) -> None:
         raise RequestError(
             f"the request body is nested too deeply: more than {MAX_NESTING} arrays and objects within each other; "
             "send a flatter one",
+            param=_deep_path(data),
             code="invalid_json",
         )
 
 
+def _deep_path(data: bytes | bytearray) -> str | None:
+    """Name the field that is nested too deeply, by the beginning of its path; None where it does not come soon."""
+    path: list[str | int] = []
+    before = b""
+    for token in islice(_TOKENS.finditer(data), SEARCHED_TOKENS):
+        part = token[0]
+        if part in b"[{":
+            path.append(0 if part == b"[" else "")
+        elif part in b"]}":
+            del path[-1:]
+        elif part == b":" and path:
+            path[-1] = before[1:-1].decode("utf-8", "replace")
+        elif part == b"," and path and isinstance(path[-1], int):
+            path[-1] += 1
+        before = part
+        if len(path) > MAX_NESTING:
+            named = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path[:-1]).lstrip(".")
+            return named if len(named) <= SHOWN_PATH else f"{named[:SHOWN_PATH]}..."
+    return None
+
+
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[][{},:]', re.DOTALL)
+SEARCHED_TOKENS = 20_000  # of a body that is nested too deeply
+SHOWN_PATH = 200  # characters
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections.abc import Iterator
@@ -95,7 +96,8 @@ def test_reasoning_of_servers_and_of_models_here(tmp_path: Path) -> None:
     with scripted(tmp_path, QWEN) as server:
         server.say(TAGGED + "Yes.", TAGGED + "Yes.")
         remote = RemoteSpeaker(server.url, None, None, None, {})
-        said: list[str | Reasoning] = list(remote.reply([{"role": "user", "content": "Rain?"}]))
+        with contextlib.closing(remote):
+            said: list[str | Reasoning] = list(remote.reply([{"role": "user", "content": "Rain?"}]))
         model = LanguageModel(server.engine, server.tokenizer)
         here = LocalSpeaker(model, SamplingParams(max_tokens=200))
         for pieces in (said, list(here.reply([{"role": "user", "content": "Rain?"}]))):

@@ -104,6 +104,10 @@ class RemoteSpeaker:
         self._options = {k: v for k, v in wanted.items() if v is not None}
         self.note = ""
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
     def _first_model(self) -> str:
         response = self._client.get("/models")
         if response.status_code != 200:

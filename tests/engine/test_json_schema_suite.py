@@ -69,7 +69,8 @@ class Matching:
         for token in self.tokenizer.encode(text, add_special_tokens=False):
             if constraint.error is not None or constraint.forbidden[token]:
                 return False
-            constraint.drew(token)
+            constraint.took([token])
+            constraint.compute()
         return constraint.error is None and not constraint.forbidden[self.grammars.eos_ids[0]]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 SHARED = ("$defs", "definitions")  # that references of any part may name
 _ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = (*SHARED, "properties", "patternProperties", "dependentSchemas")
+
+ENDLESS = "no text satisfies it: it asks for itself within itself, without end"
 
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _DAY = f"({_LEAP_YEAR}-02-29|[0-9]{{4}}-(02-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-[0-9]{{2}}))"
@@ -34,6 +37,78 @@ def parts(schema: object) -> Iterator[tuple[str, object]]:
     for keyword in _ONE:
         if isinstance(schema.get(keyword), dict):
             yield f".{keyword}", schema[keyword]
+
+
+def endless(schema: object) -> str | None:
+    """Find a part of a schema of which each text has another text of the part inside, so that it would never end. Returns the
+    path of what asks for that; None where there is none. Parts of which one is chosen are not followed together."""
+    found: dict[int, list[tuple[str, Any]]] = {}  # what each part needs, by its id
+    users: dict[int, list[int]] = {}
+    waiting = [("", schema)]
+    while waiting:
+        path, part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in found:
+            continue
+        needed = [(path + name, each) for name, each in _needed(part) if isinstance(each, dict)]
+        waiting += [(path + name, each) for name, each in parts(part) if name.startswith(_FOLLOWED)]
+        if (target := _named(part.get("$ref"), schema)) is not None:
+            needed.append((f"{path}.$ref", target[1]))
+            waiting.append(target)
+        found[id(part)] = needed
+        for _, each in needed:
+            users.setdefault(id(each), []).append(id(part))
+    unknown = {part: len(needed) for part, needed in found.items()}
+    ends = [part for part, count in unknown.items() if not count]
+    while ends:
+        for user in users.get(ends.pop(), ()):
+            unknown[user] -= 1
+            if not unknown[user]:
+                ends.append(user)
+    at = next((part for part, count in unknown.items() if count), None)
+    seen = set()
+    while at is not None:
+        seen.add(at)
+        where, each = next((where, each) for where, each in found[at] if unknown[id(each)])
+        if id(each) in seen:
+            return where
+        at = id(each)
+    return None
+
+
+_FOLLOWED = (
+    ".properties.",
+    ".patternProperties.",
+    ".additionalProperties",
+    ".items",
+    ".prefixItems",
+    ".allOf",
+    ".anyOf",
+    ".oneOf",
+)
+
+
+def _needed(part: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the parts inside a part of which each of its texts has a text, or is one."""
+    wanted: set[str] = set()
+    if part.get("type") == "object" and isinstance(part.get("required"), list):
+        wanted = {f".properties.{name}" for name in part["required"]}
+    if part.get("type") == "array" and isinstance(least := part.get("minItems"), int):
+        first = len(part["prefixItems"]) if isinstance(part.get("prefixItems"), list) else 0
+        wanted = {f".prefixItems[{number}]" for number in range(min(first, least))} | (
+            {".items"} if least > first else set()
+        )
+    yield from ((name, each) for name, each in parts(part) if name in wanted or name.startswith(".allOf"))
+
+
+def _named(reference: object, schema: object) -> tuple[str, dict[str, Any]] | None:
+    """Find the part that a reference within the schema names, with its path; None where that is none."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    path, part = "", schema
+    for name in reference.split("/")[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        path, part = f"{path}.{name}", part.get(name) if isinstance(part, dict) else None
+    return (path, part) if isinstance(part, dict) else None
 
 
 def sharpened(schema: object) -> Any:

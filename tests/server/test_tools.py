@@ -472,6 +472,36 @@ def test_a_tool_that_cannot_be_forced_is_named_with_its_path(
     assert error["param"] == param.replace("[1].function", "[0]")
 
 
+CHAIN = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+
+
+def test_a_tool_that_asks_for_itself_without_end_is_named_with_its_path(free: list[Scripted]) -> None:
+    endless, fine = {**CHAIN, "$defs": {"n": CHAIN}}, {**CHAIN, "$defs": {"n": {**CHAIN, "required": []}}}
+    for server in free:
+        error = refused(server, messages=[ASK], tools=[LIMITED, tool(endless, name="g")], tool_choice="required")
+        assert error["param"] == "tools[1].function.parameters.$defs.n.properties.a.$ref"
+        assert (error["code"], "without end" in error["message"]) == ("invalid_grammar", True)
+        ask(server, tools=[tool(fine)], tool_choice="required", max_tokens=5)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": endless}}
+    param = refused(free[0], messages=[ASK], tools=[LIMITED], response_format=form)["param"]
+    assert param == "response_format.json_schema.schema.$defs.n.properties.a.$ref"
+
+
+def test_a_forced_tool_may_ask_for_more_arguments_than_it_lists(free: list[Scripted]) -> None:
+    ask(
+        free[0],
+        tools=[tool({"type": "object", "properties": {}, "minProperties": 1})],
+        tool_choice="required",
+        max_tokens=5,
+    )
+
+
+def test_a_tool_without_a_type_is_named_with_its_path(free: list[Scripted]) -> None:
+    schema = {"properties": {"a": False}, "required": ["a"]}
+    error = refused(free[0], messages=[ASK], tools=[tool(schema)], tool_choice="required")
+    assert error["param"] == "tools[0].function.parameters"
+
+
 def test_forced_arguments_may_be_required_without_being_listed(free: list[Scripted]) -> None:
     schema = {
         "type": "object",

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from afterglow.engine.grammars.masks import Constraint, Vocabulary
 from afterglow.engine.grammars.offending import find_offending, reason_of
 from afterglow.errors import RequestError
-from afterglow.json_schema import sharpened
+from afterglow.json_schema import ENDLESS, endless, sharpened
 from afterglow.request import Grammar, SamplingParams
 
 MAX_TEXT = 128 * 1024  # characters of a grammar
@@ -147,6 +147,8 @@ def _source(grammar: Grammar) -> str:
                 raise _refused("options of the compiler are not accepted", f"{grammar.param}.x-guidance")
             if not isinstance(schema, dict | bool):
                 raise _refused(f"a JSON schema is an object, got {grammar.text[:80]}", grammar.param)
+            if (where := endless(schema)) is not None:
+                raise _refused(ENDLESS, grammar.param + where)
             return _schema_source(schema, grammar.compact, grammar.lenient)
         if grammar.kind == "choice":
             choices = json.loads(grammar.text)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from afterglow.errors import RequestError
+from afterglow.json_schema import ENDLESS, endless
 from afterglow.request import Grammar, SamplingParams
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.state import State
@@ -35,16 +36,27 @@ def check_grammar(grammars: Grammars, grammar: Grammar | None, use: ToolUse, ask
 
     Raises: RequestError, with the path of the offending field; of a tool's schema, where the grammar was made of tools.
     """
+    parts = _parts_of(use, asked) if _may_be_call(use, asked) else []
+    for part in parts:
+        if part.kind == "json_schema" and (where := endless(json.loads(part.text))) is not None:
+            place = part.param + where
+            raise RequestError(f"{place}: {ENDLESS}", param=place, code="invalid_grammar")
     try:
         grammars.check(grammar)
     except RequestError:
-        if _may_be_call(use, asked):
-            for number, (name, schema) in enumerate(use.schemas.items()):
-                if use.name in (None, name):
-                    path = use.path.format(number)
-                    grammars.check(Grammar("json_schema", json.dumps(schema), param=path, lenient=True))
-            grammars.check(asked)
+        for part in parts:
+            grammars.check(part)
         raise
+
+
+def _parts_of(use: ToolUse, asked: Grammar | None) -> list[Grammar]:
+    """List the forms of which the grammar of a reply that may be a call is made, each by itself."""
+    tools = [
+        Grammar("json_schema", json.dumps({"type": "object", **schema}), param=use.path.format(number), lenient=True)
+        for number, (name, schema) in enumerate(use.schemas.items())
+        if use.name in (None, name)
+    ]
+    return tools if asked is None else [*tools, asked]
 
 
 def _may_be_call(use: ToolUse, asked: Grammar | None) -> bool:

@@ -78,9 +78,11 @@ def _text(text: str) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     """Write JSON as templates do: one space after commas and colons. What the compiler does not know of a schema is not
-    enforced. A function has no other arguments than those that are listed, unless the schema says so."""
+    enforced. A function has no other arguments than those that are listed, unless the schema says so, or asks for more."""
     listed, required = schema.get("properties"), schema.get("required") or ()
     closed = isinstance(listed, Mapping) and set(required) <= set(listed) and not set(_OPEN) & set(schema)
+    if closed and listed is not None and schema.get("minProperties") not in (None, *range(len(listed) + 1)):
+        closed = False
     said = {"type": "object", **({"additionalProperties": False} if closed else {}), **sharpened(schema)}
     return "%json " + json.dumps({**said, "x-guidance": {**_FORM, "lenient": True}})
 

@@ -52,6 +52,13 @@ def test_a_broken_template_is_the_models_fault() -> None:
         ChatTemplate("{% if %}")
 
 
+def test_a_role_is_known_by_its_name_or_where_any_is_written() -> None:
+    named = "{% for m in messages if m.role in ('user', \"ipython\") %}{{ m.content }}{% endfor %}"
+    assert [ChatTemplate(named).knows_role(role) for role in ("ipython", "asistant")] == [True, False]
+    for source in ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "{{ raise_exception('no') }}"):
+        assert ChatTemplate(source).knows_role("critic")
+
+
 def test_the_developer_role_is_the_system_role_to_older_templates() -> None:
     developer = [{"role": "developer", "content": "x"}]
     assert render("{{ messages[0].role }}", developer) == "system"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,6 +71,19 @@ class ChatTemplate:
         names |= {**(variables or {}), "messages": messages, "add_generation_prompt": add_generation_prompt}
         used = bool(tools) or any("tool_calls" in message for message in messages)
         return (self._tools if used else self._plain).render(messages, names)
+
+    def knows_role(self, role: str) -> bool:
+        """Check whether messages of a role show in what the template writes, or may: others would be lost without a word."""
+        return self._any_role or any(f"{quote}{role}{quote}" in self.source for quote in "'\"")
+
+    @cached_property
+    def _any_role(self) -> bool:
+        said = [{"role": "user", "content": "a"}, {"role": "probe_role", "content": "probe_text"}]
+        names = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": True}
+        try:
+            return "probe_text" in self._plain.render(said, names)
+        except RequestError:
+            return True  # such a template refuses what it does not know
 
     def _knows(self, wanted: str, more: Mapping[str, object], system: bool = False) -> bool:
         """Check whether a tool, or a system message, shows in what the template writes."""

@@ -16,7 +16,7 @@ from afterglow.errors import RequestError
 from afterglow.request import ContextWindow
 from afterglow.text import lengths
 from afterglow.text.block_marks import BlockMark, find_marks, rows_before
-from afterglow.text.chat_template import ChatTemplate, Message
+from afterglow.text.chat_template import ChatTemplate, Message, shown
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Encoded, Markers, Rendered
 from afterglow.text.messages import flatten_messages
@@ -36,6 +36,8 @@ from afterglow.text.tokenizer_files import read_parts
 from afterglow.text.tool_calls.parts import ToolCall
 from afterglow.text.tool_messages import message_of
 from afterglow.text.turns import TOKENS, Turns, find_turns
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Tokenizer:
@@ -147,6 +149,7 @@ class Tokenizer:
         Raises: RequestError, also for a prompt that is certainly longer than `window`: such a prompt is not tokenised.
         """
         asked = Asked(flatten_messages(messages), tools, variables, replies or {})
+        self.check_roles(asked.messages)
         write = partial(self._write, asked, add_generation_prompt)
         rendered = self.markers.render(lambda said, tools: write(said, tools=tools), asked.messages, tools)
         if window is not None:
@@ -167,6 +170,19 @@ class Tokenizer:
 
         turns = find_turns(write_prompt, asked.messages, rendered.text, self.special_tokens.get("bos_token", ""))
         return self._with_turns(prompt, turns, segments, rendered)
+
+    def check_roles(self, messages: object) -> None:
+        """Refuse roles that the chat template does not know and leaves out, or that hold a special token. Raises: RequestError."""
+        for number, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
+            role = message.get("role") if isinstance(message, Mapping) else None
+            if not isinstance(role, str) or not role or role in ROLES:
+                continue
+            if self.markers.mentioned_in(role) or not self._template().knows_role(role):
+                where = f"messages[{number}].role"
+                raise RequestError(
+                    f"{where}: the model's chat template knows no role {shown(role)}; there are {', '.join(ROLES)}",
+                    param=where,
+                )
 
     def encode_up_to(self, place: str, messages: Sequence[Message], before: ChatPrompt) -> list[int]:
         """Tokenise a conversation that follows a prompt, up to the last `place` in its text: the tokens with which all such

@@ -56,6 +56,7 @@ class PromptEncoder:
         tools = body.tool_use.tools
 
         def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
+            self._tokenizer.check_roles(messages)  # by the client's numbers
             begun, known, registered = self._prompts.begin(messages, salt, replies)
             shift = len(begun) - len(messages) if marks else 0
             found = self._tokenizer.encode_chat(

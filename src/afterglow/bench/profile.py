@@ -36,6 +36,7 @@ from afterglow.engine.tee import Tee
 from afterglow.kernels import decode
 from afterglow.kernels.block import Block
 from afterglow.model.decoder import Attention, Decoder, Norm
+from afterglow.model.experts import Mlp
 from afterglow.model.keeping import Keeping
 from afterglow.model.linear import BytePanelLinear, Int8Linear, PackedLinear, PanelLinear, PlainLinear
 from afterglow.model.presets import PRESETS
@@ -55,7 +56,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (CachedAttend, "_append", "new rows into contexts"),
     (decode.Appends, "write", "new rows into contexts"),
     (Norm, "__call__", "norms"),
-    (Decoder, "_mlp", "activations"),
+    (Mlp, "__call__", "activations"),
     (Attention, "rotate_both", "rotary embedding"),
     (Tee, "layer", "rows handed to the saver"),
     (Gatherer, "begin", "cached rows: waiting, rotating, copying"),

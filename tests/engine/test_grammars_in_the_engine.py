@@ -140,3 +140,21 @@ def test_a_grammar_that_breaks_ends_its_own_request_only(
         monkeypatch.undo()
         (reply,) = model.generate(Request("after", prompt, SamplingParams(max_tokens=60, seed=1, grammar=GRAMMAR)))
         assert reply.text.startswith("[")
+
+
+def test_slow_masks_behind_guesses_end_the_guessing_and_no_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as model:
+        sampling = SamplingParams(max_tokens=60, grammar=Grammar("regex", "[a-f]{40}"))
+        constraint = model.engine.grammars.constraint(sampling)
+        assert constraint is not None
+        guesses = [token for letter in "abcdefabcdefab" for token in model.tokenizer.encode(letter)]
+        assert constraint.allowed(guesses) == len(guesses) > masks.MAX_SLOW + 1
+        constraint.compute(guesses)
+        assert constraint.positions == len(guesses) + 1
+        monkeypatch.setattr(masks, "SLOW_SECONDS", 0.0)
+        constraint.compute(guesses)
+        assert constraint.positions == masks.MAX_SLOW + 2
+        monkeypatch.undo()
+        constraint.compute()
+        assert constraint.error is None
+        assert constraint.allowed(guesses) == 0

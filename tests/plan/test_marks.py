@@ -335,6 +335,18 @@ def test_an_unmarked_newcomer_takes_no_marked_file() -> None:
     assert not stores(tiers.planned())
 
 
+def test_a_marked_file_goes_before_one_that_a_job_waits_for() -> None:
+    tiers = Tiers(host_slots=8, disk_bytes=200, policy="lookahead")
+    kept, awaited = tiers.on_disk(1), tiers.on_disk(2)
+    tiers.placement.marks.use(tiers.cache.match("", kept.tokens).views, at(4), 0.0)
+    awaited.waiting = ((0, 1, 0, 1),)
+    tiers.placement.candidates.update(awaited)
+    new = tiers.add(3, now=5.0)
+    tiers.placement.marks.use(tiers.cache.match("", new.tokens).views, at(4), 5.0)
+    assert tiers.placement.disk.store(new, 5.0, "evict") == "soon"
+    assert (kept.dead, awaited.dead) == (True, False)
+
+
 # ---------------------------------------------------------------------------------------------- whatever happens
 
 PROMPTS = st.tuples(

@@ -105,7 +105,7 @@ class FakeEngine:
         self.requests.append(request)
         self._inbox.put((request, sink))
 
-    def expect(self, prompts: Sequence[Request]) -> None:
+    def expect(self, prompts: Sequence[Request], after: str | None = None) -> None:
         self.expected.append(list(prompts))
 
     def cancel(self, request_id: str) -> None:

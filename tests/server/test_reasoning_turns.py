@@ -81,9 +81,9 @@ def watched(server: Scripted) -> Scripted:
     expect = server.engine.expect
     server.engine.expected = []  # type: ignore[attr-defined]
 
-    def note(prompts: list[Request]) -> None:
+    def note(prompts: list[Request], after: str) -> None:
         server.engine.expected.append(prompts)  # type: ignore[attr-defined]
-        expect(prompts)
+        expect(prompts, after)
 
     server.engine.expect = note  # type: ignore[method-assign,assignment]
     return server
@@ -209,6 +209,45 @@ def test_what_is_deleted_is_not_computed(tmp_path: Path) -> None:
         assert len(engine.loop.upcoming) == 0
         assert sum(seen.rows) < len(long)
         assert engine.sessions("") == []
+
+
+def test_what_was_deleted_during_the_reply_is_not_computed(tmp_path: Path) -> None:
+    with scripted(tmp_path, kit.QWEN) as server:
+        engine = server.engine
+        server.runner.free = True
+        engine.generate([Request("first", [5, 6, 7, 8], SamplingParams(max_tokens=1), session_id="s")])
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        for number, _ in enumerate(engine.outputs([Request("turn", [5, 6, 7, 9], params, session_id="s")])):
+            if number == 0:
+                assert engine.forget_session("", "s")
+        engine.expect([Request("next", [5, 6, 7, 9, 10], session_id="s")], "turn")
+        engine.settle()
+        assert engine.sessions("") == []
+        engine.expect([Request("next", [5, 6, 7, 9, 10], session_id="s")], "another turn")
+        engine.settle()
+        assert len(engine.sessions("")) == 1
+
+
+def test_idle_work_takes_no_place_of_callers(tmp_path: Path) -> None:
+    with scripted(tmp_path, kit.QWEN) as server:
+        engine = server.engine
+        engine.loop.requests._max_queue = 1
+        seen = hold_idle_work(server, passes=1)
+        engine.expect([Request("next", [7 + n % 200 for n in range(1500)])])
+        wait_for(seen.stopped.is_set)
+        (done,) = engine.generate([_plain("caller", [5, 6, 7])])
+        assert done.finish_reason == "stop"
+
+
+def test_what_can_never_be_computed_keeps_nothing_waiting(tmp_path: Path) -> None:
+    with scripted(tmp_path, kit.QWEN) as server:
+        engine = server.engine
+        for number, bad in enumerate([[5, engine.vocab_size], [5] * (engine.max_model_len + 1)]):
+            engine.expect([Request(f"bad {number}", bad)])
+            engine.expect([Request("next", [5, 6, 7, 8, number], session_id=f"s{number}")])
+            engine.settle()
+            assert len(engine.loop.upcoming) == 0
+        assert len(engine.sessions("")) == 2
 
 
 @pytest.mark.parametrize("name", ["afterglow-small", pytest.param("smollm2-135m-instruct", marks=pytest.mark.long)])

@@ -18,7 +18,7 @@ from afterglow.engine.inbox import OutputQueue
 from afterglow.engine.live_requests import Sink
 from afterglow.engine.loop import EngineLoop
 from afterglow.engine.registrar import PrefixRegistrar
-from afterglow.engine.requests import check, completion_of, discarding, owner_of, salt_id, token_bytes
+from afterglow.engine.requests import can_be_computed, check, completion_of, discarding, owner_of, salt_id, token_bytes
 from afterglow.engine.setup import EngineParts, Progress, build
 from afterglow.engine.stats import EngineStats, Tiers
 from afterglow.errors import RequestError
@@ -107,15 +107,14 @@ class Engine:
         """
         self.loop.submit(request, sink, salt_id(request.salt))
 
-    def expect(self, prompts: Sequence[Request]) -> None:
+    def expect(self, prompts: Sequence[Request], after: str | None = None) -> None:
         """Compute the rows of prompts while the engine is idle, so that a request whose prompt begins with one of them finds
         them cached. The prompts are those that one next turn may have; their sampling and priority have no effect. What can
-        never be answered is left out."""
-        for prompt in prompts:
-            if len(prompt.prompt) > self.max_model_len or not prompt.reuse or not self.config.cache.reuse:
-                return
-        if prompts and self.healthy:
-            self._inbox.send(lambda: self.loop.expect(prompts))
+        never be answered is left out. `after`: the id of the request that they follow; where its conversation was deleted before
+        it ended, nothing is computed."""
+        able = [each for each in prompts if each.reuse and can_be_computed(each, self.parts.limits)]
+        if able and self.config.cache.reuse and self.healthy:
+            self._inbox.send(lambda: self.loop.expect(able, after))
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last output has the reason `cancelled`. Unknown ids are ignored."""

@@ -71,8 +71,9 @@ class LiveRequests:
         self._waiting = 0  # submitted and not yet admitted, as callers see it
         self._outbox: list[tuple[LiveRequest, Output]] = []
 
-    def reserve(self, request_id: str) -> int:
-        """Take a place in the queue, and number the job.
+    def reserve(self, request_id: str, aside: bool = False) -> int:
+        """Take a place in the queue, and number the job. `aside`: a request of the engine's own finds a place where a caller's
+        would, and takes none from callers.
 
         Raises: RequestError, where the queue is full or the id is in use.
         """
@@ -88,7 +89,7 @@ class LiveRequests:
             job = self._next_job
             self._next_job += 1
             self._jobs[request_id] = job
-            self._waiting += 1
+            self._waiting += not aside
         return job
 
     def job_of(self, request_id: str) -> int | None:
@@ -185,7 +186,7 @@ class LiveRequests:
         if not live.admitted:
             live.admitted = True
             with self._lock:
-                self._waiting -= 1
+                self._waiting -= not live.spec.aside
 
 
 def no_sink(output: Output) -> None:

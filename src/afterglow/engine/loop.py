@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ log = logging.getLogger("afterglow.engine")
 
 DRAIN_SECONDS = 60.0  # how long closing waits for the disk
 ANSWER_SECONDS = 10.0  # how long it waits without an answer
+DELETED = 1024  # ids of ended requests that are remembered because their conversations were deleted before
 
 
 class EngineLoop:
@@ -45,6 +47,7 @@ class EngineLoop:
             parts.selective, parts.config.importance_exact == "idle", parts.config.reorder_interval
         )
         self.upcoming = UpcomingPrompts()
+        self._deleted: deque[str] = deque(maxlen=DELETED)
         self._counters = EngineCounters(relay=parts.runner.relayed)
         self.requests = LiveRequests(parts.config.max_queue, self._counters, self._forget)
         self._guesses: Guesses = {}  # of what jobs draw next
@@ -87,7 +90,7 @@ class EngineLoop:
         # What is refused takes no place in the queue.
         constraint = parts.grammars.constraint(request.sampling)
         spec = job_spec(request, parts.config, self._eos, salt)
-        spec = replace(spec, job=self.requests.reserve(request.id), aside=own, patient=patient)
+        spec = replace(spec, job=self.requests.reserve(request.id, own), aside=own, patient=patient)
         live = LiveRequest(request, sink, spec, constraint)
         if own:
             self._accept(live)
@@ -145,9 +148,10 @@ class EngineLoop:
             self._cancel(job)
         return len(self.idle_work) + len(self.upcoming) < before
 
-    def expect(self, prompts: Sequence[Request]) -> None:
-        """Compute prompts of one next turn while the engine is idle (see `UpcomingPrompts`)."""
-        if not self._refuses:
+    def expect(self, prompts: Sequence[Request], after: str | None) -> None:
+        """Compute prompts of one next turn while the engine is idle (see `UpcomingPrompts`), unless the conversation of the
+        request before (`after`) was deleted while that ran."""
+        if not self._refuses and after not in self._deleted:
             self.upcoming.add(prompts, self.parts.clock())
 
     def submit_own(self, request: Request, patient: bool = False) -> bool:
@@ -309,6 +313,8 @@ class EngineLoop:
             self.parts.scores.end(live.spec.job)
         self.idle_work.ended(live.request.id)
         self.upcoming.ended(live.request.id)
+        if live.deleted:
+            self._deleted.append(live.request.id)
         if live.selected is not None and not live.deleted:
             rows = len(live.request.prompt) - live.selected.rows
             self.idle_work.add(live.request, max(1, rows), self.parts.clock())

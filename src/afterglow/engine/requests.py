@@ -9,7 +9,7 @@ import hashlib
 import uuid
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from afterglow.config import EngineConfig
@@ -100,6 +100,15 @@ def check(request: Request, limits: RequestLimits) -> None:
         refuse_uncuttable(limits.rules, n, request.sampling.max_tokens, request.turns)
     else:
         ContextWindow(limits.max_model_len).refuse(n, request.sampling.max_tokens)
+
+
+def can_be_computed(request: Request, limits: RequestLimits) -> bool:
+    """Tell whether the rows of a request's prompt can be computed without a reply."""
+    try:
+        check(replace(request, sampling=SamplingParams(max_tokens=0)), limits)
+    except RequestError:
+        return False
+    return True
 
 
 def _check_breakpoints(breakpoints: Sequence[Breakpoint], rows: int) -> None:

@@ -130,7 +130,7 @@ class TextReply:
             parts = (found.content, found.calls, found.reasoning)
             self._tokenizer.remember(self._chat, found.text, self.tokens, inf, *parts)
         if self._thinks:
-            self._engine.expect(expected_turn(self._tokenizer, self._chat, self.request, found))
+            self._engine.expect(expected_turn(self._tokenizer, self._chat, self.request, found), self.request.id)
 
 
 def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, Piece]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from afterglow.request import SamplingParams
 
 SLOW_SECONDS = 0.05  # a mask that took longer made other requests wait for it
-MAX_SLOW = 8  # such masks of one request, before it is given up
+MAX_SLOW = 8  # such masks of one request, before it is given up; and of its guesses, before nothing is guessed any more
 
 # Of a byte of a mask, lowest bit first: what to add to 8 logits.
 _BIAS_OF = np.where(
@@ -53,6 +53,7 @@ class Constraint:
         self._min_tokens = params.min_tokens
         self._drawn = 0
         self._slow = 0
+        self._slow_ahead = 0  # masks behind guesses: these end no reply, but its guesses
         self._size = size
         self._bits = np.zeros_like(self._stops)
         self._bytes: list[NDArray[np.float32]] = []  # of each position, [bytes of a mask, 8]
@@ -78,7 +79,9 @@ class Constraint:
 
     def allowed(self, guesses: Sequence[int]) -> int:
         """Count the first of the guesses that the grammar lets through."""
-        return 0 if self.error is not None else self._matcher.deep_copy().validate_tokens(list(guesses))
+        if self.error is not None or self._slow_ahead > MAX_SLOW:
+            return 0
+        return self._matcher.deep_copy().validate_tokens(list(guesses))
 
     def compute(self, guesses: Sequence[int] = ()) -> None:
         """Compute the masks of the next token, and behind each guess; all guesses are allowed. Or `error`, if the grammar cannot
@@ -90,7 +93,7 @@ class Constraint:
         self.positions = 1
         ahead = self._matcher.deep_copy() if guesses else self._matcher  # what goes wrong there must not end the reply
         for position, guess in enumerate(guesses, 1):
-            if not ahead.consume_token(guess) or self._mask(ahead, position) is not None:
+            if self._slow_ahead > MAX_SLOW or not ahead.consume_token(guess) or self._mask(ahead, position) is not None:
                 return
             self.positions += 1
 
@@ -112,7 +115,11 @@ class Constraint:
         if len(self._bytes) == position:
             self._bytes.append(np.zeros((len(bits), 8), dtype=np.float32))
         np.take(_BIAS_OF, bits, axis=0, out=self._bytes[position], mode="clip")
-        self._slow += time.perf_counter() - began > SLOW_SECONDS
+        slow = time.perf_counter() - began > SLOW_SECONDS
+        if position:
+            self._slow_ahead += slow
+        else:
+            self._slow += slow
         if self._slow > MAX_SLOW:
             return "it is too ambiguous: finding the tokens that may come next takes too long"
         return None if bits.any() else "no token of this model's vocabulary can come next"

@@ -191,17 +191,19 @@ class Disk:
 
     def _make_room(self, incoming: int, marked_too: bool) -> Room:
         """Room for `incoming` bytes on disk. Clean copies go first, then what nothing depends on; after all of them, if at
-        all, those that a mark keeps."""
+        all, those that a mark keeps, and then those that a job waits for."""
         if incoming > self._budget or self._budget == 0:
             return "never"
         short = self.used + self.claimed + incoming - self._budget
         if short <= 0:
             return "now"
         short -= self.dropping
+        in_order = marked_too and self._candidates.in_order
 
         def more(spare: bool | None, extent: Extent) -> bool:
             nonlocal short
-            if extent.pins == 0 and (spare is None or extent.kept_on_disk != spare):
+            late = extent.kept_on_disk or (in_order and bool(extent.waiting))
+            if extent.pins == 0 and (spare is None or late != spare):
                 if extent.host == "ready" and short > 0 and not extent.pin_count:
                     short -= self.drop(extent, "evict")
                     self._candidates.place(extent)

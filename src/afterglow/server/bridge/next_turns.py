@@ -43,7 +43,7 @@ class NextTurns:
         try:
             found = await loop.run_in_executor(self._thread, expected_turn, self._tokenizer, prompt, request, reply)
             if found:
-                self._engine.expect(found)
+                self._engine.expect(found, request.id)
         except RequestError as error:  # the engine has stopped
             log.debug("a next turn is not computed ahead: %s", error)
         except Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,15 @@ def start() -> Iterator[Callable[..., Handle]]:
         assert engine.loop.failure is None
         engine.close(flush=False)
         engine.parts.scheduler.check()
+
+
+# Each of these differs from the others in how it attends or in what follows; the rest repeat them, in the long runs.
+QUICK = ("llama", "mistral", "qwen2", "qwen3", "falcon", "phi", "opt", "cohere", "glm4", "mixtral", "smollm3")
+
+
+def in_turn(families: Iterable[str]) -> list[Any]:
+    """List families as parameters of a test; those that are not `QUICK` are long."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in families]
 
 
 @pytest.fixture(scope="session")

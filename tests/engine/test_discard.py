@@ -13,7 +13,7 @@ from afterglow.model.loader import load_model
 from afterglow.plan.prefix.ranges import keep
 from afterglow.request import Request, SamplingParams
 from tests.engine.by_hand import ask_truncated, logprobs, reference
-from tests.engine.conftest import VOCAB, Handle
+from tests.engine.conftest import VOCAB, Handle, in_turn
 from tests.engine.test_truncation import ROTARY
 
 Start = Callable[..., Handle]
@@ -41,7 +41,7 @@ def converse(handle: Handle, rng: random.Random, turns: int = 4) -> list[int]:
 
 
 @pytest.mark.parametrize("tier", ["at once", "host", "disk", "restart before", "restart after"])
-@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("family", in_turn(ROTARY))
 def test_what_remains_is_embedded_at_new_positions(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from afterglow.engine import runner, tee
 from afterglow.engine.engine import Completion
 from tests.engine.by_hand import ask_truncated
-from tests.engine.conftest import FAMILIES, Handle
+from tests.engine.conftest import FAMILIES, Handle, in_turn
 from tests.engine.test_exact_reuse import same
 from tests.engine.test_selecting import ask as select
 from tests.engine.test_selecting import draw, loader_of, reorder
@@ -82,7 +82,7 @@ class Two:
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk", "restart"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn(FAMILIES))
 def test_what_is_reused_are_rounded_rows(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:

@@ -15,7 +15,7 @@ from afterglow.engine import runner
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.tee import Tee
 from afterglow.plan.step import Gather
-from tests.engine.conftest import FAMILIES, VOCAB, Handle
+from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
 from tests.engine.test_exact_reuse import same
 
 Start = Callable[..., Handle]
@@ -23,7 +23,7 @@ Models = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn(FAMILIES))
 def test_queues_of_their_own_change_no_answer(
     start: Start, model_of: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tier: str
 ) -> None:

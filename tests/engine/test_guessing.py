@@ -27,7 +27,7 @@ from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.step import Run
 from afterglow.request import Completion, Grammar, Request
 from tests import doors
-from tests.engine.conftest import FAMILIES, VOCAB, Handle
+from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
 from tests.structured_model import random_model
 
 Start = Callable[..., Handle]
@@ -100,7 +100,7 @@ def test_replies_are_the_same(start: Start, model_of: Models, sampling: str) -> 
     assert counters.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn(FAMILIES))
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"quantization": "int8"}], ids=str)
 def test_every_family_and_kind_of_numbers(start: Start, model_of: Models, family: str, options: dict[str, str]) -> None:
     prompts = [text(family, 60), text(f"{family} again", 30)]

@@ -17,7 +17,7 @@ from afterglow.plan.prefix.truncation import Cut, Origin
 from afterglow.plan.step import Run
 from tests import doors
 from tests.engine.by_hand import ask_truncated, importance, logprobs, reference
-from tests.engine.conftest import LLAMA, VOCAB, Handle
+from tests.engine.conftest import LLAMA, VOCAB, Handle, in_turn
 from tests.engine.test_truncation import ROTARY
 
 Start = Callable[..., Handle]
@@ -48,7 +48,7 @@ def scores_of(handle: Handle, salt: str, tokens: list[int]) -> torch.Tensor:
     return handle.engine.parts.scores.of(salt, pack(tokens))
 
 
-@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("family", in_turn(ROTARY))
 def test_what_is_attended_to_most_survives(start: Start, model_of: Models, tmp_path: Path, family: str) -> None:
     rng = random.Random(family)
     model = model_of(family)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from afterglow.model.linear import int8_levels
-from tests.engine.conftest import FAMILIES, VOCAB, Handle
+from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not int8_levels(), reason="no int8 products on t
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn(FAMILIES))
 def test_reuse_is_as_near_as_rounding_lets_it(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:

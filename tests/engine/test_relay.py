@@ -23,7 +23,7 @@ from afterglow.plan.step import Share
 from afterglow.request import Output, Request, SamplingParams, TokenLogprob
 from tests import doors
 from tests.engine.by_hand import ask_truncated, logprobs
-from tests.engine.conftest import FAMILIES, VOCAB, Handle
+from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
 
 FREE = RelayCosts(rows=((1, 1.0), (32, 1.0)), call=0.0, merged=0.0)
 DEAR = RelayCosts(rows=((1, 0.0), (32, 0.0)), call=1.0, merged=1.0)
@@ -71,7 +71,7 @@ def same(a: list[tuple[list[int], list[TokenLogprob]]], b: list[tuple[list[int],
             assert max(abs(left[token] - right[token]) for token in left) < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_turn(FAMILIES))
 def test_answers_are_the_same_with_and_without(
     family: str, start: Callable[..., Handle], model_of: Callable[[str], Path]
 ) -> None:

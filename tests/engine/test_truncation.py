@@ -16,7 +16,7 @@ from afterglow.model.loader import load_model
 from afterglow.request import Output
 from tests import doors
 from tests.engine.by_hand import ask_truncated, logprobs, reference
-from tests.engine.conftest import FAMILIES, VOCAB, Handle
+from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -37,7 +37,7 @@ def turns_of(rows: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk", "restart"])
-@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("family", in_turn(ROTARY))
 def test_what_survives_is_embedded_at_new_positions(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_prompt_that_cannot_be_cut_is_refused_at_once(start: Start, model_of: 
         ask(handle, [1] * 600, (SYSTEM, SYSTEM + 10))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", in_turn(sorted(FAMILIES)))
 def test_a_recomputed_head_and_a_loaded_tail_give_the_same_logits(
     start: Start, model_of: Models, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

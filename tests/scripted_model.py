@@ -200,7 +200,7 @@ def scripted(
         (folder / "model/tokenizer.json").write_text(json.dumps(state))
     cache = CacheConfig(device_cache=64 << 20, host_cache=64 << 20, disk_cache=0)
     path = model or folder / "model"
-    engine = Engine.load(path, EngineConfig(threads=1, cache=cache, speculate="off"), name="model")
+    engine = Engine.load(path, EngineConfig(threads=1, cache=cache, speculate="off", quantization="none"), name="model")
     tokenizer = Tokenizer(path)
     if model is not None:
         tokenizer.chat_template = ChatTemplate(template, tokenizer.special_tokens)

@@ -357,3 +357,8 @@ def added_tokens(tokenizer: Any) -> Any:
 def window_of(detokenizer: Any) -> Any:
     """Return the tokens that a detokenizer keeps."""
     return detokenizer._window
+
+
+def shorten_queue(engine: Any, most: int) -> None:
+    """Let an engine accept `most` waiting requests."""
+    engine.loop.requests._max_queue = most

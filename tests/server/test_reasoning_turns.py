@@ -15,6 +15,7 @@ import pytest
 from afterglow.errors import ModelError
 from afterglow.library.locate import find_model
 from afterglow.request import Request, SamplingParams
+from tests import doors
 from tests import reasoning_templates as kit
 from tests.reasoning_templates import FORMATS
 from tests.scripted_model import Scripted, scripted
@@ -231,7 +232,7 @@ def test_what_was_deleted_during_the_reply_is_not_computed(tmp_path: Path) -> No
 def test_idle_work_takes_no_place_of_callers(tmp_path: Path) -> None:
     with scripted(tmp_path, kit.QWEN) as server:
         engine = server.engine
-        engine.loop.requests._max_queue = 1
+        doors.shorten_queue(engine, 1)
         seen = hold_idle_work(server, passes=1)
         engine.expect([Request("next", [7 + n % 200 for n in range(1500)])])
         wait_for(seen.stopped.is_set)

@@ -217,9 +217,19 @@ def test_what_was_deleted_during_the_reply_is_not_computed(tmp_path: Path) -> No
         engine = server.engine
         server.runner.free = True
         engine.generate([Request("first", [5, 6, 7, 8], SamplingParams(max_tokens=1), session_id="s")])
+        deleting, steps = threading.Event(), count()
+        run: Callable[..., Any] = server.runner.run
+
+        def waiting(step: Any) -> Any:
+            if next(steps) == 10:  # the reply does not end before
+                deleting.wait(20)
+            return run(step)
+
+        server.runner.run = waiting  # type: ignore[method-assign]
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         for number, _ in enumerate(engine.outputs([Request("turn", [5, 6, 7, 9], params, session_id="s")])):
             if number == 0:
+                deleting.set()
                 assert engine.forget_session("", "s")
         engine.expect([Request("next", [5, 6, 7, 9, 10], session_id="s")], "turn")
         engine.settle()

@@ -247,7 +247,7 @@ def test_grammars_hold_at_every_position(tmp_path: Path, temperature: float) -> 
     found, drafts = [], []
     for mode in ("off", "on"):
         cache = CacheConfig(device_cache=2**25, host_cache=2**25, disk_cache=0)
-        with load_model(folder, EngineConfig(cache=cache, threads=1, speculate=mode)) as model:  # type: ignore[arg-type]
+        with load_model(folder, EngineConfig(cache=cache, threads=1, speculate=mode, relay="off")) as model:  # type: ignore[arg-type]
             prompt = model.tokenizer.encode('Such as ["red",null,7,"blue","red",null,7,7,7,"red","blue"]')
             requests = [
                 Request(f"c{next(_ids)}", prompt, SamplingParams(

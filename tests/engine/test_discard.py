@@ -23,10 +23,6 @@ SYSTEM = 12
 SCATTERED = [(15, 16), (30, 37), (61, 63), (90, 141)]
 
 
-# About one in a hundred of these fails, from disk or after a restart (docs/log.md); the cause is not known yet.
-PHI = pytest.param("phi", marks=pytest.mark.long)
-
-
 def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
@@ -45,7 +41,7 @@ def converse(handle: Handle, rng: random.Random, turns: int = 4) -> list[int]:
 
 
 @pytest.mark.parametrize("tier", ["at once", "host", "disk", "restart before", "restart after"])
-@pytest.mark.parametrize("family", [*in_turn(family for family in ROTARY if family != "phi"), PHI])
+@pytest.mark.parametrize("family", in_turn(ROTARY))
 def test_what_remains_is_embedded_at_new_positions(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from afterglow.plan.journal.recording import RecordingScheduler
@@ -9,7 +11,7 @@ from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.options import MERGED_ROWS, Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
-from afterglow.plan.step import Copy, Drop, ExtentRecord, Store
+from afterglow.plan.step import Copy, Drop, ExtentRecord, Move, Store
 from tests import doors
 from tests.plan.fake_executor import pack
 from tests.plan.lasting_kit import Lasting
@@ -248,6 +250,60 @@ def test_the_next_turn_may_come_while_rows_are_copied() -> None:
     server.finish()
     assert sum(server.hits(job)) == len(text) - 1
     assert len(extents(server)) == 1
+
+
+def hurry(server: Server, moves: Callable[[Move], bool], steps: int = 4) -> None:
+    """Let these moves end at once, the others wait."""
+    for _ in range(steps):
+        for pending in server.executor.pending.values():
+            if moves(pending.move):
+                pending.ticks = 0
+        server.step()
+
+
+def two_merges(server: Server) -> tuple[int, Copy, Copy]:
+    """A conversation whose third turn has ended: the second of two copies under way begins below what the first one replaces."""
+    text = copying(server)
+    hurry(server, lambda move: not isinstance(move, Copy))
+    server.faults.store = 1.0  # the third turn gets no files of its own
+    job = server.submit([*text, *words(40, 20_000)], max_tokens=20)
+    while job not in server.ends:
+        hurry(server, lambda move: not isinstance(move, Copy), 1)
+    for _ in range(8):  # until it is given up
+        server.now += 100.0
+        hurry(server, lambda move: not isinstance(move, Copy))
+    server.faults.store = 0.0
+    upper, lower = (p.move for p in server.executor.pending.values() if isinstance(p.move, Copy))
+    assert isinstance(upper, Copy)
+    assert isinstance(lower, Copy)
+    return job, upper, lower
+
+
+def found_after_a_restart(server: Server, job: int) -> bool:
+    server.faults.delay = 0
+    hurry(server, lambda move: True)
+    server.finish()
+    text = server.text(job)
+    server.restart()
+    return server.scheduler.cache.index.match("", pack(text)).rows == len(text) - 1
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("upper_first", [True, False])
+def test_of_two_merges_at_a_time_a_restart_finds_both(write_policy: str, upper_first: bool) -> None:
+    server = Real(disk_bytes=10**6, write_policy=write_policy)
+    job, upper, lower = two_merges(server)
+    hurry(server, lambda move: move is (upper if upper_first else lower) or isinstance(move, Store))
+    assert found_after_a_restart(server, job)
+
+
+def test_a_merge_that_was_written_below_what_another_one_has_replaced_is_given_up() -> None:
+    server = Real(disk_bytes=10**6, write_policy="write_through")
+    job, _, lower = two_merges(server)
+    hurry(server, lambda move: move is lower)
+    written = [p.move for p in server.executor.pending.values() if isinstance(p.move, Store)]
+    hurry(server, lambda move: move not in written)
+    assert found_after_a_restart(server, job)
 
 
 def test_a_fork_that_comes_while_rows_are_copied_ends_the_merge() -> None:

@@ -77,7 +77,6 @@ class Merging:
         prefix = bytes(job.tokens[: 4 * first.first_row])
         own = b"".join(part.tokens for part in parts)
         whole = self._cache.new_extent(first.salt, prefix, own, last.volatile, now)
-        whole.parent, whole.parent_rows = first.parent, first.parent_rows
         whole.created_at, whole.last_used = first.created_at, last.last_used
         whole.hits = max(part.hits for part in parts)
         whole.expires = last.expires
@@ -141,7 +140,9 @@ class Merging:
         if not done.ok or not self._stands(merge):
             self._give_up(merge)
             return True
-        whole.volatile = merge.parts[-1].volatile  # others may have used them since
+        # Meanwhile others may have used them, and another merge may have replaced what they hang below.
+        whole.volatile, first = merge.parts[-1].volatile, merge.parts[0]
+        whole.parent, whole.parent_rows = first.parent, first.parent_rows
         if (self._cache.write_through and not whole.volatile) or any(part.disk != "absent" for part in merge.parts):
             self._cache.placement.write_back.write(whole, now, "merge")
             if whole.store is None:
@@ -157,7 +158,7 @@ class Merging:
         merge = self._stores.pop(done.move, None)
         if merge is None:
             return
-        if merge.whole.disk == "ready" and self._stands(merge):
+        if merge.whole.disk == "ready" and self._stands(merge) and merge.whole.parent == merge.parts[0].parent:
             self._replace(merge, jobs)
         else:
             self._give_up(merge)

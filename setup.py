@@ -52,6 +52,7 @@ setup(
                     "packed_blocks.c",
                     "passes.c",
                     "block.c",
+                    "experts.c",
                     "pick.c",
                     "vote.c",
                 )
@@ -61,6 +62,7 @@ setup(
                 for name in (
                     "team.h",
                     "afterglow.h",
+                    "block.h",
                     "vectors.h",
                     "rows.h",
                     "panel.h",

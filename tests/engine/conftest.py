@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 2.5,
     },
+    "glm": {**LLAMA, "model_type": "glm", "head_dim": 8},
     "glm4": {**LLAMA, "model_type": "glm4", "head_dim": 8},
+    "ministral": {
+        **LLAMA,
+        "model_type": "ministral",
+        "head_dim": 8,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "ministral3": {
+        **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "cohere": {**LLAMA, "model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.5, "layer_norm_eps": 1e-5},
     "stablelm": {
         **LLAMA,
@@ -169,11 +193,12 @@ def start() -> Iterator[Callable[..., Handle]]:
 
 # Each of these differs from the others in how it attends or in what follows; the rest repeat them, in the long runs.
 QUICK = ("llama", "mistral", "qwen2", "qwen3", "falcon", "phi", "opt", "cohere", "glm4", "mixtral", "smollm3")
+REPEATED = ("glm", "ministral", "ministral3")  # what they do others do in every run
 
 
-def in_turn(families: Iterable[str]) -> list[Any]:
-    """List families as parameters of a test; those that are not `QUICK` are long."""
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in families]
+def in_turn(families: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:
+    """List families as parameters of a test; those that are not `quick` are long."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in families]
 
 
 @pytest.fixture(scope="session")

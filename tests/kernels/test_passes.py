@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from afterglow.kernels import passes, rope
 from afterglow.kernels.built import native
-from afterglow.kernels.passes import gated_silu, rms_norm, rounded
+from afterglow.kernels.passes import gated_clamped, gated_silu, rms_norm, rounded
 from afterglow.kernels.rope import RopeTable, rotate
 
 WAYS = ["torch", *([16, 8] if native() is not None else [])]
@@ -60,6 +60,21 @@ def test_gated_silu(size: int, rows: int) -> None:
         x[0, :size] = torch.tensor([0.0, -0.0, 1e-30, -200.0, 200.0, 87.5, -87.5]).repeat(size)[:size]
     exact = F.silu(x[:, :size].double()) * x[:, size:].double()
     torch.testing.assert_close(gated_silu(x).double(), exact, atol=1e-30, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [1, 7, 8, 40, 129])
+@pytest.mark.parametrize("rows", [0, 1, 3, 300])
+def test_gated_clamped(size: int, rows: int) -> None:
+    """Gates are cut from above only."""
+    x = torch.randn(rows, 2 * size + 3)[:, 1:-2] * 12
+    if rows:
+        x[0, :size] = torch.tensor([0.0, 7.0, 7.001, -200.0, 200.0, torch.inf, torch.nan]).repeat(size)[:size]
+        x[-1, size:] = torch.tensor([-7.0, -7.001, 200.0, -200.0, 7.0, torch.inf, torch.nan]).repeat(size)[:size]
+    gate, up = x.double().chunk(2, -1)
+    gate = gate.clamp(max=7)
+    exact = gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
+    torch.testing.assert_close(gated_clamped(x, 1.702, 7.0).double(), exact, atol=1e-30, rtol=1e-5, equal_nan=True)
 
 
 @pytest.mark.usefixtures("way")

@@ -41,6 +41,23 @@ def gated_silu(x: Tensor) -> Tensor:
     return out
 
 
+def gated_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """Multiply gate * sigmoid(alpha * gate) of the gates, the first half of `x` [rows, 2 * size], by one more than the second half:
+    [rows, size]. Gates are at most `limit`, the others at most of that magnitude."""
+    library = suited(x)
+    if library is None:
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=limit)
+        return (gate * alpha).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+    size = x.shape[-1] // 2
+    out = torch.empty(len(x), size)
+    library.lib.afterglow_gated_clamped(
+        *(x.data_ptr(), x.stride(0), out.data_ptr(), len(x), size, alpha, limit),
+        *(torch.get_num_threads(), library.width),
+    )
+    return out
+
+
 def rounded(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Round each row of `x` [rows, size] to 8 bits: (numbers uint8 [rows, size], scale float32 [rows, 1]), so that `x` is about
     (numbers - (levels + 1)) * scale. The largest magnitude of a row becomes `levels`, at most 127."""

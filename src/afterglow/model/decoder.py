@@ -251,16 +251,14 @@ class Decoder:
 
     def _block(self, layer: Layer, after: Norm | None) -> Block | None:
         """Return the part of the layer after attention as one call; None if its operations must be called one by one."""
-        out, mlp = layer.out, layer.mlp
-        if self.spec.residual == "parallel" or not self.spec.gated_mlp or self.spec.activation != "silu":
-            return None
-        if self.spec.norm_after or self.spec.residual_scale != 1:
+        if self.spec.residual == "parallel" or self.spec.norm_after or self.spec.residual_scale != 1:
             return None
         if layer.mlp_norm is None or layer.mlp_norm.rms is None or after is None or after.rms is None:
             return None
-        if isinstance(mlp, Mlp) and in_panels(out) and in_panels(mlp.wide) and in_panels(mlp.narrow):
-            return Block(out, layer.mlp_norm.rms, mlp.wide, mlp.narrow, after.rms)
-        return None
+        mlp = layer.mlp.panels
+        if mlp is None or not in_panels(layer.out):
+            return None
+        return Block(layer.out, layer.mlp_norm.rms, mlp, after.rms)
 
     def _after_attention(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output for `x` [rows, hidden], given its norm and attention's context."""

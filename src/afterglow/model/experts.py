@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from afterglow.kernels.passes import gated_silu
+from afterglow.kernels.block import ExpertPanels, Pair, in_panels
+from afterglow.kernels.passes import gated_clamped, gated_silu
 from afterglow.model.linear import Linear
 from afterglow.model.spec import Activation, ExpertsSpec
 
@@ -28,24 +29,40 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """Two matrices and what is between them. `gated`: the first one has gates and, behind them, as many values."""
+    """Two matrices and what is between them. `gated`: the first one has gates and, behind them, as many values. `clamp`: what
+    `gated_clamped` takes instead of SiLU."""
 
     wide: Linear
     narrow: Linear
     activation: Activation
     gated: bool
+    clamp: tuple[float, float] | None = None
+
+    @property
+    def panels(self) -> Pair | None:
+        """Return the matrices if the compiled kernels have a layer with this MLP in one call."""
+        return None if self.clamp is not None else _pair(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [rows, hidden] from `x` of the same shape."""
         inner = self.wide(x)
         if not self.gated:
             inner = ACTIVATIONS[self.activation](inner)
+        elif self.clamp is not None:
+            inner = gated_clamped(inner, *self.clamp)
         elif self.activation == "silu":
             inner = gated_silu(inner)
         else:
             gate, up = inner.chunk(2, -1)
             inner = ACTIVATIONS[self.activation](gate).mul_(up)
         return self.narrow(inner)
+
+
+def _pair(mlp: Mlp) -> Pair | None:
+    """Return the matrices of an MLP whose gates go through SiLU, or are clamped, if the compiled kernels multiply with them."""
+    if not mlp.gated or mlp.activation != "silu" or not in_panels(mlp.wide) or not in_panels(mlp.narrow):
+        return None
+    return Pair(mlp.wide, mlp.narrow)
 
 
 class Experts:
@@ -65,6 +82,20 @@ class Experts:
         the last two."""
         self._spec, self._router, self.experts = spec, router, tuple(experts)
         self._shared, self._shared_gate = shared, shared_gate
+
+    @property
+    def panels(self) -> ExpertPanels | None:
+        """Return the matrices if the compiled kernels have a layer with these experts in one call."""
+        pairs = [pair for expert in self.experts if (pair := _pair(expert)) is not None]
+        if len(pairs) < len(self.experts) or not in_panels(self._router):
+            return None
+        found = ExpertPanels(self._router, pairs, self._spec.chosen, self._spec.normed, clamp=self.experts[0].clamp)
+        if self._shared is None:
+            return found
+        shared = _pair(self._shared)
+        if shared is None or not in_panels(self._shared_gate):
+            return None
+        return found._replace(shared=shared, shared_gate=self._shared_gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [rows, hidden] from `x` of the same shape. Rows of one expert are one product."""

@@ -126,6 +126,12 @@ class Keeping:
         return self(table.weight, bias)
 
 
+def unrounded(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Keep a small matrix in floats: in panels where they work, since the calls of whole layers take no others."""
+    kind = _float_kinds(weight.dtype, weight.device)[0]
+    return PanelLinear(weight, bias) if kind is PanelLinear else PlainLinear(weight, bias)
+
+
 def blocks_work(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a model that computes so can have weights of few bits."""
     return device.type == "cpu" and dtype == torch.float32

@@ -17,7 +17,7 @@ from afterglow.choices import KeptWeights, QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.experts import Experts, Mlp
-from afterglow.model.keeping import Keeping, blocks_work
+from afterglow.model.keeping import Keeping, blocks_work, unrounded
 from afterglow.model.linear import BlockLinear, Linear, ReorderedLinear, StackedLinear
 from afterglow.model.names import Names
 from afterglow.model.rotary import rope_table
@@ -142,7 +142,7 @@ class WeightAssembler:
 
         def gate(name: str, outputs: int) -> Linear:
             weight = self._get(f"{name.replace('{l}', layer)}.weight", outputs, hidden)
-            return Keeping(self._dtype, self._device)(weight, None)  # never rounded: it decides, and is small
+            return unrounded(weight)  # it decides, and is small
 
         templates = [name.replace("{l}", layer) for name in (*names.expert_mlp, names.expert_mlp_out)]
         experts = [

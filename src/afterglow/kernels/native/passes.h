@@ -52,6 +52,26 @@ static void NAME(gate)(const float *gate, const float *up, float *out, int64_t n
     for (int64_t j = 0; i + j < n; j++) out[i + j] = edge[j] * up[i + j];
 }
 
+/* Gates cut from above, numbers from both sides; NaN stays NaN. */
+INLINE vec NAME(clamped)(vec gate, vec up, float alpha, float limit) {
+    const vec most = (vec){0} + limit;
+    const bits high = gate > most, above = up > most, below = up < -most;
+    gate = (vec)(((bits)most & high) | ((bits)gate & ~high));
+    up = (vec)(((bits)most & above) | ((bits)-most & below) | ((bits)up & ~above & ~below));
+    return NAME(silu)(gate * alpha) / alpha * (up + 1.0f);
+}
+
+static void NAME(gate_clamped)(const float *gate, const float *up, float *out, int64_t n, float alpha, float limit) {
+    int64_t i = 0;
+    for (; i + V <= n; i += V) store(out + i, NAME(clamped)(load(gate + i), load(up + i), alpha, limit));
+    if (i == n) return;
+    float edge[V] = {0}, other[V] = {0};
+    memcpy(edge, gate + i, (n - i) * sizeof *edge);
+    memcpy(other, up + i, (n - i) * sizeof *other);
+    store(edge, NAME(clamped)(load(edge), load(other), alpha, limit));
+    memcpy(out + i, edge, (n - i) * sizeof *edge);
+}
+
 /* The largest magnitude as the integer of the same bits: magnitudes compare as integers do, and what is not finite is larger than
    all others. */
 static int32_t NAME(largest)(const float *x, int64_t n) {

@@ -39,36 +39,42 @@ def parts(schema: object) -> Iterator[tuple[str, object]]:
             yield f".{keyword}", schema[keyword]
 
 
+_Group = list[tuple[str, dict[str, Any]]]  # parts with their paths: one of them is enough
+
+
 def endless(schema: object) -> str | None:
-    """Find a part of a schema of which each text has another text of the part inside, so that it would never end. Returns the
-    path of what asks for that; None where there is none. Parts of which one is chosen are not followed together."""
-    found: dict[int, list[tuple[str, Any]]] = {}  # what each part needs, by its id
-    users: dict[int, list[int]] = {}
-    waiting = [("", schema)]
+    """Find a part of a schema that no text satisfies, because each of its texts would have another text of the part inside.
+    Returns the path of what asks for that; None where there is none."""
+    found: dict[int, list[_Group]] = {}  # by a part's id: what it needs
+    users: dict[int, list[tuple[int, int]]] = {}  # which group of which part a part is in
+    waiting: _Group = [("", schema)] if isinstance(schema, dict) else []
     while waiting:
         path, part = waiting.pop()
-        if not isinstance(part, dict) or id(part) in found:
+        if id(part) in found:
             continue
-        needed = [(path + name, each) for name, each in _needed(part) if isinstance(each, dict)]
-        waiting += [(path + name, each) for name, each in parts(part) if name.startswith(_FOLLOWED)]
+        waiting += [
+            (path + name, each) for name, each in parts(part) if isinstance(each, dict) and name.startswith(_FOLLOWED)
+        ]
+        found[id(part)] = groups = list(_needed(path, part))
         if (target := _named(part.get("$ref"), schema)) is not None:
-            needed.append((f"{path}.$ref", target[1]))
+            groups.append([(f"{path}.$ref", target[1])])
             waiting.append(target)
-        found[id(part)] = needed
-        for _, each in needed:
-            users.setdefault(id(each), []).append(id(part))
-    unknown = {part: len(needed) for part, needed in found.items()}
-    ends = [part for part, count in unknown.items() if not count]
+        for number, group in enumerate(groups):
+            for _, each in group:
+                users.setdefault(id(each), []).append((id(part), number))
+    open_groups = {part: set(range(len(groups))) for part, groups in found.items()}
+    ends = [part for part, groups in open_groups.items() if not groups]
     while ends:
-        for user in users.get(ends.pop(), ()):
-            unknown[user] -= 1
-            if not unknown[user]:
-                ends.append(user)
-    at = next((part for part, count in unknown.items() if count), None)
+        for user, number in users.get(ends.pop(), ()):
+            if number in open_groups[user]:
+                open_groups[user].remove(number)
+                if not open_groups[user]:
+                    ends.append(user)
+    at = next((part for part, groups in open_groups.items() if groups), None)
     seen = set()
     while at is not None:
         seen.add(at)
-        where, each = next((where, each) for where, each in found[at] if unknown[id(each)])
+        where, each = found[at][min(open_groups[at])][0]
         if id(each) in seen:
             return where
         at = id(each)
@@ -87,8 +93,8 @@ _FOLLOWED = (
 )
 
 
-def _needed(part: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield the parts inside a part of which each of its texts has a text, or is one."""
+def _needed(path: str, part: Mapping[str, Any]) -> Iterator[_Group]:
+    """Yield groups of parts inside a part: each of its texts has a text of one part of each group, or is one."""
     wanted: set[str] = set()
     if part.get("type") == "object" and isinstance(part.get("required"), list):
         wanted = {f".properties.{name}" for name in part["required"]}
@@ -97,7 +103,13 @@ def _needed(part: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         wanted = {f".prefixItems[{number}]" for number in range(min(first, least))} | (
             {".items"} if least > first else set()
         )
-    yield from ((name, each) for name, each in parts(part) if name in wanted or name.startswith(".allOf"))
+    for name, each in parts(part):
+        if isinstance(each, dict) and (name in wanted or name.startswith(".allOf")):
+            yield [(path + name, each)]
+    for keyword in ("anyOf", "oneOf"):
+        choices = part.get(keyword)
+        if isinstance(choices, list) and choices and all(isinstance(each, dict) for each in choices):
+            yield [(f"{path}.{keyword}[{number}]", each) for number, each in enumerate(choices)]
 
 
 def _named(reference: object, schema: object) -> tuple[str, dict[str, Any]] | None:

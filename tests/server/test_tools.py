@@ -503,6 +503,19 @@ def test_a_tool_that_asks_for_itself_without_end_is_named_with_its_path(free: li
     assert param == "response_format.json_schema.schema.$defs.n.properties.a.$ref"
 
 
+def test_choices_that_all_ask_for_themselves_without_end_are_named(free: list[Scripted]) -> None:
+    again = {**CHAIN, "properties": {"a": {"$ref": "#"}}}
+    listed = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
+    for choices in ("anyOf", "oneOf"):
+        schema = {"type": "object", "properties": {"b": {choices: [again, listed]}}, "required": ["b"]}
+        error = refused(free[0], messages=[ASK], tools=[tool(schema)], tool_choice="required")
+        assert error["code"] == "invalid_grammar"
+        assert "without end" in error["message"]
+        assert error["param"].startswith("tools[0].function.parameters.")
+        ends = {**schema, "properties": {"b": {choices: [again, listed, {"type": "null"}]}}}
+        ask(free[0], tools=[tool(ends)], tool_choice="required", max_tokens=5)
+
+
 def test_a_forced_tool_may_ask_for_more_arguments_than_it_lists(free: list[Scripted]) -> None:
     ask(
         free[0],

@@ -28,15 +28,6 @@ from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 
 log = logging.getLogger("afterglow.server")
-# not Anthropic's
-_OWN_USAGE = (
-    "cached_tokens_details",
-    "kv_dtype",
-    "missed_tokens_details",
-    "replies_details",
-    "truncation",
-    "kv_selection",
-)
 
 
 async def create_message(http: HttpRequest) -> Response:
@@ -177,7 +168,7 @@ class MessageReply(Replies):
             **input_usage(self.prompt_tokens, self.cached.total, self._breakpoints()),
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
-            **{name: usage[name] for name in _OWN_USAGE if name in usage},
+            **self.own_usage(),
         }
 
     def _breakpoints(self) -> Sequence[Breakpoint]:

@@ -36,15 +36,6 @@ from afterglow.server.state import State
 from afterglow.text import ChatPrompt, Reply
 
 log = logging.getLogger("afterglow.server")
-# not OpenAI's
-_OWN_USAGE = (
-    "cached_tokens_details",
-    "kv_dtype",
-    "missed_tokens_details",
-    "replies_details",
-    "truncation",
-    "kv_selection",
-)
 
 
 async def create_response(http: HttpRequest) -> Response:
@@ -183,7 +174,7 @@ class ResponseReply(Replies):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
-            **{name: usage[name] for name in _OWN_USAGE if name in usage},
+            **self.own_usage(),
         }
 
     def _describe(

@@ -201,19 +201,25 @@ class Replies(ABC):
     def usage(self) -> dict[str, Any]:
         """Describe the tokens of all replies, as OpenAI does, and Afterglow's own details."""
         prompt = self.prompt_tokens
-        cached = self.cached
-        replies, truncation, selected = self._returned(), self._truncation(), self._selected()
-        kv_dtype = self.state.engine.config.kv_dtype
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.record.generated,
             "total_tokens": prompt + self.record.generated,
-            "prompt_tokens_details": {"cached_tokens": cached.total},
+            "prompt_tokens_details": {"cached_tokens": self.cached.total},
             **(
                 {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
                 if self.chat is not None
                 else {}
             ),
+            **self.own_usage(),
+        }
+
+    def own_usage(self) -> dict[str, Any]:
+        """Describe the tokens of all replies as no other server does."""
+        cached = self.cached
+        replies, truncation, selected = self._returned(), self._truncation(), self._selected()
+        kv_dtype = self.state.engine.config.kv_dtype
+        return {
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
             **({"kv_dtype": kv_dtype} if kv_dtype != "auto" else {}),
             "missed_tokens_details": self._missed(),

@@ -12,6 +12,7 @@ import pytest
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Completion, Engine
 from afterglow.request import Request, SamplingParams
+from tests.engine.fallback_kit import fallback_config
 
 VOCAB = 20  # as many as log-probabilities a request can ask for: the whole distribution is compared
 
@@ -211,7 +212,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             import torch
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            config = FAMILIES[family]
+            config = FAMILIES[family] if family in FAMILIES else fallback_config(family, LLAMA)
             torch.manual_seed(7)
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
             for parameter in model.parameters():  # biases and norms start as constants: make them matter

@@ -111,6 +111,11 @@ def build(
         kv_bytes=config.cache.device_cache + (config.cache.host_cache if device.type == "cpu" else 0),
         progress=functools.partial(progress, "weights") if progress else None,
     )
+    if config.importance is not None and not decoder.divisible:
+        raise ConfigError(
+            f"--importance leaves passes between layers, and model type {decoder.spec.family!r} runs through transformers in one "
+            "piece; leave --importance out"
+        )
     layout, digest = _kv_format(model, decoder, config, progress)
     size = sizes(config, decoder, layout)
     arena = allocate(arena_bytes(layout, size.host_slots), pin=device.type == "cuda")
@@ -255,6 +260,8 @@ def make_guesser(mode: SpeculateMode, decoder: Decoder) -> Guesser | None:
     """Make what guesses tokens of replies; auto: with costs measured now, in a few tenths of a second."""
     if mode != "auto":
         return Guesser(None) if mode == "on" else None
+    if not decoder.divisible:  # costs are measured with some of the layers
+        return None
     spec = decoder.spec
     shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
     return Guesser(StepCosts(RowCosts.measured(decoder).step, *attention_costs(shape, spec.heads)))
@@ -297,9 +304,10 @@ def _kv_format(
 ) -> tuple[KVLayout, str]:
     """Describe how KV is stored, and compute the digest that names the model's folder."""
     spec, kv_dtype = decoder.spec, _kv_dtype(decoder, config)
+    mode = numeric_mode(str(decoder.dtype), str(kv_dtype), decoder.quantization)
     digest = model_digest(
         model,
-        numeric_mode(str(decoder.dtype), str(kv_dtype), decoder.quantization),
+        f"{mode},{decoder.arithmetic}" if decoder.arithmetic else mode,
         progress=functools.partial(progress, "digest of the weights") if progress else None,
     )
     probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0

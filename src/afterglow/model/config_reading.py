@@ -60,3 +60,23 @@ def windowed(fields: dict[str, Any], window: int | None) -> dict[str, Any]:
 
 def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Return one id, several, or none as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def refuse_architecture(config: Config, expected: str) -> None:
+    """Refuse a checkpoint of another class than `expected`, or with code of its own. Raises: ModelError."""
+    for name in config.get("architectures") or ():
+        if name.lower() != expected.lower():
+            raise ModelError(
+                f"architecture {name!r} of model type {config['model_type']!r} writes no text, or is not known here; "
+                f"use a checkpoint that was saved as {expected}"
+            )
+    own_code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if own_code and own_code.rsplit(".", 1)[-1] != expected:
+        raise ModelError(f"the model brings its own code ({own_code}), which is never run; use a plain checkpoint")

@@ -168,6 +168,8 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
 class Decoder:
     """A causal language model. Runs without autograd; its tensors live on `device`, computed in `dtype`."""
 
+    divisible = True  # passes can be left between layers
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -202,6 +204,11 @@ class Decoder:
         self._layers = layers
         self._norms = (*(layer.attn_norm for layer in layers), self._final_norm)
         self._blocks = [self._block(layer, after) for layer, after in zip(layers, self._norms[1:], strict=True)]
+
+    @property
+    def arithmetic(self) -> str:
+        """Name what stored keys and values depend on besides files, dtypes and the way weights are kept."""
+        return ""
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         """Return cos and sin of `positions` (int64 [rows]), once per step; None for learned positions."""

@@ -10,7 +10,8 @@ import dataclasses
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, Family, need
+from afterglow.model.config_reading import Config, need, refuse_architecture, token_ids
+from afterglow.model.fallback.fallback_config import FALLBACK
 from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
 from afterglow.model.names import Names
 from afterglow.model.quantization_config import unpacking
@@ -28,33 +29,15 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
     if kind is None:
         raise ModelError("config.json names no model_type; is this a Hugging Face model directory?")
     if kind not in FAMILIES:
-        raise refused_kind(kind, ", ".join(FAMILIES))
+        raise refused_kind(kind, ", ".join((*FAMILIES, *FALLBACK)))
     family = FAMILIES[kind]
     unpacking(config)
     refuse_keys(config, family.honoured | {"quantization_config"})
-    _refuse_architecture(config, family)
+    refuse_architecture(config, family.architecture)
     config = {**config, **{name: config[key] for key, name in family.renamed.items() if key in config}}
     fields = _read_common(config) | family.read(config)
     spec = ModelSpec(family=kind, **fields)
     return spec, family.names(spec)
-
-
-def _refuse_architecture(config: Config, family: Family) -> None:
-    for name in config.get("architectures") or ():
-        if name.lower() != family.architecture.lower():
-            raise ModelError(
-                f"architecture {name!r} of model type {config['model_type']!r} writes no text, or is not known here; "
-                f"use a checkpoint that was saved as {family.architecture}"
-            )
-    own_code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
-    if own_code and own_code.rsplit(".", 1)[-1] != family.architecture:
-        raise ModelError(f"the model brings its own code ({own_code}), which is never run; use a plain checkpoint")
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _read_common(config: Config) -> dict[str, Any]:
@@ -67,8 +50,8 @@ def _read_common(config: Config) -> dict[str, Any]:
         "head_dim": config.get("head_dim") or hidden // heads,
         "vocab": need(config, "vocab_size"),
         "max_positions": config.get("max_position_embeddings") or 2048,
-        "bos_id": (_ids(config.get("bos_token_id")) or (None,))[0],
-        "eos_ids": _ids(config.get("eos_token_id")),
+        "bos_id": (token_ids(config.get("bos_token_id")) or (None,))[0],
+        "eos_ids": token_ids(config.get("eos_token_id")),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
@@ -79,4 +62,4 @@ FAMILIES = RMS_FAMILIES | LAYER_NORM_FAMILIES
 
 def replace_eos(spec: ModelSpec, eos: Any) -> ModelSpec:
     """Return `spec` with the ids of `generation_config.json` added to its end-of-sequence ids."""
-    return dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *_ids(eos)))))
+    return dataclasses.replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *token_ids(eos)))))

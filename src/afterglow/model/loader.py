@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder
 from afterglow.model.encoder_families import ENCODERS, encoder_from_config
+from afterglow.model.fallback.fallback_config import read_fallback_spec, runs_through_transformers
 from afterglow.model.families import replace_eos, spec_from_config
 from afterglow.model.gguf.mapped_weights import GgufWeights, read_gguf_spec
 from afterglow.model.memory_check import check_memory, weight_bytes
@@ -71,13 +73,36 @@ def load_model(
             "afterglow embed, or with afterglow serve for /v1/embeddings and /v1/rerank"
         )
     spec.context(max_model_len)
+    if spec.positions == "modules":
+        return _through_transformers(directory, spec, dtype, place, quantization, max_model_len, kv_bytes)
     with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
         computed = compute_dtype(dtype, spec.dtype, place)
         needed = weight_bytes(spec, computed, place, quantization, _block_bytes(source, directory))
-        check_memory(directory, spec, needed, kv_bytes, place)
+        check_memory(directory, spec.num_parameters, needed, kv_bytes, place)
         decoder = WeightAssembler(spec, names, source, computed, place, quantization).decoder()
     trim()  # joined and rounded parts were freed, and up to half a gigabyte of them would stay with the process
+    return decoder
+
+
+def _through_transformers(
+    directory: Path,
+    spec: ModelSpec,
+    dtype: DtypeName,
+    place: torch.device,
+    quantization: QuantizationName,
+    max_model_len: int | None,
+    kv_bytes: int,
+) -> Decoder:
+    """Load a model that runs through transformers, which is imported only now."""
+    from afterglow.model.fallback.fallback_loader import load_fallback
+
+    computed = compute_dtype(dtype, spec.dtype, place)
+    with Checkpoint(directory) as files:
+        parameters = files.num_parameters
+    check_memory(directory, parameters, parameters * computed.itemsize, kv_bytes, place)
+    decoder = load_fallback(directory, spec, computed, place, quantization)
+    decoder.spec.context(max_model_len)
     return decoder
 
 
@@ -150,7 +175,10 @@ def read_spec(directory: Path) -> tuple[ModelSpec, Names]:
     config = read_json(directory / "config.json")
     if config.get("model_type") in ENCODERS:
         return encoder_from_config(config)
-    spec, names = spec_from_config(config)
+    if runs_through_transformers(config):
+        spec, names = read_fallback_spec(directory, config), Names()
+    else:
+        spec, names = spec_from_config(config)
     generation = directory / "generation_config.json"
     if generation.is_file():
         spec = replace_eos(spec, read_json(generation).get("eos_token_id"))
@@ -238,6 +266,11 @@ class Checkpoint:
         self._last = None
         self._open.close()
         self._files.clear()
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of numbers in all tensors."""
+        return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._files.items())
 
     def _find(self, name: str) -> str:
         # Checkpoints saved from the bare model lack the outermost module's name.

@@ -17,8 +17,8 @@ from afterglow.model.spec import ModelSpec
 ROUNDED = {"int8": 1.0, "int4": 4.5 / 8}
 
 
-def check_memory(model: Path, spec: ModelSpec, weights: int, kv_bytes: int, device: torch.device) -> None:
-    """Refuse a model whose `weights` (bytes) are more than what is free. `kv_bytes` is what is needed besides.
+def check_memory(model: Path, parameters: int, weights: int, kv_bytes: int, device: torch.device) -> None:
+    """Refuse a model of so many `parameters` whose `weights` (bytes) are more than what is free. `kv_bytes` is what is needed besides.
 
     Raises: ModelError.
     """
@@ -28,7 +28,7 @@ def check_memory(model: Path, spec: ModelSpec, weights: int, kv_bytes: int, devi
     kv = f", besides up to {format_size(kv_bytes)} for keys and values" if kv_bytes else ""
     where = "this machine" if device.type == "cpu" else str(device)
     raise ModelError(
-        f"{model}: {spec.num_parameters / 1e9:.2f} billion weights need about {format_size(weights)}{kv}, and {where} has "
+        f"{model}: {parameters / 1e9:.2f} billion weights need about {format_size(weights)}{kv}, and {where} has "
         f"{format_size(free)} free; use a smaller model, a file of fewer bits, or --quantization int8 or int4"
     )
 

@@ -68,11 +68,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
 # Model types that people will try, by the reason for which they are no row of `families.FAMILIES`.
 REASONS: dict[str, tuple[str, ...]] = {
     "ALiBi positions": ("bloom", "mpt"),
-    "mixture of experts": (
-        "phimoe", "dbrx", "jetmoe", "granitemoe", "granitemoeshared",
-        "ernie4_5_moe", "glm4_moe", "dots1", "afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "flex_olmo",
-        "cohere2_moe", "granitemoe_swa",
-    ),
+    "mixture of experts": ("afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "dbrx"),
+    "its attention chooses experts": ("jetmoe",),
     "mixture of experts and attention sinks": ("gpt_oss",),
     "multi-head latent attention (MLA)": (
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "youtu",
@@ -81,10 +78,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "alternating windows with two rotary bases": ("gemma3_text", "gemma3n_text", "gemma4_text"),
     "scaled embeddings and norms that add one to their weights": ("gemma",),
     "windows in some layers only": ("cohere2", "olmo3", "exaone4", "mimo_v2_flash", "granite_swa"),
-    "learned positions and weights in another layout": ("gpt_bigcode", "gpt_neo", "openai-gpt", "biogpt"),
-    "interleaved rotary embedding": ("gptj", "codegen", "ernie4_5", "helium"),
-    "fused weights in another layout": ("gpt_neox_japanese", "persimmon"),
-    "layer norms where families that are read have RMS norms": ("olmo", "nemotron"),
+    "its module of transformers computes attention itself": ("gptj", "codegen", "gpt_neo", "openai-gpt", "xglm", "gpt_neox_japanese"),
     "chunked attention, mixture of experts": ("llama4", "llama4_text"),
     "state-space or linear-attention layers, which keep a state and no keys": (
         "mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba", "zamba2", "nemotron_h", "rwkv",

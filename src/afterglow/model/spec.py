@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from afterglow.errors import ModelError
 
-Positions = Literal["rope", "learned"]
+Positions = Literal["rope", "learned", "modules"]
 Residual = Literal["sequential", "parallel"]
 Norm = Literal["rms", "layer"]
 QkNormOver = Literal["head", "heads", "width"]
@@ -68,6 +68,7 @@ class ModelSpec:
     head's size where there is no number.
     `position_limit`: longest context in which stored KV stays valid, where that is below `max_positions`;
     `position_limit_reason` says why.
+    `positions="modules"`: modules of transformers compute the model, and know; `config_digest` names all that its config says.
     """
 
     family: str
@@ -104,6 +105,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: ExpertsSpec | None = None
+    config_digest: str = ""
     position_limit: int | None = None
     position_limit_reason: str = ""
     bos_id: int | None = None
@@ -203,7 +205,7 @@ LATER_FIELDS = {
     field.name: field.default
     for field in dataclasses.fields(ModelSpec)
     if field.name.endswith("_scale")
-    or field.name in ("norm_before", "norm_after", "norm_bias", "qk_norm_over", "unturned", "experts")
+    or field.name in ("norm_before", "norm_after", "norm_bias", "qk_norm_over", "unturned", "experts", "config_digest")
 }
 
 

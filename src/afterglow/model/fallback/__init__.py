@@ -1,0 +1,1 @@
+"""Architectures without a row of their own: they run through their modules of transformers, with our attention and cache."""

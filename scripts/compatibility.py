@@ -192,6 +192,12 @@ MODELS = {
     "opt": "OPT (not 350m)",
     "stablelm": "StableLM 3B, 2",
     "cohere": "Command R, Aya 23",
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text: 270M, 1B)",
+    "olmo3": "OLMo 3",
+    "exaone4": "EXAONE 4",
+    "cohere2": "Command R7B, Command A",
 }
 
 
@@ -223,6 +229,10 @@ def remarks() -> dict[str, str]:
         texts = found.setdefault(kind, {})
         if spec.experts is not None:
             texts["mixture of experts"] = None
+        if spec.window is not None:
+            texts["windows: attention reads no row before them"] = None
+        if spec.score_cap is not None:
+            texts["soft-capped scores"] = None
         if spec.unturned:
             texts["layers without positions"] = None
         if not spec.decoupled:

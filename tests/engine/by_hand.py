@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from afterglow.engine.engine import Engine
-from afterglow.kernels.attention import attend
 from afterglow.model.decoder import Attention, Decoder
 from afterglow.plan.prefix.ranges import Rows, complement
 from afterglow.request import Output, Request, SamplingParams
@@ -44,7 +43,7 @@ class Growing:
         q = attention.rotate(q, rope.cos_sin(torch.arange(len(k) - len(q), len(k))))
         k = attention.rotate(k, rope.cos_sin(torch.arange(len(k))))
         self.sums = self.sums + sums(q, k, attention)
-        return attend(q, k, v, scale=attention.scale, causal=True)[0].flatten(1)
+        return attention.attend(q, k, v).flatten(1)
 
 
 def sums(q: Tensor, k: Tensor, attention: Attention) -> Tensor:

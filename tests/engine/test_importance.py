@@ -5,19 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from afterglow.engine.runner import TorchRunner
 from afterglow.engine.scores import STRIDE, Scores, ScoringAttend
+from afterglow.errors import ConfigError
 from afterglow.model.loader import load_model
 from afterglow.plan.prefix.ranges import complement, count
 from afterglow.plan.prefix.truncation import Cut, Origin
 from afterglow.plan.step import Run
 from tests import doors
 from tests.engine.by_hand import ask_truncated, importance, logprobs, reference
-from tests.engine.conftest import LLAMA, VOCAB, Handle, in_turn
+from tests.engine.conftest import LLAMA, OTHER_SCORES, VOCAB, Handle, in_turn
 from tests.engine.test_truncation import ROTARY
 
 Start = Callable[..., Handle]
@@ -48,7 +50,7 @@ def scores_of(handle: Handle, salt: str, tokens: list[int]) -> torch.Tensor:
     return handle.engine.parts.scores.of(salt, pack(tokens))
 
 
-@pytest.mark.parametrize("family", in_turn(ROTARY))
+@pytest.mark.parametrize("family", in_turn(name for name in ROTARY if name not in OTHER_SCORES))
 def test_what_is_attended_to_most_survives(start: Start, model_of: Models, tmp_path: Path, family: str) -> None:
     rng = random.Random(family)
     model = model_of(family)
@@ -222,3 +224,14 @@ def test_a_cut_context_begins_with_the_scores_of_what_it_kept() -> None:
     scores.end(2)
     found = scores.of("~e", prompt + pack([7]))
     assert found.tolist() == [4.0] * 49 + [1.0]
+
+
+@pytest.mark.parametrize("options", [{"importance": 0.5}, {"truncation_policy": "importance"}])
+def test_windows_and_capped_scores_are_refused_where_a_context_meets_them(
+    start: Callable[..., Handle], model_of: Callable[[str], Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="gemma2, which has soft-capped scores; leave it out"):
+        start(model_of("gemma2"), tmp_path, **options)
+    with pytest.raises(ConfigError, match="cohere2, which has sliding windows"):
+        start(model_of("cohere2"), tmp_path, **options)
+    start(model_of("cohere2"), tmp_path, max_model_len=20, **options)

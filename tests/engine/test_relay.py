@@ -171,11 +171,12 @@ def by_hand(
     return entries, groups_of(shares, entries, None)
 
 
-def attended(entries: list[BatchEntry], groups: list[RelayGroup], q: torch.Tensor) -> torch.Tensor:
+def attended(
+    entries: list[BatchEntry], groups: list[RelayGroup], q: torch.Tensor, window: int = 0, cap: float = 0.0
+) -> torch.Tensor:
     unused: Any = None
-    return doors.relay_attention(
-        RelayAttend(entries, None, unused, unused, groups), cast(Any, SimpleNamespace(scale=0.3)), q
-    )
+    attention = cast(Any, SimpleNamespace(scale=0.3, window=window, cap=cap))
+    return doors.relay_attention(RelayAttend(entries, None, unused, unused, groups), attention, q)
 
 
 @pytest.mark.parametrize("built", [True, False])
@@ -204,6 +205,24 @@ def test_all_levels_are_exact(
         keys, values = entry.context.keys(0)[: entry.stop], entry.context.values(0)[: entry.stop]
         exact = attend(q[entry.where], keys, values, scale=0.3, causal=True)[0]
         torch.testing.assert_close(found[entry.where], exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("new", [1, 3, 20])
+def test_shared_rows_before_a_window_are_not_read(new: int, built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contexts fit into the window and read together, one has outgrown the shared rows in part, and one as a whole."""
+    if not built:
+        monkeypatch.setattr(decode, "native", lambda: None)
+    generator = torch.Generator().manual_seed(3)
+    window, lengths = 120, [101 + new, 120, 150 + new, 400 + new]
+    entries, groups = by_hand(8, 2, lengths, [Share((0, 1, 2, 3), 0, 100)], generator, new)
+    q = torch.randn(new * len(entries), 8, 16, generator=generator)
+    expected = []
+    for entry in entries:
+        keys, values = entry.context.keys(0)[: entry.stop], entry.context.values(0)[: entry.stop]
+        expected.append(attend(q[entry.where], keys, values, scale=0.3, causal=True, window=window, cap=4.0)[0].clone())
+        entry.context.data[:, :, :, : max(0, entry.start + 1 - window)] = torch.nan
+    torch.testing.assert_close(attended(entries, groups, q, window, 4.0), torch.cat(expected), atol=1e-5, rtol=0)
 
 
 def test_rows_of_a_job_whose_load_failed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from afterglow.importance.select import SelectionRules
 from afterglow.plan.batching.admission import MIN_ASKING_ROWS
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.by_hand import ask_truncated, logprobs, reference
-from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
+from tests.engine.conftest import FAMILIES, OTHER_SCORES, VOCAB, Handle, in_turn
 from tests.engine.test_exact_reuse import same
 from tests.engine.test_truncation import SYSTEM, TURN, WINDOW, turns_of
 
@@ -96,7 +96,7 @@ def place(handle: Handle, tier: str, start: Start, model: Path, folder: Path, **
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "restart"])
-@pytest.mark.parametrize("family", in_turn(FAMILIES))
+@pytest.mark.parametrize("family", in_turn(name for name in FAMILIES if name not in OTHER_SCORES))
 def test_a_selection_is_what_it_is_in_memory(
     start: Start, model_of: Models, tmp_path: Path, family: str, tier: str
 ) -> None:

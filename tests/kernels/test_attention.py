@@ -19,7 +19,9 @@ D = 16
 SCALE = 0.3
 
 
-def reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def reference(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int = 0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The formula, in float64, one head at a time."""
     n, heads, _ = q.shape
     rows, kv_heads, _ = keys.shape
@@ -29,11 +31,14 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: boo
         seen = rows - n + i + 1 if causal else rows
         if seen <= 0:
             continue
+        first = max(0, seen - window) if window else 0
         for h in range(heads):
             g = h // (heads // kv_heads)
-            scores = keys[:seen, g].double() @ q[i, h].double() * scale
+            scores = keys[first:seen, g].double() @ q[i, h].double() * scale
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
             lse[i, h] = scores.logsumexp(0)
-            out[i, h] = (scores - lse[i, h]).exp() @ values[:seen, g].double()
+            out[i, h] = (scores - lse[i, h]).exp() @ values[first:seen, g].double()
     return out, lse
 
 
@@ -58,6 +63,38 @@ HEADS = st.sampled_from([(4, 4), (4, 1), (8, 2), (8, 1), (1, 1), (6, 2)])
 def test_attend_is_the_formula(n: int, extra: int, heads: tuple[int, int], causal: bool, seed: int) -> None:
     q, keys, values = draw(n, max(0, n + extra), *heads, seed=seed)
     close(attend(q, keys, values, scale=SCALE, causal=causal), reference(q, keys, values, SCALE, causal))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(0, 9),
+    extra=st.integers(-4, 80),
+    heads=HEADS,
+    window=st.integers(1, 90),
+    cap=st.sampled_from([0.0, 0.7, 30.0]),
+    seed=st.integers(0, 9),
+)
+def test_windows_and_caps_are_the_formula(
+    n: int, extra: int, heads: tuple[int, int], window: int, cap: float, seed: int
+) -> None:
+    q, keys, values = draw(n, max(0, n + extra), *heads, seed=seed)
+    expected = reference(q, keys, values, SCALE, True, window, cap)
+    for rows in (keys, values):  # they may be anything, and are not read
+        rows[: max(0, len(rows) - n + 1 - window)] = math.nan
+    close(attend(q, keys, values, scale=SCALE, causal=True, window=window, cap=cap), expected)
+    if cap and n:
+        q, keys, values = draw(n, 50, *heads, seed=seed)
+        expected = reference(q, keys, values, SCALE, False, 0, cap)
+        close(attend(q, keys, values, scale=SCALE, causal=False, cap=cap), expected)
+
+
+def test_many_queries_behind_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of queries, each with its own part of the rows."""
+    monkeypatch.setattr(attention, "TILE", 16)
+    q, keys, values = draw(70, 200, 4, 2)
+    close(
+        attend(q, keys, values, scale=SCALE, causal=True, window=30), reference(q, keys, values, SCALE, True, window=30)
+    )
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 0), (3, 0), (0, 5), (1, 1), (5, 2), (2, 2)])

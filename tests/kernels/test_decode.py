@@ -55,7 +55,7 @@ def context(rows: int, kv_heads: int, head_dim: int, generator: torch.Generator,
     return data
 
 
-def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int) -> tuple[Tensor, Tensor]:
+def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """The formula in float64: each query over all rows that it sees, in one softmax."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
@@ -65,6 +65,8 @@ def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int) -> t
             continue
         keys, values = torch.cat(found, 2).repeat_interleave(q.shape[1] // found[0].shape[1], 1)
         scores = (keys @ q[i].double()[:, :, None])[..., 0] * SCALE
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
         lse[i] = scores.logsumexp(-1)
         out[i] = ((scores - lse[i][:, None]).exp()[:, None] @ values)[:, 0]
     return out, lse
@@ -74,16 +76,20 @@ def last_seen(read: Read, query: int) -> int:
     return read.stop - len(read.queries) + 1 + list(read.queries).index(query) if read.causal else read.stop
 
 
-def check(q: Tensor, reads: list[Read]) -> None:
+def first_seen(read: Read, query: int) -> int:
+    return max(read.start, last_seen(read, query) - read.window) if read.window else read.start
+
+
+def check(q: Tensor, reads: list[Read], cap: float = 0.0) -> None:
     out = torch.zeros(q.shape)
     lse = torch.full(q.shape[:2], -torch.inf)
-    prepared = Reads(reads)
-    seen = [[(r.data, r.start, last_seen(r, i)) for r in reads if i in r.queries] for i in range(len(q))]
+    prepared = Reads(reads, cap=cap)
+    seen = [[(r.data, first_seen(r, i), last_seen(r, i)) for r in reads if i in r.queries] for i in range(len(q))]
     for layer in range(LAYERS):
         out.zero_()
         lse.fill_(-torch.inf)
         prepared.attend(layer, q, SCALE, out, lse)
-        exact = whole(q, seen, layer)
+        exact = whole(q, seen, layer, cap)
         torch.testing.assert_close(out.double(), exact[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-6)
 
@@ -161,6 +167,66 @@ def test_new_rows_see_none_after_themselves(
             check(q, reads)
     finally:
         torch.set_num_threads(number)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    parts=st.lists(st.tuples(LENGTHS, NEW), min_size=1, max_size=4),
+    window=st.one_of(st.sampled_from([1, 2, 63, 64, 65, 128]), st.integers(1, 400)),
+    cap=st.sampled_from([0.0, 0.0, 0.8, 30.0]),
+    heads=st.sampled_from(HEADS),
+    head_dim=st.sampled_from([16, 64]),
+    threads=st.sampled_from([1, 3]),
+    chosen=st.sampled_from(WAYS),
+)
+def test_windows_and_caps(
+    parts: list[tuple[int, int]],
+    window: int,
+    cap: float,
+    heads: tuple[int, int],
+    head_dim: int,
+    threads: int,
+    chosen: int | str,
+) -> None:
+    """Rows that no query of a part sees may be anything."""
+    generator = torch.Generator().manual_seed(len(parts))
+    edges = [0, *itertools.accumulate(new for _, new in parts)]
+    q = torch.randn(edges[-1], heads[0], head_dim, generator=generator)
+    reads = []
+    for (before, new), (a, b) in zip(parts, pairwise(edges), strict=True):
+        data = context(before + new, heads[1], head_dim, generator)
+        data[:, :, :, : max(0, before + 1 - window)] = torch.nan
+        reads.append(Read(data, max(0, before + 1 - window) // 64 * 64, before + new, range(a, b), True, window))
+    number = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            use(chosen, monkeypatch)
+            check(q, reads, cap)
+    finally:
+        torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_decoded_row_is_the_same_alone_and_before_guesses_behind_a_window(
+    way: int | str, heads: tuple[int, int]
+) -> None:
+    """To the bit: both reads begin at a multiple of 256."""
+    generator = torch.Generator().manual_seed(4)
+    data, q = context(1000, heads[1], 16, generator), torch.randn(6, heads[0], 16, generator=generator)
+    window, first = (
+        300,
+        811,
+    )  # of the rows of the context, the first query's; its window begins in the last row of a block
+
+    def found(rows: int) -> Tensor:
+        out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -torch.inf)
+        start = (first + 1 - window) // 256 * 256
+        read = Read(data, start, first + rows, range(rows), True, window)
+        Reads([read], cap=5.0).attend(0, q, SCALE, out, lse)
+        return out
+
+    assert torch.equal(found(1)[0], found(6)[0])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -94,6 +94,7 @@ _GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.5,
 }
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 _GPT2 = {
     "vocab_size": 97,
     "n_embd": 48,
@@ -261,6 +262,63 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         _SMALL | {"use_qk_norm": True, "logit_scale": 0.8, "head_dim": 16, "tie_word_embeddings": True},
     ),
     "cohere-bias": ("cohere", "Cohere", _SMALL | {"attention_bias": True, "logit_scale": 0.8}),
+    "gemma": ("gemma", "Gemma", _SMALL | {"head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "gemma-bias": ("gemma", "Gemma", _SMALL | {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", "Gemma2", _SMALL | _GEMMA | {"sliding_window": 8, "num_hidden_layers": 3}),
+    "gemma2-caps": (
+        "gemma2",
+        "Gemma2",
+        _SMALL | {"head_dim": 8, "sliding_window": 16, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma2-plain": (
+        "gemma2",
+        "Gemma2",
+        _SMALL
+        | {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+        | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": True, "num_key_value_heads": 6},
+    ),
+    "gemma3": ("gemma3", "Gemma3", _SMALL | _GEMMA | {"sliding_window": 8, "num_hidden_layers": 7}),
+    "gemma3-ropes": (
+        "gemma3",
+        "Gemma3",
+        _SMALL
+        | {"head_dim": 16, "sliding_window": 12, "num_hidden_layers": 4, "query_pre_attn_scalar": 20}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"final_logit_softcapping": 4.0}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+            }
+        },
+    ),
+    "olmo3": ("olmo3", "Olmo3", _SMALL | {"sliding_window": 8, "num_hidden_layers": 4}),
+    "olmo3-yarn": (
+        "olmo3",
+        "Olmo3",
+        _SMALL
+        | {"sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"], "attention_bias": True}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {**_YARN["rope_parameters"]},
+            }
+        },
+    ),
+    "exaone4": ("exaone4", "Exaone4", _SMALL | {"sliding_window": 8, "num_hidden_layers": 4, "head_dim": 16}),
+    "exaone4-full": (
+        "exaone4",
+        "Exaone4",
+        _SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+    "cohere2": ("cohere2", "Cohere2", _SMALL | {"sliding_window": 8, "num_hidden_layers": 4, "logit_scale": 0.5}),
+    "cohere2-bias": (
+        "cohere2",
+        "Cohere2",
+        _SMALL
+        | {"sliding_window": 10, "layer_types": ["full_attention", "sliding_attention"], "attention_bias": True}
+        | {"logit_scale": 0.8, "tie_word_embeddings": True},
+    ),
     "opt": ("opt", "OPT", _OPT),
     "opt-plain": ("opt", "OPT", _OPT | {"enable_bias": False, "tie_word_embeddings": False}),
     "opt-gelu": ("opt", "OPT", _OPT | {"activation_function": "gelu"}),
@@ -284,7 +342,9 @@ def make_hf(case: str, seed: int = 0) -> Any:
     settings = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
     modeling = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     kind = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
-    model = getattr(modeling, kind)(getattr(settings, f"{prefix}Config")(**config))
+    model = getattr(modeling, kind)(
+        getattr(settings, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")(**config)
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

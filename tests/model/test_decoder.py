@@ -39,10 +39,11 @@ class Resumed:
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         keys, values = self._kept[layer]
         segment = torch.empty_like(keys.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
-        if self._old is None:
+        rotation = None if self._old is None else self._old.at(layer)
+        if rotation is None:
             segment.copy_(keys)
         else:
-            rotate_into(keys, self._old, segment)
+            rotate_into(keys, rotation, segment)
         q, k, v = attention.project(x)
         torch.testing.assert_close(attention.value(x), v)
         q, k = attention.rotate(q, self._new), attention.rotate(k, self._new)

@@ -215,7 +215,7 @@ YARN = {
 @pytest.mark.parametrize(
     ("architecture", "keys", "message"),
     [
-        ("gemma2", {}, r"architecture 'gemma2' is not supported \(soft-capped.*supported are llama, qwen2"),
+        ("mamba", {}, r"architecture 'mamba' is not supported \(state-space.*supported are llama, qwen2"),
         ("unheard-of", {}, "architecture 'unheard-of' is not supported"),
         ("llama", {}, r"lacks llama\.embedding_length"),
         ("qwen2", SHAPE | {"expert_count": 8}, "mixture-of-experts"),

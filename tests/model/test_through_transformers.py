@@ -155,7 +155,7 @@ def test_scalings_that_depend_on_the_length_stop_at_the_original_window(make: Ma
         load_model(folder)
     decoder = load_model(folder, max_model_len=64)
     assert decoder.rope is not None
-    assert decoder.rope.attention_factor == pytest.approx(1.1), "as the module computes it"
+    assert decoder.rope.tables[0].attention_factor == pytest.approx(1.1), "as the module computes it"
     assert differs(folder, decoder, 64) < 1e-4
 
 

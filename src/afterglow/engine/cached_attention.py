@@ -13,9 +13,8 @@ from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
-from afterglow.kernels.attention import attend
-from afterglow.kernels.decode import DECODED, attend_decoded
-from afterglow.kernels.rope import Rotation
+from afterglow.kernels.decode import DECODED
+from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention
 
 
@@ -36,7 +35,7 @@ class CachedAttend:
     def __init__(
         self,
         entries: list[BatchEntry],
-        angles: Rotation | None,
+        angles: LayerRotations | None,
         gatherer: Gatherer,
         tee: Tee,
         whole: list[BatchEntry] | None = None,
@@ -76,12 +75,15 @@ class CachedAttend:
                 continue
             keys, values = entry.context.keys(layer), entry.context.values(layer)
             out[entry.where] = self._attended(
-                entry, q[entry.where], keys[: entry.stop], values[: entry.stop], attention.scale
+                entry, attention, q[entry.where], keys[: entry.stop], values[: entry.stop]
             )
         return out
 
-    def _attended(self, entry: BatchEntry, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _attended(self, entry: BatchEntry, attention: Attention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend with one entry's new rows to its whole context, in one layer."""
-        if 1 < len(q) <= DECODED and q.device.type == "cpu":
-            return attend_decoded(q, keys, values, scale)
-        return attend(q, keys, values, scale=scale, causal=True)[0]
+        if not 1 < len(q) <= DECODED or q.device.type != "cpu":
+            return attention.attend(q, keys, values)
+        # Query by query: what each is rounded to does not depend on the others.
+        first = len(keys) - len(q) + 1
+        each = [attention.attend(q[at : at + 1], keys[: first + at], values[: first + at]) for at in range(len(q))]
+        return torch.cat(each)

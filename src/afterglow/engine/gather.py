@@ -18,7 +18,7 @@ from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
-from afterglow.kernels.rope import RopeTable, Rotation, rotate_into
+from afterglow.kernels.rope import LayerRopes, LayerRotations, Rotation, rotate_into
 from afterglow.kernels.stored_rows import widen_into
 from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
@@ -40,7 +40,7 @@ class BatchEntry:
     context: DeviceContext
     gathers: tuple[Gather, ...] = ()
     gather_from: int = 0  # first row of the context that the gathers fill
-    gather_angles: Rotation | None = None
+    gather_angles: LayerRotations | None = None
     failed: ExtentId | None = None
     late: bool = False  # the failed extent is still on its way
     own_from: int = 0  # rows before are read together with other entries (see `engine.relay_attention`)
@@ -124,11 +124,12 @@ def _put(rows: Tensor, place: Tensor, angles: Rotation | None = None) -> None:
         place.copy_(rows, non_blocking=True)
 
 
-def _angles(entry: BatchEntry, where: slice) -> Rotation | None:
-    """Return the rotation of some rows of an entry's context."""
-    if entry.gather_angles is None:
+def _angles(entry: BatchEntry, layer: int, where: slice) -> Rotation | None:
+    """Return the rotation of some rows of an entry's context in one layer."""
+    rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
+    if rotation is None:
         return None
-    cos, sin = entry.gather_angles
+    cos, sin = rotation
     within = slice(where.start - entry.gather_from, where.stop - entry.gather_from)
     return cos[within], sin[within]
 
@@ -142,11 +143,10 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 class Gatherer:
     """Fill the device contexts of a step's entries from host slots. For the runner alone."""
 
-    def __init__(self, host: HostRows, layers: int, ahead: int | None = None, *, unturned: Sequence[int] = ()) -> None:
-        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device. `unturned`: layers whose keys
-        are not rotated."""
+    def __init__(self, host: HostRows, layers: int, ahead: int | None = None) -> None:
+        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device."""
         self._host = host
-        self._layers, self._unturned = layers, frozenset(unturned)
+        self._layers = layers
         self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
         self._device = torch.get_device_module(host.device)
         self._stream = self._device.Stream()
@@ -154,7 +154,7 @@ class Gatherer:
         self._entries: list[BatchEntry] = []
         self._events: dict[int, list[Any]] = {}  # by job: of each layer whose copies have been queued
 
-    def begin(self, entries: Sequence[BatchEntry], rope: RopeTable | None) -> None:
+    def begin(self, entries: Sequence[BatchEntry], rope: LayerRopes | None) -> None:
         """Begin a step. The entries' contexts have been reserved."""
         self._all, self._entries = entries, [entry for entry in entries if entry.gathers]
         self._host.stalled = 0.0
@@ -221,7 +221,7 @@ class Gatherer:
             at = start
             for rows in self._host.rows(gather, layer, 0):
                 where = slice(at, at + len(rows))
-                _put(rows, keys[where], None if layer in self._unturned else _angles(entry, where))
+                _put(rows, keys[where], _angles(entry, layer, where))
                 at += len(rows)
             at = start
             for rows in self._host.rows(gather, layer, 1):

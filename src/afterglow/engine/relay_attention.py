@@ -19,13 +19,14 @@ from afterglow.engine.context import KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
 from afterglow.kernels.decode import Appends, Read, Reads
-from afterglow.kernels.rope import Rotation
+from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention
 from afterglow.plan.step import Share
 
 PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
 PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
 MIN_PROBE_ROWS = 16
+ALIGNED = 256  # reads through a window begin at a multiple: as a query alone they are then divided alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class RelayAttend(CachedAttend):
     def __init__(
         self,
         entries: list[BatchEntry],
-        angles: Rotation | None,
+        angles: LayerRotations | None,
         gatherer: Gatherer,
         tee: Tee,
         groups: list[RelayGroup],
@@ -152,8 +153,8 @@ class RelayAttend(CachedAttend):
     ) -> None:
         super().__init__(entries, angles, gatherer, tee, whole)
         self._groups = groups
-        self._failed: list[int] | None = None  # jobs that `_reads` was made without
-        self._reads: Reads | None = None
+        self._failed: list[int] | None = None  # jobs that `_reads` were made without
+        self._reads: dict[int, Reads | None] = {}  # by window
         self._found: tuple[Tensor, Tensor] | None = None  # outputs and log-sum-exps, in the same memory for each layer
         new = [Read(entry.context.data, entry.start, entry.stop, _rows(entry)) for entry in entries]
         self._appends = Appends(new) if Appends.possible(new) else None
@@ -168,26 +169,40 @@ class RelayAttend(CachedAttend):
         # Entries fail while layers are gathered, which is rare.
         failed = [entry.job for entry in self.whole if entry.failed is not None]
         if failed != self._failed:
-            self._failed, self._reads = failed, self._prepared()
+            self._failed, self._reads = failed, {}
+        if attention.window not in self._reads:
+            self._reads[attention.window] = self._prepared(attention)
         if self._found is None:
             out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out, lse = self._found
         lse.fill_(-torch.inf)
-        if self._reads is not None:
-            self._reads.attend(layer, q, attention.scale, out, lse)
+        reads = self._reads[attention.window]
+        if reads is not None:
+            reads.attend(layer, q, attention.scale, out, lse)
         return out.to(q.dtype)
 
-    def _prepared(self) -> Reads | None:
-        """Prepare the reads of entries that have not failed: the groups' rows, the largest first, and each entry's own rows."""
-        reads = []
+    def _prepared(self, attention: Attention) -> Reads | None:
+        """Prepare the reads of entries that have not failed: the groups' rows, the largest first, and each entry's own rows.
+
+        A window that an entry's context does not outgrow changes nothing. Other entries read what their windows show them by
+        themselves, since each sees another part of shared rows, and soon none.
+        """
+        window = attention.window
+        reads, found = [], [entry for entry in self.whole if entry.failed is None]
+        inside = {entry.job for entry in found if not window or entry.stop <= window}
         for group in sorted(self._groups, key=lambda group: group.start - group.stop):
-            whole = next((entry for entry in group.entries if entry.failed is None), None)
-            if whole is not None:
-                reads.append(Read(whole.context.data, group.start, group.stop, group.queries))
-        reads += [
-            Read(entry.context.data, entry.own_from, entry.stop, _rows(entry), entry.stop - entry.start > 1)
-            for entry in self.whole
-            if entry.failed is None
-        ]
-        return Reads(reads) if reads else None
+            members = [entry for entry in group.entries if entry.job in inside]
+            if len(members) == len(group.entries):
+                reads.append(Read(members[0].context.data, group.start, group.stop, group.queries))
+            elif members:
+                queries = sorted(row for entry in members for row in _rows(entry))
+                reads.append(Read(members[0].context.data, group.start, group.stop, queries))
+        for entry in found:
+            if entry.job in inside:
+                several = entry.stop - entry.start > 1
+                reads.append(Read(entry.context.data, entry.own_from, entry.stop, _rows(entry), several))
+            else:
+                start = max(0, entry.start + 1 - window) // ALIGNED * ALIGNED
+                reads.append(Read(entry.context.data, start, entry.stop, _rows(entry), True, window))
+        return Reads(reads, cap=attention.cap) if reads else None

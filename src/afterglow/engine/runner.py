@@ -92,7 +92,7 @@ class TorchRunner:
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
-        self._gatherer = Gatherer(host, spec.layers, unturned=spec.unturned)
+        self._gatherer = Gatherer(host, spec.layers)
         self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()

@@ -21,7 +21,8 @@ from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
 from afterglow.kernels.attention import attend
 from afterglow.kernels.column_sums import column_sums
-from afterglow.kernels.rope import Rotation
+from afterglow.kernels.rope import LayerRotations
+from afterglow.model.decoder import Attention
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.prefix.truncation import Cut, Origin
 from afterglow.plan.step import Run
@@ -166,7 +167,7 @@ class ScoringAttend(CachedAttend):
     def __init__(
         self,
         entries: list[BatchEntry],
-        angles: Rotation | None,
+        angles: LayerRotations | None,
         gatherer: Gatherer,
         tee: Tee,
         scores: Scores,
@@ -180,11 +181,11 @@ class ScoringAttend(CachedAttend):
             for entry in self.whole
         }
 
-    def _attended(self, entry: BatchEntry, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        out, lse = attend(q, keys, values, scale=scale, causal=True)
+    def _attended(self, entry: BatchEntry, attention: Attention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out, lse = attend(q, keys, values, scale=attention.scale, causal=True)
         new = self._new[entry.job]  # rows before were counted when they were first computed
         if new < len(q):
-            self._sums[entry.job] += column_sums(q[new:], keys, lse[new:], scale=scale)
+            self._sums[entry.job] += column_sums(q[new:], keys, lse[new:], scale=attention.scale)
         return out
 
     def finish(self, runs: Sequence[Run]) -> None:

@@ -21,7 +21,7 @@ from afterglow.importance.prefix_loader import PrefixLoader
 from afterglow.importance.row_selector import Queries, RowSelector
 from afterglow.importance.select import Selection, SelectionRules, probes_of
 from afterglow.importance.waits import Waits, at_hand
-from afterglow.kernels.rope import Rotation, rotate
+from afterglow.kernels.rope import LayerRotations, rotate
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Selectable
 from afterglow.request import Selected
@@ -57,7 +57,7 @@ class PrefixSelection:
     selections: list[Selection] = field(default_factory=list)
     renewals: int = 0  # times that all layers selected anew
     _loaded: list[LoadedRows | None] = field(default_factory=list)  # by layer; None where all rows are attended to
-    _rotation: Rotation | None = None
+    _rotation: LayerRotations | None = None
     _decoded: int = 0  # tokens since the last selection
     _renewing: bool = False
     _stuck: bool = False  # other rows of the prefix cannot be read any more
@@ -204,7 +204,8 @@ class PrefixSelection:
 
     def _rotate(self, layer: int, keys: Tensor, rows: Tensor | None) -> Tensor:
         """Rotate a layer's keys of rows of the prefix (None: all rows) to the rows' positions."""
-        if self._rotation is None or layer in self.shared.decoder.spec.unturned:
+        rotation = None if self._rotation is None else self._rotation.at(layer)
+        if rotation is None:
             return keys
-        cos, sin = self._rotation
+        cos, sin = rotation
         return rotate(keys, (cos, sin) if rows is None else (cos[rows], sin[rows]))

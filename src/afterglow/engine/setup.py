@@ -39,6 +39,7 @@ from afterglow.memory.pages import keep_freed_memory
 from afterglow.model.decoder import Decoder
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
+from afterglow.model.spec import ModelSpec
 from afterglow.plan.journal.recording import RecordingScheduler
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
@@ -116,6 +117,7 @@ def build(
             f"--importance leaves passes between layers, and model type {decoder.spec.family!r} runs through transformers in one "
             "piece; leave --importance out"
         )
+    refuse_beside(decoder.spec, config)
     layout, digest = _kv_format(model, decoder, config, progress)
     size = sizes(config, decoder, layout)
     arena = allocate(arena_bytes(layout, size.host_slots), pin=device.type == "cuda")
@@ -168,6 +170,21 @@ def build(
         )
         undo.pop_all()
     return parts
+
+
+def refuse_beside(spec: ModelSpec, config: EngineConfig) -> None:
+    """Refuse what makes attention weights by the plain formula, for models whose weights are others. Raises: ConfigError."""
+    if spec.plain_scores:
+        return
+    what = "sliding windows" if spec.score_cap is None else "soft-capped scores"
+    for option, used in (
+        ("--importance", config.importance is not None),
+        ("--truncation-policy importance", config.truncation_policy == "importance"),
+    ):
+        if used:
+            raise ConfigError(
+                f"{option} does not go with a model of type {spec.family}, which has {what}; leave it out"
+            )
 
 
 def open_store(
@@ -308,6 +325,7 @@ def _kv_format(
     digest = model_digest(
         model,
         f"{mode},{decoder.arithmetic}" if decoder.arithmetic else mode,
+        context=spec.context(config.max_model_len),
         progress=functools.partial(progress, "digest of the weights") if progress else None,
     )
     probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0

@@ -21,22 +21,31 @@ from torch import Tensor
 
 log = logging.getLogger("afterglow.kernels")
 
+TILE = 256  # queries whose scores are in memory together, where no operator computes them
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, window: int = 0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Compute attention of `q` [n, heads, head_dim] over `keys` and `values` [rows, kv_heads, head_dim] (any
     strides).
 
     `heads` is a multiple of `kv_heads`; query head h reads KV head h // (heads / kv_heads), nothing is
-    repeated. `causal`: the queries are the segment's last n rows, query i sees rows [0, rows - n + i + 1).
+    repeated. `causal`: the queries are the segment's last n rows, query i sees rows [0, rows - n + i + 1), or, with a
+    `window`, the last so many of these. `cap`: a score x counts as cap * tanh(x / cap); 0 for none.
     Returns out [n, heads, head_dim] in q's dtype, and LSE [n, heads], float32, natural log.
     """
     n, rows = q.shape[0], keys.shape[0]
     if causal and rows < n:  # the first queries see nothing
-        out, lse = attend(q[n - rows :], keys, values, scale=scale, causal=True)
+        out, lse = attend(q[n - rows :], keys, values, scale=scale, causal=True, window=window, cap=cap)
         no_out, no_lse = _nothing(q[: n - rows])
         return torch.cat((no_out, out)), torch.cat((no_lse, lse))
     if n == 0 or rows == 0:
         return _nothing(q)  # NOTE: the CPU flash op kills the process here (a division by zero)
+    if window and n == 1:
+        keys, values, rows = keys[-window:], values[-window:], min(rows, window)
+    if cap or rows > window > 0:
+        return _limited(q, keys, values, scale, causal, window, cap)
     if not causal or n == 1:
         return _full(q, keys, values, scale)
     past = rows - n
@@ -160,6 +169,34 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> t
             )
             return found[0], found[1][..., : q.shape[2]]  # its LSE is padded to a multiple of 32 queries
     return _explicit(q, k, v, scale, causal)
+
+
+def _limited(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int, cap: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention with a window or a cap by the formula itself, a tile of queries after the other; rows that no query of a
+    tile sees are not read."""
+    n, heads, head_dim = q.shape
+    rows, kv_heads = keys.shape[:2]
+    folded = q.float().reshape(n, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
+    outs, lses = [], []
+    for first in range(0, n, TILE):
+        stop = min(first + TILE, n)
+        last = rows - n + stop if causal else rows
+        start = max(0, rows - n + first + 1 - window) if window else 0
+        k, v = (rows_of[start:last].float().transpose(0, 1)[:, None] for rows_of in (keys, values))
+        scores = (folded[:, :, first:stop] @ k.transpose(-1, -2)) * scale
+        if cap:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        if causal:
+            own = torch.arange(rows - n + first, rows - n + stop, device=q.device)[:, None]
+            seen = torch.arange(start, last, device=q.device)
+            scores.masked_fill_((seen > own) | (seen <= own - (window or rows)), -torch.inf)
+        lse = scores.logsumexp(-1)
+        outs.append((scores - lse[..., None]).exp_() @ v)
+        lses.append(lse)
+    out, lse = torch.cat(outs, 2).permute(2, 0, 1, 3), torch.cat(lses, 2).permute(2, 0, 1)
+    return out.reshape(n, heads, head_dim).to(q.dtype), lse.reshape(n, heads)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

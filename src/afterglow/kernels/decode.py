@@ -29,13 +29,14 @@ TILE = 64  # queries of a prefill that are computed together: their results stay
 class Read(NamedTuple):
     """Rows [start, stop) of a context [layers, 2, kv_heads, capacity, head_dim] (keys, values), and the rows of the batch
     that read them. `causal`: the queries are those of the last rows, and a query sees no row after its own; otherwise each
-    query sees all rows."""
+    query sees all rows. `window`: a query of a causal read sees no more than so many rows, its own included; 0: all."""
 
     data: Tensor
     start: int
     stop: int
     queries: Sequence[int]
     causal: bool = False
+    window: int = 0
 
     def tiles(self) -> Iterator[Read]:
         """Yield the same read in tiles of queries, so that a tile does not compute many rows that its queries do not see."""
@@ -45,7 +46,8 @@ class Read(NamedTuple):
         first = self.stop - len(self.queries)
         for at in range(0, len(self.queries), TILE):
             queries = self.queries[at : at + TILE]
-            yield Read(self.data, self.start, first + at + len(queries), queries, True)
+            start = max(self.start, first + at + 1 - self.window) if self.window else self.start
+            yield Read(self.data, start, first + at + len(queries), queries, True, self.window)
 
     def decoded(self) -> Iterator[Read]:
         """Yield the same read query by query if it is a decode step's: what a query's attention is rounded to then does not depend on
@@ -55,19 +57,20 @@ class Read(NamedTuple):
             return
         first = self.stop - len(self.queries) + 1
         for at, query in enumerate(self.queries):
-            yield Read(self.data, self.start, first + at, (query,))
+            yield Read(self.data, self.start, first + at, (query,), self.window > 0, self.window)
 
 
 class Reads:
     """The segments of a step: prepared once, read in each layer. The contexts stay where they are meanwhile."""
 
-    def __init__(self, reads: Sequence[Read], *, built: bool = True) -> None:
-        """Prepare at least one read; contexts have one shape, except the capacity. `built`: use the compiled kernel if it takes
-        such contexts."""
+    def __init__(self, reads: Sequence[Read], *, cap: float = 0.0, built: bool = True) -> None:
+        """Prepare at least one read; contexts have one shape, except the capacity. `cap`: of scores, see `attend`. `built`: use the
+        compiled kernel if it takes such contexts."""
+        self._cap = cap
         self._native: _NativeReads | None = None
         library = _suited(reads) if built else None
         if library is not None:
-            self._native = _NativeReads(library, [tile for read in reads for tile in read.tiles()])
+            self._native = _NativeReads(library, [tile for read in reads for tile in read.tiles()], cap)
             return
         self._rounds = _rounds([row for read in reads for row in read.decoded()])
 
@@ -87,6 +90,8 @@ class Reads:
                     read.data[layer, 1, :, read.start : read.stop].transpose(0, 1),
                     scale=scale,
                     causal=read.causal,
+                    window=read.window,
+                    cap=self._cap,
                 )
                 for i, read in enumerate(reads)
             ]
@@ -132,10 +137,9 @@ class _Table:
     def __init__(self, library: Native, reads: Sequence[Read]) -> None:
         segments: list[tuple[int, ...]] = []
         where: list[int] = []
-        for data, start, stop, queries, causal in reads:
-            segments.append(
-                (data.data_ptr(), data.shape[3], start, stop - start, len(where), len(queries), int(causal))
-            )
+        for data, start, stop, queries, causal, window in reads:
+            place = (data.data_ptr(), data.shape[3], start, stop - start)
+            segments.append((*place, len(where), len(queries), int(causal), window))
             where += queries
         of_segments, of_rows = library.new("afterglow_segment[]", segments), library.new("int64_t[]", where)
         self._memory = reads, of_segments, of_rows
@@ -147,8 +151,8 @@ class _Table:
 class _NativeReads:
     """Attention of a step's queries over its segments, by the compiled kernel."""
 
-    def __init__(self, library: Native, reads: Sequence[Read]) -> None:
-        self._library, self._width = library, library.width
+    def __init__(self, library: Native, reads: Sequence[Read], cap: float) -> None:
+        self._library, self._width, self._cap = library, library.width, cap
         self._table = _Table(library, reads)
         self._threads = torch.get_num_threads()
 
@@ -156,7 +160,7 @@ class _NativeReads:
         q = _flat(q)
         if not (out.is_contiguous() and lse.is_contiguous() and out.dtype == lse.dtype == torch.float32):
             raise ValueError(f"out and lse must be contiguous and float32, got {out.dtype} and {lse.dtype}")
-        fields = (q.data_ptr(), q.stride(0), q.shape[1], scale, out.data_ptr(), lse.data_ptr())
+        fields = (q.data_ptr(), q.stride(0), q.shape[1], scale, self._cap, out.data_ptr(), lse.data_ptr())
         batch = self._library.new("afterglow_queries *", fields)
         if self._library.lib.afterglow_attend(self._table.table, layer, batch, self._threads, self._width):
             raise MemoryError("no memory for the results of attention's tasks")
@@ -185,18 +189,6 @@ def _rounds(reads: Sequence[Read]) -> list[tuple[slice | Tensor, list[Read]]]:
             found.append((rows_at(read.queries, read.data.device), [read]))
     device = reads[0].data.device
     return [(rows_at(list(turn), device), list(turn.values())) for turn in single] + found
-
-
-def attend_decoded(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attend causally with the last rows of a segment, query by query: what each is rounded to does not depend on the others. For
-    shapes see `attend`."""
-    first = keys.shape[0] - q.shape[0] + 1
-    return torch.cat(
-        [
-            attend(q[at : at + 1], keys[: first + at], values[: first + at], scale=scale, causal=True)[0]
-            for at in range(q.shape[0])
-        ]
-    )
 
 
 def rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -11,6 +11,7 @@ Knows nothing of models: the (scaled) inverse frequencies are an argument.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -56,6 +57,33 @@ class RopeTable:
             cos *= self.attention_factor
             sin *= self.attention_factor
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+class LayerRotations:
+    """The rotation of some rows in each layer. Layers with one table share it."""
+
+    __slots__ = ("_of_layer", "_rotations")
+
+    def __init__(self, rotations: Sequence[Rotation], of_layer: Sequence[int | None]) -> None:
+        """Keep `rotations`, and which of them each layer has; None: the layer's rows are not rotated."""
+        self._rotations, self._of_layer = rotations, of_layer
+
+    def at(self, layer: int) -> Rotation | None:
+        """Return the rotation of the rows in one layer; None if they are not rotated there."""
+        which = self._of_layer[layer]
+        return None if which is None else self._rotations[which]
+
+
+class LayerRopes:
+    """The rope tables of a model: one for all layers, or one for some and another for the rest."""
+
+    def __init__(self, tables: Sequence[RopeTable], of_layer: Sequence[int | None]) -> None:
+        """Keep `tables`, and which of them each layer has; None: the layer has no positions."""
+        self.tables, self._of_layer = tuple(tables), tuple(of_layer)
+
+    def cos_sin(self, positions: Tensor) -> LayerRotations:
+        """Return the rotations of `positions` (int64 [rows]) in all layers."""
+        return LayerRotations([table.cos_sin(positions) for table in self.tables], self._of_layer)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -132,7 +132,12 @@ def verdict(gain: Gain) -> str:
 
 def memo_identity(model: Model, folder: Path, template: Template) -> dict[str, str]:
     """What attention maps of this model under this prompt are filed under: see `MemoDatabase.open`. Weights in 8 bits
-    make other maps than those they were rounded from."""
+    make other maps than those they were rounded from. Raises: ConfigError for attention that is not of all rows by the plain formula."""
+    if not model.spec.plain_scores:
+        raise ConfigError(
+            f"a memo has no maps of a model of type {model.spec.family}, whose attention has windows or soft-capped scores; "
+            "leave it out"
+        )
     dtype = str(model.dtype).removeprefix("torch.")
     kept = dtype if model.quantization == "none" else model.quantization
     return {

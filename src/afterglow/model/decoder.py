@@ -18,7 +18,7 @@ from afterglow.choices import KeptWeights
 from afterglow.kernels.attention import attend
 from afterglow.kernels.block import Block, in_panels
 from afterglow.kernels.passes import rms_norm
-from afterglow.kernels.rope import RopeTable, Rotation, rotate
+from afterglow.kernels.rope import LayerRopes, LayerRotations, rotate
 from afterglow.model.experts import Experts, Mlp
 from afterglow.model.linear import Linear
 from afterglow.model.spec import ModelSpec
@@ -56,14 +56,15 @@ class Attention:
         "_k_norm",
         "_q_norm",
         "_qkv",
-        "_turned",
         "_values",
         "_wide_norm",
+        "cap",
         "head_dim",
         "heads",
         "kv_heads",
         "layer",
         "scale",
+        "window",
     )
 
     def __init__(
@@ -72,9 +73,9 @@ class Attention:
         """Keep the weights. `qkv` yields all query heads, then all key heads, then all value heads."""
         self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
         self.head_dim, self.scale = spec.head_dim, spec.scale
+        self.window, self.cap = spec.window_of(layer), spec.score_cap or 0.0
         self._qkv, self._q_norm, self._k_norm = qkv, q_norm, k_norm
         self._wide_norm = spec.qk_norm_over == "width"
-        self._turned = layer not in spec.unturned
         self._values: Linear | None = None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,22 +103,29 @@ class Attention:
             self._values = self._qkv.rows(keys_end, keys_end + self.kv_heads * self.head_dim)
         return self._values(x).view(x.shape[0], self.kv_heads, self.head_dim)
 
-    def rotate(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Rotate queries or keys [tokens, any heads, head_dim] to the positions of `rotation`.
+    def rotate(self, x: Tensor, rotations: LayerRotations | None) -> Tensor:
+        """Rotate queries or keys [tokens, any heads, head_dim] to the positions of `rotations`.
 
-        `rotation` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself, as does a layer without positions.
+        `rotations` comes from `Decoder.rotation`; None, for learned positions, returns `x` itself, as does a layer without positions.
         """
-        return x if rotation is None or not self._turned else rotate(x, rotation)
+        rotation = None if rotations is None else rotations.at(self.layer)
+        return x if rotation is None else rotate(x, rotation)
 
-    def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    def rotate_both(self, q: Tensor, k: Tensor, rotations: LayerRotations | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys as `project` returns them, in one call if they lie side by side."""
-        if rotation is None or not self._turned:
+        rotation = None if rotations is None else rotations.at(self.layer)
+        if rotation is None:
             return q, k
         rows, heads, size = q.shape
         if k.stride() != q.stride() or k.data_ptr() - q.data_ptr() != heads * size * q.element_size():
             return rotate(q, rotation), rotate(k, rotation)
         both = rotate(q.as_strided((rows, heads + self.kv_heads, size), q.stride()), rotation)
         return both[:, :heads], both[:, heads:]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend causally with the last rows of a context, whose first row is the context's, or before all windows. For shapes see
+        `kernels.attention.attend`."""
+        return attend(q, keys, values, scale=self.scale, causal=True, window=self.window, cap=self.cap)[0]
 
 
 class Attend(Protocol):
@@ -179,7 +187,7 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Norm,
         head: Linear,
-        rope: RopeTable | None,
+        rope: LayerRopes | None,
         dtype: torch.dtype,
         quantization: KeptWeights = "none",
     ) -> None:
@@ -210,8 +218,8 @@ class Decoder:
         """Name what stored keys and values depend on besides files, dtypes and the way weights are kept."""
         return ""
 
-    def rotation(self, positions: Tensor) -> Rotation | None:
-        """Return cos and sin of `positions` (int64 [rows]), once per step; None for learned positions."""
+    def rotation(self, positions: Tensor) -> LayerRotations | None:
+        """Return cos and sin of `positions` (int64 [rows]) in all layers, once per step; None for learned positions."""
         return None if self.rope is None else self.rope.cos_sin(positions)
 
     @torch.inference_mode()
@@ -253,8 +261,10 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, float32 [rows, vocab], of `hidden` [rows, hidden] from `forward`."""
-        logits = self._head(hidden).float()
-        return logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)
+        logits, cap = self._head(hidden).float(), self.spec.logit_cap
+        if self.spec.logit_scale != 1:
+            logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _block(self, layer: Layer, after: Norm | None) -> Block | None:
         """Return the part of the layer after attention as one call; None if its operations must be called one by one."""
@@ -288,14 +298,14 @@ class PlainAttend:
     def __init__(self, decoder: Decoder, positions: Tensor, lengths: Sequence[int]) -> None:
         """Take `positions`, int64 [tokens], of the flat batch, and the `lengths` of its sequences, which add up to tokens."""
         assert sum(lengths) == positions.shape[0]
-        self._rotation = decoder.rotation(positions)
+        self._rotations = decoder.rotation(positions)
         self._lengths = list(lengths)
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x)
-        q, k = attention.rotate(q, self._rotation), attention.rotate(k, self._rotation)
+        q, k = attention.rotate(q, self._rotations), attention.rotate(k, self._rotations)
         parts = [
-            attend(*sequence, scale=attention.scale, causal=True)[0]
+            attention.attend(*sequence)
             for sequence in zip(*(torch.split(t, self._lengths) for t in (q, k, v)), strict=True)
         ]
         return torch.cat(parts).flatten(1)

@@ -31,13 +31,15 @@ def model_digest(
     mode: str,
     *,
     seed: int = 0,
+    context: int | None = None,
     cache_file: Path | None = None,
     progress: Progress | None = None,
 ) -> str:
     """Return 64 hex digits that name everything that stored KV depends on, besides its tokens.
 
     SHA-256 over every weight byte, the config fields that matter, `mode` (see `numeric_mode`) and the KV
-    layout version; for a preset over its spec and `seed`. File hashes are remembered in `cache_file`
+    layout version; for a preset over its spec and `seed`. `context`: the longest context in tokens, None for the model's own; windows
+    that are no shorter change nothing (see `ModelSpec.within`). File hashes are remembered in `cache_file`
     (default: in the user's cache directory) by path, size, modification time and inode.
 
     Raises: ModelError if a file of the model cannot be read.
@@ -49,6 +51,7 @@ def model_digest(
         spec, _ = read_spec(Path(model))
         files = weight_files(Path(model))
         hashes = _file_hashes(files, cache_file or default_cache_file(), progress) + _packing(Path(model))
+    spec = spec.within(spec.max_positions if context is None else context)
     parts = [f"kv layout {KV_LAYOUT_VERSION}", mode, spec.fingerprint(), *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

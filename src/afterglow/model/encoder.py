@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.choices import KeptWeights
-from afterglow.kernels.rope import Rotation
+from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attend, Attention, Decoder, Layer, Norm
 from afterglow.model.spec import EncoderSpec
 from afterglow.model.tables import Table
@@ -51,7 +51,7 @@ class Encoder:
         self._embed, self._positions, self._token_type = embed, positions, token_type
         self._embed_norm = embed_norm
 
-    def rotation(self, positions: Tensor) -> Rotation | None:
+    def rotation(self, positions: Tensor) -> LayerRotations | None:
         """Return None: learned positions are part of the embeddings (see `Decoder.rotation`)."""
         return None
 
@@ -83,6 +83,7 @@ class BatchAttend:
         assert sum(lengths) == positions.shape[0]
         self._rotation = model.rotation(positions)
         self._causal = model.spec.causal
+        self._plain = model.spec.within(max(lengths, default=0)).plain_scores
         self._runs = runs(lengths)
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
@@ -92,6 +93,12 @@ class BatchAttend:
         start = 0
         for count, length in self._runs:
             where = slice(start, start + count * length)
+            if not self._plain:
+                for one in range(start, where.stop, length):
+                    rows = slice(one, one + length)
+                    out[rows] = attention.attend(q[rows], k[rows], v[rows])
+                start = where.stop
+                continue
             queries, keys, values = (t[where].view(count, length, -1, t.shape[2]).transpose(1, 2) for t in (q, k, v))
             attended = F.scaled_dot_product_attention(
                 queries,

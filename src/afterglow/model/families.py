@@ -1,6 +1,6 @@
 """The families: from a Hugging Face `config.json` to a ModelSpec, and where each weight is found.
 
-A row of `RMS_FAMILIES` or `LAYER_NORM_FAMILIES` says how a family differs from Llama; no other place does. Refused keys are in
+A row of `RMS_FAMILIES`, `LAYER_NORM_FAMILIES` or `WINDOWED_FAMILIES` says how a family differs from Llama; no other place does. Refused keys are in
 `refusals.py`.
 """
 
@@ -18,6 +18,7 @@ from afterglow.model.quantization_config import unpacking
 from afterglow.model.refusals import refuse_keys, refused_kind
 from afterglow.model.rms_families import RMS_FAMILIES
 from afterglow.model.spec import ModelSpec
+from afterglow.model.windowed_families import WINDOWED_FAMILIES
 
 
 def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
@@ -57,7 +58,7 @@ def _read_common(config: Config) -> dict[str, Any]:
     }
 
 
-FAMILIES = RMS_FAMILIES | LAYER_NORM_FAMILIES
+FAMILIES = RMS_FAMILIES | LAYER_NORM_FAMILIES | WINDOWED_FAMILIES
 
 
 def replace_eos(spec: ModelSpec, eos: Any) -> ModelSpec:

@@ -54,8 +54,9 @@ def load_model(
     """Load the decoder of a model directory, of a GGUF file, or of a preset (`bench-100m`) with seed 0.
 
     `dtype` "auto" computes in float32 on CPU whatever the checkpoint, on CUDA in the checkpoint's dtype.
-    `max_model_len` is only checked here (see `ModelSpec.context`), so that a refusal comes before the
-    weights. `kv_bytes`: of keys and values, which an error says where weights do not fit into memory.
+    `max_model_len` is checked here (see `ModelSpec.context`), so that a refusal comes before the
+    weights; windows that no context outgrows are left out (see `ModelSpec.within`).
+    `kv_bytes`: of keys and values, which an error says where weights do not fit into memory.
 
     Raises: ModelError, one line, if a part of the model is missing, damaged or not supported, or the weights do not fit into
     memory; ConfigError if the model cannot be quantised so.
@@ -63,7 +64,7 @@ def load_model(
     place = torch.device(device)
     if is_preset(model):
         spec = PRESETS[str(model)]
-        spec.context(max_model_len)
+        spec = spec.within(spec.context(max_model_len))
         return random_model(spec, 0, compute_dtype(dtype, spec.dtype, place), device, quantization)
     directory = Path(model)
     spec, names = read_spec(directory)
@@ -72,7 +73,7 @@ def load_model(
             f"{directory} holds an encoder ({spec.family}), which embeds texts and generates none; use it with "
             "afterglow embed, or with afterglow serve for /v1/embeddings and /v1/rerank"
         )
-    spec.context(max_model_len)
+    spec = spec.within(spec.context(max_model_len))
     if spec.positions == "modules":
         return _through_transformers(directory, spec, dtype, place, quantization, max_model_len, kv_bytes)
     with open_weights(directory, progress) as source:

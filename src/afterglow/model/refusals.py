@@ -42,6 +42,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "clip_qkv": ((None,), "clipped queries, keys and values", OTHER_MODEL),
     "qk_layernorm": ((None, False), "query/key layer norm", OTHER_MODEL),
     "use_qk_norm": ((None, False), "query/key norm", "use a Qwen3 checkpoint, whose norms are read"),
+    "use_bidirectional_attention": ((None, False), "tokens that see later ones", OTHER_MODEL),
     "attention_chunk_size": ((None,), "chunked attention", OTHER_MODEL),
     "no_rope_layers": ((None, []), "layers without positions", OTHER_MODEL),
     "no_rope_layer_interval": ((None, 0), "layers without positions", OTHER_MODEL),
@@ -74,10 +75,9 @@ REASONS: dict[str, tuple[str, ...]] = {
     "multi-head latent attention (MLA)": (
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "youtu",
     ),
-    "soft-capped scores and alternating windows": ("gemma2", "vaultgemma"),
-    "alternating windows with two rotary bases": ("gemma3_text", "gemma3n_text", "gemma4_text"),
-    "scaled embeddings and norms that add one to their weights": ("gemma",),
-    "windows in some layers only": ("cohere2", "olmo3", "exaone4", "mimo_v2_flash", "granite_swa"),
+    "soft-capped scores and alternating windows": ("vaultgemma",),
+    "layers that share keys and values, and embeddings in each layer": ("gemma3n_text", "gemma4_text"),
+    "windows in some layers only": ("mimo_v2_flash", "granite_swa"),
     "its module of transformers computes attention itself": ("gptj", "codegen", "gpt_neo", "openai-gpt", "xglm", "gpt_neox_japanese"),
     "chunked attention, mixture of experts": ("llama4", "llama4_text"),
     "state-space or linear-attention layers, which keep a state and no keys": (

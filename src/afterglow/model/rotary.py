@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from afterglow.errors import ModelError
-from afterglow.kernels.rope import RopeTable
-from afterglow.model.spec import RopeSpec
+from afterglow.kernels.rope import LayerRopes, RopeTable
+from afterglow.model.spec import ModelSpec, RopeSpec
 
 
 def rope_table(spec: RopeSpec, device: torch.device | str = "cpu") -> RopeTable:
@@ -26,6 +26,16 @@ def rope_table(spec: RopeSpec, device: torch.device | str = "cpu") -> RopeTable:
     except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's, of sizes
         raise ModelError(f"rotary scaling {spec.type!r} with base {spec.base} cannot be computed: {error}") from None
     return RopeTable(inv_freq.to(device), attention_factor=factor)
+
+
+def layer_ropes(spec: ModelSpec, device: torch.device | str = "cpu") -> LayerRopes | None:
+    """Return the tables of all layers; None for learned positions."""
+    if spec.rope is None:
+        return None
+    ropes = [spec.rope] if spec.sliding_rope is None else [spec.rope, spec.sliding_rope]
+    slides = frozenset(spec.sliding if len(ropes) == 2 else ())
+    of_layer = [None if layer in spec.unturned else int(layer in slides) for layer in range(spec.layers)]
+    return LayerRopes([rope_table(rope, device) for rope in ropes], of_layer)
 
 
 def _powers(spec: RopeSpec) -> Tensor:

@@ -65,7 +65,9 @@ class ModelSpec:
     `unturned`: layers whose queries and keys are not rotated. `qk_norm_over`: queries and keys are normed head by head with
     one weight for all heads, or with weights for each, or over the whole width.
     `*_scale`: what embeddings, scores, outputs of attention and MLP, and logits are multiplied by; scores by the root of the
-    head's size where there is no number.
+    head's size where there is no number. `norm_plus_one`: what RMS norms multiply with is one more than their weights.
+    `sliding`: layers whose queries see no more than the last `window` rows, their own included (None: all rows). `sliding_rope`:
+    the rotation of these layers, where it is another than `rope`. `*_cap`: scores, or logits, are cap * tanh(x / cap).
     `position_limit`: longest context in which stored KV stays valid, where that is below `max_positions`;
     `position_limit_reason` says why.
     `positions="modules"`: modules of transformers compute the model, and know; `config_digest` names all that its config says.
@@ -104,6 +106,12 @@ class ModelSpec:
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_plus_one: bool = False
+    window: int | None = None
+    sliding: tuple[int, ...] = ()
+    sliding_rope: RopeSpec | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
     experts: ExpertsSpec | None = None
     config_digest: str = ""
     position_limit: int | None = None
@@ -122,13 +130,18 @@ class ModelSpec:
                 f"{self.heads} attention heads cannot share {self.kv_heads} key/value heads evenly; "
                 "the model's config.json is damaged"
             )
+        for name in ("window", "score_cap", "logit_cap"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value > 0):
+                raise ModelError(f"the model's {name} must be a positive number, its config says {value!r}")
         if (self.positions == "rope") != (self.rope is not None):
             raise ModelError("a model has rotary or learned positions, one of the two")
-        if self.rope is not None and not (0 < self.rope.dim <= self.head_dim and self.rope.dim % 2 == 0):
-            raise ModelError(
-                f"rotary embedding needs an even number of at most {self.head_dim} dimensions, "
-                f"the model's config asks for {self.rope.dim}"
-            )
+        for rope in (self.rope, self.sliding_rope):
+            if rope is not None and not (0 < rope.dim <= self.head_dim and rope.dim % 2 == 0):
+                raise ModelError(
+                    f"rotary embedding needs an even number of at most {self.head_dim} dimensions, "
+                    f"the model's config asks for {rope.dim}"
+                )
 
     @property
     def causal(self) -> bool:
@@ -139,6 +152,22 @@ class ModelSpec:
     def scale(self) -> float:
         """Return the factor of scores before the softmax."""
         return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def plain_scores(self) -> bool:
+        """Return whether each query sees all rows up to its own, with scores as they are."""
+        return self.window is None and self.score_cap is None
+
+    def window_of(self, layer: int) -> int:
+        """Return how many rows a query of the layer sees, its own included; 0 for all."""
+        return self.window if self.window is not None and layer in self.sliding else 0
+
+    def within(self, context: int) -> ModelSpec:
+        """Return the spec for contexts of at most `context` tokens: without a window that is no shorter, for it changes nothing.
+        What was stored before windows were honoured stays valid where they never mattered."""
+        if self.window is None or self.window < context:
+            return self
+        return dataclasses.replace(self, window=None, sliding=self.sliding if self.sliding_rope is not None else ())
 
     @property
     def decoupled(self) -> bool:
@@ -204,8 +233,12 @@ class ModelSpec:
 LATER_FIELDS = {
     field.name: field.default
     for field in dataclasses.fields(ModelSpec)
-    if field.name.endswith("_scale")
-    or field.name in ("norm_before", "norm_after", "norm_bias", "qk_norm_over", "unturned", "experts", "config_digest")
+    if field.name.endswith(("_scale", "_cap"))
+    or field.name
+    in (
+        *("norm_before", "norm_after", "norm_bias", "norm_plus_one", "qk_norm_over"),
+        *("unturned", "experts", "window", "sliding", "sliding_rope", "config_digest"),
+    )
 }
 
 

@@ -20,7 +20,7 @@ from afterglow.model.experts import Experts, Mlp
 from afterglow.model.keeping import Keeping, blocks_work, unrounded
 from afterglow.model.linear import BlockLinear, Linear, ReorderedLinear, StackedLinear
 from afterglow.model.names import Names
-from afterglow.model.rotary import rope_table
+from afterglow.model.rotary import layer_ropes
 from afterglow.model.spec import EncoderSpec, ModelSpec
 from afterglow.model.tables import BlockTable, PackedTensor, Table
 
@@ -82,7 +82,7 @@ class WeightAssembler:
             layers=layers,
             final_norm=self._norm(names.final_norm, spec.hidden),
             head=self._head(embed),
-            rope=None if spec.rope is None else rope_table(spec.rope, self._device),
+            rope=layer_ropes(spec, self._device),
             dtype=self._dtype,
             quantization=self._kept,
         )
@@ -185,22 +185,29 @@ class WeightAssembler:
 
     def _norm(self, name: str, size: int) -> Norm:
         rms = self._spec.norm == "rms"
-        weight = self._get(name + ".weight", size).clone()
+        weight = self._norm_weight(name, size).clone()
         bias = self._get(name + ".bias", size).clone() if not rms and self._spec.norm_bias else None
         return Norm(weight, bias, rms=rms, eps=self._spec.norm_eps)
+
+    def _norm_weight(self, name: str, *shape: int) -> Tensor:
+        """Return what a norm multiplies with."""
+        if not self._spec.norm_plus_one:
+            return self._get(name + ".weight", *shape)
+        weight = self._source.get(name + ".weight", shape).to(self._device, torch.float32)
+        return (weight + 1).to(self._dtype)
 
     def _qk_norm(self, name: str, heads: int) -> Norm:
         """Build the norm of queries, or of keys, which have so many heads."""
         spec, order = self._spec, self._head_order()
         size = spec.head_dim
         if spec.qk_norm_over == "width":
-            weight = self._get(name + ".weight", heads * size).view(heads, size)[:, order].flatten()
+            weight = self._norm_weight(name, heads * size).view(heads, size)[:, order].flatten()
         elif spec.qk_norm_over == "head":
-            weight = self._get(name + ".weight", size)[order]
+            weight = self._norm_weight(name, size)[order]
         elif "{h}" in name:
-            weight = torch.stack([self._get(name.format(h=head) + ".weight", size)[order] for head in range(heads)])
+            weight = torch.stack([self._norm_weight(name.format(h=head), size)[order] for head in range(heads)])
         else:
-            weight = self._get(name + ".weight", heads, size)[:, order]
+            weight = self._norm_weight(name, heads, size)[:, order]
         return Norm(weight, None, rms=spec.norm == "rms", eps=spec.norm_eps)
 
     def _head_order(self) -> Tensor:

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 10
+#define AFTERGLOW_ABI_VERSION 11
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -21,7 +21,7 @@ int afterglow_bytes(void);
 
 /* Rows [start, start + rows) of a context, float [layers][2][kv_heads][capacity][head_dim], and the batch rows that read them:
    batch_rows[first .. first + count) of the table. `causal`: the queries are those of the segment's last rows, and a query sees no
-   row after its own. */
+   row after its own; with a `window` that is not 0, no more than the last so many of these rows. */
 typedef struct {
     const float *context;
     int64_t capacity;
@@ -30,6 +30,7 @@ typedef struct {
     int64_t first;
     int64_t count;
     int64_t causal;
+    int64_t window;
 } afterglow_segment;
 
 /* The segments of a step. */
@@ -42,12 +43,13 @@ typedef struct {
 } afterglow_table;
 
 /* The queries of a batch, [rows][heads][head_dim] with rows `stride` apart, and their results so far: out [rows][heads][head_dim]
-   and lse [rows][heads] (natural logarithm), both contiguous. */
+   and lse [rows][heads] (natural logarithm), both contiguous. A score x counts as cap * tanh(x / cap), unless `cap` is 0. */
 typedef struct {
     const float *queries;
     int64_t stride;
     int64_t heads;
     float scale;
+    float cap;
     float *out;
     float *lse;
 } afterglow_queries;

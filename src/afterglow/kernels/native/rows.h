@@ -124,11 +124,11 @@ INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t st
 }
 
 /* Scores of the rows that a query does not see, minus infinity: its weight is 10^-38 of the largest one's, which is nothing. */
-static void NAME(hide)(float *scores, int64_t n, int64_t queries, int64_t row, const int32_t *seen) {
+static void NAME(hide)(float *scores, int64_t n, int64_t queries, int64_t row, const int32_t *seen, int32_t window) {
     for (int64_t lane = 0; lane < queries; lane += V) {
         const bits until = *(const NAME(loose_bits) *)(seen + lane);
         for (int64_t i = 0; i < n; i++) {
-            bits hidden = until <= (int32_t)(row + i), score = (bits)load(scores + i * TILE + lane);
+            bits hidden = (until <= (int32_t)(row + i)) | (until - window > (int32_t)(row + i)), score = (bits)load(scores + i * TILE + lane);
             store(scores + i * TILE + lane, (vec)((score & ~hidden) | ((bits)((vec){0} - INFINITY) & hidden)));
         }
     }
@@ -152,7 +152,7 @@ static void NAME(columns)(const float *keys, int64_t apart, int64_t rows, const 
             for (; i + ROWS <= n; i += ROWS) NAME(products)(k + i * stride, stride, q, d, ROWS, 1, to + i * TILE, 0, 0, 0);
         for (; i < n; i++) NAME(products)(k + i * stride, stride, q, d, 1, 2, to + i * TILE, 0, 0, 0);
     }
-    NAME(hide)(scores + rows * TILE, own, queries, 0, seen);
+    NAME(hide)(scores + rows * TILE, own, queries, 0, seen, NO_WINDOW);
     for (int64_t lane = 0; lane < queries; lane += V) {
         float *from = scores + lane, edge[V];
         const int64_t lanes = queries - lane < V ? queries - lane : V;
@@ -191,15 +191,21 @@ UNROLL(16)
 static void NAME(many)(const float *keys, const float *values, int64_t rows, softmax s) {
     float factor[TILE];
     const int64_t d = s.d;
-    for (int64_t row = 0; row < rows; row += BLOCK) {
-        const int64_t n = rows - row < BLOCK ? rows - row : BLOCK;
-        const float *k = keys + row * d;
+    for (int64_t block = 0; block < rows; block += BLOCK) {
+        const int64_t end = rows - block < BLOCK ? rows : block + BLOCK;
         for (int64_t first = 0; first < s.queries; first += TILE) {
             const int64_t queries = s.queries - first < TILE ? s.queries - first : TILE;
             const float *q = s.q + first * d;
-            if (s.seen && row >= s.seen[first + queries - 1]) continue;
-            NAME(score)(k, q, d, n, queries > V ? 2 : 1, s.scores, first == 0, values + row * d);
-            if (s.seen && row + n > s.seen[first]) NAME(hide)(s.scores, n, queries, row, s.seen + first);
+            /* Rows before all of the tile's windows are not touched: there may be nothing in them. */
+            const int64_t seen_from = s.seen ? s.seen[first] - s.window : 0, row = block > seen_from ? block : seen_from, n = end - row;
+            if (n <= 0 || (s.seen && row >= s.seen[first + queries - 1])) continue;
+            NAME(score)(keys + row * d, q, d, n, queries > V ? 2 : 1, s.scores, first == 0, values + row * d);
+            if (s.cap > 0)
+                for (int64_t i = 0; i < n; i++)
+                    for (int64_t lane = 0; lane < queries; lane += V)
+                        store(s.scores + i * TILE + lane, NAME(capped)(load(s.scores + i * TILE + lane), s.cap));
+            if (s.seen && (end > s.seen[first] || row < s.seen[first + queries - 1] - s.window))
+                NAME(hide)(s.scores, n, queries, row, s.seen + first, s.window);
             for (int64_t lane = 0; lane < queries; lane += V) {
                 float *scores = s.scores + lane, *most = s.most + first + lane, *sum = s.sum + first + lane;
                 const vec before = load(most);
@@ -251,6 +257,8 @@ UNROLL(16)
                 scores[i] = 0;
                 for (int j = 0; j < V; j++) scores[i] += a[j];
             }
+            if (s.cap > 0)
+                for (int64_t j = 0; j < n; j += V) store(scores + j, NAME(capped)(load(scores + j), s.cap));
             for (; i % V; i++) scores[i] = -FLT_MAX; /* weighs 10^-38 */
             const float before = s.most[query];
             vec m = load(scores), total = {0};

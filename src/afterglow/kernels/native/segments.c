@@ -19,6 +19,7 @@
 #define NO_WAKE 16384 /* below so many rows of a KV head no thread is woken */
 #define MAX_LANES 32
 #define ALL (INT64_MAX / 2)
+#define NO_WINDOW (1 << 30)
 #define MANY_PARTS 64 /* parts to merge before a second thread is used */
 
 /* Queries of one KV head while its rows pass by. `q` is scaled; [queries][d], or tiles of
@@ -27,7 +28,9 @@ typedef struct {
     int64_t queries, d;
     float *q, *out, *most, *sum; /* out [queries][d], most and sum [queries]: the softmax so far, not yet divided */
     float *scores;               /* [BLOCK][MAX_LANES] */
-    int32_t *seen;               /* [queries]: how many rows a query sees, growing; null: all rows. `many` only */
+    int32_t *seen;               /* [queries]: the row after a query's last one, growing; null: it sees all rows. `many` only */
+    int32_t window;              /* how many rows before `seen` a query sees */
+    float cap;                   /* of scores, 0 for none */
 } softmax;
 
 typedef void kernel(const float *keys, const float *values, int64_t rows, softmax s);
@@ -123,6 +126,7 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
         const int one_by_one = segment->causal && decoded(segment) && group <= MAX_FEW; /* as a row that is alone */
         const int tiled = !one_by_one && (segment->count * group > MAX_FEW || segment->causal);
         softmax s = {.queries = queries, .d = d, .scores = job.scratch + worker * job.scratch_size};
+        s.window = segment->window ? segment->window : NO_WINDOW, s.cap = batch.cap;
         s.q = s.scores + BLOCK * MAX_LANES, s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
         s.seen = segment->causal ? (int32_t *)(s.sum + full) : 0;
         for (int64_t i = 0; segment->causal && i < full; i++) {
@@ -141,8 +145,9 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
         const float *values = keys + table.kv_heads * segment->capacity * d;
         for (int64_t i = 0; one_by_one && i < queries; i += group) {
             softmax own = {.queries = group, .d = d, .q = s.q + i * d, .out = s.out + i * d, .most = s.most + i, .sum = s.sum + i};
-            own.scores = s.scores;
-            if (s.seen[i] > 0) job.few(keys, values, s.seen[i] < now.rows ? s.seen[i] : now.rows, own);
+            own.scores = s.scores, own.cap = s.cap;
+            const int64_t begin = s.seen[i] > s.window ? s.seen[i] - s.window : 0, end = s.seen[i] < now.rows ? s.seen[i] : now.rows;
+            if (end > begin) job.few(keys + begin * d, values + begin * d, end - begin, own);
         }
         if (!one_by_one) (tiled ? job.many : job.few)(keys, values, now.rows, s);
         for (int64_t i = 0; i < queries; i++) {

@@ -37,3 +37,11 @@ INLINE vec NAME(exponential)(vec x) {
     y = y * (r * r) + r + 1.0f;
     return (vec)((bits)y + power);
 }
+
+/* cap * tanh(x / cap), to about cap / 2^24. */
+INLINE vec NAME(capped)(vec x, float cap) {
+    const vec y = x / cap;
+    const bits sign = (bits)y & (int32_t)0x80000000;
+    const vec e = NAME(exponential)((vec)((bits)y | (int32_t)0x80000000) * 2.0f);
+    return (vec)((bits)((1.0f - e) / (1.0f + e)) | sign) * cap;
+}

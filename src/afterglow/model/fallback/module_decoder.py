@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from afterglow.errors import ModelError
+from afterglow.kernels.rope import LayerRopes
 from afterglow.model.decoder import Attend, Decoder, Hidden
 from afterglow.model.fallback.handing import HandingCache, Turning
 from afterglow.model.spec import ModelSpec
@@ -56,7 +57,8 @@ class FallbackDecoder(Decoder):
         """Take a `model` of class `...ForCausalLM`, in evaluation mode, whose attention is `handing.ATTENTION`."""
         self.spec, self.quantization = spec, "none"
         self.dtype, self.device = model.dtype, model.device
-        self.rope = turning.table
+        of_layer = [None if layer in spec.unturned else 0 for layer in range(spec.layers)]
+        self.rope = None if turning.table is None else LayerRopes([turning.table], of_layer)
         self._turning = turning
         self._layers_module = getattr(model, model.base_model_prefix)
         self._head_module = _head_of(model)

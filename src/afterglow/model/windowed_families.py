@@ -1,0 +1,148 @@
+"""The families in which some layers see a window of the context only, and plain Gemma, which has their other parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afterglow.errors import ModelError
+from afterglow.model.config_reading import Config, Family, head_dim, need
+from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
+from afterglow.model.names import Names
+from afterglow.model.rms_families import RMS_FAMILIES
+from afterglow.model.rotary import read_rope
+from afterglow.model.spec import ModelSpec
+
+LAYER = "model.layers.{l}."
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _windows(config: Config, every: int) -> dict[str, Any]:
+    """Read the window, and which layers have it: `layer_types`, or all but each layer of so many (`every`, or
+    `sliding_window_pattern`)."""
+    layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        every = config.get("sliding_window_pattern") or every
+        if not isinstance(every, int):
+            raise ModelError(f"sliding_window_pattern = {every!r} in config.json is no number; name all layer_types")
+        kinds = [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
+    if len(kinds) != layers:
+        raise ModelError(f"layer_types in config.json names {len(kinds)} layers of {layers}")
+    for kind in kinds:
+        if kind not in (SLIDING, FULL):
+            raise ModelError(f"layers of type {kind!r} are not supported; supported are {SLIDING} and {FULL}")
+    window = config.get("sliding_window", 4096)
+    if window is None:
+        return {}
+    return {"window": window, "sliding": tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)}
+
+
+def _ropes(config: Config, theta: dict[str, float]) -> dict[str, Any]:
+    """Read a rotation for each type of layers, in the style of transformers 4 or 5. `theta`: the bases of each type, where the
+    config names none. In the older style `rope_scaling` was that of full layers."""
+    given = config.get("rope_parameters") or {}
+    if given and not all(isinstance(value, dict) or value is None for value in given.values()):
+        raise ModelError(f"rope_parameters in config.json must name {SLIDING} and {FULL}")
+    plain = {
+        key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling", "rope_theta")
+    }
+    found = {}
+    for kind in (FULL, SLIDING):
+        params = dict(given.get(kind) or {})
+        if kind == FULL:
+            params |= config.get("rope_scaling") or {}
+        params = {"rope_theta": theta[kind], **params}
+        found[kind] = read_rope({**plain, "rope_parameters": params}, head_dim(config))
+    sliding = found[SLIDING].pop("rope")
+    return found[SLIDING] | found[FULL] | {"sliding_rope": None if sliding == found[FULL]["rope"] else sliding}
+
+
+def _gemma_parts(config: Config, activation: str) -> dict[str, Any]:
+    config = {"head_dim": 256, **config, "hidden_act": activation}
+    return RMS_FAMILIES["llama"].read(config) | {
+        "head_dim": head_dim(config),
+        "embed_scale": float(need(config, "hidden_size") ** 0.5),
+        "norm_plus_one": True,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    activation = config.get("hidden_act") or "gelu_pytorch_tanh"
+    # Its first files say "gelu", and mean this.
+    return _gemma_parts(config, "gelu_pytorch_tanh" if activation == "gelu" else activation)
+
+
+def _gemma_windows(config: Config, every: int) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 have in common."""
+    fields = _gemma_parts(config, config.get("hidden_activation") or "gelu_pytorch_tanh")
+    return fields | {
+        "norm_after": True,
+        "attention_scale": float(config.get("query_pre_attn_scalar", 256) ** -0.5),
+        "score_cap": config.get("attn_logit_softcapping"),
+        "logit_cap": config.get("final_logit_softcapping"),
+        **_windows(config, every),
+    }
+
+
+def _gemma2(config: Config) -> dict[str, Any]:
+    return _gemma_windows({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}, 2)
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    config = {"head_dim": 256, "max_position_embeddings": 131072, **config}
+    theta = {FULL: config.get("rope_theta") or 1e6, SLIDING: config.get("rope_local_base_freq") or 1e4}
+    ropes = _ropes(config, theta)
+    plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    fields = _gemma_windows(plain, 6) | ropes
+    return fields | {"qk_norm": True, "max_positions": config["max_position_embeddings"]}
+
+
+def _olmo3(config: Config) -> dict[str, Any]:
+    base = config.get("rope_theta") or 500000.0
+    ropes = _ropes(config, {FULL: base, SLIDING: base})
+    plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    return RMS_FAMILIES["olmo2"].read(plain) | ropes | _windows(config, 4)
+
+
+def _unturned(config: Config, fields: dict[str, Any]) -> tuple[int, ...]:
+    """Return the layers without a window: they have no positions."""
+    return tuple(layer for layer in range(need(config, "num_hidden_layers")) if layer not in fields.get("sliding", ()))
+
+
+def _exaone4(config: Config) -> dict[str, Any]:
+    fields = RMS_FAMILIES["olmo2"].read(config) | {"qk_norm_over": "head"} | _windows(config, 4)
+    return fields | {"unturned": _unturned(config, fields) if "window" in fields else ()}
+
+
+def _cohere2(config: Config) -> dict[str, Any]:
+    fields = LAYER_NORM_FAMILIES["cohere"].read({"rope_theta": 10000.0, **config}) | _windows(config, 4)
+    return fields | {"unturned": _unturned(config, fields)}
+
+
+def _gemma_names(spec: ModelSpec) -> Names:
+    return Names(
+        attn_after=LAYER + "post_attention_layernorm",
+        mlp_norm=LAYER + "pre_feedforward_layernorm",
+        mlp_after=LAYER + "post_feedforward_layernorm",
+    )
+
+
+_BIAS = frozenset({"attention_bias"})
+_SCORES = frozenset({"final_logit_softcapping", "query_pre_attn_scalar"})
+_CAPS = frozenset({"attn_logit_softcapping"})  # Gemma 3's own code leaves scores as they are, whatever this key says
+
+WINDOWED_FAMILIES: dict[str, Family] = {
+    "gemma": Family(architecture="GemmaForCausalLM", read=_gemma, names=RMS_FAMILIES["llama"].names, honoured=_BIAS),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM", read=_gemma2, names=_gemma_names, honoured=_BIAS | _SCORES | _CAPS
+    ),
+    "gemma3_text": Family(architecture="Gemma3ForCausalLM", read=_gemma3, names=_gemma_names, honoured=_BIAS | _SCORES),
+    "olmo3": Family(architecture="Olmo3ForCausalLM", read=_olmo3, names=RMS_FAMILIES["olmo2"].names, honoured=_BIAS),
+    "exaone4": Family(architecture="Exaone4ForCausalLM", read=_exaone4, names=RMS_FAMILIES["olmo2"].names),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        read=_cohere2,
+        names=LAYER_NORM_FAMILIES["cohere"].names,
+        honoured=_BIAS | {"logit_scale"},
+    ),
+}

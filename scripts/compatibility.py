@@ -178,6 +178,7 @@ MODELS = {
     "qwen2_moe": "Qwen 1.5 and 2 MoE",
     "qwen3_moe": "Qwen 3 MoE (30B-A3B, 235B-A22B)",
     "olmoe": "OLMoE",
+    "gpt_oss": "gpt-oss 20B, 120B",
     "phi": "Phi-2",
     "phi3": "Phi-3, 3.5 and 4 (text, also mini)",
     "smollm3": "SmolLM3",
@@ -233,6 +234,8 @@ def remarks() -> dict[str, str]:
             texts["windows: attention reads no row before them"] = None
         if spec.score_cap is not None:
             texts["soft-capped scores"] = None
+        if spec.sinks:
+            texts["attention sinks"] = None
         if spec.unturned:
             texts["layers without positions"] = None
         if not spec.decoupled:

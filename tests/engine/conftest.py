@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**LLAMA, **MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 24},
     "qwen3_moe": {**LLAMA, **MOE, "model_type": "qwen3_moe", "head_dim": 8, "norm_topk_prob": True},
     "olmoe": {**LLAMA, **MOE, "model_type": "olmoe"},
+    "gpt_oss": {**LLAMA, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "sliding_window": 40},
     "phi3": {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5},
     "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]},
     "olmo2": {**LLAMA, "model_type": "olmo2"},
@@ -229,7 +230,8 @@ OTHER_SCORES = (
     "olmo3",
     "exaone4",
     "cohere2",
-)  # windows, caps: not what importance is computed by
+    "gpt_oss",
+)  # windows, caps, sinks: not what importance is computed by
 REPEATED = (
     "glm",
     "ministral",

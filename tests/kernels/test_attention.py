@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from afterglow.kernels import attention
-from afterglow.kernels.attention import attend, merge, merge_into
+from afterglow.kernels.attention import attend, merge, merge_into, with_sinks
 from tests import doors
 
 D = 16
@@ -246,3 +246,18 @@ def test_what_the_cuda_operators_return(queries: int) -> None:
     assert efficient[0].shape == q.shape
     assert efficient[1].shape == (2, 4, -(-queries // 32) * 32)
     assert flash[1].dtype == efficient[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 0), (1, 9), (4, 9)])
+def test_a_sink_is_a_row_without_a_value(n: int, rows: int) -> None:
+    """A row that every query sees, with the same score for all queries of a head; and what has it can be merged on."""
+    q, keys, values = draw(n, rows, 4, 2)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 40.0])
+    out, lse = attend(q, keys, values, scale=SCALE, causal=False)
+    scores = torch.einsum("qhd,khd->qhk", q.double(), keys.double().repeat_interleave(2, 1)) * SCALE
+    scores = torch.cat((scores, sinks.double().expand(n, 4)[..., None]), -1)
+    values = torch.cat((values, torch.zeros(1, 2, D))).double().repeat_interleave(2, 1)
+    exact = torch.einsum("qhk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1)
+    close(with_sinks(out, lse, sinks), exact)
+    row = torch.zeros(n, 4, D), sinks.expand(n, 4)
+    close(merge((row, (out, lse))), exact)

@@ -88,6 +88,7 @@ _MINISTRAL3 = _rope(
     llama_4_scaling_beta=0.1,
 )
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_OSS = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}
 _GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -192,6 +193,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "olmoe",
         "Olmoe",
         _SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "gpt-oss": ("gpt_oss", "GptOss", _SMALL | _OSS),
+    "gpt-oss-plain": (
+        "gpt_oss",
+        "GptOss",
+        _SMALL
+        | _OSS
+        | {
+            "head_dim": 8,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 1,
+            "swiglu_limit": 0.5,
+        }
+        | _rope("default"),
     ),
     "phi3": ("phi3", "Phi3", _SMALL),
     "phi3-mha": ("phi3", "Phi3", _SMALL | {"num_key_value_heads": 6, "tie_word_embeddings": True}),

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
     "phi": "phi2",
     "gpt_neox": "gptneox",
     "cohere": "command-r",
@@ -58,7 +59,7 @@ def describe(writer: GGUFWriter, config: Any, freqs: dict[str, Any]) -> None:
         count: int = getattr(config, "num_local_experts", None) or config.num_experts
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type == "phi3":
+    if config.model_type in ("phi3", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
@@ -112,6 +113,8 @@ def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
         place = f"blk.{name.split('.')[2]}.ffn_"
         found[f"{place}gate_exps.weight"], found[f"{place}up_exps.weight"] = tensors.pop(name).chunk(2, 1)
         found[f"{place}down_exps.weight"] = tensors.pop(name.replace("gate_up", "down"))
+        if config.model_type == "gpt_oss":
+            take_turns(found, tensors, name, place)
     for name, tensor in tensors.items():
         if name.startswith("lm_head") and config.tie_word_embeddings:
             continue
@@ -130,6 +133,22 @@ def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
         parts = [found.pop(name.replace("attn_q", f"attn_{x}")) for x in "qkv"]
         found[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)
     return found
+
+
+def take_turns(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], name: str, place: str) -> None:
+    """Sort gates and other numbers, which take turns in gpt-oss, whose matrices are [inputs, outputs], and add biases and sinks."""
+    both = torch.cat((found[f"{place}gate_exps.weight"], found[f"{place}up_exps.weight"]), 1)
+    bias = tensors.pop(name + "_bias")
+    for which, part in enumerate(("gate", "up")):
+        found[f"{place}{part}_exps.weight"] = both[..., which::2].transpose(1, 2)
+        found[f"{place}{part}_exps.bias"] = bias[:, which::2]
+    found[f"{place}down_exps.weight"] = found[f"{place}down_exps.weight"].transpose(1, 2)
+    found[f"{place}down_exps.bias"] = tensors.pop(name.replace("gate_up", "down") + "_bias")
+    sinks = name.replace("mlp.experts.gate_up_proj", "self_attn.sinks")
+    found[place.replace("ffn_", "attn_sinks.weight")] = tensors.pop(sinks)
+    router = name.replace("experts.gate_up_proj", "router")
+    for kind in ("weight", "bias"):
+        found[f"{place}gate_inp.{kind}"] = tensors.pop(f"{router}.{kind}")
 
 
 def sorted_heads(tensors: dict[str, torch.Tensor], start: str) -> list[str]:

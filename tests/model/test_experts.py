@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import Tensor
 
+from afterglow.errors import ModelError
 from afterglow.model.experts import Experts, Mlp
 from afterglow.model.linear import BlockLinear, PlainLinear
 from afterglow.model.loader import load_model
 from afterglow.model.spec import ExpertsSpec
 from tests.model import families_hf, gguf_kit
-from tests.model.test_parity import our_logits
+from tests.model.test_parity import our_logits, their_logits
 
 # Rows are whole blocks, and each token takes all experts: a choice that rounding flips is no small error.
 WIDE = {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 4}
@@ -103,3 +105,61 @@ def test_blocks_of_experts_stay_blocks(wide: str, tmp_path: Path, monkeypatch: p
     for decoder in (kept, load_model(tmp_path / "blocks.gguf", quantization="none")):
         error = (our_logits(decoder) - exact).std() / exact.std()
         assert 0 < error < 0.02
+
+
+def mxfp4_checkpoint(folder: Path) -> torch.nn.Module:
+    """Write gpt-oss with experts in MXFP4 as its makers do, and return the model that has the weights that they mean."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = families_hf.make_hf("gpt-oss-wide")
+    generator = torch.Generator().manual_seed(2)
+    stored: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, inputs, outputs = parameter.shape
+            shape = (count, outputs, inputs // 32)
+            blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 124, shape, generator=generator, dtype=torch.uint8)
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in stored}
+    save_file(kept | stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
+    return model
+
+
+def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, prefix, config = families_hf.CASES["gpt-oss"]
+    monkeypatch.setitem(families_hf.CASES, "gpt-oss-wide", (package, prefix, config | WIDE))
+    theirs = their_logits(mxfp4_checkpoint(tmp_path))
+    plain = load_model(tmp_path, quantization="none")
+    torch.testing.assert_close(our_logits(plain), theirs, atol=1e-4, rtol=0)
+    kept = load_model(tmp_path)
+    assert kept.quantization == "blocks"
+    mixed = kept.layers[0].mlp
+    assert isinstance(mixed, Experts)
+    assert all(isinstance(expert.wide, BlockLinear) for expert in mixed.experts)
+    assert 0 < (our_logits(kept) - theirs).std() / theirs.std() < 0.02
+
+
+def test_damaged_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, prefix, config = families_hf.CASES["gpt-oss"]
+    monkeypatch.setitem(families_hf.CASES, "gpt-oss-wide", (package, prefix, config | WIDE))
+    families_hf.save_case("gpt-oss-wide", tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    for key, value, words in (
+        ("num_local_experts", 6, "no part|asks for"),
+        (
+            "intermediate_size",
+            96,
+            r"down_proj has shape \(64, 96\) for each expert, config.json asks for \(96, 96\)|gate_up",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(about | {key: value}))
+        with pytest.raises(ModelError, match=words):
+            load_model(tmp_path)

@@ -52,7 +52,7 @@ CASES = [
     *("llama", "llama-mqa", "llama-tied", "llama-bias", "llama-head-dim", "llama-theta"),
     *("llama-llama3", "llama-linear", "llama-yarn", "qwen2", "qwen2-tied", "qwen3", "phi", "phi-2"),
     *("falcon-mqa", "falcon-mha", "falcon-new", "falcon-new-one-norm"),
-    *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
     *(
         "phi3",
         "phi3-mha",

@@ -176,7 +176,11 @@ class RelayAttend(CachedAttend):
             out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out, lse = self._found
-        lse.fill_(-torch.inf)
+        if attention.sinks is None:
+            lse.fill_(-torch.inf)
+        else:  # what all segments are merged into: a row of zeros
+            out.zero_()
+            lse.copy_(attention.sinks)
         reads = self._reads[attention.window]
         if reads is not None:
             reads.attend(layer, q, attention.scale, out, lse)

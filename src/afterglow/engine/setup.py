@@ -176,7 +176,7 @@ def refuse_beside(spec: ModelSpec, config: EngineConfig) -> None:
     """Refuse what makes attention weights by the plain formula, for models whose weights are others. Raises: ConfigError."""
     if spec.plain_scores:
         return
-    what = "sliding windows" if spec.score_cap is None else "soft-capped scores"
+    what = "attention sinks" if spec.sinks else "sliding windows" if spec.score_cap is None else "soft-capped scores"
     for option, used in (
         ("--importance", config.importance is not None),
         ("--truncation-policy importance", config.truncation_policy == "importance"),

@@ -84,6 +84,12 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out.to(dtype), lse
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention `(out, lse)` of a segment and of a row besides, whose scores are `sinks` [heads], float32, and whose values
+    are 0."""
+    return (out * (lse - sinks).sigmoid_()[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
 def merge_into(out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tensor, Tensor]) -> None:
     """Merge a part, [n, heads, head_dim] and [n, heads], into `rows` (n different rows; a slice or int64) of the results so
     far: `out` [batch, heads, head_dim] and `lse` [batch, heads], float32."""

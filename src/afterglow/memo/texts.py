@@ -135,7 +135,7 @@ def memo_identity(model: Model, folder: Path, template: Template) -> dict[str, s
     make other maps than those they were rounded from. Raises: ConfigError for attention that is not of all rows by the plain formula."""
     if not model.spec.plain_scores:
         raise ConfigError(
-            f"a memo has no maps of a model of type {model.spec.family}, whose attention has windows or soft-capped scores; "
+            f"a memo has no maps of a model of type {model.spec.family}, whose attention has windows, sinks or soft-capped scores; "
             "leave it out"
         )
     dtype = str(model.dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.choices import KeptWeights
-from afterglow.kernels.attention import attend
+from afterglow.kernels.attention import attend, with_sinks
 from afterglow.kernels.block import Block, in_panels
 from afterglow.kernels.passes import rms_norm
 from afterglow.kernels.rope import LayerRopes, LayerRotations, rotate
@@ -64,13 +64,22 @@ class Attention:
         "kv_heads",
         "layer",
         "scale",
+        "sinks",
         "window",
     )
 
     def __init__(
-        self, layer: int, spec: ModelSpec, qkv: Linear, q_norm: Norm | None = None, k_norm: Norm | None = None
+        self,
+        layer: int,
+        spec: ModelSpec,
+        qkv: Linear,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """Keep the weights. `qkv` yields all query heads, then all key heads, then all value heads."""
+        """Keep the weights. `qkv` yields all query heads, then all key heads, then all value heads. `sinks`: float32 [heads], see
+        `with_sinks`."""
+        self.sinks = sinks
         self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
         self.head_dim, self.scale = spec.head_dim, spec.scale
         self.window, self.cap = spec.window_of(layer), spec.score_cap or 0.0
@@ -125,7 +134,8 @@ class Attention:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend causally with the last rows of a context, whose first row is the context's, or before all windows. For shapes see
         `kernels.attention.attend`."""
-        return attend(q, keys, values, scale=self.scale, causal=True, window=self.window, cap=self.cap)[0]
+        out, lse = attend(q, keys, values, scale=self.scale, causal=True, window=self.window, cap=self.cap)
+        return out if self.sinks is None else with_sinks(out, lse, self.sinks)[0]
 
 
 class Attend(Protocol):

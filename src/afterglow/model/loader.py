@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,7 @@ from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.quantization_config import unpacking
 from afterglow.model.quantized import QuantizedWeights
 from afterglow.model.spec import EncoderSpec, ModelSpec
+from afterglow.model.stacked_experts import StackedExperts
 from afterglow.model.weights import WeightAssembler
 
 Progress = Callable[[int, int], None]
@@ -149,18 +150,20 @@ def compute_dtype(wanted: DtypeName, checkpoint: str, device: torch.device) -> t
     return DTYPES[wanted]
 
 
-def open_weights(model: Path, progress: Progress | None = None) -> Checkpoint | QuantizedWeights | GgufWeights:
+def open_weights(model: Path, progress: Progress | None = None) -> Weights:
     """Open the weights of a model directory, or of a GGUF file. Raises: ModelError."""
     if is_gguf(model):
         return GgufWeights(model, progress)
     unpack = unpacking(read_json(model / "config.json"))
     files = Checkpoint(model, progress)
+    if any(".experts.gate_up_proj" in name for name in files.names):
+        return StackedExperts(files)
     return files if unpack is None else QuantizedWeights(files, unpack)
 
 
-def _block_bytes(source: Checkpoint | QuantizedWeights | GgufWeights, model: Path) -> int | None:
+def _block_bytes(source: Weights, model: Path) -> int | None:
     """Return the bytes of the files if their weights are in blocks."""
-    if isinstance(source, Checkpoint) or (isinstance(source, GgufWeights) and not source.in_blocks):
+    if isinstance(source, Checkpoint) or (isinstance(source, GgufWeights | StackedExperts) and not source.in_blocks):
         return None
     return sum(path.stat().st_size for path in weight_files(model))
 
@@ -273,6 +276,11 @@ class Checkpoint:
         """Return the number of numbers in all tensors."""
         return sum(math.prod(file.get_slice(name).get_shape()) for name, file in self._files.items())
 
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the tensors."""
+        return self._files
+
     def _find(self, name: str) -> str:
         # Checkpoints saved from the bare model lack the outermost module's name.
         for candidate in (name, name.partition(".")[2], OTHER_NAMES.get(name)):
@@ -314,6 +322,19 @@ class Checkpoint:
             )
         return self.read(found)
 
+    def piece(self, name: str, index: int) -> Tensor:
+        """Return `tensor[index]` of any dtype: a copy, for which no other part of the file is read."""
+        found = self._find(name)
+        about = self._files[found].get_slice(found)
+        if len(about.get_shape()) < 2 or index >= about.get_shape()[0]:
+            raise ModelError(f"{self._directory}: {found} has shape {tuple(about.get_shape())}, and no part {index}")
+        try:
+            tensor: Tensor = about[index : index + 1][0]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelError(f"{self._directory}: {found} cannot be read ({error})") from None
+        self._count(tensor)
+        return tensor
+
     def read(self, name: str) -> Tensor:
         """Return a tensor of any dtype and shape, as `get` does."""
         found = self._find(name)
@@ -325,10 +346,17 @@ class Checkpoint:
             give_back(self._last.data_ptr(), self._last.nbytes)
         read_soon(tensor.data_ptr(), tensor.nbytes)
         self._last = tensor
+        self._count(tensor)
+        return tensor
+
+    def _count(self, tensor: Tensor) -> None:
+        """Count the bytes of a tensor that has been read."""
         self._done += tensor.nbytes
         if self._done - self._trimmed > TRIM_AFTER:  # rounded parts that were freed lie between matrices that stay
             self._trimmed = self._done
             trim()
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return tensor
+
+
+Weights: TypeAlias = Checkpoint | QuantizedWeights | StackedExperts | GgufWeights

@@ -14,6 +14,8 @@ class Names:
     `mlp`: gate and up, in two modules or in one; or the first layer of a plain MLP.
     `neighbours`: rotary pairs are neighbours in the rows of q and k; the decoder has them half a head apart.
     `transposed`: matrices of layers are [inputs, outputs].
+    `gates_in_turn`: in the first matrix of an expert, gates and the numbers that they let through take turns.
+    `sinks`: a tensor, by its whole name.
     """
 
     embed: str = "model.embed_tokens"
@@ -41,3 +43,5 @@ class Names:
     grouped: bool = False
     neighbours: bool = False
     transposed: bool = False
+    gates_in_turn: bool = False
+    sinks: str = ""

@@ -9,12 +9,12 @@ from afterglow.errors import ModelError
 from afterglow.model.quantized import Unpack, awq, compressed, gptq, gptq_v2
 
 KEYS = ("quantization_config", "compression_config")
-SUPPORTED = "awq, gptq and compressed-tensors, with weights of 4 or 8 bits"
+SUPPORTED = "awq, gptq and compressed-tensors, with weights of 4 or 8 bits, and mxfp4 of gpt-oss"
 REMEDY = "use the checkpoint that it was quantised from; --quantization int4 or int8 rounds it here"
 
 
 def unpacking(config: Mapping[str, Any]) -> Unpack | None:
-    """Return how to unpack the matrices of a checkpoint; None if it is not quantised.
+    """Return how to unpack the matrices of a checkpoint; None if it is not quantised, or in blocks (`stacked_experts`).
 
     Raises: ModelError, with the method, for one that is not read.
     """
@@ -35,6 +35,8 @@ def unpacking(config: Mapping[str, Any]) -> Unpack | None:
         _check(method, "bits", about.get("bits", about.get("w_bit")), (4,))
         _check(method, "version", str(about.get("version") or about.get("format") or "gemm").lower(), ("gemm",))
         return awq
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
+        return None
     if method == "compressed-tensors":
         _check_compressed(about)
         return compressed

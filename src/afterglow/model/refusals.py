@@ -71,7 +71,6 @@ REASONS: dict[str, tuple[str, ...]] = {
     "ALiBi positions": ("bloom", "mpt"),
     "mixture of experts": ("afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "dbrx"),
     "its attention chooses experts": ("jetmoe",),
-    "mixture of experts and attention sinks": ("gpt_oss",),
     "multi-head latent attention (MLA)": (
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "youtu",
     ),

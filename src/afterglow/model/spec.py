@@ -68,6 +68,8 @@ class ModelSpec:
     head's size where there is no number. `norm_plus_one`: what RMS norms multiply with is one more than their weights.
     `sliding`: layers whose queries see no more than the last `window` rows, their own included (None: all rows). `sliding_rope`:
     the rotation of these layers, where it is another than `rope`. `*_cap`: scores, or logits, are cap * tanh(x / cap).
+    `sinks`: each query head has a score of its own that takes part in the softmax, and has no value. `router_bias`: of experts.
+    `gate_clamp`: gates are clamped, with these numbers, instead of going through SiLU (see `kernels.passes.gated_clamped`).
     `position_limit`: longest context in which stored KV stays valid, where that is below `max_positions`;
     `position_limit_reason` says why.
     `positions="modules"`: modules of transformers compute the model, and know; `config_digest` names all that its config says.
@@ -114,6 +116,9 @@ class ModelSpec:
     logit_cap: float | None = None
     experts: ExpertsSpec | None = None
     config_digest: str = ""
+    router_bias: bool = False
+    gate_clamp: tuple[float, float] | None = None
+    sinks: bool = False
     position_limit: int | None = None
     position_limit_reason: str = ""
     bos_id: int | None = None
@@ -155,8 +160,8 @@ class ModelSpec:
 
     @property
     def plain_scores(self) -> bool:
-        """Return whether each query sees all rows up to its own, with scores as they are."""
-        return self.window is None and self.score_cap is None
+        """Return whether each query sees all rows up to its own, and nothing else, with scores as they are."""
+        return self.window is None and self.score_cap is None and not self.sinks
 
     def window_of(self, layer: int) -> int:
         """Return how many rows a query of the layer sees, its own included; 0 for all."""
@@ -238,6 +243,7 @@ LATER_FIELDS = {
     in (
         *("norm_before", "norm_after", "norm_bias", "norm_plus_one", "qk_norm_over"),
         *("unturned", "experts", "window", "sliding", "sliding_rope", "config_digest"),
+        *("router_bias", "gate_clamp", "sinks"),
     )
 }
 

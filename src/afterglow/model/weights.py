@@ -123,10 +123,11 @@ class WeightAssembler:
         if spec.qk_norm:
             q_norm = self._qk_norm(at(names.q_norm), spec.heads)
             k_norm = self._qk_norm(at(names.k_norm), spec.kv_heads)
+        sinks = self._get(at(names.sinks), spec.heads).float().clone() if spec.sinks else None
         width = spec.heads * spec.head_dim
         return Layer(
             attn_norm=norm(names.attn_norm, spec.norm_before),
-            attention=Attention(index, spec, self._qkv(index), q_norm, k_norm),
+            attention=Attention(index, spec, self._qkv(index), q_norm, k_norm, sinks),
             out=self._linear([Part(at(names.out), spec.hidden)], width, spec.out_bias),
             mlp_norm=norm(names.mlp_norm, spec.norm_before and spec.mlp_norm),
             mlp=self._layer_mlp(index),
@@ -140,16 +141,19 @@ class WeightAssembler:
         if about is None or index not in about.layers:
             return self._mlp([name.replace("{l}", layer) for name in (*names.mlp, names.mlp_out)], self._spec.ffn)
 
-        def gate(name: str, outputs: int) -> Linear:
-            weight = self._get(f"{name.replace('{l}', layer)}.weight", outputs, hidden)
-            return unrounded(weight)  # it decides, and is small
+        def gate(name: str, outputs: int, bias: bool = False) -> Linear:
+            name = name.replace("{l}", layer)
+            weight = self._get(name + ".weight", outputs, hidden)
+            return unrounded(
+                weight, self._get(name + ".bias", outputs).clone() if bias else None
+            )  # it decides, and is small
 
         templates = [name.replace("{l}", layer) for name in (*names.expert_mlp, names.expert_mlp_out)]
         experts = [
-            self._mlp([name.replace("{e}", str(expert)) for name in templates], about.ffn)
+            self._mlp([name.replace("{e}", str(expert)) for name in templates], about.ffn, turns=names.gates_in_turn)
             for expert in range(about.count)
         ]
-        router = gate(names.router, about.count)
+        router = gate(names.router, about.count, self._spec.router_bias)
         if not about.shared_ffn:
             return Experts(about, router, experts)
         shared = self._mlp(
@@ -157,13 +161,15 @@ class WeightAssembler:
         )
         return Experts(about, router, experts, shared, gate(names.shared_gate, 1))
 
-    def _mlp(self, names: Sequence[str], width: int) -> Mlp:
-        """Build one MLP out of the modules of its first matrix, and of its second one, which comes last."""
+    def _mlp(self, names: Sequence[str], width: int, *, turns: bool = False) -> Mlp:
+        """Build one MLP out of the modules of its first matrix, and of its second one, which comes last. `turns`: gates and other
+        numbers take turns in the first one."""
         spec, first = self._spec, names[:-1]
         outputs = width * (2 if spec.gated_mlp else 1) // len(first)
-        wide = self._linear([Part(name, outputs) for name in first], spec.hidden, spec.mlp_bias)
+        order = torch.arange(outputs).view(-1, 2).T.flatten() if turns else None
+        wide = self._linear([Part(name, outputs, order) for name in first], spec.hidden, spec.mlp_bias)
         narrow = self._linear([Part(names[-1], spec.hidden)], width, spec.mlp_bias)
-        return Mlp(wide, narrow, spec.activation, spec.gated_mlp)
+        return Mlp(wide, narrow, spec.activation, spec.gated_mlp, spec.gate_clamp)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         return self._source.get(name, shape).to(self._device, self._dtype)

@@ -1,4 +1,4 @@
-"""The families in which some layers see a window of the context only, and plain Gemma, which has their other parts."""
+"""The families in which some layers see a window of the context only, and plain Gemma, which has parts of theirs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
 from afterglow.model.names import Names
 from afterglow.model.rms_families import RMS_FAMILIES
 from afterglow.model.rotary import read_rope
-from afterglow.model.spec import ModelSpec
+from afterglow.model.spec import ExpertsSpec, ModelSpec
 
 LAYER = "model.layers.{l}."
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -119,6 +119,47 @@ def _cohere2(config: Config) -> dict[str, Any]:
     return fields | {"unturned": _unturned(config, fields)}
 
 
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    """Read gpt-oss: attention sinks, clamped gates, a router and experts with biases."""
+    usual = {
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    }
+    config = {**usual, **config}
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        config["rope_parameters"] = yarn
+    experts = ExpertsSpec(
+        count=need(config, "num_local_experts"),
+        chosen=need(config, "num_experts_per_tok"),
+        ffn=need(config, "intermediate_size"),
+        layers=tuple(range(need(config, "num_hidden_layers"))),
+    )
+    return RMS_FAMILIES["llama"].read(config) | {
+        "head_dim": head_dim(config),
+        "mlp_bias": True,
+        "router_bias": True,
+        "sinks": True,
+        "gate_clamp": (float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))),
+        "experts": experts,
+        **_windows(config, 2),
+    }
+
+
+def _gpt_oss_names(spec: ModelSpec) -> Names:
+    experts = LAYER + "mlp.experts.{e}."
+    return Names(
+        router=LAYER + "mlp.router",
+        expert_mlp=(experts + "gate_up_proj",),
+        expert_mlp_out=experts + "down_proj",
+        sinks=LAYER + "self_attn.sinks",
+        gates_in_turn=True,
+    )
+
+
 def _gemma_names(spec: ModelSpec) -> Names:
     return Names(
         attn_after=LAYER + "post_attention_layernorm",
@@ -139,6 +180,12 @@ WINDOWED_FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(architecture="Gemma3ForCausalLM", read=_gemma3, names=_gemma_names, honoured=_BIAS | _SCORES),
     "olmo3": Family(architecture="Olmo3ForCausalLM", read=_olmo3, names=RMS_FAMILIES["olmo2"].names, honoured=_BIAS),
     "exaone4": Family(architecture="Exaone4ForCausalLM", read=_exaone4, names=RMS_FAMILIES["olmo2"].names),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        read=_gpt_oss,
+        names=_gpt_oss_names,
+        honoured=_BIAS | {"num_experts", "num_local_experts"},
+    ),
     "cohere2": Family(
         architecture="Cohere2ForCausalLM",
         read=_cohere2,

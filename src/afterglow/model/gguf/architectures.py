@@ -148,6 +148,12 @@ def _mixture(keys: Keys, kind: str) -> dict[str, Any]:
     return _llama(keys) | _experts(keys) | {"model_type": kind, "num_local_experts": None, "norm_topk_prob": False}
 
 
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    config = _mixture(keys, "gpt_oss") | {"num_local_experts": keys.count("expert_count"), "norm_topk_prob": None}
+    config["rope_parameters"] = common_config(keys)["rope_parameters"] | {"truncate": False}  # as the model was made
+    return config | {"attention_bias": True}
+
+
 def _phi3(keys: Keys) -> dict[str, Any]:
     return {
         "model_type": "phi3",
@@ -296,6 +302,10 @@ def _glm4_names(spec: ModelSpec) -> Names:
     return _normed_after(mlp=(LAYER + "ffn_up",), neighbours=True)
 
 
+def _gpt_oss_names(spec: ModelSpec) -> Names:
+    return _names(mlp_norm=LAYER + "post_attention_norm", sinks=LAYER + "attn_sinks.weight")
+
+
 def _gpt2_names(spec: ModelSpec) -> Names:
     return _names(mlp=(LAYER + "ffn_up",), positions="position_embd")
 
@@ -307,6 +317,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(read=_qwen2_moe, names=_usual_names, experts=True),
     "qwen3moe": Architecture(read=_qwen3_moe, names=_usual_names, experts=True),
     "olmoe": Architecture(read=_olmoe, names=_usual_names, experts=True),
+    "gpt-oss": Architecture(read=_gpt_oss, names=_gpt_oss_names, experts=True),
     "phi2": Architecture(read=_phi2, names=_plain_names),
     "phi3": Architecture(read=_phi3, names=_plain_names),
     "smollm3": Architecture(read=_smollm3, names=_neighbours),

@@ -146,13 +146,14 @@ class GgufWeights:
         return dataclasses.replace(fused, name=name, shape=shape, blocks=blocks)
 
     def _expert(self, name: str) -> FileTensor | None:
-        """Return the matrix of one expert, `...exps.NUMBER.weight`: all experts are one tensor [experts, outputs, inputs]."""
+        """Return the matrix of one expert, `...exps.NUMBER.weight`, or its bias: all experts are one tensor [experts, outputs, inputs],
+        or [experts, outputs]."""
         place, number, kind = name.rsplit(".", 2)
         experts = self._file.tensors.get(f"{place}.{kind}")
-        if experts is None or not number.isdigit() or len(experts.shape) != 3 or int(number) >= experts.shape[0]:
+        if experts is None or not number.isdigit() or len(experts.shape) < 2 or int(number) >= experts.shape[0]:
             return None
         self._used.add(experts.name)
-        rows = experts.shape[1]
+        rows = experts.shape[1] if len(experts.shape) == 3 else 1
         blocks = experts.blocks[int(number) * rows : (int(number) + 1) * rows]
         return dataclasses.replace(experts, name=name, shape=experts.shape[1:], blocks=blocks)
 

@@ -1,0 +1,94 @@
+"""Checkpoints in safetensors whose experts lie in one tensor for each layer, in floats or in MXFP4: gpt-oss.
+
+Floats: `gate_up_proj` [experts, inputs, outputs]. MXFP4: `gate_up_proj_blocks` [experts, outputs, inputs / 32, 16], two neighbours in
+a byte, the first one in its low half, and `gate_up_proj_scales` [experts, outputs, inputs / 32], powers of two. Biases:
+`gate_up_proj_bias` [experts, outputs]. `down_proj` likewise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from afterglow.errors import ModelError
+from afterglow.kernels.packed import GROUP, dequantize
+from afterglow.model.quantized import Files
+from afterglow.model.tables import PackedTensor
+
+EXPERT = re.compile(r"(?P<place>.*\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.(?P<kind>weight|bias)")
+BYTES = GROUP // 2  # of a group's numbers
+
+
+class StackedFiles(Files, Protocol):
+    """The tensors of a checkpoint by name, whole or in part."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the tensors."""
+        ...
+
+    def piece(self, name: str, index: int) -> Tensor:
+        """Return `tensor[index]` of any dtype, without reading the rest. Raises: ModelError if there is none."""
+        ...
+
+
+class StackedExperts:
+    """A source of weights in which each expert has a module of its own, `...experts.NUMBER.gate_up_proj`."""
+
+    def __init__(self, files: StackedFiles) -> None:
+        """Read `files`; what belongs to no expert is read as it is."""
+        self._files = files
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether there are tensors for `packed`."""
+        return any(name.endswith("_proj_blocks") for name in self._files.names)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._files.__exit__(*exc)
+
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype of a tensor of floats. Raises: ModelError."""
+        return self._files.dtype_of(name)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor, dequantised if need be: see `WeightSource`."""
+        found = EXPERT.fullmatch(name)
+        if found is None:
+            return self._files.get(name, shape)
+        if found["kind"] == "weight" and self._files.has(f"{found['place']}.{found['module']}_blocks"):
+            return dequantize(*self._blocks(found, (shape[0], shape[1]))[:2])
+        whole, number = f"{found['place']}.{found['module']}", int(found["number"])
+        if found["kind"] == "bias":
+            return _shaped(f"{whole}_bias", self._files.piece(f"{whole}_bias", number), shape)
+        return _shaped(whole, self._files.piece(whole, number), shape[::-1]).T
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
+        """Return a matrix in blocks: see `WeightSource`."""
+        found = EXPERT.fullmatch(name)
+        if found is None or not self._files.has(f"{found['place']}.{found['module']}_blocks"):
+            return None
+        return self._blocks(found, shape)
+
+    def _blocks(self, found: re.Match[str], shape: tuple[int, int]) -> PackedTensor:
+        whole, number = f"{found['place']}.{found['module']}", int(found["number"])
+        outputs, groups = shape[0], shape[1] // GROUP
+        bytes_of = _shaped(f"{whole}_blocks", self._files.piece(f"{whole}_blocks", number), (outputs, groups, BYTES))
+        scales = _shaped(f"{whole}_scales", self._files.piece(f"{whole}_scales", number), (outputs, groups))
+        numbers = torch.stack((bytes_of & 15, bytes_of >> 4), -1).flatten(2)
+        halves = numbers[..., :BYTES] | numbers[..., BYTES:] << 4
+        return PackedTensor(torch.cat((scales[..., None], halves), -1).flatten(1), "MXFP4")
+
+
+def _shaped(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return `tensor`, of one expert. Raises: ModelError if its shape is another than `shape`."""
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"{name} has shape {tuple(tensor.shape)} for each expert, config.json asks for {shape}")
+    return tensor

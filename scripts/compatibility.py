@@ -10,12 +10,13 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.paths import ROOT
 
+from afterglow.model.fallback.fallback_config import FALLBACK
 from afterglow.model.families import FAMILIES, spec_from_config
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -142,6 +143,30 @@ COLUMNS = (
     ),
 )
 
+THROUGH_TRANSFORMERS = (
+    Column(
+        "replies",
+        "greedy replies and log-probabilities of a batch are those of transformers' `generate`, with shared prefixes read once",
+        "tests.engine.test_fallback",
+        "test_replies_are_those_of_transformers",
+        "kind",
+    ),
+    Column(
+        "tiers",
+        "rows from device, host, disk and after a restart give what a full prefill gives, within 1e-4",
+        "tests.engine.test_fallback",
+        "test_reuse_from_every_tier_equals_full_prefill",
+        "kind",
+    ),
+    Column(
+        "truncation",
+        "what remains of a truncated conversation is reused at new positions, or computed again where the remark says so",
+        "tests.engine.test_fallback",
+        "test_a_truncated_conversation",
+        "kind",
+    ),
+)
+
 FORMATS = (
     Column(
         "Blocks of GGUF files",
@@ -251,29 +276,46 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 
 
-def model_table() -> str:
-    """Make the table of model types."""
-    counts = [[kind_of(case) for case in column.cases()] for column in COLUMNS]
-    about = remarks()
-    lines = [_row(["`model_type`", "models", *(column.title for column in COLUMNS), "remarks"])]
-    lines.append("|" + "---|" * (len(COLUMNS) + 3))
-    for kind in FAMILIES:
+def table(
+    names: Mapping[str, str], columns: Sequence[Column], kinds: Sequence[Sequence[str]], about: Mapping[str, str]
+) -> str:
+    """Make a table and its legend. `names`: of models, by type; `kinds`: the types of each column's cases; `about`: remarks."""
+    lines = [_row(["`model_type`", "models", *(column.title for column in columns), "remarks"])]
+    lines.append("|" + "---|" * (len(columns) + 3))
+    for kind, name in names.items():
         cells = [
-            "" if kind not in kinds else str(kinds.count(kind)) if column.counted else "yes"
-            for column, kinds in zip(COLUMNS, counts, strict=True)
+            "" if kind not in found else str(found.count(kind)) if column.counted else "yes"
+            for column, found in zip(columns, kinds, strict=True)
         ]
-        lines.append(_row([f"`{kind}`", MODELS[kind], *cells, about.get(kind, "")]))
-    return "\n".join(lines)
+        lines.append(_row([f"`{kind}`", name, *cells, about.get(kind, "")]))
+    legend = [f"- {column.title}: {column.text} (`{column.module}.{column.test}`)" for column in columns]
+    return "\n".join([*lines, "", *legend])
+
+
+def model_table() -> str:
+    """Make the table of model types that the decoder computes."""
+    names = {kind: MODELS[kind] for kind in FAMILIES}
+    return table(names, COLUMNS, [[kind_of(case) for case in column.cases()] for column in COLUMNS], remarks())
+
+
+def fallback_table() -> str:
+    """Make the table of model types that run through transformers."""
+    names = {kind: f"`{architecture}`" for kind, architecture in FALLBACK.items()}
+    kept = _table("tests.engine.test_fallback", "AS_THEY_ARE")
+    about = dict.fromkeys(kept, "keys are stored as they are: after a truncation the rest is computed again")
+    return table(names, THROUGH_TRANSFORMERS, [column.cases() for column in THROUGH_TRANSFORMERS], about)
 
 
 def page() -> str:
     """Make the whole page."""
-    legend = "\n".join(f"- {column.title}: {column.text} (`{column.module}.{column.test}`)" for column in COLUMNS)
     formats = "\n".join(
         f"- {column.title} {column.text} (`{column.module}.{column.test}`): {'; '.join(dict.fromkeys(column.cases()))}."
         for column in FORMATS
     )
-    return f"{HEAD}\n## Models\n\n{model_table()}\n\n{legend}\n\n## Formats\n\n{formats}\n"
+    return (
+        f"{HEAD}\n## Models\n\n{model_table()}\n\n## Models through transformers\n\nSlower: their own modules compute all but attention "
+        f"([library.md](library.md#other-families-through-transformers)).\n\n{fallback_table()}\n\n## Formats\n\n{formats}\n"
+    )
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -235,3 +235,5 @@ def test_windows_and_capped_scores_are_refused_where_a_context_meets_them(
     with pytest.raises(ConfigError, match="cohere2, which has sliding windows"):
         start(model_of("cohere2"), tmp_path, **options)
     start(model_of("cohere2"), tmp_path, max_model_len=20, **options)
+    with pytest.raises(ConfigError, match="gpt_oss, which has attention sinks"):
+        start(model_of("gpt_oss"), tmp_path, max_model_len=20, **options)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afterglow.engine.speculation import row_costs
 from afterglow.engine.speculation.acceptance import MARGIN, Acceptance, allot
 from afterglow.engine.speculation.guesser import MAX_GUESSES, Guesser, StepCosts
 from afterglow.engine.speculation.lookup import CANDIDATES, SHORTEST, Lookup
-from afterglow.engine.speculation.row_costs import RowCosts
+from afterglow.engine.speculation.row_costs import PROBE_LAYERS, PROBE_ROWS, PROBE_SECONDS, RowCosts
+from afterglow.model.decoder import Decoder
 
 
 def naive(text: list[int]) -> tuple[int, int]:
@@ -149,3 +153,28 @@ def test_costs_between_measurements_and_disturbed_ones() -> None:
     assert [costs.step(rows) for rows in (1, 2, 3, 4, 6, 8, 10)] == [4.0, 4.0, 5.0, 6.0, 6.0, 6.0, 6.0]
     costs = RowCosts.of({1: 1.0, 2: 2.0, 4: 6.0})
     assert [costs.step(rows) for rows in (1, 3, 4, 6)] == [1.0, 4.0, 6.0, 10.0]
+
+
+def test_costs_of_a_slow_model_are_measured_with_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SimpleNamespace(spec=SimpleNamespace(layers=22))
+    passes: list[tuple[int, int]] = []
+    clock = [0.0]
+
+    def slow(seconds: float) -> RowCosts:
+        def one_pass(decoder: object, rows: int, layers: int) -> tuple[float, float]:
+            passes.append((rows, layers))
+            clock[0] += seconds * layers
+            return seconds * layers, 0.0
+
+        passes.clear()
+        monkeypatch.setattr(row_costs, "_pass", one_pass)
+        monkeypatch.setattr(row_costs.time, "perf_counter", lambda: clock[0])
+        return RowCosts.measured(cast(Decoder, decoder))
+
+    costs = slow(PROBE_SECONDS)
+    assert [rows for rows, layers in passes[2:]] == list(PROBE_ROWS)
+    assert {layers for _, layers in passes} == {1}
+    assert costs.step(1) == pytest.approx(22 * PROBE_SECONDS)
+    assert slow(PROBE_SECONDS / 1000).step(1) == pytest.approx(22 * PROBE_SECONDS / 1000)
+    assert {layers for _, layers in passes[2:]} == {PROBE_LAYERS}
+    assert len(passes) > 2 + 2 * len(PROBE_ROWS)

@@ -15,7 +15,8 @@ from afterglow.model.decoder import Attention, Decoder
 PROBE_ROWS = (1, 2, 4, 8, 12, 16)
 PROBE_LAYERS = 4
 PROBE_CONTEXT, PROBE_QUERIES = 1024, 8
-PROBE_ROUNDS, PROBE_SECONDS = 2, 0.2  # rounds at least, and seconds after which no further one begins
+PROBE_SECONDS = 0.2  # after which no further round begins
+SLOW_SECONDS = 0.02  # of one row through one layer and the head: without compiled kernels, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,13 @@ class RowCosts:
 
     @classmethod
     def measured(cls, decoder: Decoder) -> RowCosts:
-        """Measure some layers and the head, in a few tenths of a second."""
-        layers = min(PROBE_LAYERS, decoder.spec.layers)
+        """Measure some layers and the head, in a few tenths of a second; where that is slow, one layer once."""
+        _pass(decoder, 1, 1)  # the first one finds cold memory
+        slow = sum(_pass(decoder, 1, 1)) > SLOW_SECONDS
+        layers = 1 if slow else min(PROBE_LAYERS, decoder.spec.layers)
         best = dict.fromkeys(PROBE_ROWS, float("inf"))
         began, rounds = time.perf_counter(), 0
-        _pass(decoder, 1, layers)  # the first one finds cold memory
-        while rounds < PROBE_ROUNDS or time.perf_counter() - began < PROBE_SECONDS:
+        while not rounds or time.perf_counter() - began < PROBE_SECONDS:
             for rows in PROBE_ROWS:
                 of_layers, of_head = _pass(decoder, rows, layers)
                 best[rows] = min(best[rows], of_layers * decoder.spec.layers / layers + of_head)

@@ -36,6 +36,7 @@ def plain(kind: str) -> dict[str, Any]:
 
 OPT = {**plain("opt"), "ffn_dim": 100}
 FALCON = plain("falcon")
+OSS = {**plain("gpt_oss"), "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,9 @@ FALCON = plain("falcon")
         ({"num_local_experts": 8}, ["mixture-of-experts", "dense model"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}, ["own code", "XForCausalLM"]),
+        (OSS | {"swiglu_limit": 0.0}, ["swiglu_limit", "0.0", "above 0"]),
+        (OSS | {"swiglu_alpha": "x"}, ["swiglu_alpha", "'x'", "above 0"]),
+        (OSS | {"num_experts_per_tok": 9}, ["9 of 4 experts"]),
         ({"num_hidden_layers": ...}, ["num_hidden_layers"]),
         ({"num_hidden_layers": 0}, ["layers", "0"]),
         ({"num_hidden_layers": "two"}, ["layers", "two"]),

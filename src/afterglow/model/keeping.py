@@ -129,7 +129,7 @@ class Keeping:
 def unrounded(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Keep a small matrix in floats: in panels where they work, since the calls of whole layers take no others."""
     kind = _float_kinds(weight.dtype, weight.device)[0]
-    return PanelLinear(weight, bias) if kind is PanelLinear else PlainLinear(weight, bias)
+    return PanelLinear(weight, bias) if kind is PanelLinear else PlainLinear(weight.clone(), bias)
 
 
 def blocks_work(dtype: torch.dtype, device: torch.device) -> bool:

@@ -323,40 +323,37 @@ class Checkpoint:
         return self.read(found)
 
     def piece(self, name: str, index: int) -> Tensor:
-        """Return `tensor[index]` of any dtype: a copy, for which no other part of the file is read."""
+        """Return `tensor[index]` of any dtype, as `get` does; no other part of the tensor is read."""
         found = self._find(name)
         about = self._files[found].get_slice(found)
         if len(about.get_shape()) < 2 or index >= about.get_shape()[0]:
             raise ModelError(f"{self._directory}: {found} has shape {tuple(about.get_shape())}, and no part {index}")
         try:
-            tensor: Tensor = about[index : index + 1][0]
+            return self._taken(about[index : index + 1][0])
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{self._directory}: {found} cannot be read ({error})") from None
-        self._count(tensor)
-        return tensor
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of any dtype and shape, as `get` does."""
         found = self._find(name)
         try:
-            tensor: Tensor = self._files[found].get_tensor(found)
+            return self._taken(self._files[found].get_tensor(found))
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{self._directory}: {found} cannot be read ({error})") from None
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is read next, give the pages of the one before back, and count bytes."""
         if self._last is not None:
             give_back(self._last.data_ptr(), self._last.nbytes)
         read_soon(tensor.data_ptr(), tensor.nbytes)
         self._last = tensor
-        self._count(tensor)
-        return tensor
-
-    def _count(self, tensor: Tensor) -> None:
-        """Count the bytes of a tensor that has been read."""
         self._done += tensor.nbytes
         if self._done - self._trimmed > TRIM_AFTER:  # rounded parts that were freed lie between matrices that stay
             self._trimmed = self._done
             trim()
         if self._progress is not None:
             self._progress(self._done, self._total)
+        return tensor
 
 
 Weights: TypeAlias = Checkpoint | QuantizedWeights | StackedExperts | GgufWeights

@@ -80,8 +80,8 @@ class StackedExperts:
     def _blocks(self, found: re.Match[str], shape: tuple[int, int]) -> PackedTensor:
         whole, number = f"{found['place']}.{found['module']}", int(found["number"])
         outputs, groups = shape[0], shape[1] // GROUP
-        bytes_of = _shaped(f"{whole}_blocks", self._files.piece(f"{whole}_blocks", number), (outputs, groups, BYTES))
         scales = _shaped(f"{whole}_scales", self._files.piece(f"{whole}_scales", number), (outputs, groups))
+        bytes_of = _shaped(f"{whole}_blocks", self._files.piece(f"{whole}_blocks", number), (outputs, groups, BYTES))
         numbers = torch.stack((bytes_of & 15, bytes_of >> 4), -1).flatten(2)
         halves = numbers[..., :BYTES] | numbers[..., BYTES:] << 4
         return PackedTensor(torch.cat((scales[..., None], halves), -1).flatten(1), "MXFP4")

@@ -119,6 +119,13 @@ def _cohere2(config: Config) -> dict[str, Any]:
     return fields | {"unturned": _unturned(config, fields)}
 
 
+def _above_0(config: Config, key: str, usual: float) -> float:
+    value = usual if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or not value > 0:
+        raise ModelError(f"{key} = {value!r} in config.json must be a number above 0")
+    return float(value)
+
+
 def _gpt_oss(config: Config) -> dict[str, Any]:
     """Read gpt-oss: attention sinks, clamped gates, a router and experts with biases."""
     usual = {
@@ -143,7 +150,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         "mlp_bias": True,
         "router_bias": True,
         "sinks": True,
-        "gate_clamp": (float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))),
+        "gate_clamp": (_above_0(config, "swiglu_alpha", 1.702), _above_0(config, "swiglu_limit", 7.0)),
         "experts": experts,
         **_windows(config, 2),
     }

@@ -39,6 +39,7 @@ MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
+    "mistral-window": {**LLAMA, "model_type": "mistral", "head_dim": 16, "sliding_window": 60},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
     "phi": {
@@ -224,23 +225,10 @@ QUICK = (
     "gemma2",
     "gemma3_text",
 )
-OTHER_SCORES = (
-    "gemma2",
-    "gemma3_text",
-    "olmo3",
-    "exaone4",
-    "cohere2",
-    "gpt_oss",
-)  # windows, caps, sinks: not what importance is computed by
-REPEATED = (
-    "glm",
-    "ministral",
-    "ministral3",
-    "gemma",
-    "olmo3",
-    "exaone4",
-    "cohere2",
-)  # what they do others do in every run
+# Windows, caps, sinks: not what importance is computed by.
+OTHER_SCORES = ("mistral-window", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss")
+# What they do others do in every run.
+REPEATED = ("glm", "ministral", "ministral3", "mistral-window", "gemma", "olmo3", "exaone4", "cohere2")
 
 
 def in_turn(families: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:

@@ -89,6 +89,7 @@ _MINISTRAL3 = _rope(
 )
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _OSS = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 12}
 _GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -129,9 +130,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-dynamic": ("llama", "Llama", _SMALL | _rope("dynamic", factor=2.0)),
     "llama-longrope": ("llama", "Llama", _SMALL | _LONGROPE),
     "mistral": ("mistral", "Mistral", _SMALL | {"sliding_window": None}),
+    "mistral-window": ("mistral", "Mistral", _SMALL | {"sliding_window": 11}),
     "qwen2": ("qwen2", "Qwen2", _SMALL),
+    "qwen2-window": ("qwen2", "Qwen2", _SMALL | _WINDOW | {"max_window_layers": 1}),
     "qwen2-tied": ("qwen2", "Qwen2", _SMALL | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "Qwen3", _SMALL | {"head_dim": 16}),
+    "qwen3-window": (
+        "qwen3",
+        "Qwen3",
+        _SMALL | _WINDOW | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "qwen3-bias": ("qwen3", "Qwen3", _SMALL | {"head_dim": 16, "attention_bias": True}),
     "phi": ("phi", "Phi", _SMALL | {"num_key_value_heads": 6}),
     "phi-gqa": ("phi", "Phi", _SMALL),
@@ -158,17 +166,27 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ministral": (
         "ministral",
         "Ministral",
-        _SMALL | {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+        _SMALL | {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "sliding_window": 9},
     ),
     "ministral-full": ("ministral", "Ministral", _SMALL | {"layer_types": ["full_attention"] * 2, "head_dim": 16}),
     "ministral3": ("ministral3", "Ministral3", _SMALL | {"head_dim": 16} | _MINISTRAL3),
     "mixtral": ("mixtral", "Mixtral", _SMALL | {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", "Mixtral", _SMALL | {"num_local_experts": 3, "sliding_window": 7}),
     "mixtral-gelu": (
         "mixtral",
         "Mixtral",
         _SMALL | {"num_local_experts": 3, "num_experts_per_tok": 1, "hidden_act": "gelu", "head_dim": 16},
     ),
     "qwen2-moe": ("qwen2_moe", "Qwen2Moe", _SMALL | _MOE | {"shared_expert_intermediate_size": 40}),
+    "qwen2-moe-window": (
+        "qwen2_moe",
+        "Qwen2Moe",
+        _SMALL
+        | _MOE
+        | _WINDOW
+        | {"shared_expert_intermediate_size": 24, "num_hidden_layers": 4, "max_window_layers": 3},
+    ),
+    "qwen3-moe-window": ("qwen3_moe", "Qwen3Moe", _SMALL | _MOE | _WINDOW | {"head_dim": 16}),
     "qwen2-moe-step": (
         "qwen2_moe",
         "Qwen2Moe",
@@ -211,7 +229,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", "Phi3", _SMALL),
     "phi3-mha": ("phi3", "Phi3", _SMALL | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
-    "phi3-window": ("phi3", "Phi3", _SMALL | {"sliding_window": 64}),
+    "phi3-window": ("phi3", "Phi3", _SMALL | {"sliding_window": 13}),
     "phi3-longrope": ("phi3", "Phi3", _SMALL | {"original_max_position_embeddings": 128} | _LONGROPE),
     "phi4-mini": (
         "phi3",
@@ -233,7 +251,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3-window": (
         "smollm3",
         "SmolLM3",
-        _SMALL | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 64},
+        _SMALL | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 10},
     ),
     "olmo2": ("olmo2", "Olmo2", _SMALL),
     "olmo2-bias": ("olmo2", "Olmo2", _SMALL | {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
@@ -252,6 +270,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "starcoder2": ("starcoder2", "Starcoder2", _SMALL | {"tie_word_embeddings": True}),
     "starcoder2-plain": ("starcoder2", "Starcoder2", _SMALL | {"use_bias": False, "sliding_window": 64}),
+    "starcoder2-window": ("starcoder2", "Starcoder2", _SMALL | {"sliding_window": 16}),
     "gpt-neox": ("gpt_neox", "GPTNeoX", _SMALL | {"hidden_size": 96}),
     "gpt-neox-sequential": (
         "gpt_neox",
@@ -345,10 +364,7 @@ LIMITS = {
     "llama-longrope": 128,
     "ministral3": 64,
     "phi3-longrope": 128,
-    "phi3-window": 64,
     "phi4-mini": 128,
-    "smollm3-window": 64,
-    "starcoder2-plain": 64,
 }
 
 

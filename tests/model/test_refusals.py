@@ -136,17 +136,40 @@ def refused_beyond(spec: ModelSpec, limit: int, word: str) -> None:
         assert f"--max-model-len {limit}" in str(caught.value)
 
 
-def test_a_sliding_window_limits_the_context() -> None:
-    refused_beyond(read(**plain("mistral"), sliding_window=1024), 1024, "sliding-window")
-    assert read(**plain("mistral"), sliding_window=None).context() == 4096
-    assert read(**plain("mistral")).context() == 4096, "the default window of 4096 is all there is"
-    refused_beyond(read(**plain("mistral"), max_position_embeddings=32768), 4096, "sliding-window")
+def slides(spec: ModelSpec, window: int, layers: list[int]) -> None:
+    assert spec.context() == spec.max_positions
+    assert [spec.window_of(layer) for layer in range(spec.layers)] == [
+        window if layer in layers else 0 for layer in range(spec.layers)
+    ]
+
+
+def test_windows_of_layers() -> None:
+    slides(read(**plain("mistral"), sliding_window=1024), 1024, [0, 1, 2, 3])
+    slides(read(**plain("mistral"), sliding_window=None), 0, [])
+    slides(read(**plain("mistral"), max_position_embeddings=32768), 4096, [0, 1, 2, 3])
     sliding = {"use_sliding_window": True, "sliding_window": 512}
-    refused_beyond(read(**plain("qwen2"), **sliding, max_window_layers=2), 512, "sliding-window")
-    assert read(**plain("qwen2"), **sliding, max_window_layers=4).context() == 4096, "no layer slides"
-    assert read(**plain("qwen3"), sliding_window=512, use_sliding_window=False).context() == 4096
+    slides(read(**plain("qwen2"), **sliding, max_window_layers=2), 512, [2, 3])
+    slides(read(**plain("qwen2"), **sliding, max_window_layers=4), 0, [])
+    slides(read(**plain("qwen3"), sliding_window=512, use_sliding_window=False), 0, [])
     kinds = ["full_attention"] * 3 + ["sliding_attention"]
-    refused_beyond(read(**plain("qwen3"), **sliding, layer_types=kinds), 512, "sliding-window")
+    slides(read(**plain("qwen3"), **sliding, layer_types=kinds), 512, [3])
+    with pytest.raises(ModelError, match=r"layer_types.*3 layers of 4"):
+        read(**plain("qwen3"), **sliding, layer_types=kinds[1:])
+
+
+def test_a_window_of_unknown_layers_limits_the_context() -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": -1}
+    refused_beyond(read(**plain("qwen2"), **sliding), 512, "sliding-window")
+
+
+def test_windows_that_no_context_outgrows_change_no_digest() -> None:
+    """What was stored when contexts ended with the window stays valid in such contexts, and is not found in longer ones."""
+    with_window, without = (read(**plain("mistral"), sliding_window=window) for window in (1024, None))
+    assert with_window.within(1024).fingerprint() == without.fingerprint()
+    assert with_window.within(1025).fingerprint() != without.fingerprint()
+    ropes = {"rope_local_base_freq": 10.0, "sliding_window": 64, "head_dim": 16}
+    gemma = read(**plain("gemma3_text"), **ropes)
+    assert gemma.within(64).sliding == gemma.sliding, "these layers turn by another base"
 
 
 def test_queries_that_are_scaled_by_position_stop_where_that_begins() -> None:

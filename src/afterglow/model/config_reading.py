@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,19 @@ def read_activation(name: Any) -> Activation:
     return ACTIVATIONS[name]
 
 
-def windowed(fields: dict[str, Any], window: int | None) -> dict[str, Any]:
-    """Return `fields` with the sliding window as a limit: within it, windowed and full attention are the same."""
+def every_layer(config: Config) -> Iterable[int] | None:
+    """Return all layers; None where `max_window_layers` is negative: it is not known which of them have a window."""
+    return range(need(config, "num_hidden_layers")) if config.get("max_window_layers", 0) >= 0 else None
+
+
+def windowed(fields: dict[str, Any], window: int | None, layers: Iterable[int] | None) -> dict[str, Any]:
+    """Return `fields` with a sliding window in these `layers`. None: it is not known in which; then contexts end with the window, since
+    within it windowed and full attention are the same."""
     if window is None or window >= fields.get("position_limit", 1 << 62):
         return fields
+    if layers is not None:
+        sliding = tuple(layers)
+        return fields | {"window": window, "sliding": sliding} if sliding else fields
     reason = f"sliding-window attention ({window} tokens) is not supported"
     return fields | {"position_limit": window, "position_limit_reason": reason}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, Family, head_dim, need, read_activation, windowed
+from afterglow.model.config_reading import Config, Family, every_layer, head_dim, need, read_activation, windowed
 from afterglow.model.names import Names
 from afterglow.model.rotary import read_rope
 from afterglow.model.spec import ModelSpec
@@ -90,7 +90,7 @@ def _starcoder2(config: Config) -> dict[str, Any]:
         "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
         **read_rope(config, head_dim(config)),
     }
-    return windowed(fields, config.get("sliding_window"))
+    return windowed(fields, config.get("sliding_window"), every_layer(config))
 
 
 def _gpt_neox(config: Config) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, Family, head_dim, need, read_activation, windowed
+from afterglow.model.config_reading import Config, Family, every_layer, head_dim, need, read_activation, windowed
 from afterglow.model.names import Names
 from afterglow.model.rotary import read_rope
 from afterglow.model.spec import ExpertsSpec, ModelSpec
@@ -28,12 +29,21 @@ def _llama(config: Config, *, partial: float | None = None) -> dict[str, Any]:
 
 
 def _mistral(config: Config) -> dict[str, Any]:
-    return windowed(_llama(config), config.get("sliding_window", 4096))  # left out means 4096
+    return windowed(_llama(config), config.get("sliding_window", 4096), every_layer(config))  # left out means 4096
+
+
+def _sliding(config: Config, otherwise: Iterable[int] | None) -> Iterable[int] | None:
+    """Return the layers that `layer_types` gives a window; `otherwise` where there is no such key. Raises: ModelError."""
+    kinds = config.get("layer_types")
+    if not kinds:
+        return otherwise
+    if len(kinds) != need(config, "num_hidden_layers"):
+        raise ModelError(f"layer_types in config.json names {len(kinds)} layers of {config['num_hidden_layers']}")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def _ministral(config: Config) -> dict[str, Any]:
-    kinds = config.get("layer_types")
-    return _mistral(config) if kinds is None or "sliding_attention" in kinds else _llama(config)
+    return windowed(_llama(config), config.get("sliding_window", 4096), _sliding(config, every_layer(config)))
 
 
 def _ministral3(config: Config) -> dict[str, Any]:
@@ -42,7 +52,9 @@ def _ministral3(config: Config) -> dict[str, Any]:
     beta, original = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings")
     rope.pop("max_position_embeddings", None)
     config = {**config, "head_dim": config.get("head_dim", 128), "rope_parameters": rope}
-    fields = windowed(_llama(config) | {"head_dim": head_dim(config)}, config.get("sliding_window"))
+    fields = windowed(
+        _llama(config) | {"head_dim": head_dim(config)}, config.get("sliding_window"), every_layer(config)
+    )
     if not beta:
         return fields
     if original is None:
@@ -53,25 +65,27 @@ def _ministral3(config: Config) -> dict[str, Any]:
     return fields | {"position_limit": original, "position_limit_reason": reason}
 
 
-def _qwen_window(config: Config) -> int | None:
+def _qwen(config: Config, fields: dict[str, Any], layers: Iterable[int] | None) -> dict[str, Any]:
+    """Return `fields` with the window of a Qwen, in `layers` unless the config names others."""
     if not config.get("use_sliding_window"):
-        return None
-    kinds = config.get("layer_types")
-    if kinds:
-        slides = "sliding_attention" in kinds
-    else:
-        slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
-    return config.get("sliding_window", 4096) if slides else None
+        return fields
+    return windowed(fields, config.get("sliding_window", 4096), _sliding(config, layers))
+
+
+def _later_layers(config: Config) -> Iterable[int] | None:
+    """Return the layers from `max_window_layers` on; None where that is negative: it is not known."""
+    first = config.get("max_window_layers", 28)
+    return None if first < 0 else range(first, need(config, "num_hidden_layers"))
 
 
 def _qwen2(config: Config) -> dict[str, Any]:
-    return windowed(_llama(config) | {"qkv_bias": True, "out_bias": False}, _qwen_window(config))
+    return _qwen(config, _llama(config) | {"qkv_bias": True, "out_bias": False}, _later_layers(config))
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
     config = {"head_dim": 128, **config}  # its default, whatever the hidden size
     fields = _llama(config) | {"qk_norm": True, "head_dim": head_dim(config)}
-    return windowed(fields, _qwen_window(config))
+    return _qwen(config, fields, _later_layers(config))
 
 
 def _experts(config: Config, count: str, ffn: str, **other: Any) -> ExpertsSpec:
@@ -92,7 +106,7 @@ def _mixtral(config: Config) -> dict[str, Any]:
     fields = _llama({"rms_norm_eps": 1e-5, **config}) | {
         "experts": _experts(config, "num_local_experts", "intermediate_size")
     }
-    return windowed(fields, config.get("sliding_window"))
+    return windowed(fields, config.get("sliding_window"), every_layer(config))
 
 
 def _qwen2_moe(config: Config) -> dict[str, Any]:
@@ -103,8 +117,7 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
         "out_bias": False,
         "experts": _experts(config, "num_experts", "moe_intermediate_size", normed=normed, shared_ffn=shared),
     }
-    slides = config.get("use_sliding_window")
-    return windowed(fields, config.get("sliding_window", 4096) if slides else None)
+    return _qwen(config, fields, range(0, min(config.get("max_window_layers", 28), config["num_hidden_layers"]), 2))
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
@@ -113,7 +126,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         "qk_norm": True,
         "experts": _experts(config, "num_experts", "moe_intermediate_size", normed=normed),
     }
-    return windowed(fields, config.get("sliding_window", 4096) if config.get("use_sliding_window") else None)
+    return _qwen({**config, "layer_types": None}, fields, every_layer(config))
 
 
 def _olmoe(config: Config) -> dict[str, Any]:
@@ -131,7 +144,7 @@ def _phi3(config: Config) -> dict[str, Any]:
         config = {**config, "rope_parameters": rope | {"rope_type": "longrope"}}
     original = rope.get("original_max_position_embeddings", 4096)
     config = {"original_max_position_embeddings": original, "rms_norm_eps": 1e-5, **config}
-    return windowed(_llama(config, partial=1.0), config.get("sliding_window"))
+    return windowed(_llama(config, partial=1.0), config.get("sliding_window"), every_layer(config))
 
 
 def _smollm3(config: Config) -> dict[str, Any]:
@@ -148,9 +161,8 @@ def _smollm3(config: Config) -> dict[str, Any]:
         "unturned": tuple(layer for layer in range(layers) if not turned[layer]),
         "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
     }
-    kinds = config.get("layer_types")
-    slides = config.get("use_sliding_window") and (kinds is None or "sliding_attention" in kinds)
-    return windowed(fields, config.get("sliding_window") if slides else None)
+    slides = _sliding(config, fields["unturned"])
+    return windowed(fields, config.get("sliding_window") if config.get("use_sliding_window") else None, slides)
 
 
 def _olmo2(config: Config) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _qwen(kind: str) -> Callable[[Keys], dict[str, Any]]:
             "attention_bias": keys.has(LAYER + "attn_q.bias") if kind == "qwen3" else None,
             "use_sliding_window": window is not None,
             "sliding_window": window,
-            "max_window_layers": 0,
+            "max_window_layers": -1,  # files do not say which layers have it
         }
 
     return read
@@ -203,8 +203,9 @@ def _starcoder2(keys: Keys) -> dict[str, Any]:
         "model_type": "starcoder2",
         "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "use_bias": keys.has(LAYER + "attn_q.bias"),
-        "sliding_window": keys.whole("attention.sliding_window")
-        or 4096,  # all its sizes have it, though files may not say so
+        # All its sizes have a window, though files may not say so.
+        "sliding_window": keys.whole("attention.sliding_window") or 4096,
+        "max_window_layers": 0 if keys.whole("attention.sliding_window") else -1,
     }
 
 

@@ -167,7 +167,6 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "") -> ModelSha
     heads = _number(config, "heads", name)
     hidden = _number(config, "hidden", name)
     window = _number(config, "window", name, 2048 if family in ("falcon", "bloom") else None)
-    sliding = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     alibi = family in _ALIBI or bool(config.get("alibi"))
     return ModelShape(
         name=name,
@@ -178,8 +177,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str = "") -> ModelSha
         head_dim=_number(config, "head_dim", name, max(1, hidden // heads)),
         ffn=_number(config, "ffn", name, 4 * hidden),
         vocab=_number(config, "vocab", name),
-        # Beyond a sliding window the engine keeps nothing: contexts end there.
-        window=min(window, sliding) if isinstance(sliding, int) and sliding > 0 else window,
+        window=window,  # a sliding window is no limit: all rows are kept
         gated_mlp=family not in _TWO_MATRICES,
         tied_embeddings=bool(config.get("tie_word_embeddings", family in _TIED)),
         positions="learned" if family in _LEARNED else "alibi" if alibi else "rope",

@@ -11,6 +11,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "apertus": {"hidden_act": "xielu"},
     "arcee": {"hidden_act": "relu2"},
     "biogpt": {"num_key_value_heads": None, "hidden_act": "gelu"},
+    "cwm": {
+        "head_dim": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 99,
+        "pad_token_id": 0,
+        "sliding_window": 512,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "dots1": {
         **MOE,
         "n_routed_experts": 4,
@@ -40,11 +49,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "hyperclovax": {
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 2.0,
+        "use_post_norm": True,
+    },
+    "jais2": {"hidden_act": "relu2"},
+    "minimax_m2": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "nanochat": {"hidden_act": "relu2", "final_logit_softcapping": 15.0},
     "nemotron": {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
     "olmo": {"clip_qkv": 4.0},
     "persimmon": {"num_key_value_heads": None, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "seed_oss": {"head_dim": 8, "attention_bias": True},
+    "solar_open": {**MOE, "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1},
 }
 
 

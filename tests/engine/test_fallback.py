@@ -15,6 +15,7 @@ from tests.engine.conftest import VOCAB, Handle
 from tests.engine.fallback_kit import MODELS
 from tests.engine.test_exact_reuse import HISTORY, TIERS, same
 from tests.engine.test_relay import prompts, together
+from tests.engine.test_relay import same as same_replies
 from tests.engine.test_truncation import SYSTEM, TURN, WINDOW, turns_of
 
 Start = Callable[..., Handle]
@@ -22,7 +23,7 @@ Models = Callable[[str], Path]
 
 # One whose keys are turned back, neighbours in pairs, and one whose keys are kept as they are.
 QUICK = ("ernie4_5", "gpt_bigcode")
-AS_THEY_ARE = ("biogpt", "gpt_bigcode", "hunyuan_v1_dense")
+AS_THEY_ARE = ("biogpt", "gpt_bigcode", "hunyuan_v1_dense", "hunyuan_v1_moe")
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long) for kind in MODELS]
 
 
@@ -34,8 +35,10 @@ def by_transformers(folder: Path, asked: list[list[int]], tokens: int) -> list[t
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for prompt in asked:
+        ids = torch.tensor([prompt])
         out = model.generate(
-            torch.tensor([prompt]),
+            ids,
+            attention_mask=torch.ones_like(ids),  # else padding tokens in the prompt would be left out
             max_new_tokens=tokens,
             do_sample=False,
             output_logits=True,
@@ -82,6 +85,17 @@ def test_reuse_from_every_tier_equals_full_prefill(start: Start, model_of: Model
             reused = handle.ask(prompt, max_tokens=6)
             assert getattr(reused.cached, "disk" if tier == "restart" else tier) >= shared
             same(reused, handle.ask(prompt, reuse=False, max_tokens=6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("options", [{"speculate": "on"}, {"truncation_policy": "importance"}])
+def test_guesses_and_recorded_attention_change_nothing(
+    start: Start, model_of: Models, kind: str, options: dict[str, str]
+) -> None:
+    asked = [[1, 2, 3, 4, 5, 6, 7] * 6 + [1, 2, 3], *prompts(random.Random(kind))[:3]]
+    plain = together(start(model_of(kind), speculate="off"), asked)
+    same_replies(together(start(model_of(kind), **options), asked), plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

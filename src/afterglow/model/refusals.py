@@ -69,7 +69,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str, str]] = {
 # Model types that people will try, by the reason for which they are no row of `families.FAMILIES`.
 REASONS: dict[str, tuple[str, ...]] = {
     "ALiBi positions": ("bloom", "mpt"),
-    "mixture of experts": ("afmoe", "minimax_m2", "hunyuan_v1_moe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "dbrx"),
+    "mixture of experts": ("afmoe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "dbrx"),
     "its attention chooses experts": ("jetmoe",),
     "multi-head latent attention (MLA)": (
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "youtu",

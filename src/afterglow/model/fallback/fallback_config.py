@@ -20,6 +20,7 @@ FALLBACK: dict[str, str] = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "biogpt": "BioGptForCausalLM",
+    "cwm": "CwmForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
@@ -30,11 +31,17 @@ FALLBACK: dict[str, str] = {
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "helium": "HeliumForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "olmo": "OlmoForCausalLM",
     "persimmon": "PersimmonForCausalLM",
     "phimoe": "PhimoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
 }
 
 # Keys of a config that its modules would honour, and our attention would not.
@@ -106,14 +113,19 @@ def _kv_heads(read: Any) -> int:
 
 
 def _limit(read: Any) -> tuple[int | None, str]:
-    """Return the longest context in which keys do not depend on the length of the longest request beside them."""
+    """Return the longest context in which keys do not depend on the longest request beside them, and the reason."""
     rope: Mapping[str, Any] = getattr(read, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ("dynamic", "longrope"):
-        return None, ""
-    original = rope.get("original_max_position_embeddings") or read.max_position_embeddings
-    reason = f"rotary scaling {kind!r} makes keys depend on the total length, so stored ones would turn wrong"
-    return min(original, read.max_position_embeddings), reason
+    limit, reason = None, ""
+    for each in (
+        rope,
+        *(value for value in rope.values() if isinstance(value, Mapping)),
+    ):  # some say it by type of layer
+        kind = each.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = each.get("original_max_position_embeddings") or read.max_position_embeddings
+            limit = min(original, read.max_position_embeddings, limit or original)
+            reason = f"rotary scaling {kind!r} makes keys depend on the total length, so stored ones would turn wrong"
+    return limit, reason
 
 
 def _digest(config: Config) -> str:

@@ -21,8 +21,7 @@ from afterglow.model.spec import ModelSpec
 
 log = logging.getLogger("afterglow.model")
 
-# Tensors that older versions of transformers saved, and that are computed today.
-COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+COMPUTED = "rotary_emb.inv_freq"  # older versions of transformers saved it
 
 
 def load_fallback(

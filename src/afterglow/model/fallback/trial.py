@@ -20,7 +20,8 @@ from afterglow.model.fallback.module_decoder import FallbackDecoder
 from afterglow.model.spec import ModelSpec
 
 ROWS = 16
-NEAR = 1e-4  # largest difference of keys and values that counts as none, as a part of the layer's largest number
+# Largest difference of keys and values that counts as none, as a part of the layer's largest number. Rounding leaves 1e-6.
+NEAR = 1e-5
 
 
 def tried(spec: ModelSpec, model: Any) -> FallbackDecoder:

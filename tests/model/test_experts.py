@@ -147,6 +147,27 @@ def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 0 < (our_logits(kept) - theirs).std() / theirs.std() < 0.02
 
 
+def test_gguf_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the files of gpt-oss have them, beside biases in floats."""
+    package, prefix, config = families_hf.CASES["gpt-oss"]
+    monkeypatch.setitem(families_hf.CASES, "gpt-oss-wide", (package, prefix, config | WIDE))
+    model = families_hf.make_hf("gpt-oss-wide")
+    plain = gguf_kit.gguf_tensors(model)
+    rounded = {
+        name: torch.from_numpy(np.ascontiguousarray(quantize(tensor.contiguous().numpy(), GGMLQuantizationType.MXFP4)))
+        for name, tensor in plain.items()
+        if name.endswith("exps.weight")
+    }
+    monkeypatch.setattr(gguf_kit, "gguf_tensors", lambda model, fused: plain | rounded)
+    gguf_kit.write_model(tmp_path / "blocks.gguf", model, kinds=dict.fromkeys(rounded, GGMLQuantizationType.MXFP4))
+    kept, floats = (load_model(tmp_path / "blocks.gguf", quantization=way) for way in ("auto", "none"))
+    mixed = kept.layers[0].mlp
+    assert isinstance(mixed, Experts)
+    assert all(isinstance(expert.narrow, BlockLinear) for expert in mixed.experts)
+    exact = our_logits(floats)
+    assert 0 < (our_logits(kept) - exact).std() / exact.std() < 0.02
+
+
 def test_damaged_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, prefix, config = families_hf.CASES["gpt-oss"]
     monkeypatch.setitem(families_hf.CASES, "gpt-oss-wide", (package, prefix, config | WIDE))

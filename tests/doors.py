@@ -64,6 +64,14 @@ def set_relay_costs(runner: Any, costs: Any) -> None:
     runner._costs = costs
 
 
+def fill_new_contexts(monkeypatch: Any, number: float) -> None:
+    """Let the memory of new device contexts be full of a number."""
+    from afterglow.engine.context import DeviceContext
+
+    made = DeviceContext._empty
+    monkeypatch.setattr(DeviceContext, "_empty", lambda self, rows: made(self, rows).fill_(number))
+
+
 def relay_attention(relay: Any, layer: Any, q: Any) -> Any:
     """Return attention over shared segments alone, of layer 0."""
     return relay._attention(0, layer, q)

@@ -236,6 +236,21 @@ def in_turn(families: Iterable[str], quick: Collection[str] = QUICK) -> list[Any
     return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in families]
 
 
+def write_model(config: dict[str, Any], folder: Path) -> Path:
+    """Write a random model, as transformers does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for parameter in model.parameters():  # biases and norms start as constants: make them matter
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(
+            torch.randn_like(parameter) * 0.1
+        )
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A random model of a family, as a Hugging Face directory written by transformers itself."""
@@ -243,19 +258,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(family: str) -> Path:
         if family not in made:
-            import torch
-            from transformers import AutoConfig, AutoModelForCausalLM
-
             config = FAMILIES[family] if family in FAMILIES else fallback_config(family, LLAMA)
-            torch.manual_seed(7)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-            for parameter in model.parameters():  # biases and norms start as constants: make them matter
-                torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(
-                    torch.randn_like(parameter) * 0.1
-                )
-            folder = tmp_path_factory.mktemp(family)
-            model.save_pretrained(folder)
-            made[family] = folder
+            made[family] = write_model(config, tmp_path_factory.mktemp(family))
         return made[family]
 
     return make

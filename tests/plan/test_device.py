@@ -6,7 +6,7 @@ import pytest
 
 from afterglow.plan.options import Capacity
 from afterglow.plan.stats import Counters
-from afterglow.plan.tiers.device import MAX_CANDIDATES, Context, Device
+from afterglow.plan.tiers.device import MAX_CANDIDATES, WHOLE, Context, Device
 from tests.plan.fake_executor import pack
 from tests.plan.tiers_kit import Tiers
 
@@ -142,3 +142,19 @@ def test_only_some_of_the_contexts_of_a_popular_prefix_are_looked_at() -> None:
     tiers.device.budget += 100
     tiers.context(head).rows = 1
     assert best(tiers, [1] * 4)[1] == 1, "the older ones are not looked at"
+
+
+def test_rows_that_layers_with_a_window_lack_are_no_ones_to_go_on_from() -> None:
+    tiers = Tiers(sliding_window=3)
+    head = tiers.add(1)
+    tail = tiers.add(2, below=head)
+    context = tiers.context(head, tail)
+    context.lacks = tiers.device.lacking(WHOLE, 2, 6)  # gathered for a query in row 6, which sees rows 4, 5 and 6
+    assert context.lacks == (2, 4)
+    assert best(tiers, [1] * 4 + [2] * 4 + [3]) == (context, 8)
+    assert best(tiers, [1] * 4 + [2] * 2 + [3]) == (context, 6), "a query in row 6 sees rows 4 to 6"
+    assert best(tiers, [1] * 4 + [2] + [3]) == (context, 2), "one in row 5 sees row 3"
+    assert best(tiers, [1] * 2 + [3]) == (context, 2)
+    assert tiers.device.lacking(context.lacks, 8, 12) == (2, 10)
+    assert tiers.device.lacking(context.lacks, 8, 10) == (2, 4), "all that was gathered is seen"
+    assert context.lacks.below(2) == WHOLE

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
+from afterglow.engine.stats import GatherCounters
 from afterglow.kernels.rope import LayerRopes, LayerRotations, Rotation, rotate_into
 from afterglow.kernels.stored_rows import widen_into
 from afterglow.plan.step import ExtentId, Gather
@@ -57,6 +58,11 @@ class HostRows:
     pressed: Callable[[], bool] = lambda: False  # does a caller wait for the engine's thread?
     waited: dict[int, int] = field(default_factory=dict)  # by move: the last layer known to be there
     stalled: float = 0.0  # seconds of this step that other requests have waited
+
+    @property
+    def row_bytes(self) -> int:
+        """Count the bytes of a row's keys, or values, in one layer."""
+        return self.arena[0, 0, 0, 0].nbytes if self.arena.shape[2] else 0
 
     @property
     def stalls(self) -> bool:
@@ -143,10 +149,20 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 class Gatherer:
     """Fill the device contexts of a step's entries from host slots. For the runner alone."""
 
-    def __init__(self, host: HostRows, layers: int, ahead: int | None = None) -> None:
-        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device."""
+    def __init__(
+        self,
+        host: HostRows,
+        layers: int,
+        ahead: int | None = None,
+        *,
+        windows: Sequence[int] = (),
+        counters: GatherCounters | None = None,
+    ) -> None:
+        """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device. `windows`: how many rows a query
+        sees in each layer, 0 for all; none: all, everywhere."""
         self._host = host
-        self._layers = layers
+        self._layers, self._windows = layers, windows or [0] * layers
+        self._counters = counters or GatherCounters()
         self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
         self._device = torch.get_device_module(host.device)
         self._stream = self._device.Stream()
@@ -199,7 +215,9 @@ class Gatherer:
         for entry in self._entries:
             events = self._events[entry.job]
             while entry.failed is None and len(events) < min(layer + self._ahead, self._layers):
-                if not all(self._host.ready(gather, len(events), wait=False) for gather in entry.gathers):
+                if not all(
+                    self._host.ready(gather, len(events), wait=False) for _, gather in self._needed(entry, len(events))
+                ):
                     break
                 self._queue(entry, len(events))
 
@@ -212,8 +230,11 @@ class Gatherer:
 
     def _copy(self, entry: BatchEntry, layer: int) -> None:
         keys, values = entry.context.keys(layer), entry.context.values(layer)
-        start = entry.gather_from
-        for gather in entry.gathers:
+        needed = self._needed(entry, layer)
+        read = sum(gather.stop - gather.start for _, gather in needed)
+        row_bytes = 2 * self._host.row_bytes
+        self._counters.count(read * row_bytes, (entry.start - entry.gather_from - read) * row_bytes)
+        for start, gather in needed:
             if not self._host.ready(gather, layer, self._has_company(entry, gather)):
                 entry.failed = gather.extent
                 entry.late = self._host.stalls and self._host.comes(gather, layer)
@@ -227,7 +248,17 @@ class Gatherer:
             for rows in self._host.rows(gather, layer, 1):
                 _put(rows, values[at : at + len(rows)])
                 at += len(rows)
-            start = at
+
+    def _needed(self, entry: BatchEntry, layer: int) -> list[tuple[int, Gather]]:
+        """List what queries of the entry see in a layer: the first row of the context, and the rows that come there."""
+        window, at, found = self._windows[layer], entry.gather_from, []
+        first = max(at, entry.start + 1 - window) if window else at
+        for gather in entry.gathers:
+            skip = max(0, first - at)
+            if skip < gather.stop - gather.start:
+                found.append((at + skip, gather._replace(start=gather.start + skip)))
+            at += gather.stop - gather.start
+        return found
 
     def _has_company(self, entry: BatchEntry, gather: Gather) -> bool:
         """Tell whether another entry of the step does not need the rows of this load."""

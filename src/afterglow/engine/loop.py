@@ -48,7 +48,7 @@ class EngineLoop:
         )
         self.upcoming = UpcomingPrompts()
         self._deleted: deque[str] = deque(maxlen=DELETED)
-        self._counters = EngineCounters(relay=parts.runner.relayed)
+        self._counters = EngineCounters(relay=parts.runner.relayed, gather=parts.runner.gathered)
         self.requests = LiveRequests(parts.config.max_queue, self._counters, self._forget)
         self._guesses: Guesses = {}  # of what jobs draw next
         self._eos = frozenset(parts.decoder.spec.eos_ids)

@@ -23,7 +23,7 @@ from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
 from afterglow.engine.speculation.guesser import Guesser
-from afterglow.engine.stats import RelayCounters
+from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
 from afterglow.importance.chunk_loader import ImportanceStats
@@ -46,6 +46,7 @@ class Runner(Protocol):
     """Carry out forward passes: the engine's seam to the hardware."""
 
     relayed: RelayCounters
+    gathered: GatherCounters
 
     def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
         """Take in a job's request, before its first run. `constraint`: of its reply, at the beginning of the grammar."""
@@ -92,7 +93,9 @@ class TorchRunner:
         spec = decoder.spec
         self.decoder = decoder
         self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
-        self._gatherer = Gatherer(host, spec.layers)
+        self.gathered = GatherCounters()
+        windows = [spec.window_of(layer) for layer in range(spec.layers)]
+        self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered)
         self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()

@@ -243,6 +243,7 @@ def make_scheduler(
         warm_start=cache.warm_start,
         ttl=cache.ttl,
         # Recording importance computes the attention weights of each request apart.
+        sliding_window=decoder.spec.window or 0,
         relay=config.relay != "off" and config.truncation_policy != "importance",
     )
     if config.journal is None:

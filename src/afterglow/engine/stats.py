@@ -33,6 +33,19 @@ class RelayCounters:
 
 
 @dataclass(slots=True)
+class GatherCounters:
+    """Count bytes of cached rows that steps needed on the device, as they are stored."""
+
+    bytes_read: int = 0
+    bytes_left: int = 0  # in layers with a sliding window, of rows before it
+
+    def count(self, read: int, left: int) -> None:
+        """Count a layer of a context."""
+        self.bytes_read += read
+        self.bytes_left += left
+
+
+@dataclass(slots=True)
 class EngineCounters:
     """Totals since the start that the engine counts itself. Only the engine's thread writes them."""
 
@@ -51,6 +64,7 @@ class EngineCounters:
     accepted_tokens: int = 0  # those of them that were drawn
     damaged_responses: int = 0
     relay: RelayCounters = field(default_factory=RelayCounters)
+    gather: GatherCounters = field(default_factory=GatherCounters)
 
     def admitted(self, prompt: int, cached: CachedTokens) -> None:
         """Count an admitted request with `prompt` prompt tokens."""
@@ -74,7 +88,11 @@ class EngineCounters:
     def copy(self) -> EngineCounters:
         """Return a copy that no later step changes."""
         return replace(
-            self, cached_tokens=dict(self.cached_tokens), finished=dict(self.finished), relay=replace(self.relay)
+            self,
+            cached_tokens=dict(self.cached_tokens),
+            finished=dict(self.finished),
+            relay=replace(self.relay),
+            gather=replace(self.gather),
         )
 
 

@@ -56,7 +56,8 @@ class SchedulerOptions:
     a tenant may have in all tiers (None: any number). `tenant_pins`: the part of the last tier that a tenant may pin (None:
     all). `ttl`: seconds for which extents found at a restart are kept, where no job has named an end (None: for ever).
     `retain`: keep the contexts of finished jobs on the device while there is room. `relay`: tell in each step which rows its
-    jobs have in common. `small_rows`: extents with fewer rows are merged when a turn has ended (0: none).
+    jobs have in common. `sliding_window`: rows that a query sees in layers with a window, whose earlier rows are not brought to the
+    device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none).
     """
 
     policy: PolicyName = "lru"
@@ -77,4 +78,5 @@ class SchedulerOptions:
     ttl: float | None = None
     retain: bool = True
     relay: bool = False
+    sliding_window: int = 0
     small_rows: int = MERGED_ROWS

@@ -21,7 +21,7 @@ from afterglow.plan.prefix.extent import View
 from afterglow.plan.prefix.ghosts import Reason
 from afterglow.plan.prefix.index import NO_MATCH, Match, common_rows
 from afterglow.plan.step import Admit, Selectable
-from afterglow.plan.tiers.device import GROWTH_BLOCKS, Context
+from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context
 
 UNKNOWN_HOLD_S = 0.05  # how long to wait for slots before it is known what computing takes
 MIN_ASKING_ROWS = 16  # last tokens of a prompt that are computed, to find out which rows are important to them
@@ -257,6 +257,7 @@ class Admission:
         stages: list[Stage],
         now: float,
     ) -> Admit:
+        job.lacks = context.lacks.below(device_rows) if context is not None else WHOLE
         if context is not None:
             if take:
                 self._cache.device.take_over(context)

@@ -69,7 +69,7 @@ class Batch:
         job.context = None
         if retain and job.spec.write and rows and not job.approximate:
             tokens = bytes(job.tokens[: 4 * rows])
-            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity).id
+            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity, job.lacks).id
         else:
             self._cache.device.release(job.capacity)
         self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))

@@ -198,6 +198,7 @@ class StepComposer:
         if job.stages and (admit is not None or job.rows == job.stop):
             stage = job.stages.pop(0)
             start, gathers, job.stop = stage.start, stage.gathers, stage.stop
+            job.lacks = self._cache.device.lacking(job.lacks, start - sum(g.stop - g.start for g in gathers), start)
         rest = (job.stop if job.stop is not None else job.length) - start
         rows = min(rest, budget) if self._chunk and not job.approximate else rest  # all its rows ask for important ones
         tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)

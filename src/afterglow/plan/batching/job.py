@@ -13,6 +13,7 @@ from afterglow.plan.prefix.index import NO_MATCH, Match
 from afterglow.plan.prefix.salts import client_salt
 from afterglow.plan.prefix.truncation import Origin
 from afterglow.plan.step import Gather, JobSpec
+from afterglow.plan.tiers.device import WHOLE, Lack
 from afterglow.request import ContextWindow
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
@@ -105,6 +106,7 @@ class Job:
     rows: int = 0
     covered: int = 0
     capacity: int = 0
+    lacks: Lack = WHOLE
     generated: int = 0
     saving: bool = False
     cancelled: bool = False

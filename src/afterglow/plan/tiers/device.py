@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from afterglow.plan.options import Capacity
 from afterglow.plan.prefix.extent import NONE, Extent, View, with_key, without_key
@@ -16,6 +17,24 @@ from afterglow.plan.stats import Counters
 
 GROWTH_BLOCKS = 4  # blocks by which a segment grows while there is room: growing may mean copying
 MAX_CANDIDATES = 16  # contexts looked at per match; a popular prefix may be part of hundreds
+
+
+class Lack(NamedTuple):
+    """Rows [start, stop) that may not be on the device in layers with a sliding window: no query needed them there."""
+
+    start: int
+    stop: int
+
+    def below(self, rows: int) -> Lack:
+        """Return what the first `rows` rows lack."""
+        return self if rows > self.start else WHOLE
+
+    def usable(self, rows: int, window: int) -> int:
+        """Return how many of the first `rows` rows queries may follow: what their windows show them has to be there."""
+        return rows if rows - window + 1 >= self.stop else min(rows, self.start)
+
+
+WHOLE = Lack(2**31, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +46,7 @@ class Context:
     tokens: bytes
     rows: int
     capacity: int
+    lacks: Lack = WHOLE
     extents: dict[Extent, None] = field(default_factory=dict)
     pinned: bool = False  # copied from in the current step
     doomed: bool = False  # to be freed as soon as it is not pinned
@@ -36,7 +56,10 @@ class Context:
 class Device:
     """Segments and contexts against one budget."""
 
-    def __init__(self, capacity: Capacity, counters: Counters, max_model_len: int = 2**31) -> None:
+    def __init__(
+        self, capacity: Capacity, counters: Counters, max_model_len: int = 2**31, sliding_window: int = 0
+    ) -> None:
+        self.window = sliding_window
         self.block = capacity.block_rows
         self.budget = capacity.device_rows // self.block * self.block
         self.used = 0
@@ -68,10 +91,17 @@ class Device:
         """Count a running job's segment no more."""
         self.used -= rows
 
-    def retain(self, salt: str, tokens: bytes, rows: int, capacity: int) -> Context:
+    def lacking(self, lacks: Lack, start: int, stop: int) -> Lack:
+        """Return what a segment lacks once rows [start, stop) have been gathered for queries from row `stop` on."""
+        before = stop - self.window + 1
+        if not self.window or before <= start:
+            return lacks
+        return Lack(min(lacks.start, start), max(lacks.stop, before))
+
+    def retain(self, salt: str, tokens: bytes, rows: int, capacity: int, lacks: Lack = WHOLE) -> Context:
         """Make a running job's segment a context."""
         self._last_id += 1
-        context = Context(self._last_id, salt, tokens, rows, capacity)
+        context = Context(self._last_id, salt, tokens, rows, capacity, lacks.below(rows))
         self.contexts[context.id] = context
         return context
 
@@ -155,6 +185,7 @@ class Device:
             for number in list(view.extent.contexts)[: -MAX_CANDIDATES - 1 : -1]:
                 context = self.contexts[number]
                 same = common_rows(context.tokens, 0, tokens, 0, min(context.rows, limit))
+                same = context.lacks.usable(same, self.window)
                 if same > rows and not context.doomed:
                     found, rows = context, same
                 if rows == limit:

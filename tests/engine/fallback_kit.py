@@ -16,7 +16,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 99,
         "pad_token_id": 0,
-        "sliding_window": 512,
+        "sliding_window": 72,
         "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
     "olmo": {"clip_qkv": 4.0},
     "persimmon": {"num_key_value_heads": None, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 72},
     "seed_oss": {"head_dim": 8, "attention_bias": True},
     "solar_open": {**MOE, "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1},
 }

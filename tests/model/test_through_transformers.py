@@ -126,25 +126,52 @@ def test_attention_that_asks_for_more_is_refused(make: Make, options: dict[str, 
 
 
 def test_masks_that_are_not_causal_are_refused(make: Make) -> None:
-    from transformers.masking_utils import AttentionMaskInterface, and_masks, causal_mask_function
+    from transformers.masking_utils import (
+        AttentionMaskInterface,
+        and_masks,
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
 
     load_model(make("olmo"))
     make_mask = AttentionMaskInterface()["afterglow"]
     assert make_mask(mask_function=causal_mask_function) is None
-    for options in ({}, {"local_size": 8, "use_vmap": True}):
+    beyond = and_masks(causal_mask_function, lambda batch, head, query, key: key > 2)
+    for function, options in (
+        (beyond, {}),
+        (beyond, {"local_size": 8}),
+        (chunked_causal_mask_function(8, torch.tensor([0])), {"local_size": 8}),
+        (sliding_window_causal_mask_function(8), {"local_size": 8, "use_vmap": True}),
+    ):
         with pytest.raises(ModelError, match="mask"):
-            make_mask(mask_function=and_masks(causal_mask_function, lambda *at: at[2] > 2), **options)
+            make_mask(mask_function=function, **options)
+    assert make_mask(mask_function=sliding_window_causal_mask_function(8), local_size=8).rows == 8
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "dots1"])
-def test_windows_limit_the_context(make: Make, kind: str) -> None:
+def test_windows_are_honoured(make: Make, kind: str) -> None:
+    """Phi-3.5-MoE's are in the mask alone; those of dots.llm1, in one layer, are told to its attention as well."""
     more = {"layer_types": ["full_attention", "sliding_attention"]} if kind == "dots1" else {}
-    folder = make(kind, sliding_window=48, **more)
-    with pytest.raises(ModelError, match=r"sliding-window.*--max-model-len 48"):
-        load_model(folder)
-    decoder = load_model(folder, max_model_len=48)
-    assert differs(folder, decoder, 48) < 1e-4
-    assert differs(folder, decoder, 60) > 1e-3, "the window begins to matter where the limit says"
+    folder = make(kind, sliding_window=16, **more)
+    decoder = load_model(folder)
+    assert decoder.spec.window == 16
+    assert decoder.spec.sliding == ((1,) if kind == "dots1" else (0, 1))
+    assert differs(folder, decoder, 60) < 1e-4
+    short = load_model(folder, max_model_len=16)
+    assert short.spec.plain_scores
+    assert differs(folder, short, 60) > 1e-3, "the window matters"
+
+
+def test_windows_of_several_sizes_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.olmo.modeling_olmo import OlmoAttention
+
+    plain = OlmoAttention.forward
+    monkeypatch.setattr(
+        OlmoAttention, "forward", lambda self, *a, **k: plain(self, *a, sliding_window=8 + self.layer_idx, **k)
+    )
+    with pytest.raises(ModelError, match=r"olmo.*windows of 8 and 9 tokens"):
+        load_model(make("olmo"))
 
 
 def test_scalings_that_depend_on_the_length_stop_at_the_original_window(make: Make) -> None:

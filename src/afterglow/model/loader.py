@@ -74,9 +74,10 @@ def load_model(
             f"{directory} holds an encoder ({spec.family}), which embeds texts and generates none; use it with "
             "afterglow embed, or with afterglow serve for /v1/embeddings and /v1/rerank"
         )
-    spec = spec.within(spec.context(max_model_len))
+    context = spec.context(max_model_len)
+    spec = spec.within(context)
     if spec.positions == "modules":
-        return _through_transformers(directory, spec, dtype, place, quantization, max_model_len, kv_bytes)
+        return _through_transformers(directory, spec, dtype, place, quantization, context, kv_bytes)
     with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
         computed = compute_dtype(dtype, spec.dtype, place)
@@ -93,7 +94,7 @@ def _through_transformers(
     dtype: DtypeName,
     place: torch.device,
     quantization: QuantizationName,
-    max_model_len: int | None,
+    context: int,
     kv_bytes: int,
 ) -> Decoder:
     """Load a model that runs through transformers, which is imported only now."""
@@ -103,9 +104,7 @@ def _through_transformers(
     with Checkpoint(directory) as files:
         parameters = files.num_parameters
     check_memory(directory, parameters, parameters * computed.itemsize, kv_bytes, place)
-    decoder = load_fallback(directory, spec, computed, place, quantization)
-    decoder.spec.context(max_model_len)
-    return decoder
+    return load_fallback(directory, spec, computed, place, quantization, context)
 
 
 def load_encoder(

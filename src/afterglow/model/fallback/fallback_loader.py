@@ -25,9 +25,14 @@ COMPUTED = "rotary_emb.inv_freq"  # older versions of transformers saved it
 
 
 def load_fallback(
-    directory: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: QuantizationName
+    directory: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationName,
+    context: int,
 ) -> FallbackDecoder:
-    """Load the model and try how it turns keys.
+    """Load the model for contexts of at most `context` tokens, and try how it turns keys.
 
     Raises: ModelError where its weights are not what its config describes, or its attention cannot be ours; ConfigError for
     quantised weights.
@@ -39,7 +44,7 @@ def load_fallback(
         )
     model = _model(directory, spec, dtype).to(device).eval()
     try:
-        decoder = tried(spec, model)
+        decoder = tried(spec, model, context)
     except ModelError as error:
         raise ModelError(f"model type {spec.family!r} cannot run through transformers here: {error}") from None
     log.warning(

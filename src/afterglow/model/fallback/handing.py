@@ -7,6 +7,7 @@ without positions, as those of other models are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +71,11 @@ class HandingCache(Cache):  # type: ignore[misc]
         width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self._heads = (spec.heads, spec.kv_heads, spec.head_dim)
         self._attentions = [Attention(layer, spec, Projected(width)) for layer in range(spec.layers)]
-        self.window: int | None = None  # the shortest that modules ask for
+        self.windows: dict[int, int] = {}  # by layer: what modules asked for
         self._attend: Attend | None = None
         self._inverse: Rotation | None = None
         self._handed: tuple[int, Tensor, Tensor] | None = None
         self.layers_done = 0
-
-    def limit(self, window: int) -> None:
-        """Note that a module attends to the last `window` rows only."""
-        self.window = window if self.window is None else min(self.window, window)
 
     def begin(self, positions: Tensor, attend: Attend) -> None:
         """Begin a pass of rows at `positions`, int64 [rows]."""
@@ -92,8 +89,10 @@ class HandingCache(Cache):  # type: ignore[misc]
         self._handed = layer_idx, key_states, value_states
         return key_states, value_states
 
-    def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
         """Attend with `query` [1, heads, rows, head_dim], in the layer that has handed `key` and `value`: [1, rows, heads, head_dim].
+
+        `window`: rows that a query sees, its own included; None: all.
 
         Raises: ModelError where that cannot be our attention.
         """
@@ -112,6 +111,8 @@ class HandingCache(Cache):  # type: ignore[misc]
             )
         if layer != self.layers_done:
             raise ModelError(f"layer {layer} attends when it is layer {self.layers_done}'s turn")
+        if window is not None:
+            self.windows[layer] = window
         attention = self._attentions[layer]
         attention.scale = size**-0.5 if scale is None else scale
         fused = torch.cat((*self._turned_back(layer, query, key), value[0]))  # [all heads, rows, head_dim]
@@ -139,14 +140,22 @@ class Window:
 
 
 def _mask(
-    *, mask_function: object, local_size: int | None = None, use_vmap: bool = False, **about: Any
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, use_vmap: bool = False, **about: Any
 ) -> Window | None:
     """Make what modules hand on as the mask of attention. Raises: ModelError for a mask that is not causal."""
-    if local_size is not None and not use_vmap:
-        return Window(int(local_size))
-    if mask_function is not causal_mask_function:
+    if mask_function is causal_mask_function:
+        return None
+    if local_size is None or use_vmap or not _slides(mask_function, local_size):
         raise ModelError("its attention has a mask of its own")
-    return None
+    return Window(int(local_size))
+
+
+def _slides(mask_function: Callable[..., Tensor], rows: int) -> bool:
+    """Return whether a mask shows a query the last `rows` rows, its own included, as a chunk or a sink would not."""
+    query = torch.tensor(3 * rows + 1)
+    keys = query + torch.tensor([1, 0, 1 - rows, -rows, -int(query)])
+    none = torch.tensor(0)
+    return [bool(mask_function(none, none, query, key)) for key in keys] == [False, True, True, False, False]
 
 
 def _attention(
@@ -161,18 +170,18 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for a module of transformers. Raises: ModelError for an option that our attention does not have."""
     cache: HandingCache = module.afterglow  # type: ignore[assignment]
+    window = options.pop("sliding_window", None)
     if isinstance(attention_mask, Window):
-        cache.limit(attention_mask.rows)
-        attention_mask = None
-    if (window := options.pop("sliding_window", None)) is not None:
-        cache.limit(int(window))
+        if window not in (None, attention_mask.rows):
+            raise ModelError(f"its attention has a window of {window} rows, and a mask of {attention_mask.rows}")
+        window, attention_mask = attention_mask.rows, None
     if options.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
         raise ModelError("its attention is not causal")
     options |= {"attention_mask": attention_mask, "dropout": dropout or None}
     for name, given in options.items():
         if given is not None and name not in HARMLESS:
             raise ModelError(f"its attention takes {name!r}, which is not known here")
-    return cache.attended(query, key, value, scaling), None
+    return cache.attended(query, key, value, scaling, window), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -68,9 +68,9 @@ class FallbackDecoder(Decoder):
         self._one_pass = threading.Lock()  # modules find the pass through the one cache
 
     @property
-    def window(self) -> int | None:
-        """Return the shortest window that modules have asked for."""
-        return self._cache.window
+    def windows(self) -> dict[int, int]:
+        """Return the windows that modules have asked for, by layer."""
+        return self._cache.windows
 
     @property
     def arithmetic(self) -> str:

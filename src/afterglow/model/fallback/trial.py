@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from afterglow.errors import ModelError
 from afterglow.kernels.rope import RopeTable
 from afterglow.model.decoder import Attention, Decoder
 from afterglow.model.fallback.handing import Turning
@@ -24,38 +25,33 @@ ROWS = 16
 NEAR = 1e-5
 
 
-def tried(spec: ModelSpec, model: Any) -> FallbackDecoder:
-    """Make the decoder of `model`, with keys that are turned back where that is exact.
+def tried(spec: ModelSpec, model: Any, context: int) -> FallbackDecoder:
+    """Make the decoder of `model`, with keys that are turned back where that is exact, for contexts of so many tokens.
 
     Raises: ModelError where the modules do not call our attention as it has to be called.
     """
     decoder = FallbackDecoder(spec, model, Turning())
     far = torch.linspace(0, spec.position_limit or spec.max_positions, ROWS + 1).long()[1:] - 1
     seen = _Rows.of(decoder, far), _Rows.of(decoder, torch.zeros_like(far))
-    decoder = _limited(decoder, model)
+    spec = _with_windows(spec, decoder.windows).within(context)
     unturned = tuple(layer for layer in range(spec.layers) if _same(seen[0].keys[layer], seen[1].keys[layer]))
     values_stay = all(_same(a, b) for a, b in zip(seen[0].values, seen[1].values, strict=True))
-    if not values_stay:
-        return decoder
-    if len(unturned) == spec.layers:  # without positions at all
-        return decoder
-    spec = dataclasses.replace(decoder.spec, unturned=unturned)
-    for turning in _candidates(spec, model):
-        turned = FallbackDecoder(spec, model, turning)
-        back = _Rows.of(turned, far), _Rows.of(turned, torch.zeros_like(far))
-        if all(_same(a, b) for a, b in zip(back[0].keys, back[1].keys, strict=True)):
-            return turned
-    return FallbackDecoder(decoder.spec, model, Turning())
-
-
-def _limited(decoder: FallbackDecoder, model: Any) -> FallbackDecoder:
-    """Return a decoder whose contexts end where the shortest window does."""
-    spec, window = decoder.spec, decoder.window
-    if window is None or window >= (spec.position_limit or spec.max_positions):
-        return decoder
-    reason = f"sliding-window attention ({window} tokens) is not supported"
-    spec = dataclasses.replace(spec, position_limit=window, position_limit_reason=reason)
+    if values_stay and len(unturned) < spec.layers:
+        turned_spec = dataclasses.replace(spec, unturned=unturned)
+        for turning in _candidates(spec, model):
+            turned = FallbackDecoder(turned_spec, model, turning)
+            back = _Rows.of(turned, far), _Rows.of(turned, torch.zeros_like(far))
+            if all(_same(a, b) for a, b in zip(back[0].keys, back[1].keys, strict=True)):
+                return turned
     return FallbackDecoder(spec, model, Turning())
+
+
+def _with_windows(spec: ModelSpec, windows: dict[int, int]) -> ModelSpec:
+    """Return the spec with the windows of some layers. Raises: ModelError where these differ."""
+    sizes = sorted(set(windows.values()))
+    if len(sizes) > 1:
+        raise ModelError(f"its layers have windows of {sizes[0]} and {sizes[1]} tokens; one size for all is supported")
+    return dataclasses.replace(spec, window=sizes[0], sliding=tuple(sorted(windows))) if sizes else spec
 
 
 class _Rows:

@@ -7,7 +7,8 @@ without positions, as those of other models are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +78,14 @@ class HandingCache(Cache):  # type: ignore[misc]
         self._handed: tuple[int, Tensor, Tensor] | None = None
         self.layers_done = 0
 
-    def begin(self, positions: Tensor, attend: Attend) -> None:
-        """Begin a pass of rows at `positions`, int64 [rows]."""
-        self._attend, self._inverse, self._handed = attend, self._turning.inverse(positions), None
-        self.layers_done = 0
+    @contextlib.contextmanager
+    def passing(self, positions: Tensor, attend: Attend) -> Iterator[None]:
+        """Hand the rows of a pass, at `positions`, int64 [rows], to `attend`, and keep nothing of it afterwards."""
+        self._attend, self._inverse, self.layers_done = attend, self._turning.inverse(positions), 0
+        try:
+            yield
+        finally:
+            self._attend = self._inverse = self._handed = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

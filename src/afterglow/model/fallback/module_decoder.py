@@ -92,8 +92,7 @@ class FallbackDecoder(Decoder):
         """Take the rows through all layers. Such a pass cannot be left between layers."""
         assert isinstance(hidden, FlatBatch)
         assert stop is None or stop == self.spec.layers, "a pass through modules cannot be left between layers"
-        with self._one_pass:
-            self._cache.begin(hidden.positions, attend)
+        with self._one_pass, self._cache.passing(hidden.positions, attend):
             out = self._layers_module(
                 input_ids=hidden.ids[None],
                 position_ids=hidden.positions[None],

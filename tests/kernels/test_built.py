@@ -20,7 +20,7 @@ from afterglow.kernels.built import LIBRARY, Native, declarations, native
 
 NATIVE = Path(built.__file__).with_name("native")
 HEADER = NATIVE / "afterglow.h"
-VERSIONS = {11: "df2f6374bbfd82b2"}
+VERSIONS = {12: "09d5cbd8997c6399"}
 
 needs_kernels = pytest.mark.skipif(native() is None, reason="nothing has been built for this machine")
 

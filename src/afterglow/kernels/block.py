@@ -54,15 +54,13 @@ class ExpertPanels(NamedTuple):
             pair.check(self.router.inputs)
         assert self.router.outputs == len(self.experts) >= self.chosen
         matrices = library.new("afterglow_matrix[]", [m.matrix[0] for pair in self.experts for m in pair])
-        alpha, limit = self.clamp or (1.0, 0.0)
         about = {
             "router": self.router.matrix[0],
             "matrices": matrices,
             "count": len(self.experts),
             "chosen": self.chosen,
             "normed": self.normed,
-            "alpha": alpha,
-            "limit": limit,
+            "clamp": self.clamp or (1.0, 0.0),
         }
         shared = None
         if self.shared is not None and self.shared_gate is not None:

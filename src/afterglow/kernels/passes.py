@@ -52,7 +52,7 @@ def gated_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
     size = x.shape[-1] // 2
     out = torch.empty(len(x), size)
     library.lib.afterglow_gated_clamped(
-        *(x.data_ptr(), x.stride(0), out.data_ptr(), len(x), size, alpha, limit),
+        *(library.new("afterglow_clamp *", (alpha, limit)), x.data_ptr(), x.stride(0), out.data_ptr(), len(x), size),
         *(torch.get_num_threads(), library.width),
     )
     return out

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 11
+#define AFTERGLOW_ABI_VERSION 12
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -142,15 +142,21 @@ void afterglow_rms_norm(const afterglow_norm *norm, const float *x, int64_t x_st
 /* Writes out [rows][size] = silu(x[.][0 .. size)) * x[.][size .. 2 size). */
 void afterglow_gated_silu(const float *x, int64_t x_stride, float *out, int64_t rows, int64_t size, int threads, int width);
 
+/* Gates that are clamped: see afterglow_gated_clamped. */
+typedef struct {
+    float alpha;
+    float limit;
+} afterglow_clamp;
+
 /* Writes out [rows][size] = g / (1 + e^(-alpha g)) * (v + 1): gates g are the first half of a row of x, at most `limit`, numbers v the
    second half, cut at `limit` and its negative. */
-void afterglow_gated_clamped(const float *x, int64_t x_stride, float *out, int64_t rows, int64_t size, float alpha, float limit, int threads,
-                             int width);
+void afterglow_gated_clamped(const afterglow_clamp *clamp, const float *x, int64_t x_stride, float *out, int64_t rows, int64_t size,
+                             int threads, int width);
 
 /* A mixture of experts. `router` yields a score for each of the `count` experts, of which a row takes the `chosen` highest, of equal
    ones the first; they weigh as the softmax over all scores says, or, `normed`, over those of the chosen. `matrices` [count][2]: one that
    yields gates, then the numbers that they let through, and the one behind it. `shared`: null, or two such matrices for all rows and a
-   third with one output, whose logistic function is their weight. Gates are cut at `limit` (see afterglow_gated_clamped) unless that
+   third with one output, whose logistic function is their weight. Gates are clamped unless `clamp.limit`
    is 0. */
 typedef struct {
     afterglow_matrix router;
@@ -159,8 +165,7 @@ typedef struct {
     int64_t count;
     int64_t chosen;
     int64_t normed;
-    float alpha;
-    float limit;
+    afterglow_clamp clamp;
 } afterglow_experts;
 
 /* The part of a layer after attention. `mlp_in` yields gates, then the numbers that they let through. `experts`: instead of the two

@@ -39,7 +39,7 @@ static void choose(const afterglow_experts *e, const float *scores, uint8_t *tak
 static int mlp(const afterglow_experts *e, const afterglow_matrix *matrices, const float *x, int64_t rows, scratch s, int threads, int width) {
     const int64_t wide = matrices[0].outputs;
     int failed = multiply_any(matrices, x, matrices[0].inputs, rows, 0, s.inner, threads, width);
-    if (e->limit > 0) afterglow_gated_clamped(s.inner, wide, s.gated, rows, wide / 2, e->alpha, e->limit, threads, width);
+    if (e->clamp.limit > 0) afterglow_gated_clamped(&e->clamp, s.inner, wide, s.gated, rows, wide / 2, threads, width);
     else afterglow_gated_silu(s.inner, wide, s.gated, rows, wide / 2, threads, width);
     return failed | multiply_any(matrices + 1, s.gated, wide / 2, rows, 0, s.part, threads, width);
 }

@@ -62,7 +62,7 @@ typedef struct {
     int64_t stride, size; /* `size` numbers in a row of `out` */
     float *out;
     int wide;
-    float alpha, limit;
+    const afterglow_clamp *clamp;
 } row_job;
 
 static void norm_rows(const void *what, int64_t from, int64_t to, int worker) {
@@ -97,13 +97,13 @@ static void gate_clamped_rows(const void *what, int64_t from, int64_t to, int wo
     (void)worker;
     for (int64_t row = from; row < to; row++) {
         const float *x = job->x + row * job->stride;
-        (job->wide ? gate_clamped_16 : gate_clamped_8)(x, x + job->size, job->out + row * job->size, job->size, job->alpha, job->limit);
+        (job->wide ? gate_clamped_16 : gate_clamped_8)(x, x + job->size, job->out + row * job->size, job->size, job->clamp);
     }
 }
 
-void afterglow_gated_clamped(const float *x, int64_t x_stride, float *out, int64_t rows, int64_t size, float alpha, float limit, int threads,
-                             int width) {
-    const row_job job = {.x = x, .stride = x_stride, .size = size, .out = out, .wide = width == 16, .alpha = alpha, .limit = limit};
+void afterglow_gated_clamped(const afterglow_clamp *clamp, const float *x, int64_t x_stride, float *out, int64_t rows, int64_t size,
+                             int threads, int width) {
+    const row_job job = {.x = x, .stride = x_stride, .size = size, .out = out, .wide = width == 16, .clamp = clamp};
     share_rows(gate_clamped_rows, &job, rows, rows * size, threads);
 }
 

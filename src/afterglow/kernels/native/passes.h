@@ -53,22 +53,22 @@ static void NAME(gate)(const float *gate, const float *up, float *out, int64_t n
 }
 
 /* Gates cut from above, numbers from both sides; NaN stays NaN. */
-INLINE vec NAME(clamped)(vec gate, vec up, float alpha, float limit) {
-    const vec most = (vec){0} + limit;
+INLINE vec NAME(clamped)(vec gate, vec up, afterglow_clamp clamp) {
+    const vec most = (vec){0} + clamp.limit;
     const bits high = gate > most, above = up > most, below = up < -most;
     gate = (vec)(((bits)most & high) | ((bits)gate & ~high));
     up = (vec)(((bits)most & above) | ((bits)-most & below) | ((bits)up & ~above & ~below));
-    return NAME(silu)(gate * alpha) / alpha * (up + 1.0f);
+    return NAME(silu)(gate * clamp.alpha) / clamp.alpha * (up + 1.0f);
 }
 
-static void NAME(gate_clamped)(const float *gate, const float *up, float *out, int64_t n, float alpha, float limit) {
+static void NAME(gate_clamped)(const float *gate, const float *up, float *out, int64_t n, const afterglow_clamp *clamp) {
     int64_t i = 0;
-    for (; i + V <= n; i += V) store(out + i, NAME(clamped)(load(gate + i), load(up + i), alpha, limit));
+    for (; i + V <= n; i += V) store(out + i, NAME(clamped)(load(gate + i), load(up + i), *clamp));
     if (i == n) return;
     float edge[V] = {0}, other[V] = {0};
     memcpy(edge, gate + i, (n - i) * sizeof *edge);
     memcpy(other, up + i, (n - i) * sizeof *other);
-    store(edge, NAME(clamped)(load(edge), load(other), alpha, limit));
+    store(edge, NAME(clamped)(load(edge), load(other), *clamp));
     memcpy(out + i, edge, (n - i) * sizeof *edge);
 }
 

@@ -59,7 +59,7 @@ def differs(folder: Path, decoder: Decoder, rows: int) -> float:
 
 
 def test_transformers_is_imported_for_such_models_only() -> None:
-    code = "import sys, afterglow.engine.setup; assert 'transformers' not in sys.modules"
+    code = "import sys, afterglow.model.loader; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -300,6 +300,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma", "Gemma", _SMALL | {"head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     "gemma-bias": ("gemma", "Gemma", _SMALL | {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
     "gemma2": ("gemma2", "Gemma2", _SMALL | _GEMMA | {"sliding_window": 8, "num_hidden_layers": 3}),
+    "gemma2-usual": (
+        "gemma2",
+        "Gemma2",
+        _SMALL | _GEMMA | {"query_pre_attn_scalar": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3-usual": (
+        "gemma3",
+        "Gemma3",
+        _SMALL
+        | _GEMMA
+        | {"query_pre_attn_scalar": 16, "sliding_window": 9, "num_hidden_layers": 7}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            }
+        },
+    ),
     "gemma2-caps": (
         "gemma2",
         "Gemma2",
@@ -346,13 +364,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Exaone4",
         _SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
     ),
-    "cohere2": ("cohere2", "Cohere2", _SMALL | {"sliding_window": 8, "num_hidden_layers": 4, "logit_scale": 0.5}),
+    "cohere2": (
+        "cohere2",
+        "Cohere2",
+        _SMALL | {"sliding_window": 8, "num_hidden_layers": 4, "logit_scale": 0.5, "tie_word_embeddings": True},
+    ),
     "cohere2-bias": (
         "cohere2",
         "Cohere2",
         _SMALL
         | {"sliding_window": 10, "layer_types": ["full_attention", "sliding_attention"], "attention_bias": True}
-        | {"logit_scale": 0.8, "tie_word_embeddings": True},
+        | {"logit_scale": 0.8},
     ),
     "opt": ("opt", "OPT", _OPT),
     "opt-plain": ("opt", "OPT", _OPT | {"enable_bias": False, "tie_word_embeddings": False}),

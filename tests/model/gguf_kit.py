@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "phi": "phi2",
     "gpt_neox": "gptneox",
     "cohere": "command-r",
+    "gemma3_text": "gemma3",
 }  # where the name is another one
 NORMAL = ("llama", "mixtral", "smollm3", "granite")  # whose rows of q and k the converter sorts
 SIZES = {"gpt2": {"intermediate_size": "n_inner"}, "falcon": {"intermediate_size": "ffn_hidden_size"}}
@@ -59,8 +60,12 @@ def describe(writer: GGUFWriter, config: Any, freqs: dict[str, Any]) -> None:
         count: int = getattr(config, "num_local_experts", None) or config.num_experts
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type in ("phi3", "gpt_oss"):
+    if config.model_type in ("phi3", "gpt_oss", "gemma2", "gemma3_text", "cohere2"):
         writer.add_sliding_window(config.sliding_window or 0)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
 
@@ -124,6 +129,8 @@ def gguf_tensors(model: Any, *, fused: bool = False) -> dict[str, torch.Tensor]:
             tensor = neighbours(tensor, config.num_attention_heads)
         if config.model_type in NORMAL and "attn_k." in target:
             tensor = neighbours(tensor, config.num_key_value_heads)
+        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         if "attn_qkv" in target and config.model_type in ("falcon", "gpt_neox"):
             tensor = sorted_qkv(tensor, config.num_attention_heads, kv_heads(config))
         if config.model_type == "gpt2" and ".h." in name and tensor.ndim == 2:
@@ -161,6 +168,7 @@ def write_model(path: Path, model: Any, *, fused: bool = False, kinds: Mapping[s
     """Write a model without a tokenizer, in float32 but for tensors of other `kinds`."""
     config = model.config
     freqs = getattr(config, "rope_parameters", None) or {}
+    freqs = freqs.get("full_attention", freqs)  # of Gemma 3, whose other base files do not say
     writer = GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
     describe(writer, config, freqs)
     if freqs.get("rope_type") == "longrope":

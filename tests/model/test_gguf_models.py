@@ -66,7 +66,7 @@ CASES = [
         "granite-bias",
     ),
     *("glm4", "glm4-plain", "starcoder2", "starcoder2-plain", "gpt-neox", "gpt-neox-sequential", "gpt2", "gpt2-untied"),
-    *("stablelm", "stablelm-parallel", "cohere", "cohere-norms"),
+    *("stablelm", "stablelm-parallel", "cohere", "cohere-norms", "gemma", "gemma2-usual", "gemma3-usual", "cohere2"),
 ]
 
 

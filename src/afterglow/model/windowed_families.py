@@ -61,7 +61,7 @@ def _gemma_parts(config: Config, activation: str) -> dict[str, Any]:
     return RMS_FAMILIES["llama"].read(config) | {
         "head_dim": head_dim(config),
         "embed_scale": float(need(config, "hidden_size") ** 0.5),
-        "norm_plus_one": True,
+        "norm_plus_one": bool(config.get("rms_norm_plus_one", True)),  # GGUF files have the one in their weights
         "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
     }
 

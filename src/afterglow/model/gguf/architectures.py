@@ -249,6 +249,53 @@ def _command_r(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _gemma(keys: Keys) -> dict[str, Any]:
+    whole_head(keys)
+    return {
+        "model_type": "gemma",
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_plus_one": False,
+    }
+
+
+def _gemma_scores(keys: Keys, largest: int) -> dict[str, Any]:
+    """Return what Gemma 2 and 3 have in common. Scores are scaled by the head's size, but by hidden_size / heads in the largest
+    model, which has so many layers: files do not say it, and llama.cpp does the same."""
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.whole("attention.key_length") or hidden // heads
+    return _gemma(keys) | {
+        "query_pre_attn_scalar": hidden / heads if keys.count("block_count") == largest else head_dim,
+        "sliding_window_pattern": keys.whole("attention.sliding_window_pattern") or None,
+    }
+
+
+def _gemma2(keys: Keys) -> dict[str, Any]:
+    return _gemma_scores(keys, 46) | {
+        "model_type": "gemma2",
+        "sliding_window": keys.whole("attention.sliding_window") or 4096,
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
+    return _gemma_scores(keys, 62) | {
+        "model_type": "gemma3_text",
+        "sliding_window": keys.count("attention.sliding_window"),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {"full_attention": common_config(keys)["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _cohere2(keys: Keys) -> dict[str, Any]:
+    return _command_r(keys) | {
+        "model_type": "cohere2",
+        "sliding_window": keys.count("attention.sliding_window"),
+        "sliding_window_pattern": keys.whole("attention.sliding_window_pattern") or None,
+    }
+
+
 def _names(**other: Any) -> Names:
     """Return the names of a sequential model with a gated MLP, but for `other`."""
     usual: dict[str, Any] = {
@@ -330,5 +377,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture(read=_gpt2, names=_gpt2_names),
     "stablelm": Architecture(read=_stablelm, names=_usual_names),
     "command-r": Architecture(read=_command_r, names=_neighbours),
+    "gemma": Architecture(read=_gemma, names=_usual_names),
+    "gemma2": Architecture(read=_gemma2, names=_olmo2_names),
+    "gemma3": Architecture(read=_gemma3, names=_olmo2_names),
+    "cohere2": Architecture(read=_cohere2, names=_neighbours),
     "falcon": Architecture(read=_falcon, names=_falcon_names),
 }

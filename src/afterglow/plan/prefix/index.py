@@ -235,8 +235,7 @@ class Index:
         return list(gone)
 
     def check(self) -> None:
-        """Every node where its parent says, every edge non-empty, every extent a chain of nodes ending at its end, and its
-        parent here."""
+        """Every node where its parent says, every edge non-empty, every extent a chain of nodes ending at its end."""
         seen: dict[Extent, list[Node]] = {}
         for tree, root in self._roots.items():
             salt = salt_of(tree)
@@ -255,12 +254,6 @@ class Index:
         for extent, nodes in seen.items():
             assert tuple(nodes) == extent.nodes, "an extent's nodes in path order"
             assert nodes[-1].stop == extent.rows
-            above = nodes[0].parent
-            assert above is not None
-            if (
-                extent.parent is not None and above.extent is not None
-            ):  # else its parent is in another tree, and may be gone
-                assert extent.parent_rows <= self.extents[extent.parent].rows
             for upper, lower in zip(nodes, nodes[1:], strict=False):
                 assert lower.parent is upper
                 assert lower.start == upper.stop

@@ -24,18 +24,20 @@ demo: $(READY)  ## a conversation over turns and a restart, with and without reu
 serve: $(READY)  ## the server on the default model, http://127.0.0.1:8000/v1
 	$(BIN)/afterglow serve
 
-# Two processes, each of which takes whole files: most tests compute with one thread, or wait.
-PARALLEL := -n 2 --dist loadfile
+# Tests that run servers and watch the time they take have the machine to themselves; the others, in one thread each, run in two
+# processes.
+ALONE := tests/server tests/faults tests/cli tests/frameworks
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not long'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -m 'not long' $(ALONE)
 
 # Floors of branch coverage in percent.
 PLAN_FLOOR := 95
 STORE_FLOOR := 95
 
 cover: $(READY)  ## the branch coverage of plan and store, by the tests of plan, store and faults, and of the replies' database
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not long' tests/plan tests/store tests/faults tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
+	$(BIN)/python -m pytest -m 'not long' tests/plan tests/store tests/faults tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/plan/*' --fail-under=$(PLAN_FLOOR)
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/store/*' --fail-under=$(STORE_FLOOR)
 

@@ -50,6 +50,8 @@ LEFT_OUT = {
     "importance_quality": "needs data, and takes most of an hour: benchmarks.papers.spec.quality --data DIR",
     "importance_io": "three runs into one file: benchmarks.papers.spec.io [--shape opt] [--real-disk]",
     "papers_cachedattention": "hours of simulation: benchmarks.papers.cachedattention.figures --quick",
+    "masks": "two minutes of a quiet machine, without --quick: benchmarks.engine.masks",
+    "speculation": "15 minutes of a quiet machine: benchmarks.engine.speculation --model DIR",
     "relay_rate": "takes minutes at its least: benchmarks.papers.relay.shared_prompt --figure rate --system 512 --requests 20",
     "relay_rate_2048": "the same, with --system 2048",
 }

@@ -49,6 +49,10 @@ def test_retention_1_is_the_plain_forward(case: str, tmp_path: Path) -> None:
     save_case(case, tmp_path)
     decoder = load_model(tmp_path, max_model_len=LIMITS.get(case))
     ids, more = tokens(ROWS), tokens(sum(NEW), seed=1)
+    if not decoder.spec.plain_scores:
+        with pytest.raises(ValueError, match="windows, caps or sinks"):
+            SelectingAttend(decoder, prefill(decoder, ids), SelectionRules())
+        return
     wanted = decoder.logits(plain(decoder, ids + more)[ROWS:])
     prefix = prefill(decoder, ids)
     for stored in (prefix, prefix.turn(decoder)):

@@ -95,6 +95,8 @@ class SelectingAttend:
         if not 0 <= system <= len(prefix):
             raise ValueError(f"a system prompt of {system} rows is not in a prefix of {len(prefix)}")
         spec = decoder.spec
+        if not spec.plain_scores:
+            raise ValueError(f"a model of type {spec.family} has windows, caps or sinks, which selections do not know")
         self._decoder, self._prefix = decoder, prefix.turn(decoder)
         self._fixed, self._system, self._observe = fixed, system, observe
         self.renew = renew

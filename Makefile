@@ -41,7 +41,7 @@ cover: $(READY)  ## the branch coverage of plan and store, by the tests of plan,
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/plan/*' --fail-under=$(PLAN_FLOOR)
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/store/*' --fail-under=$(STORE_FLOOR)
 
-test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills, frameworks: about twenty minutes
+test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills, frameworks, every family: about half an hour
 	$(BIN)/python -m pytest -m long
 
 check: $(READY)

@@ -10,13 +10,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
+from safetensors.torch import save_file
 from torch import Tensor
 
 from afterglow.errors import ModelError
+from afterglow.kernels.block import Block, ExpertPanels, Pair
+from afterglow.kernels.built import native
+from afterglow.kernels.matrix import Panels
 from afterglow.model.experts import Experts, Mlp
-from afterglow.model.linear import BlockLinear, PlainLinear
-from afterglow.model.loader import load_model
+from afterglow.model.linear import BlockLinear, PanelLinear, PlainLinear
+from afterglow.model.loader import Checkpoint, load_model
 from afterglow.model.spec import ExpertsSpec
+from afterglow.model.stacked_experts import StackedExperts
 from tests.model import families_hf, gguf_kit
 from tests.model.test_parity import our_logits, their_logits
 
@@ -109,7 +114,7 @@ def test_blocks_of_experts_stay_blocks(wide: str, tmp_path: Path, monkeypatch: p
 
 def mxfp4_checkpoint(folder: Path) -> torch.nn.Module:
     """Write gpt-oss with experts in MXFP4 as its makers do, and return the model that has the weights that they mean."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     model = families_hf.make_hf("gpt-oss-wide")
@@ -145,6 +150,54 @@ def test_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(mixed, Experts)
     assert all(isinstance(expert.wide, BlockLinear) for expert in mixed.experts)
     assert 0 < (our_logits(kept) - theirs).std() / theirs.std() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("down_proj_blocks", torch.zeros(2, 8, 1, 16), "down_proj_blocks has dtype float32; supported is uint8"),
+        ("down_proj_scales", torch.zeros(2, 8, 1, dtype=torch.int64), "down_proj_scales has dtype int64"),
+        ("down_proj_blocks", torch.zeros(2, 8, 2, 16, dtype=torch.uint8), r"shape \(8, 2, 16\).*\(8, 1, 16\)"),
+        ("down_proj_bias", torch.zeros(2, 8, dtype=torch.int32), "down_proj_bias has dtype int32"),
+    ],
+)
+def test_stacked_experts_of_other_kinds_are_refused(name: str, tensor: Tensor, words: str, tmp_path: Path) -> None:
+    tensors = {
+        "x.experts.down_proj_blocks": torch.zeros(2, 8, 1, 16, dtype=torch.uint8),
+        "x.experts.down_proj_scales": torch.zeros(2, 8, 1, dtype=torch.uint8),
+    }
+    save_file(tensors | {f"x.experts.{name}": tensor}, tmp_path / "model.safetensors")
+    with StackedExperts(Checkpoint(tmp_path)) as source, pytest.raises(ModelError, match=words):
+        source.get("x.experts.0.down_proj.weight", (8, 32))
+        source.get("x.experts.0.down_proj.bias", (8,))
+
+
+def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    tensors = {"x.experts.down_proj_blocks": torch.zeros(2, 8, 1, 16, dtype=torch.uint8)}
+    save_file(
+        tensors | {"x.experts.down_proj_scales": torch.zeros(2, 8, 1, dtype=torch.uint8)},
+        tmp_path / "model.safetensors",
+    )
+    with StackedExperts(Checkpoint(tmp_path)) as source, pytest.raises(ModelError, match=r"blocks of 32 .* rows of 48"):
+        source.packed("x.experts.0.down_proj.weight", (8, 48))
+
+
+@pytest.mark.skipif(native() is None, reason="needs the compiled kernels")
+def test_experts_of_several_sizes_are_no_block() -> None:
+    """The kernel has memory for the intermediate results of experts of the first one's size."""
+
+    def panels(outputs: int, inputs: int) -> Panels:
+        return PanelLinear(torch.zeros(outputs, inputs), None)
+
+    pairs = [Pair(panels(2 * size, 32), panels(32, size)) for size in (16, 64)]
+    norm = torch.ones(32), 1e-5
+    gate = panels(2, 32)
+    with pytest.raises(ValueError, match="sizes"):
+        Block(panels(32, 32), norm, ExpertPanels(panels(2, 32), pairs, 1, True), norm)
+    same = ExpertPanels(panels(2, 32), pairs[:1] * 2, 1, True)
+    with pytest.raises(ValueError, match="one number"):
+        Block(panels(32, 32), norm, same._replace(shared=pairs[0], shared_gate=gate), norm)
+    Block(panels(32, 32), norm, same, norm)
 
 
 def test_gguf_experts_in_mxfp4_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

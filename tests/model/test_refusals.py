@@ -88,6 +88,11 @@ OSS = {**plain("gpt_oss"), "num_local_experts": 4, "num_experts_per_tok": 2}
         (plain("smollm3") | {"no_rope_layers": [1, 0]}, ["no_rope_layers", "2 numbers for 4 layers"]),
         (plain("ministral3") | {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta"]),
         (OPT | {"_remove_final_layer_norm": True}, ["final norm"]),
+        ({"num_attention_heads": 0}, ["a value in config.json is damaged", "zero"]),
+        ({"architectures": 3}, ["a value in config.json is damaged"]),
+        (plain("gemma2") | {"query_pre_attn_scalar": 0}, ["a value in config.json is damaged", "negative power"]),
+        (plain("gemma2") | {"layer_types": 3}, ["a value in config.json is damaged"]),
+        (plain("gemma3_text") | {"rope_parameters": [1]}, ["a value in config.json is damaged"]),
         (OPT | {"layer_norm_elementwise_affine": False}, ["layer norms without weights"]),
     ],
 )

@@ -86,6 +86,39 @@ def test_configs_are_refused_by_name(make: Make, changes: dict[str, Any], words:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("configuration_files", ["config.4.0.0.json"]), ("transformers_weights", "other.safetensors")],
+)
+def test_other_files_than_those_of_the_digest_are_not_read(make: Make, key: str, value: Any) -> None:
+    folder = make("olmo")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.4.0.0.json").write_text(json.dumps(config | {"clip_qkv": 0.1}))
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match=f"{key}.*other files"):
+        load_model(changed(folder, **{key: value}))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "model.safetensors.index.json"])
+def test_directories_that_can_be_read_in_two_ways_are_refused(make: Make, name: str) -> None:
+    """Transformers takes the whole file where there is an index, and adapters where there is a package for them."""
+    folder = make("olmo")
+    (folder / name).write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ModelError, match=name):
+        load_model(folder)
+
+
+def test_what_modules_raise_in_the_trial_is_one_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.olmo.modeling_olmo import OlmoAttention
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("two\nlines")
+
+    monkeypatch.setattr(OlmoAttention, "forward", broken)
+    with pytest.raises(ModelError, match=r"olmo.*cannot run through transformers here: two lines"):
+        load_model(make("olmo"))
+
+
 @pytest.mark.parametrize("what", ["lacks", "has more"])
 def test_weights_that_the_config_does_not_describe(make: Make, what: str) -> None:
     folder = make("olmo")

@@ -52,7 +52,14 @@ class ExpertPanels(NamedTuple):
         """Return the experts as the compiled kernels read them, and what must stay in memory as long."""
         for pair in (*self.experts, *(() if self.shared is None else (self.shared,))):
             pair.check(self.router.inputs)
-        assert self.router.outputs == len(self.experts) >= self.chosen
+        sizes = {pair.wide.outputs for pair in self.experts}  # memory for intermediate results is that of the first
+        gate = self.shared_gate
+        if len(sizes) != 1 or not self.router.outputs == len(self.experts) >= self.chosen >= 1:
+            raise ValueError(
+                f"{self.chosen} of {len(self.experts)} experts of sizes {sizes} cannot be chosen by this router"
+            )
+        if gate is not None and (gate.inputs, gate.outputs) != (self.router.inputs, 1):
+            raise ValueError(f"the gate of the shared MLP yields one number, not {gate.inputs} -> {gate.outputs}")
         matrices = library.new("afterglow_matrix[]", [m.matrix[0] for pair in self.experts for m in pair])
         about = {
             "router": self.router.matrix[0],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,15 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Turn what a value of another kind than its key has leads to into one line. Raises: ModelError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"a value in config.json is damaged ({error}); download the model again") from None
 
 
 def need(config: Config, key: str) -> Any:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, need, refuse_architecture, token_ids
+from afterglow.model.config_reading import Config, need, reading, refuse_architecture, token_ids
 from afterglow.model.fallback.fallback_config import FALLBACK
 from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
 from afterglow.model.names import Names
@@ -32,13 +32,13 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
     if kind not in FAMILIES:
         raise refused_kind(kind, ", ".join((*FAMILIES, *FALLBACK)))
     family = FAMILIES[kind]
-    unpacking(config)
-    refuse_keys(config, family.honoured | {"quantization_config"})
-    refuse_architecture(config, family.architecture)
-    config = {**config, **{name: config[key] for key, name in family.renamed.items() if key in config}}
-    fields = _read_common(config) | family.read(config)
-    spec = ModelSpec(family=kind, **fields)
-    return spec, family.names(spec)
+    with reading():
+        unpacking(config)
+        refuse_keys(config, family.honoured | {"quantization_config"})
+        refuse_architecture(config, family.architecture)
+        config = {**config, **{name: config[key] for key, name in family.renamed.items() if key in config}}
+        spec = ModelSpec(family=kind, **_read_common(config) | family.read(config))
+        return spec, family.names(spec)
 
 
 def _read_common(config: Config) -> dict[str, Any]:

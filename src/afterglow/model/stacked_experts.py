@@ -21,6 +21,7 @@ from afterglow.model.tables import PackedTensor
 
 EXPERT = re.compile(r"(?P<place>.*\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.(?P<kind>weight|bias)")
 BYTES = GROUP // 2  # of a group's numbers
+NUMBERS, BYTE = (torch.float32, torch.bfloat16, torch.float16), (torch.uint8,)
 
 
 class StackedFiles(Files, Protocol):
@@ -80,15 +81,22 @@ class StackedExperts:
     def _blocks(self, found: re.Match[str], shape: tuple[int, int]) -> PackedTensor:
         whole, number = f"{found['place']}.{found['module']}", int(found["number"])
         outputs, groups = shape[0], shape[1] // GROUP
-        scales = _shaped(f"{whole}_scales", self._files.piece(f"{whole}_scales", number), (outputs, groups))
-        bytes_of = _shaped(f"{whole}_blocks", self._files.piece(f"{whole}_blocks", number), (outputs, groups, BYTES))
+        if shape[1] % GROUP:
+            raise ModelError(f"{whole} is in blocks of {GROUP} numbers, config.json asks for rows of {shape[1]}")
+        scales = _shaped(f"{whole}_scales", self._files.piece(f"{whole}_scales", number), (outputs, groups), BYTE)
+        bytes_of = _shaped(
+            f"{whole}_blocks", self._files.piece(f"{whole}_blocks", number), (outputs, groups, BYTES), BYTE
+        )
         numbers = torch.stack((bytes_of & 15, bytes_of >> 4), -1).flatten(2)
         halves = numbers[..., :BYTES] | numbers[..., BYTES:] << 4
         return PackedTensor(torch.cat((scales[..., None], halves), -1).flatten(1), "MXFP4")
 
 
-def _shaped(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `tensor`, of one expert. Raises: ModelError if its shape is another than `shape`."""
+def _shaped(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = NUMBERS) -> Tensor:
+    """Return `tensor`, of one expert. Raises: ModelError if its shape is another than `shape`, or its dtype none of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        known, found = (", ".join(str(d).removeprefix("torch.") for d in each) for each in (dtypes, (tensor.dtype,)))
+        raise ModelError(f"{name} has dtype {found}; supported is {known}")
     if tuple(tensor.shape) != shape:
         raise ModelError(f"{name} has shape {tuple(tensor.shape)} for each expert, config.json asks for {shape}")
     return tensor

@@ -18,7 +18,7 @@ typedef struct {
     float *x, *inner, *gated, *part;
 } scratch;
 
-/* Writes the `chosen` highest of `count` scores, and their weights; `taken` [count]. NaN is above all numbers. */
+/* Writes the `chosen` highest of `count` scores, no two the same, and their weights; `taken` [count]. Of equals the first. */
 static void choose(const afterglow_experts *e, const float *scores, uint8_t *taken, int64_t *which, float *weights) {
     memset(taken, 0, e->count);
     for (int64_t i = 0; i < e->chosen; i++) {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, refuse_architecture, token_ids
+from afterglow.model.config_reading import Config, reading, refuse_architecture, token_ids
 from afterglow.model.refusals import UNSUPPORTED, refuse_keys
 from afterglow.model.spec import ModelSpec
 
@@ -51,6 +51,9 @@ REFUSED = frozenset(
         "is_encoder_decoder", "add_cross_attention", "attention_chunk_size",
     )
 )  # fmt: skip
+# Keys that would have transformers read other files than were checked here, and than the digest names.
+OTHER_FILES = ("configuration_files", "transformers_weights")
+ADAPTER = "adapter_config.json"
 # Keys that say where a model comes from, and change nothing.
 ABOUT = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype"))
 
@@ -65,9 +68,14 @@ def read_fallback_spec(directory: Path, config: Config) -> ModelSpec:
 
     Raises: ModelError if transformers is not installed, cannot read the config, or describes what our attention cannot do.
     """
-    kind = str(config["model_type"])
+    with reading():
+        return _read(directory, config, str(config["model_type"]))
+
+
+def _read(directory: Path, config: Config, kind: str) -> ModelSpec:
     refuse_keys(config, frozenset(UNSUPPORTED) - REFUSED)
     refuse_architecture(config, FALLBACK[kind])
+    _refuse_other_files(directory, config)
     read = _their_config(directory, kind)
     heads = read.num_attention_heads
     limit, reason = _limit(read)
@@ -89,6 +97,25 @@ def read_fallback_spec(directory: Path, config: Config) -> ModelSpec:
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         config_digest=_digest(config),
     )
+
+
+def _refuse_other_files(directory: Path, config: Config) -> None:
+    """Refuse what makes transformers read other files than those whose bytes are in the digest. Raises: ModelError."""
+    for key in OTHER_FILES:
+        if config.get(key) is not None:
+            raise ModelError(
+                f"{key} in config.json names other files, which are not read; use a directory of config.json and "
+                "model.safetensors"
+            )
+    if (directory / ADAPTER).exists():  # transformers reads it where the package peft is installed
+        raise ModelError(
+            f"{directory}: adapters ({ADAPTER}) are not supported; merge it into the weights, or remove it"
+        )
+    both = ("model.safetensors", "model.safetensors.index.json")
+    if all((directory / name).exists() for name in both):
+        raise ModelError(
+            f"{directory}: there are both {both[0]} and {both[1]}; remove what does not belong to the model"
+        )
 
 
 def _their_config(directory: Path, kind: str) -> Any:

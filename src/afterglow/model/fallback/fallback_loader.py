@@ -45,8 +45,9 @@ def load_fallback(
     model = _model(directory, spec, dtype).to(device).eval()
     try:
         decoder = tried(spec, model, context)
-    except ModelError as error:
-        raise ModelError(f"model type {spec.family!r} cannot run through transformers here: {error}") from None
+    except Exception as error:  # modules raise errors of many kinds, and a trial asks for all that they do
+        line = " ".join(str(error).split())[:300]
+        raise ModelError(f"model type {spec.family!r} cannot run through transformers here: {line}") from None
     log.warning(
         "model type %r runs through the modules of transformers %s: slower than the types that Afterglow computes itself. %s",
         spec.family,

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from afterglow.kernels import passes, rope
+from afterglow.kernels.block_rounding import round_to_blocks
 from afterglow.kernels.built import native
+from afterglow.kernels.matrix import has_bytes
 from afterglow.kernels.passes import gated_clamped, gated_silu, rms_norm, rounded
 from afterglow.kernels.rope import RopeTable, rotate
+from afterglow.model.linear import BlockLinear, BytePanelLinear, PanelLinear
 
 WAYS = ["torch", *([16, 8] if native() is not None else [])]
 
@@ -25,6 +28,22 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int 
         pytest.skip(f"this processor has no vectors of {request.param} floats")
     monkeypatch.setattr(library, "width", request.param)
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("way")
+def test_results_are_float32_whatever_torch_makes_by_default() -> None:
+    """Another thread that loads a model in bfloat16 changes the default of all, and kernels write float32."""
+    x, weight, matrix = torch.randn(3, 64), torch.ones(64), torch.randn(32, 64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # not a narrower one: a wrong result is enough, nothing is overwritten
+    try:
+        found = [rms_norm(x, weight, 1e-5), gated_silu(x), gated_clamped(x, 1.7, 7.0), rounded(x, 127)[1]]
+        if native() is not None:
+            found += [PanelLinear(matrix, None)(x), BytePanelLinear(matrix, None)(x)] if has_bytes() else []
+            found += [BlockLinear(round_to_blocks(matrix, "Q8_0"), "Q8_0", 64)(x)]
+    finally:
+        torch.set_default_dtype(before)
+    assert {each.dtype for each in found} == {torch.float32}
 
 
 @pytest.mark.usefixtures("way")

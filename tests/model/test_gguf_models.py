@@ -284,6 +284,9 @@ def test_tensors_that_are_missing_or_too_many(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gato.weight"))
     with pytest.raises(ModelError, match=r"the weights lack blk\.1\.ffn_gate\.weight"):
         load_model(path)
+    path.write_bytes(whole.replace(b"output_norm.weight", b"outpud_norm.weight"))
+    with pytest.raises(ModelError, match=r"the weights lack output_norm\.weight"):
+        load_model(path)
     # A bias that is there only in a layer that is not looked at to find out whether there are biases.
     write_model(path, make_hf("llama-bias"))
     path.write_bytes(path.read_bytes().replace(b"blk.0.ffn_gate.bias", b"blk.9.ffn_gate.bias"))

@@ -111,7 +111,7 @@ def _fused() -> Callable[..., None] | None:
     except ImportError:
         return None
     try:  # the first launch needs a C compiler and Python's headers, which not every container has
-        part, lse = torch.zeros((1, 1, 64), device="cuda"), torch.zeros((1, 1), device="cuda")
+        part, lse = (torch.zeros(size, dtype=torch.float32, device="cuda") for size in ((1, 1, 64), (1, 1)))
         merge_onto(part, lse, part.clone(), lse.clone())
     except Exception as error:
         log.warning("Triton cannot build its kernels here, so attention is merged by torch: %s", error)

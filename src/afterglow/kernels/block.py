@@ -117,7 +117,7 @@ class Block:
             attended = attended.contiguous()
         assert x.is_contiguous()
         assert attended.shape == (rows, self.inputs)
-        normed = torch.empty(rows, self.hidden)
+        normed = torch.empty(rows, self.hidden, dtype=torch.float32)
         failed = self._library.lib.afterglow_finish_layer(
             *(self._layer, x.data_ptr(), attended.data_ptr(), attended.stride(0), normed.data_ptr(), rows),
             *(torch.get_num_threads(), self._width),

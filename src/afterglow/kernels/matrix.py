@@ -48,7 +48,7 @@ class Panels:
         """Multiply `x` [rows, inputs], float32: [rows, outputs]. Raises: MemoryError."""
         if x.stride(1) != 1 and self.inputs > 1:
             x = x.contiguous()
-        out = torch.empty(x.shape[0], self.outputs)
+        out = torch.empty(x.shape[0], self.outputs, dtype=torch.float32)
         failed = self._library.lib.afterglow_multiply(
             *(self.matrix, x.data_ptr(), x.stride(0), x.shape[0], 0, out.data_ptr()),
             *(torch.get_num_threads(), self._width),
@@ -90,7 +90,7 @@ class BytePanels:
         count, steps = -(-outputs // BYTE_LANES), -(-inputs // 4)
         self._panels = on_huge_pages(torch.int8, count, steps, BYTE_LANES, 4)
         self._panels[-1:] = 0  # may have lanes without an output
-        self._factors = torch.zeros(count, 3, BYTE_LANES)
+        self._factors = torch.zeros(count, 3, BYTE_LANES, dtype=torch.float32)
         self._biased = False
         panels, terms = self._panels.data_ptr(), self._factors.data_ptr()
         self.matrix = library.new("afterglow_matrix *", (panels, terms, inputs, outputs, 1))
@@ -118,7 +118,7 @@ class BytePanels:
         """Multiply `x` [rows, inputs], float32: [rows, outputs]. Raises: MemoryError."""
         if x.stride(1) != 1 and self.inputs > 1:
             x = x.contiguous()
-        out = torch.empty(x.shape[0], self.outputs)
+        out = torch.empty(x.shape[0], self.outputs, dtype=torch.float32)
         failed = self._library.lib.afterglow_multiply_bytes(
             *(self.matrix, x.data_ptr(), x.stride(0), x.shape[0], 0, out.data_ptr(), torch.get_num_threads())
         )

@@ -155,7 +155,7 @@ class PackedPanels:
             return _product(x, self._groups, self._bias)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(x.shape[0], self._first + self.outputs)
+        out = torch.empty(x.shape[0], self._first + self.outputs, dtype=torch.float32)
         failed = self._library.lib.afterglow_multiply_packed(
             *(self.matrix, x.data_ptr(), x.stride(0), x.shape[0], 0, out.data_ptr()),
             *(torch.get_num_threads(), self._library.width),

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
-    out = torch.empty(x.shape)
+    out = torch.empty(x.shape, dtype=torch.float32)
     norm = library.new("afterglow_norm *", (weight.data_ptr(), size, eps))
     library.lib.afterglow_rms_norm(
         norm, rows.data_ptr(), rows.stride(0), out.data_ptr(), len(rows), torch.get_num_threads(), library.width
@@ -34,7 +34,7 @@ def gated_silu(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
     size = x.shape[-1] // 2
-    out = torch.empty(len(x), size)
+    out = torch.empty(len(x), size, dtype=torch.float32)
     library.lib.afterglow_gated_silu(
         x.data_ptr(), x.stride(0), out.data_ptr(), len(x), size, torch.get_num_threads(), library.width
     )
@@ -50,7 +50,7 @@ def gated_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
         gate = gate.clamp(max=limit)
         return (gate * alpha).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
     size = x.shape[-1] // 2
-    out = torch.empty(len(x), size)
+    out = torch.empty(len(x), size, dtype=torch.float32)
     library.lib.afterglow_gated_clamped(
         *(library.new("afterglow_clamp *", (alpha, limit)), x.data_ptr(), x.stride(0), out.data_ptr(), len(x), size),
         *(torch.get_num_threads(), library.width),
@@ -67,7 +67,7 @@ def rounded(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
         # All are positive, so that cutting off the fraction rounds.
         return (x / scale).add_(levels + 1.5).to(torch.uint8), scale
     numbers = torch.empty(x.shape, dtype=torch.uint8)
-    scale = torch.empty(len(x), 1)
+    scale = torch.empty(len(x), 1, dtype=torch.float32)
     rounding = {
         "x": x.data_ptr(),
         "stride": x.stride(0),

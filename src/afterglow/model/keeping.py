@@ -162,8 +162,8 @@ def _fastest(kinds: tuple[Kind, ...], outputs: int, inputs: int, threads: int) -
     """Return the fastest way to keep a matrix of that size; tried once for each size in the life of the process (1,024 x 2,048: 30 ms)."""
     best, least = kinds[0], float("inf")
     for kind in kinds if len(kinds) > 1 else ():
-        matrix = kind(torch.ones(outputs, inputs), None)
-        took = math.prod(_seconds(matrix, torch.ones(rows, inputs)) for rows in TRIAL_ROWS)
+        matrix = kind(torch.ones(outputs, inputs, dtype=torch.float32), None)
+        took = math.prod(_seconds(matrix, torch.ones(rows, inputs, dtype=torch.float32)) for rows in TRIAL_ROWS)
         if took < least * WORTH ** -len(TRIAL_ROWS):
             best, least = kind, took
     return best

@@ -134,7 +134,7 @@ class Int8Linear:
 
     def _reserve(self, outputs: int, inputs: int, levels: int) -> None:
         self.outputs, self.inputs, self._levels = outputs, inputs, levels
-        self._scale = torch.empty(outputs)
+        self._scale = torch.empty(outputs, dtype=torch.float32)
         self._zeros = torch.zeros(outputs, dtype=torch.int32)
         self._packed: Tensor = torch.empty(outputs, inputs, dtype=torch.int8)
 
@@ -254,11 +254,11 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def int8_levels() -> int:
     """Return how large the numbers of a rounded row may be, so that sums are exact here: 127; 63 where products are added in
     16 bits, which overflow (processors before VNNI); 0 where the operator does not work."""
-    weight = torch.ones(16, 64)
+    weight = torch.ones(16, 64, dtype=torch.float32)
     weight[::2] = -1
     for levels in (127, 63):
         for rows in (1, 5, 70):
-            x = torch.ones(rows, 64)
+            x = torch.ones(rows, 64, dtype=torch.float32)
             x[1::2] = -1
             try:
                 found = Int8Linear(weight, levels=levels)(x)

@@ -148,8 +148,9 @@ class GgufWeights:
     def _expert(self, name: str) -> FileTensor | None:
         """Return the matrix of one expert, `...exps.NUMBER.weight`, or its bias: all experts are one tensor [experts, outputs, inputs],
         or [experts, outputs]."""
-        place, number, kind = name.rsplit(".", 2)
-        experts = self._file.tensors.get(f"{place}.{kind}")
+        place, _, rest = name.rpartition("exps.")
+        number, _, kind = rest.partition(".")
+        experts = self._file.tensors.get(f"{place}exps.{kind}")
         if experts is None or not number.isdigit() or len(experts.shape) < 2 or int(number) >= experts.shape[0]:
             return None
         self._used.add(experts.name)

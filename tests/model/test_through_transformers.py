@@ -99,6 +99,12 @@ def test_other_files_than_those_of_the_digest_are_not_read(make: Make, key: str,
         load_model(changed(folder, **{key: value}))
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation", "experts_implementation", "_experts_implementation"])
+def test_code_from_elsewhere_is_not_run(make: Make, key: str) -> None:
+    with pytest.raises(ModelError, match=f"{key} in config.json names code.*take the key out"):
+        load_model(changed(make("granitemoe"), **{key: "owner/kernels"}))
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "model.safetensors.index.json"])
 def test_directories_that_can_be_read_in_two_ways_are_refused(make: Make, name: str) -> None:
     """Transformers takes the whole file where there is an index, and adapters where there is a package for them."""

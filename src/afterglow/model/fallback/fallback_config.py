@@ -54,6 +54,8 @@ REFUSED = frozenset(
 # Keys that would have transformers read other files than were checked here, and than the digest names.
 OTHER_FILES = ("configuration_files", "transformers_weights")
 ADAPTER = "adapter_config.json"
+# Keys that would have it compute with other code, which it may fetch from a hub.
+OTHER_CODE = ("_attn_implementation", "experts_implementation", "_experts_implementation", "fusion_config")
 # Keys that say where a model comes from, and change nothing.
 ABOUT = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype"))
 
@@ -100,12 +102,18 @@ def _read(directory: Path, config: Config, kind: str) -> ModelSpec:
 
 
 def _refuse_other_files(directory: Path, config: Config) -> None:
-    """Refuse what makes transformers read other files than those whose bytes are in the digest. Raises: ModelError."""
+    """Refuse what makes transformers read other files than those whose bytes are in the digest, or other code than its own.
+    Raises: ModelError."""
     for key in OTHER_FILES:
         if config.get(key) is not None:
             raise ModelError(
                 f"{key} in config.json names other files, which are not read; use a directory of config.json and "
                 "model.safetensors"
+            )
+    for key in OTHER_CODE:
+        if config.get(key) is not None:
+            raise ModelError(
+                f"{key} in config.json names code that computes a part of it; take the key out of config.json"
             )
     if (directory / ADAPTER).exists():  # transformers reads it where the package peft is installed
         raise ModelError(

@@ -175,7 +175,7 @@ def attended(
     entries: list[BatchEntry], groups: list[RelayGroup], q: torch.Tensor, window: int = 0, cap: float = 0.0
 ) -> torch.Tensor:
     unused: Any = None
-    attention = cast(Any, SimpleNamespace(scale=0.3, window=window, cap=cap))
+    attention = cast(Any, SimpleNamespace(scale=0.3, window=window, cap=cap, sinks=None))
     return doors.relay_attention(RelayAttend(entries, None, unused, unused, groups), attention, q)
 
 

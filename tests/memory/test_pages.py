@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +36,22 @@ def test_what_is_made_of_the_memory_keeps_it() -> None:
     for other in others:
         other[:] = 255
     assert (part == 3).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_without_reserve_is_not_counted() -> None:
+    """Otherwise a process whose host cache is larger than the machine's memory cannot start another process."""
+    memory = allocate(1 << 30, reserve=False)
+    flags: list[str] = []
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            here = first <= memory.ctypes.data < last
+        elif here and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert "nr" in flags
+    assert "ac" not in flags
 
 
 def test_more_than_there_are_addresses_for_is_refused() -> None:

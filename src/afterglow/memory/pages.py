@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
+import sys
 from typing import Final
 
 import numpy as np
@@ -18,16 +20,23 @@ Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE: Final = 2 << 20
 LARGE: Final = 2 * HUGE_PAGE  # bytes of tensors; below it, rounding up to huge pages would waste too much
 _HUGE_FROM: Final = HUGE_PAGE // 4  # bytes of buffers for transfers, which are few
-_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+_NO_RESERVE_ON_LINUX: Final = dict.fromkeys(("x86_64", "aarch64", "riscv64", "s390x"), 0x4000) | {"ppc64le": 0x40}
 _KEPT_BY_MALLOC: Final = 512 << 20  # bytes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def _no_reserve() -> int:
+    """Return the flag that keeps a mapping out of the system's count. The mmap module of Python 3.11 and 3.12 does not name it."""
+    of_linux = _NO_RESERVE_ON_LINUX.get(platform.machine(), 0) if sys.platform == "linux" else 0
+    flag: int = getattr(mmap, "MAP_NORESERVE", of_linux)
+    return flag
 
 
 def allocate(num_bytes: int, *, reserve: bool = True) -> Bytes:
     """Map zeroed memory that costs nothing until it is touched: uint8 [num_bytes], page-aligned.
 
     From half a megabyte on the memory starts at a huge page and asks for huge pages. `reserve` False: do not count the memory
-    against the system's limit before it is touched.
+    against the system's limit before it is touched, nor again for each child process.
 
     Raises:
         OSError, OverflowError, ValueError: the system cannot map so much.
@@ -38,7 +47,7 @@ def allocate(num_bytes: int, *, reserve: bool = True) -> Bytes:
     page = HUGE_PAGE if huge else mmap.PAGESIZE
     size = round_up(num_bytes, page) + (page if huge else 0)  # one more, to begin at a huge page
     # Private, not shared as is mmap's default: only private memory can have huge pages.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if reserve else _NO_RESERVE))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if reserve else _no_reserve()))
     if huge:
         memory.madvise(mmap.MADV_HUGEPAGE)
     flat = np.frombuffer(memory, np.uint8)

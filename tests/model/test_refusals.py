@@ -92,6 +92,7 @@ OSS = {**plain("gpt_oss"), "num_local_experts": 4, "num_experts_per_tok": 2}
         ({"architectures": 3}, ["a value in config.json is damaged"]),
         (plain("gemma2") | {"query_pre_attn_scalar": 0}, ["a value in config.json is damaged", "negative power"]),
         (plain("gemma2") | {"layer_types": 3}, ["a value in config.json is damaged"]),
+        (plain("gemma2") | {"sliding_window_pattern": 3}, ["sliding_window_pattern = 3", "layer_types"]),
         (plain("gemma3_text") | {"rope_parameters": [1]}, ["a value in config.json is damaged"]),
         (OPT | {"layer_norm_elementwise_affine": False}, ["layer norms without weights"]),
     ],

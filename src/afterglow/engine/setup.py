@@ -242,8 +242,8 @@ def make_scheduler(
         tenant_pins=PINNED if cache.tenant_pins is None else cache.tenant_pins,
         warm_start=cache.warm_start,
         ttl=cache.ttl,
-        # Recording importance computes the attention weights of each request apart.
         sliding_window=decoder.spec.window or 0,
+        # Recording importance computes the attention weights of each request apart.
         relay=config.relay != "off" and config.truncation_policy != "importance",
     )
     if config.journal is None:

@@ -16,14 +16,17 @@ LAYER = "model.layers.{l}."
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def _windows(config: Config, every: int) -> dict[str, Any]:
+def _windows(config: Config, every: int, *, patterns: bool = True) -> dict[str, Any]:
     """Read the window, and which layers have it: `layer_types`, or all but each layer of so many (`every`, or
-    `sliding_window_pattern`)."""
+    `sliding_window_pattern` where the family has `patterns`)."""
     layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
     if kinds is None:
-        every = config.get("sliding_window_pattern") or every
-        if not isinstance(every, int):
-            raise ModelError(f"sliding_window_pattern = {every!r} in config.json is no number; name all layer_types")
+        given = config.get("sliding_window_pattern") or every
+        if not isinstance(given, int):
+            raise ModelError(f"sliding_window_pattern = {given!r} in config.json is no number; name all layer_types")
+        if not patterns and given != every:  # transformers reads no pattern here, and would take the usual one
+            raise ModelError(f"sliding_window_pattern = {given} in config.json is not usual here; name all layer_types")
+        every = given
         kinds = [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
     if len(kinds) != layers:
         raise ModelError(f"layer_types in config.json names {len(kinds)} layers of {layers}")
@@ -72,20 +75,21 @@ def _gemma(config: Config) -> dict[str, Any]:
     return _gemma_parts(config, "gelu_pytorch_tanh" if activation == "gelu" else activation)
 
 
-def _gemma_windows(config: Config, every: int) -> dict[str, Any]:
-    """Read what Gemma 2 and 3 have in common."""
+def _gemma_windows(config: Config, every: int, *, patterns: bool) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 have in common. See `_windows`."""
     fields = _gemma_parts(config, config.get("hidden_activation") or "gelu_pytorch_tanh")
     return fields | {
         "norm_after": True,
         "attention_scale": float(config.get("query_pre_attn_scalar", 256) ** -0.5),
         "score_cap": config.get("attn_logit_softcapping"),
         "logit_cap": config.get("final_logit_softcapping"),
-        **_windows(config, every),
+        **_windows(config, every, patterns=patterns),
     }
 
 
 def _gemma2(config: Config) -> dict[str, Any]:
-    return _gemma_windows({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}, 2)
+    config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
+    return _gemma_windows(config, 2, patterns=False)
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
@@ -93,7 +97,7 @@ def _gemma3(config: Config) -> dict[str, Any]:
     theta = {FULL: config.get("rope_theta") or 1e6, SLIDING: config.get("rope_local_base_freq") or 1e4}
     ropes = _ropes(config, theta)
     plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    fields = _gemma_windows(plain, 6) | ropes
+    fields = _gemma_windows(plain, 6, patterns=True) | ropes
     return fields | {"qk_norm": True, "max_positions": config["max_position_embeddings"]}
 
 
@@ -101,7 +105,7 @@ def _olmo3(config: Config) -> dict[str, Any]:
     base = config.get("rope_theta") or 500000.0
     ropes = _ropes(config, {FULL: base, SLIDING: base})
     plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    return RMS_FAMILIES["olmo2"].read(plain) | ropes | _windows(config, 4)
+    return RMS_FAMILIES["olmo2"].read(plain) | ropes | _windows(config, 4, patterns=False)
 
 
 def _unturned(config: Config, fields: dict[str, Any]) -> tuple[int, ...]:
@@ -152,7 +156,7 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
         "sinks": True,
         "gate_clamp": (_above_0(config, "swiglu_alpha", 1.702), _above_0(config, "swiglu_limit", 7.0)),
         "experts": experts,
-        **_windows(config, 2),
+        **_windows(config, 2, patterns=False),
     }
 
 

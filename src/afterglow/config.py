@@ -251,6 +251,18 @@ class EngineConfig:
         "where it copies. auto: as far as that pays on this machine, and never with truncation policy importance; on, off.",
     )
     threads: int | None = option(None, "Compute threads; default: the number of physical cores.")
+    kv_events: str | None = option(
+        None,
+        "Publish which blocks of 64 tokens are in which tier at this ZeroMQ address, such as tcp://127.0.0.1:5557, in vLLM's format: "
+        "for routers (pip install 'afterglow-llm[cluster]'). Hashes are published, no tokens. The default is off.",
+    )
+    kv_events_replay: str | None = option(
+        None, "Repeat KV events that a subscriber has missed at this ZeroMQ address. The default is off."
+    )
+    kv_events_tokens: bool = option(
+        False,
+        "Publish the blocks' token ids as well: all who can connect read the prompts and replies of all tenants.",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -271,6 +283,12 @@ class EngineConfig:
                 "--speculate on does not go with --truncation-policy importance, which would record the attention of guesses too; "
                 "use --speculate auto (nothing is guessed then), or another policy"
             )
+        for name, address in (("--kv-events", self.kv_events), ("--kv-events-replay", self.kv_events_replay)):
+            if address is not None and not address.startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"{name} is an address such as tcp://127.0.0.1:5557 or ipc:///PATH, got {address!r}")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_tokens):
+            option = "--kv-events-replay" if self.kv_events_replay is not None else "--kv-events-tokens"
+            raise ConfigError(f"{option} does nothing without --kv-events; give an address there too")
         if self.importance is not None and not 0 < self.importance <= 1:
             raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")
         if self.importance is not None and not self.cache.reuse:

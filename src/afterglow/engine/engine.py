@@ -94,6 +94,8 @@ class Engine:
         self.loop.stop(flush)
         self.parts.store.close(CLOSE_SECONDS if self.loop.disk_answers else 1.0)
         self.conversations.close()
+        if self.parts.kv_events is not None:
+            self.parts.kv_events.close()
         if self.parts.journal is not None:
             self.parts.journal.close()
 

@@ -49,6 +49,8 @@ class EngineLoop:
         self.upcoming = UpcomingPrompts()
         self._deleted: deque[str] = deque(maxlen=DELETED)
         self._counters = EngineCounters(relay=parts.runner.relayed, gather=parts.runner.gathered)
+        if parts.kv_events is not None:
+            self._counters.kv_events = parts.kv_events.counters
         self.requests = LiveRequests(parts.config.max_queue, self._counters, self._forget)
         self._guesses: Guesses = {}  # of what jobs draw next
         self._eos = frozenset(parts.decoder.spec.eos_ids)
@@ -264,6 +266,8 @@ class EngineLoop:
         self._deliver()
 
     def _count(self) -> None:
+        if self.parts.kv_events is not None:
+            self.parts.kv_events.publish()
         self.published = self._snapshot()
 
     def _snapshot(self) -> EngineStats:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import Tensor
@@ -53,6 +53,9 @@ from afterglow.store.kvstore import KVStore
 from afterglow.store.namespace import neighbours
 from afterglow.store.namespace.namespace import Namespace
 
+if TYPE_CHECKING:
+    from afterglow.engine.kv_events.publisher import KVEvents
+
 log = logging.getLogger("afterglow.engine")
 
 Progress = Callable[[str, int, int], None]
@@ -82,6 +85,7 @@ class EngineParts:
     selective: SelectiveAttention | None  # for requests that attend to a part of their prefix
     conversations: Conversations
     inbox: Inbox
+    kv_events: KVEvents | None
     journal: TextIO | None
     clock: Callable[[], float]  # seconds since 1970 that never go backwards
 
@@ -98,6 +102,10 @@ def build(
     `throttle` slows the disk tier down, for benchmarks. `name` names the model; default: the name of the directory or file.
     Raises: ModelError; ConfigError, for impossible sizes and a cache directory that is in use or has another format.
     """
+    if config.kv_events is not None:
+        from afterglow.engine.kv_events.publisher import KVEvents, check_installed
+
+        check_installed()
     name = name or (file_stem(Path(model)) if is_gguf(model) else Path(model).name) or "model"
     device = choose_device(config.device)
     use_device(device)
@@ -144,6 +152,9 @@ def build(
         if journal is not None:
             undo.callback(journal.close)
         _restore(scheduler, store)
+        kv_events = KVEvents(scheduler.cache, config, digest) if config.kv_events is not None else None
+        if kv_events is not None:
+            undo.callback(kv_events.close)
         blocks = arena.view(_kv_dtype(decoder, config))
         blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.width)
         runner, scores, selective = make_runner(config, decoder, store, blocks, layout, inbox.pressed)
@@ -165,6 +176,7 @@ def build(
             selective=selective,
             conversations=open_conversations(config.cache.disk_cache, namespace),
             inbox=inbox,
+            kv_events=kv_events,
             journal=journal,
             clock=_steady_clock(),
         )

@@ -46,6 +46,14 @@ class GatherCounters:
 
 
 @dataclass(slots=True)
+class KVEventCounters:
+    """Count published KV events."""
+
+    messages: int = 0
+    dropped: int = 0  # steps whose changes were left out, because too many waited
+
+
+@dataclass(slots=True)
 class EngineCounters:
     """Totals since the start that the engine counts itself. Only the engine's thread writes them."""
 
@@ -65,6 +73,7 @@ class EngineCounters:
     damaged_responses: int = 0
     relay: RelayCounters = field(default_factory=RelayCounters)
     gather: GatherCounters = field(default_factory=GatherCounters)
+    kv_events: KVEventCounters = field(default_factory=KVEventCounters)
 
     def admitted(self, prompt: int, cached: CachedTokens) -> None:
         """Count an admitted request with `prompt` prompt tokens."""
@@ -93,6 +102,7 @@ class EngineCounters:
             finished=dict(self.finished),
             relay=replace(self.relay),
             gather=replace(self.gather),
+            kv_events=replace(self.kv_events),
         )
 
 

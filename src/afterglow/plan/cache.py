@@ -180,7 +180,7 @@ class Cache:
         """Cut a context to the rows that the index knows, after a job's last rows were saved; free an empty one."""
         context = self.device.contexts.get(number)
         if context is not None:
-            context.rows = self.index.match(context.salt, context.tokens[: 4 * context.rows]).rows
+            self.device.shorten(context, self.index.match(context.salt, context.tokens[: 4 * context.rows]).rows)
             if not context.rows:
                 self.device.free(context)
 

@@ -6,7 +6,7 @@ A context counts with the whole segment that it was; it never shrinks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class Device:
         self.contexts: dict[int, Context] = {}  # least recently used first
         self.frees: list[int] = []
         self.longest = min(max_model_len, self.budget)  # rows of the longest context that any job may come to
+        self.watch: Callable[[Extent], None] | None = None  # is told of each extent whose contexts have changed
         self._counters = counters
         self._last_id = 0
 
@@ -113,6 +114,13 @@ class Device:
                 continue
             context.extents[extent] = None
             extent.contexts = with_key(extent.contexts, context.id)
+            self._changed(extent)
+
+    def shorten(self, context: Context, rows: int) -> None:
+        """Let no more than the first `rows` rows of a context be used."""
+        context.rows = rows
+        for extent in context.extents:
+            self._changed(extent)
 
     def hold(self, context: Context) -> None:
         """Keep a context whatever happens, if there is always room for the longest context of a job beside all that are
@@ -131,6 +139,8 @@ class Device:
         """Forget a context: at once, or after the step that copies from it."""
         if context.pinned:
             context.doomed = True
+            for extent in context.extents:
+                self._changed(extent)
             return
         self._detach(context)
         self.used -= context.capacity
@@ -209,3 +219,8 @@ class Device:
         del self.contexts[context.id]
         for extent in context.extents:
             extent.contexts = without_key(extent.contexts, context.id)
+            self._changed(extent)
+
+    def _changed(self, extent: Extent) -> None:
+        if self.watch is not None:
+            self.watch(extent)

@@ -62,6 +62,8 @@ class Disk:
         for extent in extents:
             if (above := extent.above) is not None and above in self._candidates.cold:
                 self._candidates.place(above)  # it was there before them
+            if self._candidates.watch is not None:
+                self._candidates.watch(extent)
 
     def has_file(self, name: ExtentId) -> bool:
         """Is there a file of that name, or one being written or removed?"""

@@ -170,6 +170,7 @@ class EvictionCandidates:
         self.cold = Ranking(policy, on_disk)  # ready on disk only, and nothing hangs below
         self.marked: dict[Extent, None] = {}  # extents that have a mark
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
+        self.watch: Callable[[Extent], None] | None = None  # is told of each extent whose place may have changed
 
     def place(self, extent: Extent) -> None:
         """Look again at an extent whose state in a tier, or whose children, have changed."""
@@ -178,6 +179,8 @@ class EvictionCandidates:
         self.host.set(extent, live and host)
         self.clean.set(extent, live and host and disk)
         self.cold.set(extent, live and disk and extent.host == "absent" and not extent.has_children)
+        if self.watch is not None:
+            self.watch(extent)
 
     def update(self, extent: Extent) -> None:
         """Something has changed that the policy's order may depend on."""

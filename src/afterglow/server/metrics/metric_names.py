@@ -114,6 +114,12 @@ _ENGINE = (
     ("plan_seconds", "afterglow:plan_seconds", "Time spent on planning and bookkeeping."),
     ("forward_seconds", "afterglow:forward_seconds", "Time spent on forward passes."),
     ("damaged_responses", "afterglow:damaged_responses", "Stored responses and replies dropped for damage."),
+    ("kv_events.messages", "afterglow:kv_event_messages", "Messages of KV events that were published."),
+    (
+        "kv_events.dropped",
+        "afterglow:kv_events_dropped",
+        "Steps whose KV events were left out; all blocks follow then.",
+    ),
     ("relay.groups", "afterglow:relay_groups", "Groups of requests that read rows together, over steps."),
 )
 _STORE = (

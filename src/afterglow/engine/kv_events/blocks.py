@@ -1,0 +1,239 @@
+"""Blocks of 64 tokens with chained hashes, made of extents, whose borders lie anywhere. It knows no socket and no encoding.
+
+A block is named by a hash of its tokens and of the block before it, and counts to the extent with its last row. It is on
+the device, in host or on disk when all its rows are, those in extents above it included. One whose rows lie partly in host
+and partly on disk counts as on disk, where it has to be read from: so all blocks of the index are somewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from afterglow.config import BLOCK_ROWS
+from afterglow.engine.kv_events.changes import Changes, ExtentState
+from afterglow.plan.prefix.shared_prefixes import OPERATOR
+from afterglow.plan.step import ExtentId
+
+Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]  # vLLM's names: device, host, disk
+MEDIA: tuple[Medium, ...] = ("GPU", "CPU", "STORAGE")
+MOST_BLOCKS = 1024  # in one event
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Blocks of one path, each behind the one before it, that are in a tier now. `parent`: the hash of the block before the
+    first. `salt`: what sets the first block apart from others with its tokens, hashed; "": nothing. `tokens`: uint32."""
+
+    medium: Medium
+    hashes: tuple[int, ...]
+    parent: int | None
+    salt: str
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedBlocks:
+    """Blocks that are in a tier no more."""
+
+    medium: Medium
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedBlocks:
+    """No block is in any tier; those that are follow."""
+
+
+KVEvent: TypeAlias = StoredBlocks | RemovedBlocks | ClearedBlocks
+
+
+@dataclass(slots=True)
+class _Run:
+    """Rows of an extent on its path. `lead`: tokens of its first block that lie above it; `parent`: the hash before that
+    block; `salt`: see `StoredBlocks`."""
+
+    state: ExtentState
+    lead: bytes
+    parent: int | None
+    salt: str
+    hashes: tuple[int, ...] = ()  # of the blocks that end in it
+    below: dict[ExtentId, None] = field(default_factory=dict)
+
+    @property
+    def start(self) -> int:
+        return self.state.start
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.state.tokens) // 4 - self.state.first
+
+    @property
+    def tokens(self) -> bytes:
+        """Return the tokens from the beginning of its first block on."""
+        return self.lead + self.state.tokens[4 * self.state.first :]
+
+
+class Blocks:
+    """What consumers know, and what is true: events are the difference."""
+
+    def __init__(self, seed: str) -> None:
+        """`seed`: names the model; equal blocks of different models have different hashes."""
+        self._seed = hashlib.blake2b(seed.encode(), digest_size=32).digest()
+        self._runs: dict[ExtentId, _Run] = {}
+        self._held: dict[int, int] = {}  # tiers by block, as bits in the order of MEDIA
+
+    def __len__(self) -> int:
+        """Count the blocks that are in any tier."""
+        return len(self._held)
+
+    def apply(self, changes: Changes) -> list[KVEvent]:
+        """Take over changes of extents. Returns the events that tell of them."""
+        events: list[KVEvent] = []
+        if changes.anew:
+            self._runs.clear()
+            self._held.clear()
+            events.append(ClearedBlocks())
+        wanted: dict[int, int] = {}
+        for name in changes.gone:
+            if (run := self._runs.pop(name, None)) is not None:
+                wanted.update(dict.fromkeys(run.hashes, 0))
+                if (above := self._runs.get(run.state.above or "")) is not None:
+                    above.below.pop(name, None)
+        touched = [run for run in map(self._place, changes.states) if run is not None]
+        affected: dict[ExtentId, _Run] = {}
+        for run in touched:
+            self._add_affected(run, affected)
+        for run in affected.values():
+            wanted.update(zip(run.hashes, self._tiers(run), strict=True))
+        events += self._removed(wanted)
+        for run in sorted(affected.values(), key=lambda run: run.start):
+            events += self._stored(run, wanted)
+        for block, tiers in wanted.items():
+            if tiers:
+                self._held[block] = tiers
+            else:
+                self._held.pop(block, None)
+        return events
+
+    def _place(self, state: ExtentState) -> _Run | None:
+        """Take over the state of an extent. None: it hangs below something unknown."""
+        known = self._runs.get(state.id)
+        above = self._runs.get(state.above) if state.above is not None else None
+        if known is not None:  # its rows and what is before them stay the same, whatever holds these
+            if above is not None:
+                above.below[state.id] = None
+            known.state = state
+            return known
+        if above is None and state.start:
+            return None
+        run = self._new(state, above)
+        if above is not None:
+            above.below[state.id] = None
+        self._runs[state.id] = run
+        return run
+
+    def _new(self, state: ExtentState, above: _Run | None) -> _Run:
+        begin = state.start - state.start % BLOCK_ROWS
+        lead, before = b"", None
+        if above is not None:
+            lead = self._between(above, begin, state.start)
+            before = self._with_row(above, begin - 1) if begin else None
+        parent = before.hashes[begin // BLOCK_ROWS - 1 - before.start // BLOCK_ROWS] if before is not None else None
+        same = before is not None and before.state.salt == state.salt
+        run = _Run(state, lead, parent, "" if same else self.salt_tag(state.salt))
+        run.hashes = tuple(self._chain(run))
+        return run
+
+    def salt_tag(self, salt: str) -> str:
+        """Return what tells the blocks of a salt from others', and does not tell the salt."""
+        if salt in ("", OPERATOR):
+            return ""
+        return hashlib.blake2b(salt.encode(), key=self._seed, digest_size=16).hexdigest()
+
+    def _path(self, run: _Run, row: int = 0) -> Iterator[_Run]:
+        """Go from a run up to the one with a row, as far as the path is known."""
+        yield run
+        while run.start > row and (above := self._runs.get(run.state.above or "")) is not None:
+            run = above
+            yield run
+
+    def _with_row(self, run: _Run, row: int) -> _Run | None:
+        """Find the run with a row of the path through `run`."""
+        *_, last = self._path(run, row)
+        return last if last.start <= row else None
+
+    def _between(self, run: _Run, begin: int, end: int) -> bytes:
+        """Return the tokens [begin, end) of a path that goes through `run` up to row `end`."""
+        parts: list[bytes] = []
+        for each in self._path(run, begin):
+            start, at = max(begin, each.start), each.state.first - each.start
+            parts.append(each.state.tokens[4 * (start + at) : 4 * (end + at)])
+            end = start
+        return b"".join(reversed(parts))
+
+    def _chain(self, run: _Run) -> Iterator[int]:
+        tokens, parent, salt = run.tokens, run.parent, run.salt
+        for at in range(0, len(tokens) // 4 // BLOCK_ROWS * BLOCK_ROWS, BLOCK_ROWS):
+            state = hashlib.blake2b(key=self._seed, digest_size=8)
+            state.update(b"" if parent is None else parent.to_bytes(8, "big"))
+            state.update(salt.encode())
+            state.update(tokens[4 * at : 4 * (at + BLOCK_ROWS)])
+            parent, salt = int.from_bytes(state.digest(), "big"), ""
+            yield parent
+
+    def _add_affected(self, run: _Run, affected: dict[ExtentId, _Run]) -> None:
+        """Add a run, and those below whose first block begins in it."""
+        stack = [run]
+        while stack:
+            run = stack.pop()
+            affected[run.state.id] = run
+            for name in run.below:
+                child = self._runs.get(name)
+                if child is not None and child.start % BLOCK_ROWS and name not in affected:
+                    stack.append(child)
+
+    def _tiers(self, run: _Run) -> Iterator[int]:
+        """Compute the tiers of each block that ends in a run."""
+        for number in range(len(run.hashes)):
+            end = (run.start // BLOCK_ROWS + number + 1) * BLOCK_ROWS
+            held = [run.state]
+            if number == 0:
+                held = [each.state for each in self._path(run, end - BLOCK_ROWS)]
+            host, disk = all(state.host for state in held), all(state.disk for state in held)
+            yield (end <= run.state.device_end) | (host << 1) | ((disk or not host) << 2)
+
+    def _removed(self, wanted: dict[int, int]) -> Iterator[RemovedBlocks]:
+        for bit, medium in enumerate(MEDIA):
+            left = [b for b, tiers in wanted.items() if (self._held.get(b, 0) & ~tiers) >> bit & 1]
+            for at in range(0, len(left), MOST_BLOCKS):
+                yield RemovedBlocks(medium, tuple(left[at : at + MOST_BLOCKS]))
+
+    def _stored(self, run: _Run, wanted: dict[int, int]) -> Iterator[StoredBlocks]:
+        found: list[tuple[int, int, Medium]] = []
+        for bit, medium in enumerate(MEDIA):
+            come = [n for n, b in enumerate(run.hashes) if (wanted[b] & ~self._held.get(b, 0)) >> bit & 1]
+            found += [(first, stop, medium) for first, stop in _stretches(come)]
+        for first, stop, medium in sorted(found, key=lambda each: each[0]):  # none comes before its parent
+            yield StoredBlocks(
+                medium,
+                run.hashes[first:stop],
+                run.hashes[first - 1] if first else run.parent,
+                run.salt if first == 0 else "",
+                run.tokens[4 * BLOCK_ROWS * first : 4 * BLOCK_ROWS * stop],
+            )
+
+
+def _stretches(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Group ascending numbers that follow each other, at most MOST_BLOCKS at a time: [first, stop)."""
+    first = stop = -1
+    for number in numbers:
+        if number != stop or stop - first == MOST_BLOCKS:
+            if stop > first:
+                yield first, stop
+            first = number
+        stop = number + 1
+    if stop > first:
+        yield first, stop

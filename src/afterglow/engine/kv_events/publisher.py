@@ -1,0 +1,193 @@
+"""The thread that turns changes into messages, publishes them, and repeats those that a subscriber has missed (ZeroMQ).
+
+A message has three frames: an empty topic, its number (8 bytes, big-endian), and the batch. Numbers without a message say
+that changes were left out; the whole index follows then. A replay is asked for with an empty frame and the first number
+wanted; it ends with the number -1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from afterglow.config import EngineConfig
+from afterglow.engine.kv_events.blocks import Blocks, KVEvent
+from afterglow.engine.kv_events.changes import ChangedExtents, Changes
+from afterglow.engine.kv_events.wire import END, encode, number_frame
+from afterglow.engine.stats import KVEventCounters
+from afterglow.errors import ConfigError
+from afterglow.plan.cache import Cache
+
+log = logging.getLogger("afterglow.engine")
+
+MAX_WAITING = 10_000  # changes of steps that the thread has not come to
+MAX_KEPT = 10_000  # messages for replays
+MAX_KEPT_BYTES = 64 * 1024**2
+EVENTS = 256  # in one message
+LAST_SECONDS = 1.0  # for what waits when it is closed
+
+
+def check_installed() -> None:
+    """Find the libraries. Raises: ConfigError."""
+    for name in ("zmq", "msgpack"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"--kv-events needs the module {name}: pip install 'afterglow-llm[cluster]'")
+
+
+class KVEvents:
+    """Publishes what happens in the plan's tiers. `publish` belongs to the engine's thread."""
+
+    def __init__(self, cache: Cache, config: EngineConfig, seed: str) -> None:
+        """`seed`: names the model. Raises: ConfigError, where an address cannot be taken."""
+        assert config.kv_events is not None
+        self._changed = ChangedExtents(cache)
+        self._publisher = Publisher(config.kv_events, config.kv_events_replay, config.kv_events_tokens, seed)
+        self._behind = True  # do subscribers need the whole index?
+        self._publisher.start()
+
+    @property
+    def counters(self) -> KVEventCounters:
+        return self._publisher.counters
+
+    @property
+    def address(self) -> str:
+        """Return where subscribers connect; where a port was left open, with the one that was found."""
+        return self._publisher.address
+
+    def publish(self) -> None:
+        """Hand over what has changed since the last call. Never waits."""
+        if self._behind:
+            if self._publisher.has_room:
+                self._behind = not self._publisher.offer(self._changed.everything())
+        elif (changes := self._changed.take()) is not None:
+            self._behind = not self._publisher.offer(changes)
+
+    def close(self) -> None:
+        """Send what waits, and close the sockets."""
+        self._publisher.close()
+
+
+class Publisher:
+    """The sockets and their thread."""
+
+    def __init__(self, endpoint: str, replay: str | None, token_ids: bool, seed: str) -> None:
+        import zmq
+
+        self.counters = KVEventCounters()
+        self._blocks = Blocks(seed)
+        self._token_ids = token_ids
+        self._waiting: deque[Changes] = deque()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._number = 0  # of the next message
+        self._gaps = 0  # drops that the numbers show already
+        self._closing = False
+        self._context = zmq.Context()
+        self._sockets: list[Any] = []
+        try:
+            self._events = self._bind(zmq.PUB, "--kv-events", endpoint)
+            self._replays = self._bind(zmq.ROUTER, "--kv-events-replay", replay) if replay is not None else None
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self.address: str = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="afterglow-kv-events", daemon=True)
+
+    def _bind(self, kind: int, option: str, endpoint: str) -> Any:
+        import zmq
+
+        socket = self._context.socket(kind)
+        socket.set_hwm(MAX_KEPT + 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{option} {endpoint} cannot be bound: {error}; choose another address") from None
+        self._sockets.append(socket)
+        return socket
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        """May more changes wait?"""
+        return len(self._waiting) < MAX_WAITING
+
+    def offer(self, changes: Changes) -> bool:
+        """Let changes wait for the thread. False: too many wait, and they are left out."""
+        if not self.has_room:
+            self.counters.dropped += 1
+            return False
+        self._waiting.append(changes)
+        self._wake_up()
+        return True
+
+    def close(self) -> None:
+        """Send what waits, for a second at most, and end the thread."""
+        self._closing = True
+        self._wake_up()
+        self._thread.join(2 * LAST_SECONDS)
+        if not self._thread.is_alive():
+            self._context.destroy(linger=int(1000 * LAST_SECONDS))
+            os.close(self._woken)
+            os.close(self._wake)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            os.write(self._wake, b"\0")
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        if self._replays is not None:
+            poller.register(self._replays, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            try:
+                if self._woken in ready:
+                    os.read(self._woken, 4096)
+                if self._replays is not None and self._replays in ready:
+                    self._replay(self._replays)
+                end = time.monotonic() + LAST_SECONDS
+                while self._waiting and not (self._closing and time.monotonic() > end):
+                    self._publish(self._blocks.apply(self._waiting.popleft()))
+            except Exception:  # a message is lost, and its number with it
+                log.exception("KV events could not be published")
+                self._number += 1
+            if self._closing:
+                return
+
+    def _publish(self, events: list[KVEvent]) -> None:
+        for at in range(0, len(events), EVENTS):
+            payload = encode(events[at : at + EVENTS], time.time(), self._token_ids)
+            dropped = self.counters.dropped
+            self._number += dropped - self._gaps
+            self._gaps = dropped
+            self._events.send_multipart((b"", number_frame(self._number), payload))
+            self._kept.append((self._number, payload))
+            self._kept_bytes += len(payload)
+            while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+                self._kept_bytes -= len(self._kept.popleft()[1])
+            self._number += 1
+            self.counters.messages += 1
+
+    def _replay(self, socket: Any) -> None:
+        request = socket.recv_multipart()
+        if len(request) != 3 or len(request[2]) != 8:
+            return  # from something that is no subscriber
+        client, _, wanted = request
+        first = int.from_bytes(wanted, "big")
+        for number, payload in self._kept:
+            if number >= first:
+                socket.send_multipart((client, b"", b"", number_frame(number), payload))
+        socket.send_multipart((client, b"", b"", END, b""))

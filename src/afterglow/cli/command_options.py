@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.config import argument, option
+from afterglow.errors import ConfigError
 from afterglow.memo.options import MemoReuse
 
 TEMPLATE = (
@@ -120,6 +121,25 @@ class EmbedConfig(MemoReuse):
     truncate: bool = option(
         False, "Cut off the ends of texts that are too long. The default is an error.", names=("--truncate",)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """The options of `cluster` itself."""
+
+    replicas: int = option(2, "Start so many servers.")
+    host: str = option("127.0.0.1", "The router listens on this address; the servers on 127.0.0.1 alone.")
+    port: int = option(8000, "The router listens on this port; the servers take free ones.")
+    cache_dir: Path | None = option(
+        None,
+        "Folder of the disk tiers, with a folder for each server; default: replicas, in the user's cache directory.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"--replicas must be at least 1, got {self.replicas}")
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"--port of a cluster must lie between 1 and 65535, got {self.port}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from afterglow.cli.command_options import (
     HubModelChoice,
     ModelChoice,
     PlanOptions,
+    ReplicaOptions,
     ReportOptions,
     SamplingOptions,
     SimulateOptions,
@@ -63,6 +64,19 @@ def serve(chosen: ModelChoice, server: ServerConfig, engine: EngineConfig) -> in
     from afterglow.cli.serve import serve as run
 
     return run(chosen.model, server, engine)
+
+
+@command(app, "cluster", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def cluster(context: typer.Context, options: ReplicaOptions) -> int:
+    """Start several servers on this machine, and a router that sends each conversation to one of them.
+
+    MODEL and all other options are those of `afterglow serve`, for every server. The router (vllm-router) goes by the header
+    X-Session-ID. Ctrl-C lets requests end first; a second one does not.
+    """
+    from afterglow.cli.cluster import cluster as run
+
+    config = context.params["config"]
+    return run(options, [*context.args, *(["--config", config] if config is not None else [])])
 
 
 @command(app, "generate")

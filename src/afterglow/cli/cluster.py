@@ -1,0 +1,203 @@
+"""`afterglow cluster`: several servers on one machine, and a router that sends each conversation to one of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from afterglow.cli.child_process import ChildProcess
+from afterglow.cli.command_options import ReplicaOptions
+from afterglow.config import default_cache_dir
+from afterglow.errors import ConfigError, UserError
+from afterglow.library.threads import physical_cores
+
+ROUTER = "vllm-router"
+POLL = 0.2  # seconds
+ROUTER_SECONDS = 5.0  # for the router's end, once no replica answers any more
+# What names one address or file; and the router speaks plain HTTP with servers.
+ONE_EACH = ("--kv-events", "--kv-events-replay", "--journal", "--record-trace", "--ssl-certfile")
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A server, and where it listens."""
+
+    process: ChildProcess
+    url: str
+    folder: Path
+
+
+def cluster(options: ReplicaOptions, serve_args: Sequence[str]) -> int:
+    """Run servers and a router until a signal. `serve_args`: for every server. Returns the exit code.
+
+    Raises: ConfigError, for what cannot be shared, a router that is not installed, and an occupied port; UserError, where a
+    server ends before it is ready.
+    """
+    for name in ONE_EACH:
+        if any(arg == name or arg.startswith(f"{name}=") for arg in serve_args):
+            raise ConfigError(
+                f"{name} cannot be the same for all servers of a cluster; leave it out, or start them apart"
+            )
+    router = find_router()
+    check_free(options.host, options.port)
+    folder = options.cache_dir if options.cache_dir is not None else default_cache_dir() / "replicas"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--cache-dir {folder} cannot be used: {error.strerror}") from None
+    *ports, metrics = free_ports(options.replicas + 1)
+    replicas = [make_replica(number, port, folder, options, serve_args) for number, port in enumerate(ports, 1)]
+    return Cluster(replicas, make_router(router, options, replicas, metrics, folder), options).run()
+
+
+def find_router() -> str:
+    """Find the router's command: of this environment, else on the PATH. Raises: ConfigError."""
+    beside = Path(sys.executable).with_name(ROUTER)
+    found = str(beside) if beside.exists() else shutil.which(ROUTER)
+    if found is None:
+        raise ConfigError(f"{ROUTER} is not installed: pip install 'afterglow-llm[cluster]'")
+    return found
+
+
+def check_free(host: str, port: int) -> None:
+    """Find out whether a port can be listened on. Raises: ConfigError."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on port {port} of {host}: {error.strerror}; stop the other server or choose another --port"
+        ) from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Find so many different free ports of 127.0.0.1."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def make_replica(number: int, port: int, folder: Path, options: ReplicaOptions, serve_args: Sequence[str]) -> Replica:
+    """Make the server of a number, with a folder and a part of the cores of its own."""
+    own = folder / f"replica-{number}"
+    threads = max(1, physical_cores() // options.replicas)
+    command = [sys.executable, "-m", "afterglow.cli", "serve", "--threads", str(threads), *serve_args]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--cache-dir", str(own)]
+    return Replica(ChildProcess(f"replica {number}", command, os.environ), f"http://127.0.0.1:{port}", own)
+
+
+def make_router(
+    path: str, options: ReplicaOptions, replicas: Sequence[Replica], metrics: int, folder: Path
+) -> ChildProcess:
+    """Make the router. A replica that fails is left out at once, and asked again after a second."""
+    command = [
+        path, "--policy", "consistent_hash", "--host", options.host, "--port", str(options.port),
+        "--worker-urls", *(replica.url for replica in replicas),
+        "--worker-startup-check-interval", "1", "--health-check-interval-secs", "1",
+        "--health-failure-threshold", "1", "--health-success-threshold", "1",
+        "--cb-failure-threshold", "2", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1",
+        "--cors-allowed-origins", f"http://{options.host}:{options.port}",
+        "--prometheus-port", str(metrics), "--log-level", "warning",
+    ]  # fmt: skip
+    env = {"RUST_LOG": "warn", **os.environ}  # otherwise it writes several lines for each request
+    return ChildProcess("router", command, env, folder / "router.log")
+
+
+class Cluster:
+    """Servers and router while they run."""
+
+    def __init__(self, replicas: Sequence[Replica], router: ChildProcess, options: ReplicaOptions) -> None:
+        self._replicas, self._router = replicas, router
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self._url = f"http://{host}:{options.port}"
+        self._signals = 0
+        self._signalled = threading.Event()
+
+    def run(self) -> int:
+        """Start everything, watch over it, and end it after a signal. Raises: UserError."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start()
+            while not self._signalled.wait(POLL):
+                for child in self._children:
+                    if child.tend():
+                        print(
+                            f"{child.name} has ended with exit code {child.exit_code}; it is started again in "
+                            f"{child.seconds_to_restart:.1f} s",
+                            file=sys.stderr,
+                        )
+            return 0
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def _children(self) -> list[ChildProcess]:
+        return [*(replica.process for replica in self._replicas), self._router]
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+        self._signalled.set()
+
+    def _start(self) -> None:
+        """Start servers, then the router, and wait until each is healthy. Raises: UserError."""
+        for replica in self._replicas:
+            replica.process.start()
+        for replica in self._replicas:
+            if self._wait_for(replica.process, replica.url):
+                where = f"{replica.url}, process {replica.process.pid}, cache in {replica.folder}"
+                print(f"{replica.process.name}: {where}", flush=True)
+        if not self._signalled.is_set():
+            self._router.start()
+            if self._wait_for(self._router, self._url):
+                print(f"router: {self._url}/v1, by the header X-Session-ID", flush=True)
+
+    def _wait_for(self, child: ChildProcess, url: str) -> bool:
+        """Wait until a process answers that it is healthy. Returns False after a signal. Raises: UserError, where it ends."""
+        while not self._signalled.wait(POLL):
+            for each in self._children:
+                if each.tend():
+                    said = f"; see {each.log}" if each.log is not None else ""
+                    raise UserError(
+                        f"{each.name} has ended with exit code {each.exit_code} before all were ready{said}"
+                    )
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    return True
+            except httpx.TransportError:
+                time.sleep(POLL)
+        return False
+
+    def _end(self) -> None:
+        """Let the servers end what they are at; then the router, through which those answers go."""
+        servers = [replica.process for replica in self._replicas]
+        for child in servers:
+            child.signal(signal.SIGTERM)
+        heeded = max(1, self._signals)
+        while self._any_runs(servers):
+            if self._signals > heeded:  # a server that gets a second one ends at once
+                heeded = self._signals
+                for child in servers:
+                    child.signal(signal.SIGTERM if heeded == 2 else signal.SIGKILL)
+        self._router.signal(signal.SIGTERM)
+        if not self._router.wait(ROUTER_SECONDS):
+            self._router.signal(signal.SIGKILL)
+            self._router.wait(ROUTER_SECONDS)
+
+    def _any_runs(self, children: Sequence[ChildProcess]) -> bool:
+        """Wait a moment for the end of processes. Does one still run?"""
+        ended = [child.wait(POLL / len(children)) for child in children]
+        return not all(ended)

@@ -1,0 +1,214 @@
+"""`afterglow cluster`: processes that end with their parent and come back when they die, and the whole of it with vllm-router."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from afterglow.cli import child_process, cluster
+from afterglow.cli.child_process import ChildProcess
+from tests.cli.kit import SMALL, inside
+from tests.waiting import wait_for
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def runs(pid: int) -> bool:
+    """Is there a process of this id that has not ended?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+def test_a_process_that_dies_is_started_again_and_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    child = ChildProcess("it", SLEEP, os.environ)
+    child.start()
+    waits = []
+    for restarts in range(1, 10):
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        wait_for(child.tend)
+        assert (child.pid, child.exit_code) == (None, -signal.SIGKILL)
+        waits.append(child.seconds_to_restart)
+        now[0] += waits[-1] - 0.01
+        assert not child.tend()
+        assert child.pid is None
+        now[0] += 0.02
+        child.tend()
+        assert child.restarts == restarts
+        now[0] += 100 if restarts == 8 else 1
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5]
+    child.signal(signal.SIGTERM)
+    assert child.wait(10)
+    assert child.exit_code == -signal.SIGTERM
+    now[0] += 1000
+    assert not child.tend()
+    assert child.pid is None, "it is not started again"
+
+
+PARENT = """
+import os, sys, time
+from afterglow.cli.child_process import ChildProcess
+child = ChildProcess("it", [sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+child.start()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's signal at a parent's death")
+def test_a_process_ends_with_a_parent_that_was_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert runs(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_for(lambda: not runs(child))
+
+
+# -------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def error(*args: str) -> str:
+        done = inside("cluster", *args)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "--replicas must be at least 1, got 0" in error("--replicas", "0")
+    assert "--port of a cluster must lie between 1 and 65535, got 0" in error("--port", "0")
+    assert "--kv-events cannot be the same for all servers" in error("--kv-events=tcp://127.0.0.1:5557")
+    monkeypatch.setattr(cluster, "find_router", lambda: "vllm-router")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on port {port} of 127.0.0.1: Address already in use" in error("--port", str(port))
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert "vllm-router is not installed: pip install 'afterglow-llm[cluster]'" in error()
+
+
+# ----------------------------------------------------------------------------------------------- with vllm-router
+
+
+class Running:
+    """A cluster in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process, self.url = process, f"http://127.0.0.1:{port}"
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        self.replicas = dict(re.search(r"(http://\S+), process (\d+)", line).groups() for line in lines[:2])  # type: ignore[union-attr]
+        assert lines[2].startswith(f"router: {self.url}/v1"), lines
+
+    def ask(self, session: str, text: str) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers={"X-Session-ID": session}, timeout=60)
+
+    def served(self) -> dict[str, int]:
+        """Count the requests of each replica."""
+        counts = {}
+        for url in self.replicas:
+            found = re.findall(r"^vllm:request_success_total\{.*\} (\S+)", httpx.get(f"{url}/metrics").text, re.M)
+            counts[url] = round(sum(map(float, found)))
+        return counts
+
+    def replica_of(self, session: str) -> str:
+        before = self.served()
+        assert self.ask(session, "hello").status_code == 200
+        (found,) = [url for url, count in self.served().items() if count > before[url]]
+        return found
+
+    @property
+    def pids(self) -> list[int]:
+        """List the cluster's own processes and those that it has started."""
+        listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+        return [pid for pid, parent in pairs if parent == self.process.pid]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    if shutil.which("vllm-router") is None and not Path(sys.executable).with_name("vllm-router").exists():
+        pytest.skip("vllm-router is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "afterglow.cli", "cluster", "afterglow-small", *SMALL, "--port", str(port)]
+    command += ["--cache-dir", str(tmp_path), "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Running(process, port)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.long
+def test_a_conversation_stays_with_its_replica_and_outlives_it(running: Running) -> None:
+    homes = {f"talk {number}": running.replica_of(f"talk {number}") for number in range(16)}
+    assert set(homes.values()) == set(running.replicas)
+    assert {name: running.replica_of(name) for name in homes} == homes
+    name, home = next(iter(homes.items()))
+    text = "The boat is blue and the house is red. " * 20
+    first = running.ask(name, text).json()["usage"]
+    again = running.ask(name, text).json()["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] < again["prompt_tokens_details"]["cached_tokens"]
+
+    os.kill(int(running.replicas[home]), signal.SIGKILL)
+    assert [running.ask(each, "hello").status_code for each in homes] == [200] * len(homes)
+    wait_for(lambda: _answers(home), 60)
+    wait_for(lambda: running.replica_of(name) == home, 60)
+    assert len(running.pids) == 3
+
+
+@pytest.mark.long
+def test_requests_end_before_the_cluster_does_and_nothing_is_left(running: Running) -> None:
+    pids = running.pids
+    assert len(pids) == 3
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGINT)
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert running.process.wait(60) == 0
+    assert not any(map(runs, pids))
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_a_cluster_that_was_killed(running: Running) -> None:
+    pids = running.pids
+    running.process.kill()
+    wait_for(lambda: not any(map(runs, pids)), 60)
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+    time.sleep(0.1)
+    return False

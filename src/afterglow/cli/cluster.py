@@ -57,7 +57,7 @@ def cluster(options: ReplicaOptions, serve_args: Sequence[str]) -> int:
         raise ConfigError(f"--cache-dir {folder} cannot be used: {error.strerror}") from None
     *ports, metrics = free_ports(options.replicas + 1)
     replicas = [make_replica(number, port, folder, options, serve_args) for number, port in enumerate(ports, 1)]
-    return Cluster(replicas, make_router(router, options, replicas, metrics, folder), options).run()
+    return Supervisor(replicas, make_router(router, options, replicas, metrics, folder), options).run()
 
 
 def find_router() -> str:
@@ -115,7 +115,7 @@ def make_router(
     return ChildProcess("router", command, env, folder / "router.log")
 
 
-class Cluster:
+class Supervisor:
     """Servers and router while they run."""
 
     def __init__(self, replicas: Sequence[Replica], router: ChildProcess, options: ReplicaOptions) -> None:

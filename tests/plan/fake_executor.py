@@ -131,8 +131,11 @@ class Faults:
 
 @dataclass
 class Segment:
+    """`holes[i]`: row i is not there in layers with a window."""
+
     rows: list[Row]
     capacity: int
+    holes: list[bool]
 
 
 @dataclass
@@ -150,9 +153,13 @@ class Tee:
 
 
 class FakeExecutor:
-    """Device, host and disk of one engine. `files` and `catalog` survive a restart."""
+    """Device, host and disk of one engine. `files` and `catalog` survive a restart. `window`: rows that a query sees in some
+    layers (0: all rows in all layers)."""
 
-    def __init__(self, capacity: Capacity, rng: random.Random, faults: Faults) -> None:
+    def __init__(self, capacity: Capacity, rng: random.Random, faults: Faults, window: int = 0) -> None:
+        self.window = window
+        self.lacking: set[int] = set()  # slots whose rows are not there in layers with a window
+        self.skipped = 0  # blocks
         self.capacity = capacity
         self.rng = rng
         self.faults = faults
@@ -190,7 +197,9 @@ class FakeExecutor:
             segment = self.segments.pop(release.job)
             if release.context is not None:
                 assert 0 < release.rows <= len(segment.rows)
-                self.contexts[release.context] = Segment(segment.rows[: release.rows], segment.capacity)
+                self.contexts[release.context] = Segment(
+                    segment.rows[: release.rows], segment.capacity, segment.holes[: release.rows]
+                )
         for number in step.frees:
             del self.contexts[number]
         for move in step.moves:
@@ -215,6 +224,7 @@ class FakeExecutor:
     def _give_up(self, run: Run) -> None:
         segment = self.segments[run.job]
         segment.rows = [GARBAGE] * len(segment.rows)
+        segment.holes = [True] * len(segment.rows)
         self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
 
     def _check_device(self) -> None:
@@ -247,6 +257,8 @@ class FakeExecutor:
         else:
             assert segment.rows == text.rows[: run.start], "rows that are not the job's own"
             segment.rows += text.rows[run.start : stop]
+        if self.window:
+            assert not any(segment.holes[max(0, run.start + 1 - self.window) :]), "rows that windows show are not there"
         self.gathered["computed"] += len(run.tokens)
         right = 0
         while right < len(guessed) and sample(segment.rows[-1]) == guessed[right]:
@@ -256,6 +268,7 @@ class FakeExecutor:
         if right:
             result.accepted[run.job] = right
             stop += right
+        segment.holes += [False] * (len(segment.rows) - len(segment.holes))
         void = len(guessed) - right
         self.void += void
         for save in run.saves:
@@ -290,20 +303,21 @@ class FakeExecutor:
     def _admit(self, run: Run, admit: Admit) -> None:
         assert run.job not in self.segments
         rows: list[Row] = []
+        holes: list[bool] = []
         capacity = run.capacity
         if admit.context is not None:
             context = self.contexts.pop(admit.context) if admit.take else self.contexts[admit.context]
             assert admit.device_rows <= len(context.rows)
-            rows = context.rows[: admit.device_rows]
+            rows, holes = context.rows[: admit.device_rows], context.holes[: admit.device_rows]
             if admit.take:
                 assert run.capacity >= context.capacity
         else:
             assert admit.device_rows == 0
         self.gathered["device"] += len(rows)
-        self.segments[run.job] = Segment(rows, capacity)
+        self.segments[run.job] = Segment(rows, capacity, holes)
 
     def _gather(self, run: Run, late: list[int]) -> str | None:
-        rows = self.segments[run.job].rows
+        rows, holes = self.segments[run.job].rows, self.segments[run.job].holes
         for gather in run.gathers:
             if gather.move is not None and gather.move in self.pending:
                 if self.faults.late and self.rng.random() < self.faults.late:
@@ -313,7 +327,10 @@ class FakeExecutor:
             if gather.move in self.failed:
                 return gather.extent
             content = self._read(gather.slots)
-            rows += content[gather.start : gather.stop]
+            for row in range(gather.start, gather.stop):  # of rows that windows do not show nothing is copied there
+                before = bool(self.window) and len(rows) < run.start + 1 - self.window
+                rows.append(content[row])
+                holes.append(before or gather.slots[row // self.capacity.block_rows] in self.lacking)
             self.gathered["host"] += gather.stop - gather.start
         return None
 
@@ -324,6 +341,7 @@ class FakeExecutor:
 
     def _put(self, slots: tuple[int, ...], first: int, rows: list[Row]) -> None:
         size = self.capacity.block_rows
+        self.lacking -= set(slots)
         for i, row in enumerate(rows, first):
             self.slots[slots[i // size]][i % size] = row
 
@@ -344,15 +362,20 @@ class FakeExecutor:
         if isinstance(move, Load):
             assert len(move.slots) == self.capacity.blocks(move.rows)
             pending.content = list(self.files[move.extent])
+            assert 0 <= move.skip <= len(move.slots)
             self._put(move.slots, 0, [GARBAGE] * move.rows)  # a slot that is loaded must have no other owner
         elif isinstance(move, Store):
             record = move.record
             assert record.id not in self.files, "a file of that name is there"
             assert not any(isinstance(p.move, Store) and p.move.record.id == record.id for p in self.pending.values())
+            assert not self.lacking.intersection(move.slots), "a copy that lacks rows is written"
             pending.content = self._read(move.slots)[: record.rows]
             assert [TOKEN[row] for row in pending.content] == unpack(record.tokens), "not the rows of these tokens"
         elif isinstance(move, Copy):
             rows = [row for slots, a, b in move.pieces for row in self._read(slots)[a:b]]
+            size = self.capacity.block_rows
+            read = {slots[row // size] for slots, a, b in move.pieces for row in range(a, b)}
+            assert not self.lacking & read, "rows that are lacking are copied"
             assert len(rows) == move.rows
             assert len(move.slots) == self.capacity.blocks(move.rows)
             assert not {slot for slots, _, _ in move.pieces for slot in slots} & set(move.slots)
@@ -388,6 +411,9 @@ class FakeExecutor:
                 self.done.append(MoveDone(number, ok=False, slots_busy=busy, error="failed", why=why))
                 return
             self._put(move.slots, 0, pending.content)
+            assert not move.skip or self.window
+            self.lacking |= set(move.slots[: move.skip])
+            self.skipped += move.skip
         elif isinstance(move, Store):
             assert self._read(move.slots)[: move.record.rows] == pending.content, "slots changed while being stored"
             if self.rng.random() < self.faults.store:
@@ -416,7 +442,10 @@ class FakeExecutor:
             del self.catalog[move.extent]
         rows = move.rows if isinstance(move, Load) else 0
         seconds = self.capacity.blocks(rows) * self.faults.seconds
-        self.done.append(MoveDone(number, ok=True, bytes=self.capacity.file_size(rows) if rows else 0, seconds=seconds))
+        size = self.capacity.file_size(rows) if rows else 0
+        if isinstance(move, Load):
+            size -= move.skip * self.capacity.window_block_bytes
+        self.done.append(MoveDone(number, ok=True, bytes=size, seconds=seconds))
 
     def tick(self) -> list[TransferDone]:
         """Let time pass; returns the completions since the last tick."""

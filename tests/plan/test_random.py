@@ -25,7 +25,8 @@ from tests.plan.fake_executor import VOCABULARY, FakeExecutor, Faults, answer, p
 class World:
     """Conversations, a scheduler and an executor, driven by one random seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, window: int = 0) -> None:
+        """`window`: rows that a query sees in some layers; 0: all rows in all layers."""
         self.rng = rng = random.Random(seed)
         block = rng.choice([4, 4, 8])
         table = tuple(100 + 60 * blocks for blocks in range(1, 5))
@@ -36,6 +37,7 @@ class World:
             file_bytes=table,
             max_extent_rows=4 * block,
             block_rows=block,
+            window_block_bytes=40 if window else 0,
         )
         self.max_model_len = rng.choice([120, 150, 10**6])
         self.settings = {
@@ -52,7 +54,13 @@ class World:
             "source": rng.choice(["auto", "auto", "auto", "load", "recompute"]),
             "preload": rng.choice(["layerwise", "layerwise", "layerwise", "whole"]),
             "read_buffer": rng.choice([None, None, None, 0, 3]),
+            "sliding_window": window,
         }
+        self.forgetting = 0.002  # a chance that the device forgets all contexts, and host all that is on disk
+        if window:  # worlds that load much
+            self.capacity = replace(self.capacity, host_slots=rng.choice([20, 60, 400]), disk_bytes=10**6)
+            self.settings["source"] = rng.choice(["auto", "load", "load"])
+            self.forgetting = rng.choice([0.02, 0.1])
         chance = rng.choice([0.0, 0.0, 0.1, 0.4])
         self.faults = Faults(
             load=chance,
@@ -66,7 +74,7 @@ class World:
             seconds=rng.choice([0.01, 1.0, 30.0]),
             why=rng.choice(["damage", "io", "timeout", "refused"]),
         )
-        self.executor = FakeExecutor(self.capacity, rng, self.faults)
+        self.executor = FakeExecutor(self.capacity, rng, self.faults, window)
         self.cancels = rng.choice([0.0, 0.02])
         self.arrivals = rng.choice([0.05, 0.3])
         self.volatile = rng.choice([0.0, 0.0, 0.5])  # a chance of rows that are wanted in memory only
@@ -247,7 +255,7 @@ class World:
             if self.rng.random() < 0.01:
                 self.manage()
                 self.scheduler.check()
-            if self.rng.random() < 0.002:
+            if self.rng.random() < self.forgetting:
                 self.scheduler.drop_contexts()
                 self.scheduler.drop_clean_host()
                 self.scheduler.check()
@@ -291,7 +299,7 @@ class World:
         old = self.executor
         if self.capacity.disk_bytes:
             self.capacity = replace(self.capacity, disk_bytes=self.rng.choice([600, 1000, 5000, 10**6]))
-        self.executor = FakeExecutor(self.capacity, self.rng, self.faults)
+        self.executor = FakeExecutor(self.capacity, self.rng, self.faults, old.window)
         self.executor.files, self.executor.catalog = old.files, old.catalog
         self.executor.most = sum(record.file_bytes for record in old.catalog.values())
         for kind, key, value in self.scheduler.cache.take_notes(last=flush):
@@ -315,8 +323,8 @@ class World:
         assert repeated == self.digests
 
 
-def live(seed: int, steps: int, restarts: int) -> World:
-    world = World(seed)
+def live(seed: int, steps: int, restarts: int, window: int = 0) -> World:
+    world = World(seed, window)
     for _ in range(restarts):
         world.run(steps)
         world.restart()
@@ -329,6 +337,12 @@ def live(seed: int, steps: int, restarts: int) -> World:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_is_right_whatever_happens(seed: int) -> None:
     live(seed, steps=120, restarts=1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_windows_show_is_there_whatever_happens(seed: int) -> None:
+    """Loads leave out rows before windows; no job reads one, and no file or copy is made of such rows."""
+    live(seed, steps=120, restarts=1, window=(1, 6, 17)[seed % 3])
 
 
 @pytest.mark.parametrize("seed", range(100, 106))
@@ -349,3 +363,14 @@ def test_every_row_is_right_for_a_long_time() -> None:
         world = live(seed, steps=400, restarts=2)
         hits = [a + b for a, b in zip(hits, world.hits, strict=True)]
     assert all(hits)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_what_windows_show_is_there_for_a_long_time() -> None:
+    skipped = 0
+    for seed in range(2000, 2300):
+        skipped += live(
+            seed, steps=300, restarts=2, window=random.Random(seed).choice([1, 4, 9, 20, 40])
+        ).executor.skipped
+    assert skipped > 100

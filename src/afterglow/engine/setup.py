@@ -130,6 +130,7 @@ def build(
     size = sizes(config, decoder, layout)
     arena = allocate(arena_bytes(layout, size.host_slots), pin=device.type == "cuda")
     inbox = Inbox()
+    windowed = [layer for layer in range(layout.layers) if decoder.spec.window_of(layer)]
     make_store = functools.partial(
         KVStore,
         layout,
@@ -140,6 +141,7 @@ def build(
         read_timeout=READ_TIMEOUT,
         throttle=throttle,
         shares=catalog.CatalogShares.of(config.cache.disk_cache),
+        windowed=windowed,
     )
     with undisturbed():
         store, namespace = open_store(name, digest, layout, make_store, config)
@@ -147,7 +149,7 @@ def build(
         undo.callback(store.close)
         if namespace is not None:
             neighbours.warn(namespace.path, config.cache.disk_cache)
-        tiers = capacity(size, config, layout, namespace)
+        tiers = capacity(size, config, layout, namespace, len(windowed))
         scheduler, journal = make_scheduler(config, tiers, decoder, size.max_model_len, digest)
         if journal is not None:
             undo.callback(journal.close)

@@ -61,8 +61,10 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
     )
 
 
-def capacity(size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None) -> Capacity:
-    """Describe the tiers to the plan. There is no disk tier without a namespace."""
+def capacity(
+    size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None, windowed: int = 0
+) -> Capacity:
+    """Describe the tiers to the plan. There is no disk tier without a namespace. `windowed`: layers with a sliding window."""
     disk_bytes = 0
     if namespace is not None:
         disk_bytes = extent_bytes(config.cache.disk_cache, namespace, layout, rewriting_bytes(config, layout))
@@ -75,6 +77,7 @@ def capacity(size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Nam
         ),
         layers=layout.layers,
         readers=MOVER_THREADS,
+        window_block_bytes=windowed * 2 * layout.chunk_bytes,
     )
 
 

@@ -16,7 +16,8 @@ class Capacity:
     `device_rows`: rows of all device segments together. `host_slots`: blocks of the host arena. `disk_bytes`: budget
     of the disk tier, 0 switches it off. `file_bytes[b - 1]`: size of the file of an extent of `b` blocks (a table and
     not a function, so that a journal can hold it). `layers`: of the model; an extent's are loaded one after the other.
-    `readers`: how many extents are loaded at a time.
+    `readers`: how many extents are loaded at a time. `window_block_bytes`: of a block in the layers with a sliding window, as
+    stored; 0: loads bring all rows of all layers.
     """
 
     device_rows: int
@@ -27,6 +28,7 @@ class Capacity:
     block_rows: int = 64
     layers: int = 1
     readers: int = 1
+    window_block_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:

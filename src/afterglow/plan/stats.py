@@ -22,6 +22,7 @@ class Counters:
     hit_host: int = 0
     hit_disk: int = 0
     loads: int = 0
+    load_bytes_left: int = 0  # of loaded extents, before all windows of layers that have one: not read
     prefetches: int = 0
     prefetches_useful: int = 0  # in host when the job's turn came
     prefetches_late: int = 0  # still on their way

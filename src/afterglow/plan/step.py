@@ -69,7 +69,8 @@ class Load(NamedTuple):
 
     `ahead`: how many layers may be read before `KVStore.release(move)` is called, as with a read buffer of that many
     layers (CachedAttention §3.2.1). None: all; 0: none. `most_s`: seconds after which it is given up, unless
-    a job waits for it by then: it is asked for to see how fast the tier is.
+    a job waits for it by then: it is asked for to see how fast the tier is. `skip`: blocks at the beginning that layers with a
+    sliding window leave out: no query is to see their rows there.
     """
 
     move: int
@@ -80,6 +81,7 @@ class Load(NamedTuple):
     why: str = "demand"
     ahead: int | None = None
     most_s: float | None = None
+    skip: int = 0
 
 
 class Store(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from afterglow.plan.step import (
@@ -46,7 +46,8 @@ class KVStore:
     `notify` is called from the store's threads whenever a completion is added; it must be cheap and
     thread-safe. `read_timeout` (seconds) is how long a move may go without progress. `write_buffer` (bytes): while
     more than that waits to be saved, `save` and `save_block` wait. `throttle` makes the disk slow on purpose, for
-    benchmarks and tests. `shares`: what the catalog may take besides its rows. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
+    benchmarks and tests. `shares`: what the catalog may take besides its rows. `windowed`: layers with a sliding
+    window, in which a Load may `skip` blocks. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
     the store.
     """
 
@@ -63,10 +64,12 @@ class KVStore:
         write_buffer: int = WRITE_BUFFER,
         throttle: Throttle | None = None,
         shares: CatalogShares | None = None,
+        windowed: Collection[int] = (),
     ) -> None:
         self.layout = layout
         self.arena = HostArena(layout, slots, buffer)
         self._notify = notify
+        self._windowed = frozenset(windowed)
         self._namespace = namespace
         self._finished: deque[TransferDone] = deque()
         self._loads: dict[int, Task] = {}  # and copies, until their completion is collected
@@ -124,7 +127,7 @@ class KVStore:
         number, priority = move.move, move.priority
         if isinstance(move, Load):
             gate = None if move.ahead is None or move.ahead >= self.layout.layers else move.ahead
-            load = LoadWork(move, self.arena, self.on_disk, self._mover)
+            load = LoadWork(move, self.arena, self.on_disk, self._mover, self._windowed)
             return Task(move.extent, priority, load.run, move=number, writes=False, gate=gate, label="load")
         if isinstance(move, Copy):  # no order holds between copies
             return Task(

@@ -8,6 +8,7 @@ vanished, been damaged or been added meanwhile is accounted for.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from math import inf
 
@@ -15,6 +16,7 @@ from afterglow.plan.batching.batch import Batch
 from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.job import Job, Stage, Wait
 from afterglow.plan.batching.load_or_recompute import LoadOrRecompute, stages_of
+from afterglow.plan.batching.seen_rows import SeenRows
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.extent import View
@@ -33,7 +35,8 @@ class Admission:
 
     def __init__(self, cache: Cache, batch: Batch, compaction: Compaction, options: SchedulerOptions) -> None:
         self.compaction = compaction
-        self.decision = LoadOrRecompute(cache, options)
+        self.seen = SeenRows(cache)
+        self.decision = LoadOrRecompute(cache, self.seen, options)
         self._cache = cache
         self._batch = batch
 
@@ -60,8 +63,9 @@ class Admission:
             for v in self.decision.choose(job, views, device_rows, now)
             if not self._cache.loading.avoids(v.extent, now)
         ]
+        kept = self.seen.choose(views, kept, device_rows, partial(self.seen.obtainable, mine=list(job.pins)))
         self._batch.pin(job, kept)
-        obtained = self._obtain(job, kept, now)
+        obtained = self._obtain(job, kept, self.seen.firsts(views, kept, device_rows), now)
         room = obtained is None or not may_join or self.may_save(job, match.rows, job.length, now)
         for extent in guarded:
             extent.ref_count -= 1
@@ -69,6 +73,7 @@ class Admission:
             return Wait.SLOTS
         if len(obtained) < len(kept):  # the rest cannot be had, and what lies beyond it is of no use then
             views = views[: views.index(kept[len(obtained)])]
+        obtained = self.seen.choose(views, obtained, device_rows, View.shows)
         loading = [view.extent for view in obtained if view.extent.host == "loading"]
         job.loads.update(dict.fromkeys(loading))
         stages = stages_of(views, obtained, device_rows)
@@ -125,7 +130,11 @@ class Admission:
             self._revived(job)
             return None
         surviving = self.compaction.surviving(origin.salt, origin.tokens, origin.kept)
-        views = list(takewhile(lambda view: not self._cache.loading.avoids(view.extent, now), surviving))
+
+        def obtainable(view: View) -> bool:
+            return not self._cache.loading.avoids(view.extent, now) and self.seen.obtainable(view, 0, job.pins)
+
+        views = list(takewhile(obtainable, surviving))
         rows = sum(view.stop - view.start for view in views)
         pays = job.spec.read and rows > self._match(job, bytes(job.tokens)).rows
         if pays and not self.decision.pays(views, rows, now):
@@ -135,7 +144,7 @@ class Admission:
             self._revived(job)
             return None
         self._batch.pin(job, views)
-        obtained = self._obtain(job, views, now)
+        obtained = self._obtain(job, views, [0] * len(views), now)
         if obtained is None:
             return Wait.SLOTS
         job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
@@ -201,11 +210,22 @@ class Admission:
         since = job.blocked_since if job.blocked_since is not None else 0.0
         return since + (self._cache.cost.compute(stop - start, start) if self._cache.cost.known else UNKNOWN_HOLD_S)
 
-    def _obtain(self, job: Job, views: list[View], now: float) -> list[View] | None:
-        """Start loads; returns the views whose rows are in host or on their way to it. None: wait for slots."""
-        for i, view in enumerate(views):
-            self._cache.loading.used(view.extent)
-            if view.extent.host == "absent" and not self._cache.loading.load(view.extent, now, job.key):
+    def _obtain(self, job: Job, views: list[View], firsts: list[int], now: float) -> list[View] | None:
+        """Start loads; returns the views whose rows are in host or on their way to it. None: wait for slots.
+
+        Of an extent windows show the rows from `firsts` on. Where a match may be cut short for want of slots, they would show
+        more: then loads bring all rows.
+        """
+        need = [view.extent.rows for view in views if view.extent.host in ("absent", "partial")]
+        blocks = sum(self._cache.capacity.blocks(rows) for rows in need)
+        lean = any(firsts) and self._cache.host.make_room(blocks, now, job.key)
+        for i, (view, first) in enumerate(zip(views, firsts, strict=True)):
+            extent = view.extent
+            self._cache.loading.used(extent)
+            if extent.host == "partial" and not view.shows(first):
+                self._cache.host.free(extent)
+            skip = self.seen.skip(extent, first) if lean else 0
+            if extent.host == "absent" and not self._cache.loading.load(extent, now, job.key, skip):
                 if self._cache.relief and job.rounds < MAX_ROUNDS:
                     job.rounds += 1
                     return None

@@ -6,6 +6,7 @@ It knows costs, loads and the job's views; not the queue, not the device.
 from __future__ import annotations
 
 from afterglow.plan.batching.job import Job, Stage
+from afterglow.plan.batching.seen_rows import SeenRows
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.extent import View
@@ -15,10 +16,11 @@ from afterglow.plan.step import Gather
 class LoadOrRecompute:
     """Decides by predicted times, or as `source` says. `whole`: a job begins when all its rows are there (a baseline)."""
 
-    def __init__(self, cache: Cache, options: SchedulerOptions) -> None:
+    def __init__(self, cache: Cache, seen: SeenRows, options: SchedulerOptions) -> None:
         self.source = options.source
         self.whole = options.preload == "whole"
         self._cache = cache
+        self._seen = seen
 
     def choose(self, job: Job, views: list[View], row: int, now: float) -> list[View]:
         """Choose the views to be used, so that the prefill is predicted to end first; the others are recomputed.
@@ -26,7 +28,8 @@ class LoadOrRecompute:
         The tail of the rows on disk is loaded while the head is recomputed: loaded rows need no recomputed ones. Loading
         all, recomputing all, and recomputing rows in host are cases of this (spec A8, A10; design: splitting).
         """
-        cold = [i for i, view in enumerate(views) if view.extent.host != "ready"]
+        firsts = self._seen.firsts(views, views, row)
+        cold = [i for i, view in enumerate(views) if not (view.extent.in_host and view.shows(firsts[i]))]
         if self.source == "load" or not views or (self.source == "auto" and not self._cache.cost.known):
             return views
         if self.source == "recompute":
@@ -39,7 +42,7 @@ class LoadOrRecompute:
         final = cost.compute(job.length - end, end)
         gathering = cost.gather(end - row)
         flying = [views[i].extent.load for i in cold]
-        reads = [cost.read(views[i].extent.file_bytes) for i in cold]
+        reads = [cost.read(self._seen.load_bytes(views[i].extent, firsts[i])) for i in cold]
         best, recomputed, head = float("inf"), 0, 0.0
         for split in range(len(cold) + 1):
             if split:  # the view before the split is recomputed too
@@ -63,7 +66,7 @@ class LoadOrRecompute:
         if self.source != "auto" or not self._cache.cost.known:
             return self.source != "recompute"
         extents = dict.fromkeys(view.extent for view in views)  # of a scattered list, many views are of one extent
-        sizes = [extent.file_bytes for extent in extents if extent.host == "absent"]
+        sizes = [extent.file_bytes for extent in extents if extent.host in ("absent", "partial")]
         return self._cache.cost.loads(sizes, now) <= self._cache.cost.compute(rows, 0)
 
     def may_begin(self, job: Job, stage: Stage, now: float) -> bool:

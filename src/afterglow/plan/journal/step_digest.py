@@ -31,7 +31,7 @@ def step_digest(step: Step) -> str:
 
 def _move_values(move: Move) -> list[Any]:
     if isinstance(move, Load):
-        extra = [move.ahead, move.most_s]
+        extra = [move.ahead, move.most_s, *([move.skip] if move.skip else [])]
         return ["load", move.move, move.extent, move.rows, move.slots, move.priority, move.why, *extra]
     if isinstance(move, Store):
         return ["store", move.move, _record_values(move.record), move.slots, move.priority, move.why]

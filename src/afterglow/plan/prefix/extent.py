@@ -16,7 +16,7 @@ from afterglow.plan.step import ExtentId, ExtentRecord, Kind
 
 Key = tuple[int, int, int, int]  # a job's place in the queue; see `Job.key`
 NONE: Final[Mapping[Any, None]] = MappingProxyType({})  # of the million extents that a cache may have, few have any
-HostState = Literal["absent", "loading", "ready"]
+HostState = Literal["absent", "loading", "partial", "ready"]  # partial: rows are lacking; the file has them
 DiskState = Literal["absent", "writing", "ready"]
 
 
@@ -63,6 +63,7 @@ class Extent:
     slots: tuple[int, ...] = ()
     host: HostState = "absent"
     disk: DiskState = "absent"
+    lacks: int = 0  # rows at its beginning that its copy in host, or the Load under way, lacks in layers with a window
     load: int | None = None  # the Load under way
     store: int | None = None  # the Store under way
     evicting: bool = False  # its slots are free as soon as the Store is done
@@ -89,6 +90,11 @@ class Extent:
     @property
     def rows(self) -> int:
         return len(self.tokens) // 4
+
+    @property
+    def in_host(self) -> bool:
+        """Do its slots hold rows that may be gathered: all of them, or those that its `lacks` leaves?"""
+        return self.host in ("ready", "partial")
 
     @property
     def rank(self) -> Key | None:
@@ -145,6 +151,10 @@ class View(NamedTuple):
     extent: Extent
     start: int
     stop: int
+
+    def shows(self, first: int) -> bool:
+        """Has the copy in host, or the one that comes, what is seen if windows show the extent's rows from `first` on?"""
+        return first >= self.stop or max(first, self.start) >= self.extent.lacks
 
 
 class Node:

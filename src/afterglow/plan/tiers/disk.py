@@ -202,24 +202,24 @@ class Disk:
         short -= self.dropping
         in_order = marked_too and self._candidates.in_order
 
-        def more(spare: bool | None, extent: Extent) -> bool:
+        def more(spare: bool | None, clean: bool, extent: Extent) -> bool:
             nonlocal short
             late = extent.kept_on_disk or (in_order and bool(extent.waiting))
             if extent.pins == 0 and (spare is None or late != spare):
-                if extent.host == "ready" and short > 0 and not extent.pin_count:
+                if clean and extent.host == "ready" and short > 0 and not extent.pin_count:
                     short -= self.drop(extent, "evict")
                     self._candidates.place(extent)
                     self._counters.evicted_disk += 1
-                elif short > 0 and not self._candidates.must_stay(extent):
+                elif not clean and short > 0 and not self._candidates.must_stay(extent):
                     short -= extent.file_bytes
                     self.evict(extent)
             return short > 0
 
         for spare in (True, False)[: 1 + marked_too] if self._candidates.marked else (None,):
             if short > 0:
-                self._candidates.clean.visit(partial(more, spare))
+                self._candidates.clean.visit(partial(more, spare, True))
             if short > 0:
-                self._candidates.cold.visit(partial(more, spare))
+                self._candidates.cold.visit(partial(more, spare, False))
         return "soon" if short <= 0 else "never"
 
     def evict(self, extent: Extent) -> None:

@@ -59,6 +59,12 @@ class Host:
             self.evict(count, now, waiter)
         return self.pool.take(count, after)
 
+    def make_room(self, count: int, now: float, waiter: Key | None = None) -> bool:
+        """Evict extents until so many slots are free. False: they are not, at once."""
+        if self.pool.free < count:
+            self.evict(count, now, waiter)
+        return self.pool.free >= count
+
     def urge_slots(self, count: int, now: float, after: int | None = None) -> tuple[int, ...] | None:
         """Take slots for rows that would be lost otherwise: clean copies go before their turn, if no victim goes in time."""
         slots = self.take_slots(count, now, after)
@@ -162,7 +168,7 @@ class Host:
     def free(self, extent: Extent) -> None:
         """Give an extent's slots back."""
         self.pool.give(extent.slots)
-        extent.slots, extent.host = (), "absent"
+        extent.slots, extent.host, extent.lacks = (), "absent", 0
         self.absences += bool(extent.waiting)
         self._candidates.place(extent)
 
@@ -172,7 +178,7 @@ class Host:
             self.quarantine(move, extent.slots)
         else:
             self.pool.give(extent.slots)
-        extent.slots, extent.host = (), "absent"
+        extent.slots, extent.host, extent.lacks = (), "absent", 0
         self.absences += 1
 
     def check(self, extents: Sequence[Extent], other_slots: list[int]) -> None:

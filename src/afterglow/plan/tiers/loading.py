@@ -1,7 +1,7 @@
 """Loads from disk to host: their urgency, where they stop and wait, and what follows when they fail.
 
 It knows extents and host's slots; not how long loads take, nor why a job would rather recompute. States of an extent in host:
-absent -> loading -> ready.
+absent -> loading -> ready, or partial where the load left out rows that no query was to see.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Loading:
 
     # --------------------------------------------------------------------------------------- to begin
 
-    def load(self, extent: Extent, now: float, waiter: Key | None = None) -> bool:
-        """Start to bring an extent from disk to host. False: no slots now (see `relief`)."""
-        return self._load(extent, now, waiter, DEMAND, "demand")
+    def load(self, extent: Extent, now: float, waiter: Key | None = None, skip: int = 0) -> bool:
+        """Start to bring an extent from disk to host; layers with a window leave out its first `skip` blocks. False: no slots
+        now (see `relief`)."""
+        return self._load(extent, now, waiter, DEMAND, "demand", skip=skip)
 
     def prefetch(self, extent: Extent, now: float, waiter: Key, reserve: int = 0) -> bool:
         """Load an extent before its job's turn has come. `reserve` slots are to stay free."""
@@ -85,20 +86,28 @@ class Loading:
             self._counters.probes += 1
 
     def _load(
-        self, extent: Extent, now: float, waiter: Key | None, priority: int, why: str, most: float | None = None
+        self,
+        extent: Extent,
+        now: float,
+        waiter: Key | None,
+        priority: int,
+        why: str,
+        most: float | None = None,
+        skip: int = 0,
     ) -> bool:
         slots = self._host.take_slots(self._capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
         ahead = self.read_buffer if priority != BACKGROUND else None
-        move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead, most)
+        move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead, most, skip)
         if ahead is not None:
             self._gated[move.move] = extent
         if priority != DEMAND:
             self._deferred[move.move] = None
         extent.host, extent.load, extent.slots = "loading", move.move, slots
+        extent.lacks = skip * self._capacity.block_rows
         self._moves.start(move, extent)
-        self._cost.started(move.move, extent.file_bytes, now)
+        self._cost.started(move.move, extent.file_bytes - skip * self._capacity.window_block_bytes, now)
         self._counters.loads += 1
         self._counters.thrashed += extent.left_host is not None and now - extent.left_host < THRASH_S
         return True
@@ -157,7 +166,9 @@ class Loading:
             self._cost.probed(done.seconds or now - began, now)
         extent.load = None
         if done.ok:
-            extent.host = "ready"
+            extent.host = "partial" if extent.lacks else "ready"
+            blocks = extent.lacks // self._capacity.block_rows
+            self._counters.load_bytes_left += blocks * self._capacity.window_block_bytes
             self._failing.pop(extent, None)
             self._candidates.place(extent)
             return True
@@ -188,7 +199,7 @@ class Loading:
 
     def avoids(self, extent: Extent, now: float) -> bool:
         """Are the rows of an extent to be recomputed, because its load has just failed? Rows in host never are."""
-        return extent in self._failing and extent.host != "ready" and now < self._failing[extent][1]
+        return extent in self._failing and not extent.in_host and now < self._failing[extent][1]
 
     def forget(self, extent: Extent) -> None:
         """Forget the failures of an extent that is not loaded any more."""

@@ -225,7 +225,7 @@ class Placement:
     def drop_clean(self) -> None:
         """Free the slots of every extent that is also on disk and not in use."""
         for extent in list(self._index.extents.values()):
-            if extent.host == "ready" and extent.disk == "ready" and not extent.pins and extent.store is None:
+            if extent.in_host and extent.disk == "ready" and not extent.pins and extent.store is None:
                 self.host.not_prefetched(extent)
                 self.host.free(extent)
 
@@ -239,7 +239,7 @@ class Placement:
         """Give back slots and file of a dead extent, unless they are being read or written."""
         if extent.pins or extent.load is not None or extent.store is not None:
             return
-        if extent.host == "ready":
+        if extent.in_host:
             self.host.free(extent)
         if extent.disk == "ready":
             self.disk.drop(extent, "forgotten")
@@ -300,8 +300,10 @@ class Placement:
             assert extent.pins >= 0
             assert extent.ref_count >= 0
             assert extent.dead != (extent.id in self._index.extents and bool(extent.nodes))
-            assert extent.host != "absent" or extent.disk == "ready" or extent.dead
-            assert (extent in self.candidates.host) == (extent.host == "ready" and not extent.dead)
+            assert extent.host not in ("absent", "partial") or extent.disk == "ready" or extent.dead
+            assert (extent.host == "partial") <= (extent.lacks > 0)
+            assert extent.lacks == 0 or extent.host in ("loading", "partial")
+            assert (extent in self.candidates.host) == (extent.in_host and not extent.dead)
             assert extent.host == "loading" or (extent in self.candidates.cold) == (
-                extent.disk == "ready" and extent.host == "absent" and not (extent.dead or extent.has_children)
+                extent.disk == "ready" and extent.host != "ready" and not (extent.dead or extent.has_children)
             )

@@ -165,9 +165,9 @@ class EvictionCandidates:
     def __init__(self, policy: Policy) -> None:
         self.in_order = policy.looks_ahead  # what jobs wait for goes last, and what the first job waits for at the end
         in_host, on_disk = attrgetter("kept_in_host"), attrgetter("kept_on_disk")
-        self.host = Ranking(policy, in_host)  # ready in host
-        self.clean = Ranking(policy, in_host)  # ready in both
-        self.cold = Ranking(policy, on_disk)  # ready on disk only, and nothing hangs below
+        self.host = Ranking(policy, in_host)  # in host
+        self.clean = Ranking(policy, in_host)  # in both
+        self.cold = Ranking(policy, on_disk)  # whole on disk only, and nothing hangs below
         self.marked: dict[Extent, None] = {}  # extents that have a mark
         self.horizon: Key | None = None  # what jobs up to this one wait for does not leave the last tier
         self.watch: Callable[[Extent], None] | None = None  # is told of each extent whose place may have changed
@@ -175,10 +175,10 @@ class EvictionCandidates:
     def place(self, extent: Extent) -> None:
         """Look again at an extent whose state in a tier, or whose children, have changed."""
         live = not extent.dead
-        host, disk = extent.host == "ready", extent.disk == "ready"
+        host, disk = extent.in_host, extent.disk == "ready"
         self.host.set(extent, live and host)
         self.clean.set(extent, live and host and disk)
-        self.cold.set(extent, live and disk and extent.host == "absent" and not extent.has_children)
+        self.cold.set(extent, live and disk and extent.host in ("absent", "partial") and not extent.has_children)
         if self.watch is not None:
             self.watch(extent)
 

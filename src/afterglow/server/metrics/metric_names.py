@@ -72,6 +72,11 @@ _PLAN_COUNTERS = (
     ("preemptions", "vllm:num_preemptions", "Running requests put back into the queue."),
     ("waits_prefix", "afterglow:prefix_waits", "Requests that waited for another's same tokens."),
     ("recomputed", "afterglow:recomputed_tokens", "Cached tokens computed again: that was predicted to be faster."),
+    (
+        "load_bytes_left",
+        "afterglow:load_bytes_left",
+        "Bytes of loaded extents that lie before a sliding window: not read.",
+    ),
     ("truncations", "afterglow:truncated_prompts", "Prompts whose oldest tokens were left out."),
     (
         "truncations_unscored",

@@ -125,9 +125,13 @@ class ExtentReader:
         joined = pieces.pieces(layout, rows, span, slots, pieces.READ_BYTES)
         parts = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
         raw_head = self._heads.take(layout.head_bytes(rows))
-        if layers.start and read.head is None:
+        if (layers.start or read.skip) and read.head is None:
             raw_head = read_span(fd, 0, layout.head_bytes(rows), self._heads)
         total = done = 0
+        if read.skip:  # then no read brings the head along, and perhaps none follows
+            read.head = read.head or self._decode(raw_head, read)
+            total = 0 if layers.start else layout.head_bytes(rows)
+            parts = pieces.cut(parts, read)
         settled: Callable[[], None] | None = None  # waits for the piece that is verified while the next one is read
         for part in parts:
             size, bounce = self._fetch(fd, read, part, span, raw_head)
@@ -142,35 +146,40 @@ class ExtentReader:
                 self._settle(read, part, raw_head, bounce)
                 settled = None
                 layer_done(done)
+        if done < layers.stop:  # the last layers leave out all
+            layer_done(layers.stop)
         return total
 
     def _fetch(self, fd: int, read: ExtentRead, part: Tensors, span: int, raw_head: Bytes) -> tuple[int, Bytes | None]:
         """Read the tensors of a piece, and the head where it ends before them: one read brings both. Returns the bytes, and the
         buffer that the tensors have come to, `span` bytes each; None if they are in their slots.
         """
-        layout, arena, start = self._layout, read.arena, self._layout.offset(read.rows, *part[0])
-        begin = 0 if part[0] == (0, 0) else start
-        if not layout.aligned:
+        layout, arena, skipped = self._layout, read.arena, read.skipped(part[0][0])
+        start = layout.offset(read.rows, *part[0]) + skipped * layout.chunk_bytes
+        span -= skipped * layout.chunk_bytes
+        begin = 0 if part[0] == (0, 0) and not read.skip else start
+        if not layout.aligned or start % ALIGNMENT:
             data = read_span(fd, begin, start - begin + len(part) * span, self._scratch)
             raw_head[: start - begin] = data[: start - begin]
             return data.nbytes, data[start - begin :]
         bounce = None if arena.aligned else self._scratch.take(len(part) * span)
-        buffers = arena_buffers(part, arena, read.slots) if bounce is None else [bounce]
+        buffers = arena_buffers(part, arena, read.slots[skipped:]) if bounce is None else [bounce]
         return read_full(fd, buffers if begin else [raw_head, *buffers], begin), bounce
 
     def _settle(self, read: ExtentRead, part: Tensors, raw_head: Bytes, bounce: Bytes | None) -> None:
         """Verify the tensors of a piece; bring them from the bounce buffer to their slots if they have come there."""
         if read.head is None:
             read.head = self._decode(raw_head, read)
-        slots = list(read.slots)
+        skipped = read.skipped(part[0][0])
+        slots = list(read.slots)[skipped:]
         used = len(slots) * self._layout.chunk_bytes
         for index, (layer, kv) in enumerate(part):
             plane = read.arena.plane(layer, kv)
             if bounce is None:
-                _compare([plane[slot] for slot in slots], read.head, layer, kv)
+                _compare([plane[slot] for slot in slots], read.head, layer, kv, skipped)
             else:
                 tensor = bounce.reshape(len(part), -1)[index, :used].reshape(len(slots), -1)
-                _compare(list(tensor), read.head, layer, kv)
+                _compare(list(tensor), read.head, layer, kv, skipped)
                 plane[slots] = tensor
 
     def _read_reordered(
@@ -192,8 +201,9 @@ class ExtentReader:
         return total
 
 
-def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int) -> None:
-    found, wanted = [crc32c(data) for data in chunks], crcs_of(head, layer, kv)[: len(chunks)]
+def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int, first: int = 0) -> None:
+    """Compare chunks from the `first` one of a tensor on with their checksums. Raises: DamageError."""
+    found, wanted = [crc32c(data) for data in chunks], crcs_of(head, layer, kv)[first : first + len(chunks)]
     if found != wanted:
-        chunk = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        chunk = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True), first) if a != b)
         raise DamageError(f"layer {layer}, {TENSORS[kv]}, chunk {chunk}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 from afterglow.store.extents.files import IOV_MAX
 from afterglow.store.extents.head import Bytes
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.extents.tier import HostArena, runs
+from afterglow.store.extents.tier import ExtentRead, HostArena, runs
 
 READ_BYTES: Final = 4 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
 WRITE_BYTES: Final = 4 << 20
@@ -30,6 +31,18 @@ def pieces(layout: KVLayout, rows: int, span: int, slots: Sequence[int], limit: 
     tensors = [(layer, kv) for layer in range(layout.layers) for kv in (0, 1)]
     for start in range(0, len(tensors), most):
         yield tensors[start : start + most]
+
+
+def cut(parts: Sequence[Tensors], read: ExtentRead) -> list[Tensors]:
+    """Cut pieces so that tensors whose first blocks are left out move alone, and those of which nothing is left do not."""
+    found: list[Tensors] = []
+    for part in parts:
+        for whole, tensors in groupby(part, lambda tensor: not read.skipped(tensor[0])):
+            if whole:
+                found.append(list(tensors))
+            elif read.skip < len(read.slots):
+                found += [[tensor] for tensor in tensors]
+    return found
 
 
 def arena_buffers(tensors: Tensors, arena: HostArena, slots: Sequence[int]) -> list[Bytes]:

@@ -102,7 +102,8 @@ class ArtificiallySlowTier:
         def hold_back(layers: int) -> None:
             nonlocal at, arrived
             for layer in range(arrived, layers):
-                at = self._reads.send(2 * span + (layout.head_bytes(rows) if layer == 0 else 0), at)
+                size = 2 * max(0, span - read.skipped(layer) * layout.chunk_bytes)
+                at = self._reads.send(size + (layout.head_bytes(rows) if layer == 0 else 0), at)
                 layer_done(layer + 1)
             arrived = max(arrived, layers)
 

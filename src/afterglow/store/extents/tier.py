@@ -5,7 +5,7 @@ slots.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,13 +79,20 @@ def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True, eq=False)
 class ExtentRead:
-    """A read of the first `len(slots)` blocks of an extent of `rows` rows, all layers at once or some at a time."""
+    """A read of the first `len(slots)` blocks of an extent of `rows` rows, all layers at once or some at a time. The layers
+    `windowed` leave out the first `skip` blocks: these slots keep what they hold there."""
 
     extent: str
     rows: int
     arena: HostArena
     slots: Sequence[int]
+    skip: int = 0
+    windowed: Collection[int] = ()
     head: Head | None = None  # verified, once some layer has been read
+
+    def skipped(self, layer: int) -> int:
+        """Count the blocks that a layer leaves out."""
+        return self.skip if layer in self.windowed else 0
 
 
 class Tier(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final
 
@@ -40,8 +40,12 @@ class LoadWork:
     far.
     """
 
-    def __init__(self, move: Load, arena: HostArena, stored: StoredExtents, mover: Mover) -> None:
+    def __init__(
+        self, move: Load, arena: HostArena, stored: StoredExtents, mover: Mover, windowed: Collection[int] = ()
+    ) -> None:
+        """`windowed`: layers with a sliding window."""
         self._move = move
+        self._windowed = windowed
         self._arena = arena
         self._stored = stored
         self._mover = mover
@@ -60,7 +64,7 @@ class LoadWork:
         rows, tier = self._stored.rows(move.extent), self._stored.tier
         assert tier is not None, "extents on disk without a disk tier"
         if self._read is None or self._read.rows != rows:
-            self._read = ExtentRead(move.extent, rows, self._arena, move.slots)
+            self._read = ExtentRead(move.extent, rows, self._arena, move.slots, move.skip, self._windowed)
         advance = partial(self._advance, task, began)
         try:
             while self._there < (limit := task.limit(layers)):

@@ -69,7 +69,13 @@ def fill_new_contexts(monkeypatch: Any, number: float) -> None:
     from afterglow.engine.context import DeviceContext
 
     made = DeviceContext._empty
-    monkeypatch.setattr(DeviceContext, "_empty", lambda self, rows: made(self, rows).fill_(number))
+    monkeypatch.setattr(DeviceContext, "_empty", lambda self, *size: made(self, *size).fill_(number))
+
+
+def contexts_of(runner: Any) -> list[Any]:
+    """Return all contexts on the device, of running jobs and of finished ones."""
+    running = [job.context for job in runner._jobs.values() if job.context is not None]
+    return [*running, *runner._contexts.values()]
 
 
 def relay_attention(relay: Any, layer: Any, q: Any) -> Any:

@@ -108,7 +108,10 @@ def test_rows_that_never_left_the_device_are_not_rounded(start: Start, model_of:
 
 def test_no_tier_gives_other_rows_than_another(start: Start, model_of: Models, tmp_path: Path) -> None:
     model, prompt = model_of("llama"), draw("tiers", ROWS)
-    options = {"kv_dtype": "int8", "speculate": "off"}  # a row of a step of several may differ in its last bits from one alone
+    options = {
+        "kv_dtype": "int8",
+        "speculate": "off",
+    }  # a row of a step of several may differ in its last bits from one alone
     answers = []
     for tier in ("host", "disk", "restart"):
         handle = start(model, tmp_path / tier, **options)

@@ -202,7 +202,7 @@ def test_all_levels_are_exact(
     q = torch.randn(new * len(entries), heads, 16, generator=generator)
     found = attended(entries, groups, q)
     for entry in entries:
-        keys, values = entry.context.keys(0)[: entry.stop], entry.context.values(0)[: entry.stop]
+        keys, values = entry.context.keys(0, 0, entry.stop), entry.context.values(0, 0, entry.stop)
         exact = attend(q[entry.where], keys, values, scale=0.3, causal=True)[0]
         torch.testing.assert_close(found[entry.where], exact, atol=1e-5, rtol=0)
 
@@ -219,7 +219,7 @@ def test_shared_rows_before_a_window_are_not_read(new: int, built: bool, monkeyp
     q = torch.randn(new * len(entries), 8, 16, generator=generator)
     expected = []
     for entry in entries:
-        keys, values = entry.context.keys(0)[: entry.stop], entry.context.values(0)[: entry.stop]
+        keys, values = entry.context.keys(0, 0, entry.stop), entry.context.values(0, 0, entry.stop)
         expected.append(attend(q[entry.where], keys, values, scale=0.3, causal=True, window=window, cap=4.0)[0].clone())
         entry.context.data[:, :, :, : max(0, entry.start + 1 - window)] = torch.nan
     torch.testing.assert_close(attended(entries, groups, q, window, 4.0), torch.cat(expected), atol=1e-5, rtol=0)

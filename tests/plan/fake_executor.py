@@ -131,11 +131,16 @@ class Faults:
 
 @dataclass
 class Segment:
-    """`holes[i]`: row i is not there in layers with a window."""
+    """Rows on the device. `shown`: those that layers with a window hold; they have given up the rows before `first`."""
 
     rows: list[Row]
     capacity: int
-    holes: list[bool]
+    first: int = 0
+    shown: frozenset[int] = frozenset()
+
+    def beginning(self, rows: int, capacity: int) -> Segment:
+        """The first rows, in room for `capacity`."""
+        return Segment(self.rows[:rows], capacity, self.first, frozenset(row for row in self.shown if row < rows))
 
 
 @dataclass
@@ -197,9 +202,7 @@ class FakeExecutor:
             segment = self.segments.pop(release.job)
             if release.context is not None:
                 assert 0 < release.rows <= len(segment.rows)
-                self.contexts[release.context] = Segment(
-                    segment.rows[: release.rows], segment.capacity, segment.holes[: release.rows]
-                )
+                self.contexts[release.context] = segment.beginning(release.rows, segment.capacity)
         for number in step.frees:
             del self.contexts[number]
         for move in step.moves:
@@ -224,18 +227,21 @@ class FakeExecutor:
     def _give_up(self, run: Run) -> None:
         segment = self.segments[run.job]
         segment.rows = [GARBAGE] * len(segment.rows)
-        segment.holes = [True] * len(segment.rows)
+        segment.shown = frozenset()
         self.tees += [Tee(run.job, save, []) for save in run.saves]  # written to for a while yet
 
     def _check_device(self) -> None:
         segments = [*self.segments.values(), *self.contexts.values()]
-        assert sum(segment.capacity for segment in segments) <= self.capacity.device_rows
+        held = self.capacity.held
+        assert sum(held.cost(segment.capacity) for segment in segments) <= self.capacity.device_rows
         assert all(len(segment.rows) <= segment.capacity for segment in segments)
 
     def _run(self, run: Run, result: StepResult, late: list[int]) -> None:
         text = self.texts[run.job]
         if run.admit is not None:
             self._admit(run, run.admit)
+        if self.window:
+            self._make_room(run)
         failed = self._gather(run, late)
         if failed is not None:
             result.failed[run.job] = failed
@@ -245,6 +251,8 @@ class FakeExecutor:
         assert run.capacity >= segment.capacity
         segment.capacity = run.capacity
         assert len(segment.rows) == run.start
+        if self.window:
+            self._see(run, segment)
         own, guessed = list(run.tokens[: run.own]), list(run.tokens[run.own :])
         stop = run.start + run.own
         assert own == text.tokens[run.start : stop]
@@ -257,8 +265,6 @@ class FakeExecutor:
         else:
             assert segment.rows == text.rows[: run.start], "rows that are not the job's own"
             segment.rows += text.rows[run.start : stop]
-        if self.window:
-            assert not any(segment.holes[max(0, run.start + 1 - self.window) :]), "rows that windows show are not there"
         self.gathered["computed"] += len(run.tokens)
         right = 0
         while right < len(guessed) and sample(segment.rows[-1]) == guessed[right]:
@@ -268,7 +274,6 @@ class FakeExecutor:
         if right:
             result.accepted[run.job] = right
             stop += right
-        segment.holes += [False] * (len(segment.rows) - len(segment.holes))
         void = len(guessed) - right
         self.void += void
         for save in run.saves:
@@ -284,6 +289,20 @@ class FakeExecutor:
             token = sample(segment.rows[-1])
             result.tokens[run.job] = token
             text.append(token)
+
+    def _make_room(self, run: Run) -> None:
+        """Layers with a window give up rows for the run's."""
+        segment = self.segments[run.job]
+        segment.first = max(segment.first, self.capacity.held.first(run.start + len(run.tokens)))
+        segment.shown = frozenset(row for row in segment.shown if row >= segment.first)
+
+    def _see(self, run: Run, segment: Segment) -> None:
+        """All that windows show the run's rows is there, and there is room for them."""
+        before, stop = max(0, run.start + 1 - self.window), run.start + len(run.tokens)
+        assert segment.shown.issuperset(range(before, run.start)), "rows that a window shows are not there"
+        held = self.capacity.held
+        assert stop - segment.first <= min(segment.capacity, held.most if held.windowed else stop)
+        segment.shown |= frozenset(range(run.start, stop))
 
     def _rows(self, text: Text | PrivateText, before: list[Row], token: int) -> list[Row]:
         """The row of a token behind these rows."""
@@ -302,22 +321,22 @@ class FakeExecutor:
 
     def _admit(self, run: Run, admit: Admit) -> None:
         assert run.job not in self.segments
-        rows: list[Row] = []
-        holes: list[bool] = []
-        capacity = run.capacity
+        segment = Segment([], run.capacity)
         if admit.context is not None:
             context = self.contexts.pop(admit.context) if admit.take else self.contexts[admit.context]
             assert admit.device_rows <= len(context.rows)
-            rows, holes = context.rows[: admit.device_rows], context.holes[: admit.device_rows]
+            segment = context.beginning(admit.device_rows, run.capacity)
             if admit.take:
                 assert run.capacity >= context.capacity
         else:
             assert admit.device_rows == 0
-        self.gathered["device"] += len(rows)
-        self.segments[run.job] = Segment(rows, capacity, holes)
+        self.gathered["device"] += len(segment.rows)
+        self.segments[run.job] = segment
 
     def _gather(self, run: Run, late: list[int]) -> str | None:
-        rows, holes = self.segments[run.job].rows, self.segments[run.job].holes
+        segment = self.segments[run.job]
+        rows, size = segment.rows, self.capacity.block_rows
+        shown = []  # windows show no query the rows before, and nothing of them is copied
         for gather in run.gathers:
             if gather.move is not None and gather.move in self.pending:
                 if self.faults.late and self.rng.random() < self.faults.late:
@@ -327,11 +346,12 @@ class FakeExecutor:
             if gather.move in self.failed:
                 return gather.extent
             content = self._read(gather.slots)
-            for row in range(gather.start, gather.stop):  # of rows that windows do not show nothing is copied there
-                before = bool(self.window) and len(rows) < run.start + 1 - self.window
+            for row in range(gather.start, gather.stop):
+                if len(rows) > run.start - self.window and gather.slots[row // size] not in self.lacking:
+                    shown.append(len(rows))
                 rows.append(content[row])
-                holes.append(before or gather.slots[row // self.capacity.block_rows] in self.lacking)
             self.gathered["host"] += gather.stop - gather.start
+        segment.shown |= frozenset(shown)
         return None
 
     # ------------------------------------------------------------------------------------- host and disk

@@ -40,7 +40,7 @@ def test_the_least_recently_used_context_is_freed_first(device: Device) -> None:
     assert device.frees == [second.id, third.id]
     assert list(device.contexts) == [first.id]
     assert device.used == 70
-    device.check(running_rows=40)
+    device.check(running=[40])
 
 
 def test_no_more_contexts_are_freed_than_it_takes(device: Device) -> None:
@@ -80,7 +80,7 @@ def test_a_context_that_is_taken_over_stays_counted(device: Device) -> None:
     context = keep(device, 60)
     device.take_over(context)
     assert (device.used, device.frees, device.contexts) == (60, [], {})
-    device.check(running_rows=60)
+    device.check(running=[60])
 
 
 def test_a_context_vanishes_with_any_of_its_extents() -> None:

@@ -117,7 +117,7 @@ class Tiers:
     def check(self) -> None:
         self.index.check()
         self.placement.check([])
-        self.device.check(0)
+        self.device.check(())
 
 
 def stores(moves: Sequence[Move]) -> list[str]:

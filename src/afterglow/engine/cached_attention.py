@@ -63,8 +63,8 @@ class CachedAttend:
         """Copy the step's new rows [rows, kv_heads, head_dim] to their contexts."""
         for entry in self.entries:
             if entry.failed is None:
-                entry.context.keys(layer)[entry.start : entry.stop] = k[entry.where]
-                entry.context.values(layer)[entry.start : entry.stop] = v[entry.where]
+                entry.context.keys(layer, entry.start, entry.stop)[:] = k[entry.where]
+                entry.context.values(layer, entry.start, entry.stop)[:] = v[entry.where]
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         """Attend with all rows of the step to their contexts on the device: [rows, heads, head_dim]."""
@@ -73,14 +73,13 @@ class CachedAttend:
             if entry.failed is not None:
                 out[entry.where] = 0  # void, but it must not become NaN: the forward goes on for the others
                 continue
-            keys, values = entry.context.keys(layer), entry.context.values(layer)
-            out[entry.where] = self._attended(
-                entry, attention, q[entry.where], keys[: entry.stop], values[: entry.stop]
-            )
+            first = entry.context.group_of(layer).first
+            keys, values = (rows(layer, first, entry.stop) for rows in (entry.context.keys, entry.context.values))
+            out[entry.where] = self._attended(entry, attention, q[entry.where], keys, values)
         return out
 
     def _attended(self, entry: BatchEntry, attention: Attention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with one entry's new rows to its whole context, in one layer."""
+        """Attend with one entry's new rows to all rows of its context that one layer holds."""
         if not 1 < len(q) <= DECODED or q.device.type != "cpu":
             return attention.attend(q, keys, values)
         # Query by query: what each is rounded to does not depend on the others.

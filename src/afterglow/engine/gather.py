@@ -229,7 +229,6 @@ class Gatherer:
         self._events[entry.job].append(event)
 
     def _copy(self, entry: BatchEntry, layer: int) -> None:
-        keys, values = entry.context.keys(layer), entry.context.values(layer)
         needed = self._needed(entry, layer)
         read = sum(gather.stop - gather.start for _, gather in needed)
         row_bytes = 2 * self._host.row_bytes
@@ -242,11 +241,11 @@ class Gatherer:
             at = start
             for rows in self._host.rows(gather, layer, 0):
                 where = slice(at, at + len(rows))
-                _put(rows, keys[where], _angles(entry, layer, where))
+                _put(rows, entry.context.keys(layer, where.start, where.stop), _angles(entry, layer, where))
                 at += len(rows)
             at = start
             for rows in self._host.rows(gather, layer, 1):
-                _put(rows, values[at : at + len(rows)])
+                _put(rows, entry.context.values(layer, at, at + len(rows)))
                 at += len(rows)
 
     def _needed(self, entry: BatchEntry, layer: int) -> list[tuple[int, Gather]]:

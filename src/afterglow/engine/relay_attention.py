@@ -21,12 +21,12 @@ from afterglow.engine.tee import Tee
 from afterglow.kernels.decode import Appends, Read, Reads
 from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention
+from afterglow.plan.options import STRIDE
 from afterglow.plan.step import Share
 
 PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
 PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
 MIN_PROBE_ROWS = 16
-ALIGNED = 256  # reads through a window begin at a multiple: as a query alone they are then divided alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,15 @@ def _rows(entry: BatchEntry) -> range:
     return range(entry.where.start, entry.where.stop)
 
 
+def _read(
+    entry: BatchEntry, layer: int, start: int, stop: int, queries: Sequence[int], causal: bool = False, window: int = 0
+) -> Read:
+    """Make a read of rows [start, stop) of an entry's context, in a layer and all that hold the same rows."""
+    data, first = entry.context.group_of(layer)
+    assert first <= start, f"rows from {start} on are not held in layer {layer}"
+    return Read(data, start - first, stop - first, queries, causal, window)
+
+
 def depth_of(groups: Sequence[RelayGroup]) -> int:
     """Compute the deepest nesting: the most groups that one entry is in."""
     depth: dict[int, int] = {}
@@ -154,24 +163,30 @@ class RelayAttend(CachedAttend):
         super().__init__(entries, angles, gatherer, tee, whole)
         self._groups = groups
         self._failed: list[int] | None = None  # jobs that `_reads` were made without
-        self._reads: dict[int, Reads | None] = {}  # by window
+        self._shape = entries[0].context.shape
+        self._reads: dict[tuple[bool, int], Reads | None] = {}  # by group of layers and window
         self._found: tuple[Tensor, Tensor] | None = None  # outputs and log-sum-exps, in the same memory for each layer
-        new = [Read(entry.context.data, entry.start, entry.stop, _rows(entry)) for entry in entries]
-        self._appends = Appends(new) if Appends.possible(new) else None
+        self._appends: dict[bool, Appends | None] = {}  # by group of layers
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if self._appends is None:
+        recent, number = self._shape.place(layer)
+        if recent not in self._appends:
+            new = [_read(entry, layer, entry.start, entry.stop, _rows(entry)) for entry in self.entries]
+            self._appends[recent] = Appends(new) if Appends.possible(new) else None
+        appends = self._appends[recent]
+        if appends is None:
             super()._append(layer, k, v)
         else:  # failed entries too: their rows do not count
-            self._appends.write(layer, k, v)
+            appends.write(number, k, v)
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         # Entries fail while layers are gathered, which is rare.
         failed = [entry.job for entry in self.whole if entry.failed is not None]
         if failed != self._failed:
             self._failed, self._reads = failed, {}
-        if attention.window not in self._reads:
-            self._reads[attention.window] = self._prepared(attention)
+        recent, number = self._shape.place(layer)
+        if (recent, attention.window) not in self._reads:
+            self._reads[recent, attention.window] = self._prepared(layer, attention)
         if self._found is None:
             out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -181,13 +196,13 @@ class RelayAttend(CachedAttend):
         else:  # what all segments are merged into: a row of zeros
             out.zero_()
             lse.copy_(attention.sinks)
-        reads = self._reads[attention.window]
+        reads = self._reads[recent, attention.window]
         if reads is not None:
-            reads.attend(layer, q, attention.scale, out, lse)
+            reads.attend(number, q, attention.scale, out, lse)
         return out.to(q.dtype)
 
-    def _prepared(self, attention: Attention) -> Reads | None:
-        """Prepare the reads of entries that have not failed: the groups' rows, the largest first, and each entry's own rows.
+    def _prepared(self, layer: int, attention: Attention) -> Reads | None:
+        """Prepare the reads, in such a layer, of entries that have not failed: the groups' rows, the largest first, and each entry's own rows.
 
         A window that an entry's context does not outgrow changes nothing. Other entries read what their windows show them by
         themselves, since each sees another part of shared rows, and soon none.
@@ -198,15 +213,15 @@ class RelayAttend(CachedAttend):
         for group in sorted(self._groups, key=lambda group: group.start - group.stop):
             members = [entry for entry in group.entries if entry.job in inside]
             if len(members) == len(group.entries):
-                reads.append(Read(members[0].context.data, group.start, group.stop, group.queries))
+                reads.append(_read(members[0], layer, group.start, group.stop, group.queries))
             elif members:
                 queries = sorted(row for entry in members for row in _rows(entry))
-                reads.append(Read(members[0].context.data, group.start, group.stop, queries))
+                reads.append(_read(members[0], layer, group.start, group.stop, queries))
         for entry in found:
             if entry.job in inside:
                 several = entry.stop - entry.start > 1
-                reads.append(Read(entry.context.data, entry.own_from, entry.stop, _rows(entry), several))
+                reads.append(_read(entry, layer, entry.own_from, entry.stop, _rows(entry), several))
             else:
-                start = max(0, entry.start + 1 - window) // ALIGNED * ALIGNED
-                reads.append(Read(entry.context.data, start, entry.stop, _rows(entry), True, window))
+                start = max(0, entry.start + 1 - window) // STRIDE * STRIDE
+                reads.append(_read(entry, layer, start, entry.stop, _rows(entry), True, window))
         return Reads(reads, cap=attention.cap) if reads else None

@@ -22,6 +22,7 @@ from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
+from afterglow.engine.sizes import held_rows, windowed_layers
 from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee
@@ -92,7 +93,10 @@ class TorchRunner:
         attend to a part of their prefix. `guesser`: guesses what replies go on with."""
         spec = decoder.spec
         self.decoder = decoder
-        self.shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
+        held = held_rows(spec, config)
+        windowed = windowed_layers(spec) if held.windowed else ()
+        row = (spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
+        self.shape = KVShape(*row, windowed, held)
         self.gathered = GatherCounters()
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
         self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered)
@@ -351,6 +355,7 @@ class TorchRunner:
         assert job.context is not None, f"job {run.job} runs without ever having been admitted"
         job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
+        job.context.make_room(stop)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
         return BatchEntry(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
 

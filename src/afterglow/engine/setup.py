@@ -27,7 +27,15 @@ from afterglow.engine.requests import RequestLimits
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
 from afterglow.engine.selective import SelectiveAttention
-from afterglow.engine.sizes import MOVER_THREADS, Sizes, capacity, conversation_bytes, rewriting_bytes, sizes
+from afterglow.engine.sizes import (
+    MOVER_THREADS,
+    Sizes,
+    capacity,
+    conversation_bytes,
+    rewriting_bytes,
+    sizes,
+    windowed_layers,
+)
 from afterglow.engine.speculation.guesser import Guesser, StepCosts
 from afterglow.engine.speculation.row_costs import RowCosts, attention_costs
 from afterglow.errors import ConfigError, StoreError
@@ -130,7 +138,7 @@ def build(
     size = sizes(config, decoder, layout)
     arena = allocate(arena_bytes(layout, size.host_slots), pin=device.type == "cuda")
     inbox = Inbox()
-    windowed = [layer for layer in range(layout.layers) if decoder.spec.window_of(layer)]
+    windowed = windowed_layers(decoder.spec)
     make_store = functools.partial(
         KVStore,
         layout,

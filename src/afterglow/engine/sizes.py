@@ -9,7 +9,7 @@ from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, format_s
 from afterglow.errors import ConfigError
 from afterglow.model.decoder import Decoder
 from afterglow.model.spec import ModelSpec
-from afterglow.plan.options import Capacity
+from afterglow.plan.options import Capacity, Held
 from afterglow.store.database import catalog
 from afterglow.store.database.connection import relic_bytes
 from afterglow.store.database.conversations import FILE as CONVERSATIONS
@@ -28,7 +28,8 @@ MIN_DEVICE_ROWS = 4 * BLOCK_ROWS
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Hold what device and host memory take. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context that the device can hold."""
+    """Hold what device and host memory take. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context that the device can hold.
+    `held`: the rows of it in each layer."""
 
     device_rows: int
     device_row_bytes: int
@@ -36,6 +37,7 @@ class Sizes:
     host_block_bytes: int
     kv_dtype: str
     max_model_len: int
+    held: Held
 
 
 def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
@@ -58,11 +60,27 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
         block_bytes,
         KV_DTYPES[layout.dtype],
         _max_model_len(spec, config, device_rows),
+        held_rows(spec, config),
     )
 
 
+def held_rows(spec: ModelSpec, config: EngineConfig) -> Held:
+    """Return what contexts hold on the device. Layers with a window hold all rows where no context is longer than those they
+    would keep."""
+    if spec.window is None:
+        return Held(spec.layers)
+    most = Held.most_of(spec.window, config.prefill_chunk)
+    windowed = len(windowed_layers(spec)) if spec.context(config.max_model_len) > most else 0
+    return Held(spec.layers, windowed, most if windowed else 0)
+
+
+def windowed_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """List the layers whose queries see the last rows alone."""
+    return tuple(layer for layer in range(spec.layers) if spec.window_of(layer))
+
+
 def capacity(
-    size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None, windowed: int = 0
+    size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None, windowed: int
 ) -> Capacity:
     """Describe the tiers to the plan. There is no disk tier without a namespace. `windowed`: layers with a sliding window."""
     disk_bytes = 0
@@ -78,6 +96,8 @@ def capacity(
         layers=layout.layers,
         readers=MOVER_THREADS,
         window_block_bytes=windowed * 2 * layout.chunk_bytes,
+        window_layers=size.held.windowed,
+        window_rows=size.held.most,
     )
 
 
@@ -132,9 +152,10 @@ def _check_host(budget: int, slots: int, block_bytes: int, device_rows: int) -> 
 
 def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> int:
     longest = spec.context(config.max_model_len)
-    if longest <= device_rows:
+    room = held_rows(spec, config).longest(device_rows) // BLOCK_ROWS * BLOCK_ROWS
+    if longest <= room:
         return longest
     if config.max_model_len is not None:
-        raise ConfigError(f"--max-model-len {longest} does not fit --device-cache, which holds {device_rows} tokens")
-    log.warning("contexts are limited to the %d tokens that --device-cache holds", device_rows)
-    return device_rows
+        raise ConfigError(f"--max-model-len {longest} does not fit --device-cache, which holds {room} tokens")
+    log.warning("contexts are limited to the %d tokens that --device-cache holds", room)
+    return room

@@ -3,10 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afterglow.choices import KVSource, PolicyName, Preload, TruncationPolicy, WritePolicy
 
 MERGED_ROWS = 256  # extents with fewer rows are merged
+# Reads through a window begin at a multiple, and so do held rows: a query's rows are then always divided alike.
+STRIDE = 256
+STEP = 512  # new rows of a step that fit behind a window, at least
+UNLIMITED = 2**31
+
+
+class Held(NamedTuple):
+    """The rows that contexts hold on the device: all rows in all `layers` layers but `windowed`, which hold the last ones, at most
+    `most`. The plan charges contexts by it, and the engine makes and fills them."""
+
+    layers: int = 1
+    windowed: int = 0
+    most: int = 0
+    stride: int = STRIDE
+
+    @staticmethod
+    def most_of(window: int, chunk: int) -> int:
+        """Compute the rows that layers with a window hold: those that the window shows the first row of a step of `chunk` rows,
+        and that step's."""
+        return window + STRIDE + max(chunk, STEP)
+
+    def first(self, stop: int) -> int:
+        """Return the first row that layers with a window hold once rows before `stop` have been computed."""
+        if not self.windowed or stop <= self.most:
+            return 0
+        return -(-(stop - self.most) // self.stride) * self.stride
+
+    def step(self, start: int, window: int) -> int:
+        """Return how many new rows a step may compute from row `start` on: what the window shows them stays."""
+        return max(self.most - start, self.most - window - self.stride) if self.windowed else UNLIMITED
+
+    def cost(self, rows: int) -> int:
+        """Count what a context with room for `rows` rows takes, in rows of all layers."""
+        if not self.windowed or rows <= self.most:
+            return rows
+        return -(-((self.layers - self.windowed) * rows + self.windowed * self.most) // self.layers)
+
+    def longest(self, budget: int) -> int:
+        """Return the rows of the longest context whose cost is within `budget`."""
+        whole = self.layers - self.windowed
+        if not self.windowed or budget <= self.most:
+            return budget
+        return (budget * self.layers - self.windowed * self.most) // whole if whole else UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +61,8 @@ class Capacity:
     of the disk tier, 0 switches it off. `file_bytes[b - 1]`: size of the file of an extent of `b` blocks (a table and
     not a function, so that a journal can hold it). `layers`: of the model; an extent's are loaded one after the other.
     `readers`: how many extents are loaded at a time. `window_block_bytes`: of a block in the layers with a sliding window, as
-    stored; 0: loads bring all rows of all layers.
+    stored; 0: loads bring all rows of all layers. `window_layers`: of the layers, those that hold no more than the last
+    `window_rows` rows of a context on the device, from a multiple of `window_stride` on (see `Held`).
     """
 
     device_rows: int
@@ -29,12 +74,20 @@ class Capacity:
     layers: int = 1
     readers: int = 1
     window_block_bytes: int = 0
+    window_layers: int = 0
+    window_rows: int = 0
+    window_stride: int = STRIDE
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:
             raise ValueError(f"an extent of {self.max_extent_rows} rows is not whole blocks of {self.block_rows}")
         if self.disk_bytes and len(self.file_bytes) != self.max_extent_rows // self.block_rows:
             raise ValueError(f"file_bytes needs {self.max_extent_rows // self.block_rows} sizes, one per block count")
+
+    @property
+    def held(self) -> Held:
+        """Return what contexts hold on the device."""
+        return Held(self.layers, self.window_layers, self.window_rows, self.window_stride)
 
     def blocks(self, rows: int) -> int:
         """Count the blocks that `rows` rows take."""

@@ -85,7 +85,7 @@ class Scheduler:
             RequestError: it could never run.
         """
         spec, found = self.cache.truncate(spec)
-        refuse_impossible(spec, ContextWindow(self.max_model_len), self.cache.device.budget)
+        refuse_impossible(spec, ContextWindow(self.max_model_len), self.cache.device.most)
         unscored = found is not None and self.cache.rules.policy == "importance" and found.reason == "sinks_and_recent"
         self._queue.arrive(spec, self._steps, found, unscored)
         return found

@@ -243,7 +243,7 @@ class Admission:
         found = None
         for blocks in (GROWTH_BLOCKS, 1):
             growth = max(min(job.remaining, blocks * self._cache.capacity.block_rows), 1)
-            capacity = min(self._cache.capacity.round_up(job.length + growth), self._cache.device.budget)
+            capacity = min(self._cache.capacity.round_up(job.length + growth), self._cache.device.most)
             found = found if found is not None else self._reserve_rows(job, context, device_rows, capacity)
         return found
 
@@ -260,7 +260,7 @@ class Admission:
 
     def _give(self, job: Job, capacity: int, counted: int, keep: Context | None, take: bool) -> bool | None:
         """Reserve a segment of `capacity` rows; `counted` rows count already. Returns `take`; None: no room."""
-        if not self._cache.device.reserve(capacity - counted, keep):
+        if not self._cache.device.reserve(capacity, counted, keep):
             return None
         job.capacity = capacity
         return take

@@ -33,7 +33,7 @@ class Batch:
         least = self._cache.capacity.round_up(job.rows + 1)
         most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
         for rows in (min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most), least):
-            if least <= rows <= self._cache.device.budget and self._cache.device.reserve(rows - job.capacity):
+            if least <= rows <= self._cache.device.most and self._cache.device.reserve(rows, job.capacity):
                 job.capacity = rows
                 return True
         return False
@@ -41,9 +41,10 @@ class Batch:
     def extend_early(self, job: Job) -> None:
         """Give a decoding job more room before it needs it, if that costs nothing."""
         most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
-        rows = min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most, self._cache.device.budget)
-        if rows > job.capacity and self._cache.device.used + rows - job.capacity <= self._cache.device.budget:
-            self._cache.device.reserve(rows - job.capacity)
+        device = self._cache.device
+        rows = min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most, device.most)
+        if rows > job.capacity and device.has_room(rows, job.capacity):
+            device.reserve(rows, job.capacity)
             job.capacity = rows
 
     def pin(self, job: Job, views: Sequence[View]) -> None:
@@ -69,7 +70,8 @@ class Batch:
         job.context = None
         if retain and job.spec.write and rows and not job.approximate:
             tokens = bytes(job.tokens[: 4 * rows])
-            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity, job.lacks).id
+            lacks = self._cache.device.letting_go(job.lacks, job.rows)
+            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity, lacks).id
         else:
             self._cache.device.release(job.capacity)
         self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
@@ -140,7 +142,7 @@ class Batch:
 
     def check(self, queued: list[Job], copied: list[Extent]) -> None:
         """Budgets and reference counts against the jobs (and copies, which read `copied`) that cause them."""
-        self._cache.device.check(sum(job.capacity for job in self.running))
+        self._cache.device.check([job.capacity for job in self.running])
         pins: dict[Extent, int] = {}
         users: dict[Extent, int] = {}
         for extent in copied:

@@ -50,6 +50,14 @@ class StepComposer:
         """Choose the runs of the next step. `wake`: when to look again in any case. `guesses`: by job, of tokens that come next."""
         self.wake = wake
         self.outlook.reset()
+        runs = self._chosen(now, guesses)
+        if self._cache.device.held.windowed:
+            for run in runs:
+                job = self._queue.jobs[run.job]
+                job.lacks = self._cache.device.letting_go(job.lacks, run.start + len(run.tokens))
+        return runs
+
+    def _chosen(self, now: float, guesses: Mapping[int, Sequence[int]]) -> list[Run]:
         if self._chunk:
             runs = self._decodes(now, guesses)
             short = runs or all(job.spec.patient for job in self._queue.jobs.values())
@@ -92,6 +100,7 @@ class StepComposer:
         """Add guesses to the run of a decoding job: as many as its room on the device and in its draft holds, and as its reply
         may still be long."""
         count = min(len(offered), job.capacity - run.start - 1, job.end - job.length - 1)
+        count = min(count, self._cache.device.most_new(run.start) - 1)
         stops = (at for at, token in enumerate(offered) if token in job.spec.stop_tokens)
         count = min(count, next(stops, count))  # nothing comes after those
         if job.approximate or (job.saving and not run.saves):
@@ -201,6 +210,7 @@ class StepComposer:
             job.lacks = self._cache.device.lacking(job.lacks, start - sum(g.stop - g.start for g in gathers), start)
         rest = (job.stop if job.stop is not None else job.length) - start
         rows = min(rest, budget) if self._chunk and not job.approximate else rest  # all its rows ask for important ones
+        rows = min(rows, self._cache.device.most_new(start))
         tokens = struct.unpack_from(f"<{rows}I", job.tokens, 4 * start)
         sample = start + rows == job.length and job.remaining > 0
         new = max(start, job.covered)  # rows before it are cached already, and are only computed again
@@ -211,7 +221,7 @@ class StepComposer:
         """Give a decoding job more room, at the cost of retained contexts, then of the job that came last."""
         while job.running and not self._batch.extend(job):
             victim = max(self._batch.running, key=lambda other: other.key)
-            if len(self._batch.running) == 1 or job.rows >= self._cache.device.budget:
+            if len(self._batch.running) == 1 or job.rows >= self._cache.device.most:
                 self._queue.finish(job, None, "length", now)
             else:
                 # It may be this very job: were it to push out an older one, they could do so in turns for ever.

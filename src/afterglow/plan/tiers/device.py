@@ -1,7 +1,8 @@
 """The device tier: a budget of rows shared by running jobs' segments and the contexts kept of finished ones.
 
 It knows sizes, token strings and which extents a context contains; not what computes on them, nor the other tiers.
-A context counts with the whole segment that it was; it never shrinks.
+A context counts with the whole segment that it was; it never shrinks. Where layers with a sliding window hold only its last
+rows, it counts with as many rows of all layers as take the same memory (`Held.cost`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from afterglow.plan.options import Capacity
+from afterglow.plan.options import UNLIMITED, Capacity
 from afterglow.plan.prefix.extent import NONE, Extent, View, with_key, without_key
 from afterglow.plan.prefix.index import Match, common_rows
 from afterglow.plan.stats import Counters
@@ -60,19 +61,27 @@ class Device:
         self, capacity: Capacity, counters: Counters, max_model_len: int = 2**31, sliding_window: int = 0
     ) -> None:
         self.window = sliding_window
+        self.held = capacity.held
+        if self.held.step(UNLIMITED, sliding_window) < 1:
+            raise ValueError(
+                f"a window of {sliding_window} rows does not fit the {self.held.most} that its layers hold"
+            )
         self.block = capacity.block_rows
         self.budget = capacity.device_rows // self.block * self.block
+        self.most = self.held.longest(self.budget) // self.block * self.block  # rows of a context that has it all
         self.used = 0
         self.contexts: dict[int, Context] = {}  # least recently used first
         self.frees: list[int] = []
-        self.longest = min(max_model_len, self.budget)  # rows of the longest context that any job may come to
+        self.longest = min(max_model_len, self.most)  # rows of the longest context that any job may come to
         self.watch: Callable[[Extent], None] | None = None  # is told of each extent whose contexts have changed
         self._counters = counters
         self._last_id = 0
 
-    def reserve(self, rows: int, keep: Context | None = None) -> bool:
-        """Count `rows` more, freeing contexts (never `keep`) for them. All or nothing."""
-        short = self.used + rows - self.budget
+    def reserve(self, rows: int, counted: int = 0, keep: Context | None = None) -> bool:
+        """Count a segment of `rows` rows, of which `counted` count already, freeing contexts (never `keep`) for it. All or
+        nothing."""
+        more = self.held.cost(rows) - self.held.cost(counted)
+        short = self.used + more - self.budget
         if short > 0:
             victims = []
             for context in self.contexts.values():
@@ -80,17 +89,21 @@ class Device:
                     break
                 if context is not keep and not (context.pinned or context.registered):
                     victims.append(context)
-                    short -= context.capacity
+                    short -= self.held.cost(context.capacity)
             if short > 0:
                 return False
             for context in victims:
                 self.free(context)
-        self.used += rows
+        self.used += more
         return True
+
+    def has_room(self, rows: int, counted: int = 0) -> bool:
+        """Return whether a segment of `rows` rows, of which `counted` count already, fits beside all contexts."""
+        return self.used + self.held.cost(rows) - self.held.cost(counted) <= self.budget
 
     def release(self, rows: int) -> None:
         """Count a running job's segment no more."""
-        self.used -= rows
+        self.used -= self.held.cost(rows)
 
     def lacking(self, lacks: Lack, start: int, stop: int) -> Lack:
         """Return what a segment lacks once rows [start, stop) have been gathered for queries from row `stop` on."""
@@ -98,6 +111,15 @@ class Device:
         if not self.window or before <= start:
             return lacks
         return Lack(min(lacks.start, start), max(lacks.stop, before))
+
+    def most_new(self, start: int) -> int:
+        """Return how many rows a step may compute from row `start` on."""
+        return self.held.step(start, self.window)
+
+    def letting_go(self, lacks: Lack, stop: int) -> Lack:
+        """Return what a segment lacks once rows before `stop` have been computed, as layers with a window hold the last rows."""
+        first = self.held.first(stop)
+        return Lack(0, max(lacks.stop, first)) if first else lacks
 
     def retain(self, salt: str, tokens: bytes, rows: int, capacity: int, lacks: Lack = WHOLE) -> Context:
         """Make a running job's segment a context."""
@@ -126,9 +148,10 @@ class Device:
         """Keep a context whatever happens, if there is always room for the longest context of a job beside all that are
         kept so, and it is not kept already."""
         kept = [other for other in self.contexts.values() if other.registered]
-        room = self.budget - sum(other.capacity for other in kept) - (self.longest // self.block + 1) * self.block
+        room = self.budget - sum(self.held.cost(other.capacity) for other in kept)
+        room -= self.held.cost((self.longest // self.block + 1) * self.block)
         there = any(other.salt == context.salt and other.tokens == context.tokens for other in kept)
-        context.registered = context.capacity <= room and not there
+        context.registered = self.held.cost(context.capacity) <= room and not there
 
     def let_go(self, salt: str, tokens: bytes) -> None:
         """Keep the context with exactly these tokens no longer than others."""
@@ -143,7 +166,7 @@ class Device:
                 self._changed(extent)
             return
         self._detach(context)
-        self.used -= context.capacity
+        self.used -= self.held.cost(context.capacity)
         self.frees.append(context.id)
         self._counters.evicted_device += 1
 
@@ -204,9 +227,10 @@ class Device:
                 return found, rows
         return None, 0
 
-    def check(self, running_rows: int) -> None:
-        """Segments + contexts = used <= budget; contexts <-> extents."""
-        assert self.used == running_rows + sum(context.capacity for context in self.contexts.values())
+    def check(self, running: Sequence[int]) -> None:
+        """Segments (`running`: their capacities) + contexts = used <= budget; contexts <-> extents."""
+        kept = [context.capacity for context in self.contexts.values()]
+        assert self.used == sum(map(self.held.cost, [*running, *kept]))
         assert self.used <= self.budget
         for context in self.contexts.values():
             assert 0 < context.rows <= context.capacity

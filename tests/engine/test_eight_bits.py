@@ -198,7 +198,7 @@ def test_queues_of_their_own_change_no_row(
     for name in ("plain", "staged"):
         if name == "staged":
             monkeypatch.setattr(runner, "Tee", partial(tee.Tee, staged=True))
-        handle = start(model_of("llama"), tmp_path / name, kv_dtype="int8")
+        handle = start(model_of("llama"), tmp_path / name, kv_dtype="int8", speculate="off")
         handle.ask(prompt, max_tokens=30)
         handle.engine.demote("disk")
         answers.append(handle.ask([*prompt, 1, 2], max_tokens=5).logprobs)

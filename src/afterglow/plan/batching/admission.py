@@ -216,8 +216,8 @@ class Admission:
         Of an extent windows show the rows from `firsts` on. Where a match may be cut short for want of slots, they would show
         more: then loads bring all rows.
         """
-        need = [view.extent.rows for view in views if view.extent.host in ("absent", "partial")]
-        blocks = sum(self._cache.capacity.blocks(rows) for rows in need)
+        absent = dict.fromkeys(view.extent for view in views if view.extent.host == "absent")
+        blocks = sum(self._cache.capacity.blocks(extent.rows) for extent in absent)  # others stay in their slots
         lean = any(firsts) and self._cache.host.make_room(blocks, now, job.key)
         for i, (view, first) in enumerate(zip(views, firsts, strict=True)):
             extent = view.extent

@@ -20,6 +20,7 @@ class SeenRows:
 
     def __init__(self, cache: Cache) -> None:
         self._capacity = cache.capacity
+        self._registered = cache.registered
         self._window = cache.device.window if cache.capacity.window_block_bytes else 0
 
     def firsts(self, views: Sequence[View], kept: Sequence[View], row: int) -> list[int]:
@@ -41,11 +42,12 @@ class SeenRows:
 
     def obtainable(self, view: View, first: int, mine: Sequence[Extent]) -> bool:
         """Are the rows that a view shows from `first` on in host, do they come there, or can they be loaded? An extent that others
-        (`mine`: the pins of the job itself) gather from, or wait for, cannot be loaded again now."""
+        (`mine`: the pins of the job itself) gather from, or wait for, cannot be loaded again now. A registered prefix pins them
+        too, but reads none."""
         extent = view.extent
         if extent.host == "absent" or view.shows(first):
             return True
-        return extent.host == "partial" and extent.pins == mine.count(extent)
+        return extent.host == "partial" and extent.pins == mine.count(extent) + self._registered.holds(extent)
 
     def choose(
         self, views: Sequence[View], kept: list[View], row: int, shows: Callable[[View, int], bool]
@@ -59,7 +61,10 @@ class SeenRows:
         return kept
 
     def skip(self, extent: Extent, first: int) -> int:
-        """Count the blocks at the beginning of an extent that windows do not show, if they show its rows from `first` on."""
+        """Count the blocks at the beginning of an extent that windows do not show, if they show its rows from `first` on. Registered
+        rows stay in host for whoever comes: their loads bring all."""
+        if not first or self._registered.holds(extent):
+            return 0
         return self._capacity.blocks(extent.rows) if first >= extent.rows else first // self._capacity.block_rows
 
     def load_bytes(self, extent: Extent, first: int) -> int:

@@ -295,6 +295,10 @@ class Registered:
         for each in self._all.values():
             self._look(each, 0.0)
 
+    def holds(self, extent: Extent) -> int:
+        """Count the registered prefixes that pin an extent."""
+        return sum(extent in each.extents for each in self._all.values())
+
     def pins(self) -> list[Extent]:
         """List the pinned extents, once per pin."""
         return [extent for each in self._all.values() for extent in each.extents]

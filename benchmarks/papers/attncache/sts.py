@@ -67,6 +67,7 @@ from benchmarks.papers.attncache.sts_report import goals_of, rows_of, show_model
 
 THRESHOLDS = (0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.85)  # figure 5's
 RATES = tuple(np.arange(0.05, 1.001, 0.025).round(3).tolist())  # and those at which so many sentences are taken
+ROUNDING = 1e-4  # by which the similarities of one sentence in two batches may differ
 LAYER_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85)
 LAYERED_THRESHOLDS = (0.7, 0.6, 0.5)  # of AttnCache-f
 DROPPED = 4 / 28  # of all layers: table 2 does not say how many
@@ -293,7 +294,7 @@ def whole(judges: Judges, database: MemoDatabase, variant: str) -> list[Found]:
         similarity[[index for batch in one.passes.batches for index in batch]] = memo.similarity
         similarities.append(similarity)
     to_choose_by = similarities[0][np.isfinite(similarities[0])]
-    at_rates = [float(np.quantile(to_choose_by, 1 - rate)) for rate in RATES]
+    at_rates = [float(np.quantile(to_choose_by, 1 - rate)) - ROUNDING for rate in RATES]
     found = []
     for threshold in (*THRESHOLDS, *at_rates):
         judged = []

@@ -78,3 +78,17 @@ def test_room_is_made_only_for_what_is_loaded() -> None:
     server.step()
     assert len(server.loads()) == loads
     assert server.scheduler.stats().counters.evicted_host == before
+
+
+def test_conversations_that_come_back_together_find_what_they_share() -> None:
+    """The first to come back is far beyond what the others share with it."""
+    server, shared = Windowed(), words(64, 1000)
+    texts = [[*shared, *words(80, 2000 + 100 * number)] for number in range(3)]
+    for text in texts:
+        server.ask(text)
+    server.to_disk()
+    server.begin_anew()
+    jobs = [server.submit([*text, 7, 8]) for text in (*texts, [*shared, *words(20, 4000)])]
+    server.finish()
+    assert server.partial() > 0
+    assert [sum(server.hits(job)) for job in jobs] == [144, 144, 144, 64]

@@ -65,7 +65,8 @@ class Admission:
         ]
         kept = self.seen.choose(views, kept, device_rows, partial(self.seen.obtainable, mine=list(job.pins)))
         self._batch.pin(job, kept)
-        obtained = self._obtain(job, kept, self.seen.firsts(views, kept, device_rows), now)
+        firsts, brought = (self.seen.firsts(views, kept, device_rows, forks=forks) for forks in (False, True))
+        obtained = self._obtain(job, kept, firsts, brought, now)
         room = obtained is None or not may_join or self.may_save(job, match.rows, job.length, now)
         for extent in guarded:
             extent.ref_count -= 1
@@ -144,7 +145,8 @@ class Admission:
             self._revived(job)
             return None
         self._batch.pin(job, views)
-        obtained = self._obtain(job, views, [0] * len(views), now)
+        all_rows = [0] * len(views)
+        obtained = self._obtain(job, views, all_rows, all_rows, now)
         if obtained is None:
             return Wait.SLOTS
         job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
@@ -210,21 +212,23 @@ class Admission:
         since = job.blocked_since if job.blocked_since is not None else 0.0
         return since + (self._cache.cost.compute(stop - start, start) if self._cache.cost.known else UNKNOWN_HOLD_S)
 
-    def _obtain(self, job: Job, views: list[View], firsts: list[int], now: float) -> list[View] | None:
+    def _obtain(
+        self, job: Job, views: list[View], firsts: list[int], brought: list[int], now: float
+    ) -> list[View] | None:
         """Start loads; returns the views whose rows are in host or on their way to it. None: wait for slots.
 
-        Of an extent windows show the rows from `firsts` on. Where a match may be cut short for want of slots, they would show
-        more: then loads bring all rows.
+        Of an extent windows show the rows from `firsts` on, and a load brings those from `brought` on. Where a match may be cut short
+        for want of slots, windows would show more: then loads bring all rows.
         """
         absent = dict.fromkeys(view.extent for view in views if view.extent.host == "absent")
         blocks = sum(self._cache.capacity.blocks(extent.rows) for extent in absent)  # others stay in their slots
-        lean = any(firsts) and self._cache.host.make_room(blocks, now, job.key)
-        for i, (view, first) in enumerate(zip(views, firsts, strict=True)):
+        lean = any(brought) and self._cache.host.make_room(blocks, now, job.key)
+        for i, (view, first, start) in enumerate(zip(views, firsts, brought, strict=True)):
             extent = view.extent
             self._cache.loading.used(extent)
             if extent.host == "partial" and not view.shows(first):
                 self._cache.host.free(extent)
-            skip = self.seen.skip(extent, first) if lean else 0
+            skip = self.seen.skip(extent, start) if lean else 0
             if extent.host == "absent" and not self._cache.loading.load(extent, now, job.key, skip):
                 if self._cache.relief and job.rounds < MAX_ROUNDS:
                     job.rounds += 1

@@ -28,7 +28,7 @@ class LoadOrRecompute:
         The tail of the rows on disk is loaded while the head is recomputed: loaded rows need no recomputed ones. Loading
         all, recomputing all, and recomputing rows in host are cases of this (spec A8, A10; design: splitting).
         """
-        firsts = self._seen.firsts(views, views, row)
+        firsts, brought = (self._seen.firsts(views, views, row, forks=forks) for forks in (False, True))
         cold = [i for i, view in enumerate(views) if not (view.extent.in_host and view.shows(firsts[i]))]
         if self.source == "load" or not views or (self.source == "auto" and not self._cache.cost.known):
             return views
@@ -42,7 +42,7 @@ class LoadOrRecompute:
         final = cost.compute(job.length - end, end)
         gathering = cost.gather(end - row)
         flying = [views[i].extent.load for i in cold]
-        reads = [cost.read(self._seen.load_bytes(views[i].extent, firsts[i])) for i in cold]
+        reads = [cost.read(self._seen.load_bytes(views[i].extent, brought[i])) for i in cold]
         best, recomputed, head = float("inf"), 0, 0.0
         for split in range(len(cold) + 1):
             if split:  # the view before the split is recomputed too

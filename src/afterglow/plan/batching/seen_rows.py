@@ -23,16 +23,19 @@ class SeenRows:
         self._registered = cache.registered
         self._window = cache.device.window if cache.capacity.window_block_bytes else 0
 
-    def firsts(self, views: Sequence[View], kept: Sequence[View], row: int) -> list[int]:
+    def firsts(self, views: Sequence[View], kept: Sequence[View], row: int, *, forks: bool = False) -> list[int]:
         """Return of each kept view the first row of its extent that windows show, if the other views are recomputed.
 
-        The views begin at `row` of a job. Kept ones one after another are gathered for queries from their common end on.
+        The views begin at `row` of a job. Kept ones one after another are gathered for queries from their common end on. `forks`:
+        what windows show other prompts counts as well, those that leave this one's path where it is known to fork.
         """
         if not self._window:
             return [0] * len(kept)
         found: list[int] = []
         at = query = row + sum(view.stop - view.start for view in views)
         for view in reversed(views):
+            if forks and view.forks():
+                query = at
             at -= view.stop - view.start
             if len(found) < len(kept) and view is kept[-1 - len(found)]:
                 found.append(max(0, query + 1 - self._window - at + view.start))
@@ -62,7 +65,7 @@ class SeenRows:
 
     def skip(self, extent: Extent, first: int) -> int:
         """Count the blocks at the beginning of an extent that windows do not show, if they show its rows from `first` on. Registered
-        rows stay in host for whoever comes: their loads bring all."""
+        rows stay in host for later prompts: their loads bring all."""
         if not first or self._registered.holds(extent):
             return 0
         return self._capacity.blocks(extent.rows) if first >= extent.rows else first // self._capacity.block_rows

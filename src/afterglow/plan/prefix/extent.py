@@ -152,6 +152,10 @@ class View(NamedTuple):
     start: int
     stop: int
 
+    def forks(self) -> bool:
+        """Do prompts go on from its last row in several ways?"""
+        return any(node.stop == self.stop and len(node.children()) > 1 for node in self.extent.nodes)
+
     def shows(self, first: int) -> bool:
         """Has the copy in host, or the one that comes, what is seen if windows show the extent's rows from `first` on?"""
         return first >= self.stop or max(first, self.start) >= self.extent.lacks

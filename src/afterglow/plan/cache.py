@@ -54,10 +54,11 @@ class Cache:
         self.relative_positions = options.relative_positions
         self.write_through = options.write_policy == "write_through" and capacity.disk_bytes > 0
         self._epochs = Epochs()
-        self._digest = options.digest
+        self.digest = options.digest
         self._ttl = options.ttl
         self._warm_start = options.warm_start
         self._restored = False  # since the last step
+        self._adopted = False
         self._restored_at = 0.0
 
     # ----------------------------------------------------------------------------------------- looking up
@@ -101,7 +102,7 @@ class Cache:
     def new_extent(self, salt: str, prefix: bytes, own: bytes, volatile: bool, now: float) -> Extent:
         """Make an extent of the tokens `own` after the tokens `prefix`. It is not in the index yet."""
         return Extent(
-            extent_id(self._digest, salt, prefix, own),
+            extent_id(self.digest, salt, prefix, own),
             salt,
             "session" if is_private(salt) else "exact",
             own,
@@ -195,8 +196,9 @@ class Cache:
         """Before a step: keep budgets, pin registered rows that have come, and forget expired extents, except for
         those that queued jobs wait for (`awaited`)."""
         restored, self._restored = self._restored, False
+        adopted, self._adopted = self._adopted, False
         self.placement.marks.sweep(now)
-        if restored:
+        if restored or adopted:
             self.placement.shrink()  # not before pins are known again
         self.disk.keep_budget(now)
         self.registered.refresh(now)
@@ -232,7 +234,7 @@ class Cache:
         """Take over the extents of `path`, another engine's for `tokens`, whose rows are missing here, as if they were on
         disk. Returns the extents made."""
         taken = adopt(salt, tokens, path, self.index, self.placement, now, ttl)
-        self._restored = self._restored or bool(taken)
+        self._adopted = self._adopted or bool(taken)
         return taken
 
     def prefix_of(self, record: ExtentRecord) -> bytes | None:
@@ -263,6 +265,7 @@ class Cache:
         return Stats(
             **jobs,
             read_rate=self.cost.read_rate,
+            fetch_rate=self.cost.fetch_rate,
             prefill_rate=self.cost.prefill_rate,
             sessions=len(self.sessions),
             prefixes=len(self.registered),
@@ -283,7 +286,7 @@ class Cache:
     def check(self, other_slots: list[int]) -> None:
         """Assert all that must hold between calls. `other_slots`: those that drafts and copies hold."""
         self.index.check()
-        self.placement.check(other_slots, self._restored)
+        self.placement.check(other_slots, self._restored or self._adopted)
 
 
 def _moved(breakpoints: Sequence[Breakpoint], prompt: bytes, rest: bytes) -> tuple[Breakpoint, ...]:

@@ -112,7 +112,8 @@ class SchedulerOptions:
     all). `ttl`: seconds for which extents found at a restart are kept, where no job has named an end (None: for ever).
     `retain`: keep the contexts of finished jobs on the device while there is room. `relay`: tell in each step which rows its
     jobs have in common. `sliding_window`: rows that a query sees in layers with a window, whose earlier rows are not brought to the
-    device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none).
+    device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none). `shared`:
+    there is a tier that other engines share.
     """
 
     policy: PolicyName = "lru"
@@ -135,3 +136,4 @@ class SchedulerOptions:
     relay: bool = False
     sliding_window: int = 0
     small_rows: int = MERGED_ROWS
+    shared: bool = False

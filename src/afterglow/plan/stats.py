@@ -21,6 +21,7 @@ class Counters:
     hit_device: int = 0
     hit_host: int = 0
     hit_disk: int = 0
+    hit_shared: int = 0
     loads: int = 0
     load_bytes_left: int = 0  # of loaded extents, before all windows of layers that have one: not read
     prefetches: int = 0
@@ -68,12 +69,13 @@ class Counters:
         """Whatever has left any tier."""
         return self.evicted_host + self.evicted_disk + self.evicted_device + self.dropped
 
-    def count_hits(self, prompt: int, device: int, host: int, disk: int) -> None:
+    def count_hits(self, prompt: int, device: int, host: int, disk: int, shared: int = 0) -> None:
         """Count the cached tokens of an admitted job."""
         self.query_tokens += prompt
         self.hit_device += device
         self.hit_host += host
         self.hit_disk += disk
+        self.hit_shared += shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Stats:
     prefetch_window: int = 0  # waiting jobs whose rows are fetched ahead
     eviction_window: int = 0  # waiting jobs whose rows stay in some tier
     read_rate: float | None = None  # bytes/s from disk, as measured; None: not yet
+    fetch_rate: float | None = None  # bytes/s from the shared tier
     prefill_rate: float | None = None  # rows/s of a prefill of 512 rows, as measured
     sessions: int = 0  # conversations with a name
     prefixes: int = 0  # registered, and their tokens

@@ -347,7 +347,7 @@ class Admitted:
     """A job has run its first step: where its cached prompt tokens were when it was scheduled. Told once per job,
     and only after the loads have come, so that it is true. `dropped` tokens of the prompt were left out; `embedded`:
     and those that remained are such as had seen them, at new positions. `missed` tokens were not in the cache, for the
-    reason `why`; tokens neither cached nor missed were cached and are computed all the same."""
+    reason `why`; tokens neither cached nor missed were cached and are computed all the same. `shared` came from other engines."""
 
     job: int
     device: int
@@ -357,6 +357,7 @@ class Admitted:
     embedded: bool = False
     why: str = "cold"
     missed: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ class Simulation:
         for event in events:
             live = self._jobs[event.job]
             if isinstance(event, Admitted):
-                live.cached = (event.device, event.host, event.disk)
+                live.cached = (event.device, event.host, event.disk + event.shared)  # on their way they leave a file
                 live.prompt -= event.dropped
                 live.dropped += event.dropped
                 continue

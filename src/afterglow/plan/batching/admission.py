@@ -76,7 +76,8 @@ class Admission:
             views = views[: views.index(kept[len(obtained)])]
         obtained = self.seen.choose(views, obtained, device_rows, View.shows)
         loading = [view.extent for view in obtained if view.extent.host == "loading"]
-        job.loads.update(dict.fromkeys(loading))
+        for extent in loading:
+            job.loads.setdefault(extent, self._cache.loading.is_far(extent))
         stages = stages_of(views, obtained, device_rows)
         if job.patient and loading:
             self._cache.loading.open_gates_of(loading)
@@ -108,7 +109,7 @@ class Admission:
         if self._reserve(job, None, 0) is None:
             return Wait.DEVICE
         self._batch.pin(job, views)
-        job.loads = {view.extent: None for view in views if view.extent.host != "ready"}
+        job.loads = {view.extent: False for view in views if view.extent.host != "ready"}
         rows = sum(view.stop - view.start for view in views)
         admit = self._join(job, match, None, False, 0, views, views, [Stage((), rows, None)], now)
         job.approximate, job.saving = bool(views), job.saving and not views
@@ -149,7 +150,9 @@ class Admission:
         obtained = self._obtain(job, views, all_rows, all_rows, now)
         if obtained is None:
             return Wait.SLOTS
-        job.loads.update(dict.fromkeys(view.extent for view in obtained if view.extent.host == "loading"))
+        for view in obtained:
+            if view.extent.host == "loading":
+                job.loads.setdefault(view.extent, self._cache.loading.is_far(view.extent))
         if any(view.extent.host == "loading" for view in obtained):
             self._cache.loading.open_gates_of(job.pins)  # a copy needs all layers
             job.again_at = inf
@@ -296,9 +299,10 @@ class Admission:
                 job.uses[extent] = None
                 extent.ref_count += 1
         self._cache.mark(held, job.spec.breakpoints, now)
-        disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads)
-        disk += min(job.carried, gathered - disk)
-        job.hits = (device_rows, gathered - disk, disk)
+        shared = sum(view.stop - view.start for view in obtained if job.loads.get(view.extent))
+        disk = sum(view.stop - view.start for view in obtained if view.extent in job.loads) - shared
+        disk += min(job.carried, gathered - disk - shared)
+        job.hits = (device_rows, gathered - disk - shared, disk, shared)
         if job.cut is not None:  # for want of slots the match was cut short; what lies beyond is cached all the same
             job.cut = None
             match = self._match(job, bytes(job.tokens))

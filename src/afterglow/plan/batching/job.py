@@ -112,14 +112,16 @@ class Job:
     cancelled: bool = False
     disowned: bool = False  # its conversation was deleted meanwhile
     admitted: bool = False  # its caller has been told
-    hits: tuple[int, int, int] = (0, 0, 0)
+    hits: tuple[int, int, int, int] = (0, 0, 0, 0)  # in device, host, disk and the shared tier
     pins: list[Extent] = field(default_factory=list)
     uses: dict[Extent, None] = field(default_factory=dict)  # extents that its context goes through
     drafts: list[Draft] = field(default_factory=list)  # not yet resolved, in row order
     context: int | None = None  # what it has left on the device
     stages: list[Stage] = field(default_factory=list)  # of its prefill that have not begun
     stop: int | None = None  # where the stage ends that has
-    loads: dict[Extent, None] = field(default_factory=dict)  # extents it has waited for: they count as disk hits
+    loads: dict[Extent, bool] = field(
+        default_factory=dict
+    )  # extents it has waited for, and whether from the shared tier
     cut: int | None = None  # match no further: host slots could not be had
     rounds: int = 0  # evictions waited for
     patient: bool = False  # its rows were late: it joins when all are there

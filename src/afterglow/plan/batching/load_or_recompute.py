@@ -9,7 +9,7 @@ from afterglow.plan.batching.job import Job, Stage
 from afterglow.plan.batching.seen_rows import SeenRows
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
-from afterglow.plan.prefix.extent import View
+from afterglow.plan.prefix.extent import Extent, View
 from afterglow.plan.step import Gather
 
 
@@ -30,7 +30,7 @@ class LoadOrRecompute:
         """
         firsts, brought = (self._seen.firsts(views, views, row, forks=forks) for forks in (False, True))
         cold = [i for i, view in enumerate(views) if not (view.extent.in_host and view.shows(firsts[i]))]
-        if self.source == "load" or not views or (self.source == "auto" and not self._cache.cost.known):
+        if self.source == "load" or not views or (self.source == "auto" and not self._known([views[i] for i in cold])):
             return views
         if self.source == "recompute":
             return []
@@ -42,7 +42,8 @@ class LoadOrRecompute:
         final = cost.compute(job.length - end, end)
         gathering = cost.gather(end - row)
         flying = [views[i].extent.load for i in cold]
-        reads = [cost.read(self._seen.load_bytes(views[i].extent, brought[i])) for i in cold]
+        far = [self._cache.loading.is_far(views[i].extent) for i in cold]
+        reads = [self._read(views[i].extent, brought[i]) for i in cold]
         best, recomputed, head = float("inf"), 0, 0.0
         for split in range(len(cold) + 1):
             if split:  # the view before the split is recomputed too
@@ -51,8 +52,10 @@ class LoadOrRecompute:
                 follows = split > 1 and cold[split - 2] == i - 1
                 head += cost.compute(rows, starts[i]) - (cost.compute(0, 0) if follows else 0.0) - cost.gather(rows)
             under_way = [move for move in flying[split:] if move is not None]
-            others = [seconds for seconds, move in zip(reads[split:], flying[split:], strict=True) if move is None]
-            first, last = cost.coming(under_way, others, now)
+            rest = list(zip(reads[split:], flying[split:], far[split:], strict=True))
+            near = [seconds for seconds, move, away in rest if move is None and not away]
+            fetches = [seconds for seconds, move, away in rest if move is None and away]
+            first, last = cost.coming(under_way, near, now, fetches)
             total = max(max(head + gathering, first) + final, last + final / cost.layers)
             if total < best:
                 best, recomputed = total, split
@@ -63,11 +66,27 @@ class LoadOrRecompute:
 
     def pays(self, views: list[View], rows: int, now: float) -> bool:
         """Is loading and copying them faster than computing what remains of the prompt from its first token?"""
-        if self.source != "auto" or not self._cache.cost.known:
+        if self.source != "auto" or not self._known(views):
             return self.source != "recompute"
         extents = dict.fromkeys(view.extent for view in views)  # of a scattered list, many views are of one extent
-        sizes = [extent.file_bytes for extent in extents if extent.host in ("absent", "partial")]
-        return self._cache.cost.loads(sizes, now) <= self._cache.cost.compute(rows, 0)
+        absent = [extent for extent in extents if extent.host in ("absent", "partial")]
+        near = [extent.file_bytes for extent in absent if not self._cache.loading.is_far(extent)]
+        far = [extent.file_bytes for extent in absent if self._cache.loading.is_far(extent)]
+        return self._cache.cost.loads(near, now, far) <= self._cache.cost.compute(rows, 0)
+
+    def _read(self, extent: Extent, first: int) -> float:
+        """Predict the seconds of a load that brings what windows show, or, from the shared tier, the whole extent."""
+        if self._cache.loading.is_far(extent):
+            return self._cache.cost.read(extent.file_bytes, far=True)
+        return self._cache.cost.read(self._seen.load_bytes(extent, first))
+
+    def _known(self, views: list[View]) -> bool:
+        """Can loading these views be compared with computing them?"""
+        far = [self._cache.loading.is_far(view.extent) for view in views]
+        if not any(far):
+            return self._cache.cost.known
+        near = any(view.extent.host != "ready" and not away for view, away in zip(views, far, strict=True))
+        return self._cache.cost.far_known and (self._cache.cost.known or not near)
 
     def may_begin(self, job: Job, stage: Stage, now: float) -> bool:
         """Beside running decodes: are the rows of a stage there, or so soon that no job has to wait for them?"""
@@ -94,6 +113,7 @@ class LoadOrRecompute:
         cold = [view.extent for view in views if view.extent.host == "absent" and view.extent.disk == "ready"]
         if self.source != "auto" or not self._cache.cost.known or not cold:
             return
+        cold = [extent for extent in cold if not self._cache.loading.is_far(extent)] or cold
         extent = min(cold, key=lambda each: (each.file_bytes, -each.first_row))
         most = self._cache.cost.probe(extent.rows, extent.first_row, now)
         if most is not None:

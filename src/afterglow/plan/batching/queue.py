@@ -117,7 +117,10 @@ class RequestQueue:
         # Once, and not before its loads have come: one may fail.
         job.admitted = True
         embedded = is_private(job.spec.salt) and any(job.hits)
-        self._events.append(Admitted(job.spec.job, *job.hits, job.dropped, embedded, *job.missed))
+        device, host, disk, shared = job.hits
+        why, missed = job.missed
+        told = Admitted(job.spec.job, device, host, disk, job.dropped, embedded, why, missed, shared)
+        self._events.append(told)
         self._counters.count_hits(job.target, *job.hits)
         self._counters.count_miss(*job.missed)
 

@@ -50,7 +50,7 @@ def adopt(
     ttl: float | None,
 ) -> list[Extent]:
     """Copy the extents of `path`, another index's way along `tokens`, whose rows are missing here, for `ttl` seconds
-    (None: for ever). Returns the copies, as if they were on disk.
+    (None: for ever). Returns the copies, as if they were on disk; the first load of each comes from the shared tier.
 
     The two indexes may have cut the tokens into extents at different places: parents are found by the tokens.
     """
@@ -75,7 +75,7 @@ def adopt(
         if own.nodes:
             taken.append(own)
     if taken:
-        placement.restore(taken, repeat(now + ttl if ttl is not None else inf, len(taken)))
+        placement.adopt(taken, repeat(now + ttl if ttl is not None else inf, len(taken)))
     return taken
 
 

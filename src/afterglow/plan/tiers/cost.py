@@ -1,7 +1,8 @@
 """What loading and computing take, learned from what they took. Seconds, bytes and rows; no clock, no job.
 
-Two small models are fitted while running: seconds of a read to its bytes, and seconds of a forward pass to its rows,
-its attention and the rows it gathers. Until both have seen enough nothing is predicted, and cached rows are loaded.
+Small models are fitted while running: seconds of a read to its bytes, from disk and from the shared tier apart, and seconds of a
+forward pass to its rows, its attention and the rows it gathers. Until they have seen enough nothing is predicted, and cached rows are
+loaded.
 
 Tiers change their speed: others use the disk too. Old measurements count less than new ones, and
 a tier that is too slow to be asked for anything is asked for a little now and then, or it could never be known when it
@@ -111,41 +112,55 @@ class Cost:
     def __init__(self, layers: int, readers: int = 1) -> None:
         self.layers = layers
         self._read_at = 0.0  # when a read was last measured
+        self._fetch_at = 0.0
         self._probe_at = 0.0  # no probe before: the last ones have had their share
         self._read = Fit(2, READS)
+        self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
         self._free = [0.0] * readers  # when each reader is going to have read all that it was asked for
+        self._far_free = [0.0]  # the same for the shared tier, to which there is one line
         self._times: dict[int, tuple[float, float]] = {}  # when first and last layers of loads under way will be there
+        self._far: set[int] = set()  # loads under way that come from the shared tier
 
     # ------------------------------------------------------------------------------------------- learning
 
-    def started(self, move: int, size: int, now: float) -> None:
-        """Take note that a load was requested."""
-        self._times[move] = self._line_up(self._free, self.read(size), now)
+    def started(self, move: int, size: int, now: float, far: bool = False) -> None:
+        """Take note that a load was requested. `far`: from the shared tier."""
+        if far:
+            self._far.add(move)
+        free = self._far_free if far else self._free
+        self._times[move] = self._line_up(free, self.read(size, far), now, far)
 
-    def _line_up(self, free: list[float], seconds: float, now: float) -> tuple[float, float]:
+    def _line_up(self, free: list[float], seconds: float, now: float, far: bool = False) -> tuple[float, float]:
         """Predict when the first and the last layer of a load will be there: loads follow one another on whichever reader is
         free first."""
         reader = free.index(min(free))
         began = max(now, free[reader])
         free[reader] = began + seconds
-        latency = min(self.read(0), seconds)
+        latency = min(self.read(0, far), seconds)
         return began + latency + (seconds - latency) / self.layers, free[reader]
 
     def ended(self, move: int, size: int, seconds: float, now: float) -> None:
         """Take note that a load has ended after reading `size` bytes in `seconds` (0 bytes: it failed)."""
         self._times.pop(move, None)
+        far = move in self._far
+        self._far.discard(move)
         if not self._times:
             self._free = [now] * len(self._free)
-        if size:
+            self._far_free = [now]
+        if size and far:
+            self._fetch.add((1.0, size), seconds, self._past(size, seconds, now, far))
+            self._fetch_at = now
+        elif size:
             self._read.add((1.0, size), seconds, self._past(size, seconds, now))
             self._read_at = now
 
-    def _past(self, size: int, seconds: float, now: float) -> float:
+    def _past(self, size: int, seconds: float, now: float, far: bool = False) -> float:
         """What earlier reads count beside this one, by their age. Errors are relative, so that a slow read counts next
         to nothing beside fast ones; where it shows that the tier has changed, it is to count as much as each fast one."""
-        aged = max(MIN_AGED_WEIGHT, math.exp2(min(0.0, self._read_at - now) / HALF_LIFE_S))
-        expected = self.read(size)
+        last = self._fetch_at if far else self._read_at
+        aged = max(MIN_AGED_WEIGHT, math.exp2(min(0.0, last - now) / HALF_LIFE_S))
+        expected = self.read(size, far)
         return aged * (expected / seconds) ** 2 if 0 < SURPRISE_FACTOR * expected < seconds else aged
 
     # ----------------------------------------------------------------------------------------------- probing
@@ -179,6 +194,17 @@ class Cost:
         return self._read.samples >= MIN_SAMPLES and self._pass.samples >= MIN_SAMPLES
 
     @property
+    def far_known(self) -> bool:
+        """Can fetching from the shared tier be compared with computing?"""
+        return self._fetch.samples >= MIN_SAMPLES and self._pass.samples >= MIN_SAMPLES
+
+    @property
+    def fetch_rate(self) -> float | None:
+        """Bytes/s of a fetch of a megabyte from the shared tier."""
+        seconds = self._fetch.predict((1.0, MILLION))
+        return MILLION / seconds if seconds else None
+
+    @property
     def read_rate(self) -> float | None:
         """Bytes/s of a read of a megabyte."""
         seconds = self._read.predict((1.0, MILLION))
@@ -200,13 +226,16 @@ class Cost:
         """Seconds that a forward pass takes longer for gathering `rows` rows."""
         return (self._pass.predict((0.0, 0.0, 0.0, rows)) or 0.0) if rows else 0.0
 
-    def read(self, size: int) -> float:
-        """Seconds of a load of `size` bytes. 0 before anything is known."""
-        return self._read.predict((1.0, size)) or 0.0
+    def read(self, size: int, far: bool = False) -> float:
+        """Seconds of a load of `size` bytes, `far` from the shared tier. 0 before anything is known."""
+        return (self._fetch if far else self._read).predict((1.0, size)) or 0.0
 
-    def coming(self, moves: Sequence[int], reads: Sequence[float], now: float) -> tuple[float, float]:
+    def coming(
+        self, moves: Sequence[int], reads: Sequence[float], now: float, far: Sequence[float] = ()
+    ) -> tuple[float, float]:
         """Seconds until the first, and the last, layers are there of these loads under way, and of further ones that
-        are requested now and take so long each. An overdue load is taken to need as long again."""
+        are requested now and take so long each, `far` ones from the shared tier. An overdue load is taken to need as long
+        again."""
         first = last = 0.0
         for move in moves:
             if (times := self._times.get(move)) is not None:
@@ -216,11 +245,16 @@ class Cost:
         for seconds in reads:
             times = self._line_up(free, seconds, now)
             first, last = max(first, times[0] - now), max(last, times[1] - now)
+        free = list(self._far_free) if far else []
+        for seconds in far:
+            times = self._line_up(free, seconds, now, far=True)
+            first, last = max(first, times[0] - now), max(last, times[1] - now)
         return first, last
 
-    def loads(self, sizes: Sequence[int], now: float) -> float:
-        """Seconds until loads of these sizes, asked for now, have ended."""
-        return self.coming((), [self.read(size) for size in sizes], now)[1]
+    def loads(self, sizes: Sequence[int], now: float, far: Sequence[int] = ()) -> float:
+        """Seconds until loads of these sizes, `far` ones from the shared tier, asked for now, have ended."""
+        fetches = [self.read(size, True) for size in far]
+        return self.coming((), [self.read(size) for size in sizes], now, fetches)[1]
 
     def fits_at(self, moves: Sequence[int], computing: float, now: float) -> float:
         """Return when `fits` may say yes to these loads under way, if it does not now; at the latest when a load is overdue,

@@ -43,6 +43,7 @@ class Loading:
         self._moves = moves
         self._counters = counters
         self._cost = cost
+        self._far: dict[Extent, None] = {}  # whose rows are in the shared tier, and not on this disk yet
         self._promoted: list[int] = []  # loads that a job waits for now; not yet handed out
         self._gated: dict[int, Extent] = {}  # loads that stop at the read buffer until they are promoted
         self._deferred: dict[int, None] = {}  # loads that let others go first until they are promoted
@@ -50,6 +51,16 @@ class Loading:
         self._failing: dict[
             Extent, tuple[int, float]
         ] = {}  # extents whose loads failed: how often, and until when not to try again
+
+    # ------------------------------------------------------------------------------------- the shared tier
+
+    def adopted(self, extents: Sequence[Extent]) -> None:
+        """Note that the rows of these extents are in the shared tier; the first load of each comes from there."""
+        self._far.update(dict.fromkeys(extents))
+
+    def is_far(self, extent: Extent) -> bool:
+        """Are the rows of an extent in the shared tier, and not on this disk yet?"""
+        return extent in self._far
 
     # --------------------------------------------------------------------------------------- to begin
 
@@ -98,6 +109,8 @@ class Loading:
         slots = self._host.take_slots(self._capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
+        far = extent in self._far
+        skip = 0 if far else skip  # the whole file comes, and is verified before it is the disk's
         ahead = self.read_buffer if priority != BACKGROUND else None
         move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead, most, skip)
         if ahead is not None:
@@ -107,7 +120,8 @@ class Loading:
         extent.host, extent.load, extent.slots = "loading", move.move, slots
         extent.lacks = skip * self._capacity.block_rows
         self._moves.start(move, extent)
-        self._cost.started(move.move, extent.file_bytes - skip * self._capacity.window_block_bytes, now)
+        size = extent.file_bytes - skip * self._capacity.window_block_bytes
+        self._cost.started(move.move, size, now, far)
         self._counters.loads += 1
         self._counters.thrashed += extent.left_host is not None and now - extent.left_host < THRASH_S
         return True
@@ -169,6 +183,7 @@ class Loading:
             extent.host = "partial" if extent.lacks else "ready"
             blocks = extent.lacks // self._capacity.block_rows
             self._counters.load_bytes_left += blocks * self._capacity.window_block_bytes
+            self._far.pop(extent, None)
             self._failing.pop(extent, None)
             self._candidates.place(extent)
             return True
@@ -202,8 +217,9 @@ class Loading:
         return extent in self._failing and not extent.in_host and now < self._failing[extent][1]
 
     def forget(self, extent: Extent) -> None:
-        """Forget the failures of an extent that is not loaded any more."""
+        """Forget the failures of an extent that is not loaded any more, and where its rows were."""
         self._failing.pop(extent, None)
+        self._far.pop(extent, None)
 
     def check(self, extents: Sequence[Extent]) -> None:
         """What waits at a gate is under way, and extents know their loads."""

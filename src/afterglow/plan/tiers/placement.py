@@ -17,7 +17,7 @@ from afterglow.plan.prefix.ghosts import Ghosts, Reason
 from afterglow.plan.prefix.index import Index, Inserted
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import Copy, Load, Lost, MoveDone, Store
+from afterglow.plan.step import Copy, ExtentId, Load, Lost, MoveDone, Store
 from afterglow.plan.tiers.cost import Cost
 from afterglow.plan.tiers.device import Device
 from afterglow.plan.tiers.disk import Disk
@@ -39,6 +39,8 @@ class Placement:
     def __init__(
         self, capacity: Capacity, options: SchedulerOptions, index: Index, device: Device, counters: Counters
     ) -> None:
+        self.shares = options.shared
+        self.deleted: list[ExtentId] = []  # since the list was last taken; kept where there is a shared tier
         self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self.ghosts = Ghosts()
         self.cost = Cost(capacity.layers, capacity.readers)
@@ -104,6 +106,11 @@ class Placement:
             self.expiry.expire(extent, end)
         self.disk.restore(extents)
 
+    def adopt(self, extents: Sequence[Extent], ends: Iterable[float]) -> None:
+        """Take over extents that are in the shared tier, each with the time at which it expires."""
+        self.loading.adopted(extents)
+        self.restore(extents, ends)
+
     def copy(self, pieces: list[tuple[tuple[int, ...], int, int]], slots: tuple[int, ...], rows: int) -> int:
         """Plan to copy rows within host. The caller keeps the slots, and the sources pinned, until the copy has ended."""
         move = Copy(self.moves.number(), tuple(pieces), slots, rows)
@@ -122,6 +129,8 @@ class Placement:
         whole.dead, whole.pins = False, 0
         del self._dead[whole]
         for part in parts:
+            if self.shares:
+                self.deleted.append(part.id)
             self._bury(part)
         self.quota.add(whole)
         self.candidates.place(whole)
@@ -176,6 +185,8 @@ class Placement:
         above = extent.above
         for lost in self._index.remove(extent):
             self.ghosts.add(lost, why)
+            if self.shares and why == "deleted":
+                self.deleted.append(lost.id)
             if lost.sessions:
                 self.lost.append(lost)
             self._counters.dropped += 1
@@ -221,6 +232,11 @@ class Placement:
             if not extent.dead:
                 self.forget(extent, "evicted")
         return found
+
+    def take_deleted(self) -> list[ExtentId]:
+        """Return the extents that were deleted or replaced, not evicted, since the last call; none without a shared tier."""
+        deleted, self.deleted = self.deleted, []
+        return deleted
 
     def drop_clean(self) -> None:
         """Free the slots of every extent that is also on disk and not in use."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from afterglow.bench.report import arguments, finish, goal, show, spread
-from afterglow.engine.setup import undisturbed
+from afterglow.engine.undisturbed import undisturbed
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import extent_id

@@ -164,6 +164,14 @@ class CacheConfig:
     )
     warm_start: bool = option(True, "After a restart, load the KV that was used most back to host memory.")
     reuse: bool = option(True, "Reuse KV; off for comparisons.")
+    shared: str | None = option(
+        None,
+        "URL of a store that several servers share (file:///nfs/folder, s3://, gs:// or az://bucket/folder): each finds there the KV "
+        "that the others have computed. Needs a disk tier, and writes through to it. Default: none.",
+    )
+    shared_cache: int = option(
+        100 * 1024**3, "Bytes of one model's KV in the shared store, of all servers together.", size=True
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -176,7 +184,13 @@ class CacheConfig:
             raise ConfigError(f"--tenant-pins is a part between 0 and 1, got {self.tenant_pins}")
         if self.tenant_quota is not None and self.tenant_quota < 1:
             raise ConfigError(f"--tenant-quota must be at least 1 byte, got {self.tenant_quota}")
-        for name in ("device_cache", "host_cache", "disk_cache"):
+        if self.shared is not None and not (self.disk_cache and self.reuse):
+            raise ConfigError(
+                "--shared brings KV to the disk tier: give it one (--disk-cache), and leave --no-reuse out"
+            )
+        if self.shared is not None and self.shared_cache == 0:
+            raise ConfigError("--shared-cache 0 leaves the shared store no room; give it more, or leave --shared out")
+        for name in ("device_cache", "host_cache", "disk_cache", "shared_cache"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be negative, got {getattr(self, name)}")
 
@@ -294,6 +308,10 @@ class EngineConfig:
         if self.importance is not None and not self.cache.reuse:
             raise ConfigError(
                 "--importance is about cached prefixes, and --no-reuse switches the cache off: use one or the other"
+            )
+        if self.importance is not None and self.cache.shared is not None:
+            raise ConfigError(
+                "--importance puts rows on disk in another order, and --shared needs them as they were computed: use one or the other"
             )
         for name in ("importance_alpha", "reorder_interval"):
             if not 0 <= getattr(self, name) < math.inf:

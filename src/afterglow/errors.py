@@ -6,6 +6,8 @@ AfterglowError
 │   ├── ConfigError           an option with an impossible value, a port in use, a locked cache directory
 │   └── RequestError          a request that cannot be served; carries the HTTP status and the parameter
 └── StoreError                a tier failed; the store turns it into a miss and a counter
+    ├── SlowError             a read was given up, for it has shown that the tier is slow
+    ├── RefusedError          a tier was not asked: it has failed a moment ago
     └── DamageError           stored bytes differ from the written ones (checksum, header, length)
 """
 
@@ -47,6 +49,10 @@ class StoreError(AfterglowError):
 
 class SlowError(StoreError):
     """A read that measures a tier has shown that the tier is slow."""
+
+
+class RefusedError(StoreError):
+    """A tier was not asked, because it has failed a moment ago."""
 
 
 class DamageError(StoreError):

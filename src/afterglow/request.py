@@ -198,10 +198,11 @@ class CachedTokens:
     device: int = 0
     host: int = 0
     disk: int = 0
+    shared: int = 0  # came from other engines
 
     @property
     def total(self) -> int:
-        return self.device + self.host + self.disk
+        return self.device + self.host + self.disk + self.shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from afterglow.server.metrics.metric_names import ROWS, number_at
 from afterglow.server.replies.stream import EventStream, event
 from afterglow.server.server_config import ServerConfig
 from afterglow.store.moving.store_stats import StoreStats
+from afterglow.store.shared.counters import SharedStats
 from tests import doors
 from tests.server.conftest import Running, running
 from tests.waiting import wait_for
@@ -284,19 +285,21 @@ def test_the_metrics_are_valid_and_complete(server: Running) -> None:
     ):
         assert name in families
     sources = {s.labels["source"] for s in families["vllm:prompt_tokens_cached_by_source"].samples}
-    assert sources == {"device", "host", "disk"}
+    assert sources == {"device", "host", "disk", "shared"}
 
 
 # The same as a number that has a name, in other units or counted in another place: not published.
 REPEATED = {
     *("plan.counters.query_tokens", "plan.counters.hit_device", "plan.counters.hit_host", "plan.counters.hit_disk"),
+    "plan.counters.hit_shared",
     *("plan.device_rows", "plan.device_rows_total", "plan.host_slots", "plan.host_slots_total"),
     *("plan.disk_bytes", "plan.disk_bytes_total", "store.disk_bytes", "importance.read_bytes"),
 }
 
 
 def test_every_number_of_the_engine_has_a_name() -> None:
-    table = flatten(EngineStats(plan=Stats(read_rate=1.0, prefill_rate=1.0), importance=ImportanceStats()))
+    plan = Stats(read_rate=1.0, fetch_rate=1.0, prefill_rate=1.0)
+    table = flatten(EngineStats(plan=plan, importance=ImportanceStats(), shared=SharedStats()))
     assert [row.path for row in ROWS if number_at(table, row.path) is None] == []
     assert set(table) - {path for row in ROWS for path in row.path.split(" + ")} == REPEATED
     assert len({(row.name, row.labels) for row in ROWS}) == len(ROWS)

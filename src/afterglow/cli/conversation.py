@@ -178,7 +178,7 @@ def _usage_note(usage: dict[str, Any], ttft: float | None) -> str:
     return note + (f", first token after {ttft * 1e3:.0f} ms" if ttft is not None else "")
 
 
-_TIERS = ("device", "host", "disk")
+_TIERS = ("device", "host", "disk", "shared")
 
 
 def chat(model: str | None, config: EngineConfig, options: ChatOptions, sampling: SamplingOptions) -> int:

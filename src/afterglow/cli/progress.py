@@ -34,7 +34,7 @@ def progress() -> Iterator[Report]:
 
 def summary(prompt_tokens: int, cached: CachedTokens, ttft_s: float | None) -> str:
     """Summarise a prompt: `812 prompt tokens, 768 cached (device 512, host 256), first token after 35 ms`."""
-    tiers = (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
+    tiers = (("device", cached.device), ("host", cached.host), ("disk", cached.disk), ("shared", cached.shared))
     found = ", ".join(f"{name} {count}" for name, count in tiers if count)
     line = f"{prompt_tokens} prompt tokens, {cached.total} cached{f' ({found})' if found else ''}"
     return line if ttft_s is None else f"{line}, first token after {ttft_s * 1e3:.0f} ms"

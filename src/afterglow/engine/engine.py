@@ -164,6 +164,7 @@ class Engine:
             engine=replace(found.engine, damaged_responses=self.conversations.damaged),
             tiers=Tiers.of(found.plan, parts.capacity, size.device_row_bytes, size.host_block_bytes, size.kv_dtype),
             store=parts.store.stats(),
+            shared=parts.store.shared.stats() if parts.store.shared is not None else None,
         )
 
     # ---------------------------------------------------------------------------------------------- cached KV

@@ -148,7 +148,7 @@ class LiveRequests:
         return [job for job in failed if job in self.by_job]
 
     def _admit(self, live: LiveRequest, event: Admitted) -> None:
-        live.cached = CachedTokens(event.device, event.host, event.disk)
+        live.cached = CachedTokens(event.device, event.host, event.disk, event.shared)
         # That another tenant has the tokens is counted, and never told.
         live.missed = Missed("cold" if event.why == "salt" else event.why, event.missed)
         if live.cut is not None:

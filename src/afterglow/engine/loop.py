@@ -6,11 +6,12 @@ mover (ended transfers) fill, and publishes its statistics once a step, before c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +27,7 @@ from afterglow.engine.token_outputs import RunOutput
 from afterglow.engine.upcoming import UpcomingPrompts
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.salts import covers
-from afterglow.plan.step import Drop, Step
+from afterglow.plan.step import Drop, Emitted, Step
 from afterglow.request import Request
 
 log = logging.getLogger("afterglow.engine")
@@ -205,6 +206,8 @@ class EngineLoop:
         if done:
             self._moved += len(done)
             self.requests.take_in(self.parts.scheduler.complete(done, self.parts.clock()), None)
+        if self.parts.sharing is not None:
+            self.parts.sharing.ended(done)
         self.notes.now_and_then(self.parts.clock())
         step = self.parts.scheduler.schedule(self.parts.clock(), guesses=self._guesses)
         self._wake_at = step.wake_at
@@ -229,6 +232,8 @@ class EngineLoop:
             for drop in step.moves:
                 if isinstance(drop, Drop):
                     self.parts.selective.loader.forget(drop.extent)
+        if self.parts.sharing is not None:
+            self.parts.sharing.begin(step.moves)
         self.parts.store.start(step.moves)
         if step.urged:
             self.parts.store.urge(step.urged)
@@ -246,7 +251,10 @@ class EngineLoop:
         prefilled = sum(each.prompt_rows(run) for run, each in done if not each.spec.aside)
         self._counters.idle_tokens += sum(run.own for run, each in done if each.spec.aside)
         self.idle_work.computed(sum(run.own for run, each in done if not each.spec.aside))
-        events = self.parts.scheduler.commit(step, out.result, self.parts.store.finished(), self.parts.clock())
+        moved = self.parts.store.finished()
+        events = self.parts.scheduler.commit(step, out.result, moved, self.parts.clock())
+        if self.parts.sharing is not None:
+            self.parts.sharing.ended(moved)
         for job, error in out.broken.items():
             self.requests.fail(live[job], f"the reply cannot follow its grammar: {error}")
             self.parts.scheduler.cancel(job, self.parts.clock())  # unless its last token has ended it
@@ -288,13 +296,26 @@ class EngineLoop:
             if job is not None:
                 self._cancel(job)
         self.requests.by_job[live.spec.job] = live
-        try:
+        sharing = self.parts.sharing
+        with self._fault_of(live):
             self.parts.runner.register(live.spec.job, live.request, live.constraint)
-            self._submit_to_plan(live)
-        except Exception as error:  # one request's fault must not end the others
+            if sharing is None or not sharing.looks_up(live.spec, partial(self._queue, live)):
+                self._submit_to_plan(live)
+
+    @contextlib.contextmanager
+    def _fault_of(self, live: LiveRequest) -> Iterator[None]:
+        """End a request with what goes wrong inside: one request's fault must not end the others."""
+        try:
+            yield
+        except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("a request could not be accepted")
             self.requests.fail(live, str(error))
+
+    def _queue(self, live: LiveRequest) -> None:
+        """Queue a request whose prompt has been looked up."""
+        with self._fault_of(live):
+            self._submit_to_plan(live)
 
     def _submit_to_plan(self, live: LiveRequest) -> None:
         spec, scores = live.spec, self.parts.scores
@@ -307,7 +328,11 @@ class EngineLoop:
             scores.begin(spec.job, spec.salt, spec.prompt, live.cut)
 
     def _cancel(self, job: int) -> None:
-        self.requests.take_in(self.parts.scheduler.cancel(job, self.parts.clock()), None)
+        sharing = self.parts.sharing
+        if sharing is not None and sharing.gives_up(job):  # the plan does not know it yet
+            self.requests.take_in([Emitted(job, None, "cancelled")], None)
+        else:
+            self.requests.take_in(self.parts.scheduler.cancel(job, self.parts.clock()), None)
 
     def _forget(self, live: LiveRequest) -> None:
         """Forget a request that has ended; if it selected rows, have its prompt computed exactly when there is time."""

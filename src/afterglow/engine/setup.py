@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -23,6 +22,7 @@ from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
 from afterglow.engine.inbox import Inbox
+from afterglow.engine.make_sharing import make_sharing, shared_tier
 from afterglow.engine.requests import RequestLimits
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
@@ -38,6 +38,7 @@ from afterglow.engine.sizes import (
 )
 from afterglow.engine.speculation.guesser import Guesser, StepCosts
 from afterglow.engine.speculation.row_costs import RowCosts, attention_costs
+from afterglow.engine.undisturbed import undisturbed
 from afterglow.errors import ConfigError, StoreError
 from afterglow.gguf_file import file_stem, is_gguf
 from afterglow.importance.chunk_cache import ChunkCache, ChunkPlacement
@@ -61,8 +62,9 @@ from afterglow.store.kvstore import KVStore
 from afterglow.store.namespace import neighbours
 from afterglow.store.namespace.namespace import Namespace
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # not at the start of an engine that shares nothing and tells nothing
     from afterglow.engine.kv_events.publisher import KVEvents
+    from afterglow.engine.sharing import Sharing
 
 log = logging.getLogger("afterglow.engine")
 
@@ -95,6 +97,7 @@ class EngineParts:
     inbox: Inbox
     kv_events: KVEvents | None
     journal: TextIO | None
+    sharing: Sharing | None  # of rows with other engines
     clock: Callable[[], float]  # seconds since 1970 that never go backwards
 
 
@@ -150,6 +153,7 @@ def build(
         throttle=throttle,
         shares=catalog.CatalogShares.of(config.cache.disk_cache),
         windowed=windowed,
+        open_shared=shared_tier(config.cache),
     )
     with undisturbed():
         store, namespace = open_store(name, digest, layout, make_store, config)
@@ -165,6 +169,7 @@ def build(
         kv_events = KVEvents(scheduler.cache, config, digest) if config.kv_events is not None else None
         if kv_events is not None:
             undo.callback(kv_events.close)
+        clock = _steady_clock()
         blocks = arena.view(_kv_dtype(decoder, config))
         blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.width)
         runner, scores, selective = make_runner(config, decoder, store, blocks, layout, inbox.pressed)
@@ -188,7 +193,8 @@ def build(
             inbox=inbox,
             kv_events=kv_events,
             journal=journal,
-            clock=_steady_clock(),
+            sharing=make_sharing(scheduler, store, tiers, inbox, clock),
+            clock=clock,
         )
         undo.pop_all()
     return parts
@@ -246,7 +252,8 @@ def make_scheduler(
     """
     cache = config.cache
     # Chunks are read from disk (spec S9), so with --importance all extents go there at once.
-    write_policy = cache.write_policy if config.importance is None else "write_through"
+    at_once = config.importance is not None or cache.shared is not None  # as are extents that others are to find
+    write_policy = "write_through" if at_once else cache.write_policy
     options = SchedulerOptions(
         policy=cache.policy,
         write_policy=write_policy,
@@ -267,6 +274,7 @@ def make_scheduler(
         sliding_window=decoder.spec.window or 0,
         # Recording importance computes the attention weights of each request apart.
         relay=config.relay != "off" and config.truncation_policy != "importance",
+        shared=cache.shared is not None,
     )
     if config.journal is None:
         return Scheduler(tiers, options), None
@@ -312,25 +320,6 @@ def open_conversations(disk_cache: int, namespace: Namespace | None) -> Conversa
     if namespace is None:
         return Conversations(None)
     return Conversations(namespace.path, max_bytes=conversation_bytes(disk_cache))
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Switch garbage collection off while millions of objects are made that stay.
-
-    Afterwards these objects count as old, so that the collector does not look at them soon. Has no effect where garbage
-    collection is off anyway.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.unfreeze()  # which moves all objects to the oldest generation
-        gc.enable()
 
 
 def _kv_dtype(decoder: Decoder, config: EngineConfig) -> torch.dtype:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.plan.options import Capacity
 from afterglow.plan.stats import Stats
 from afterglow.request import CachedTokens
 from afterglow.store.moving.store_stats import StoreStats
+
+if TYPE_CHECKING:  # not at the start of an engine that shares nothing
+    from afterglow.store.shared.counters import SharedStats
 
 
 @dataclass(slots=True)
@@ -63,7 +67,9 @@ class EngineCounters:
     idle_tokens: int = (
         0  # computed for turns that are expected, and for prompts that attended to a part of their prefix
     )
-    cached_tokens: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})  # of prompts
+    cached_tokens: dict[str, int] = field(
+        default_factory=lambda: {"device": 0, "host": 0, "disk": 0, "shared": 0}
+    )  # of prompts
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "cancelled": 0, "error": 0})
     steps: int = 0
     plan_seconds: float = 0.0
@@ -81,6 +87,7 @@ class EngineCounters:
         self.cached_tokens["device"] += cached.device
         self.cached_tokens["host"] += cached.host
         self.cached_tokens["disk"] += cached.disk
+        self.cached_tokens["shared"] += cached.shared
 
     def step(self, plan_seconds: float, forward_seconds: float, prefilled: int) -> None:
         """Count a step in which `prefilled` prompt tokens were computed."""
@@ -138,13 +145,14 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Levels now and totals since the start, as of the last step. `importance`: None unless `--importance` is on."""
+    """Levels now and totals since the start, as of the last step. `importance`, `shared`: None unless `--importance`, `--shared` is on."""
 
     engine: EngineCounters = field(default_factory=EngineCounters)
     tiers: Tiers = Tiers()
     plan: Stats = field(default_factory=Stats)
     store: StoreStats = field(default_factory=StoreStats)
     importance: ImportanceStats | None = None
+    shared: SharedStats | None = None
 
     @classmethod
     def counted(cls, engine: EngineCounters, plan: Stats, importance: ImportanceStats | None) -> EngineStats:

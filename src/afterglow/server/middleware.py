@@ -114,6 +114,7 @@ class Middleware:
                 ("device", record.cached.device),
                 ("host", record.cached.host),
                 ("disk", record.cached.disk),
+                ("shared", record.cached.shared),
             )
             found = ", ".join(f"{name} {count}" for name, count in tiers if count)
             details = (

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import sqlite3
 
-from afterglow.errors import DamageError, SlowError, StoreError
+from afterglow.errors import DamageError, RefusedError, SlowError, StoreError
 
 
 def kind_of(error: BaseException) -> str:
-    """Name an error for counters and for `MoveDone.why`: damage, slow, missing, no_space, timeout or io."""
+    """Name an error for counters and for `MoveDone.why`: damage, slow, refused, missing, no_space, timeout or io."""
     if isinstance(error, DamageError):
         return "damage"
     if isinstance(error, SlowError):
         return "slow"
+    if isinstance(error, RefusedError):
+        return "refused"
     cause = error.__cause__ if isinstance(error, StoreError) else error
     if isinstance(cause, sqlite3.OperationalError) and _says_full(cause):
         return "no_space"

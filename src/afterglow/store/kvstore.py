@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from afterglow.plan.step import (
     BACKGROUND,
@@ -35,6 +35,10 @@ from afterglow.store.moving.stored_extents import StoredExtents
 from afterglow.store.moving.task import Task
 from afterglow.store.namespace.namespace import Namespace
 
+if TYPE_CHECKING:  # not at the start of an engine that shares nothing
+    from afterglow.store.shared.far_loads import FarLoad, FarLoads
+    from afterglow.store.shared.shared_store import SharedStore
+
 log = logging.getLogger("afterglow.store")
 
 _FAILED_KEPT: Final = 4096  # failed loads and copies that `wait_layer` still knows after they were collected
@@ -47,7 +51,8 @@ class KVStore:
     thread-safe. `read_timeout` (seconds) is how long a move may go without progress. `write_buffer` (bytes): while
     more than that waits to be saved, `save` and `save_block` wait. `throttle` makes the disk slow on purpose, for
     benchmarks and tests. `shares`: what the catalog may take besides its rows. `windowed`: layers with a sliding
-    window, in which a Load may `skip` blocks. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
+    window, in which a Load may `skip` blocks. `open_shared`: makes the tier that engines share, over the
+    disk tier. Raises StoreError when the namespace cannot be read or written. The namespace is closed with
     the store.
     """
 
@@ -65,6 +70,7 @@ class KVStore:
         throttle: Throttle | None = None,
         shares: CatalogShares | None = None,
         windowed: Collection[int] = (),
+        open_shared: Callable[[DiskTier], SharedStore] | None = None,
     ) -> None:
         self.layout = layout
         self.arena = HostArena(layout, slots, buffer)
@@ -96,6 +102,14 @@ class KVStore:
         self._counters = StoreCounters(found)
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
+        self.shared: SharedStore | None = None
+        self.far: FarLoads | None = None  # loads from the shared tier
+        self._fetches: list[FarLoad] = []  # that have not begun
+        if open_shared is not None and self._disk is not None:
+            from afterglow.store.shared.far_loads import FarLoads
+
+            self.shared = open_shared(self._disk)
+            self.far = FarLoads(self.shared, self._disk, self.on_disk, self._mover)
         self.chunks: ChunkIO | None = None  # reads parts of extents, where the layout has probe heads
         if self._disk is not None and layout.probe_heads:
             self.chunks = ChunkIO(self.on_disk, self._mover, self._counters)
@@ -122,13 +136,19 @@ class KVStore:
             if isinstance(move, Load | Copy):
                 self._loads[move.move] = task
         self._mover.submit(*tasks)
+        for far in self._fetches:
+            far.begin()
+        self._fetches.clear()
 
     def _task(self, move: Move) -> Task:
         number, priority = move.move, move.priority
         if isinstance(move, Load):
             gate = None if move.ahead is None or move.ahead >= self.layout.layers else move.ahead
             load = LoadWork(move, self.arena, self.on_disk, self._mover, self._windowed)
-            return Task(move.extent, priority, load.run, move=number, writes=False, gate=gate, label="load")
+            task = Task(move.extent, priority, load.run, move=number, writes=False, gate=gate, label="load")
+            if self.far is not None and (far := self.far.prepare(move, load, task)) is not None:
+                self._fetches.append(far)
+            return task
         if isinstance(move, Copy):  # no order holds between copies
             return Task(
                 f"copy {number}", priority, CopyWork(move, self.arena).run, move=number, writes=False, label="copy"
@@ -245,6 +265,8 @@ class KVStore:
 
     def close(self, timeout: float = 10.0) -> None:
         """End the threads; queued moves fail, rows that were brought are saved. The buffer must live on while `stats().hung` is not 0."""
+        if self.shared is not None:
+            self.shared.close()
         self._saver.close()
         self._mover.close(timeout)
         if self._disk is not None and not self._mover.hung:

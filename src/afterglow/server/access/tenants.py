@@ -60,6 +60,7 @@ class TenantUsage:
     device: int = 0
     host: int = 0
     disk: int = 0
+    shared: int = 0
 
 
 class Tenants:
@@ -119,6 +120,7 @@ class Tenants:
         usage.device += cached.device
         usage.host += cached.host
         usage.disk += cached.disk
+        usage.shared += cached.shared
 
 
 def _digest(key: str) -> bytes:

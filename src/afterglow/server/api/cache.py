@@ -120,7 +120,12 @@ async def cache_stats(http: HttpRequest) -> Response:
             "requests": usage.requests,
             "prompt_tokens": usage.prompt_tokens,
             "generated_tokens": usage.generated_tokens,
-            "cached_tokens": {"device": usage.device, "host": usage.host, "disk": usage.disk},
+            "cached_tokens": {
+                "device": usage.device,
+                "host": usage.host,
+                "disk": usage.disk,
+                **({"shared": usage.shared} if state.engine.config.cache.shared is not None else {}),
+            },
         },
         "responses": {"count": number, "bytes": size},
         "prompts": {"count": len(prompts), "tokens": sum(prompt.tokens for prompt in prompts)},

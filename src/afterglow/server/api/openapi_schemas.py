@@ -48,7 +48,7 @@ NUMBER: Schema = {"type": "number"}
 NULL: Schema = {"type": "null"}
 ANY: Schema = {"type": "object"}
 IDS = list_of(COUNT, minItems=1)
-TIERS = object_of({"device": COUNT, "host": COUNT, "disk": COUNT})
+TIERS = object_of({"device": COUNT, "host": COUNT, "disk": COUNT}, {"shared": COUNT})
 
 
 def page(items: Schema, **more: Schema) -> Schema:

@@ -156,6 +156,9 @@ class _EngineCollector(Collector):
         for kind, number in snapshot.store.errors.items():
             self._add(families, "afterglow:store_errors", "counter", "Failed calls of the store, by kind.",
                       (("kind", kind),), number)  # fmt: skip
+        for kind, number in (snapshot.shared.failures if snapshot.shared is not None else {}).items():
+            self._add(families, "afterglow:shared_errors", "counter", "Failed calls of the shared store, by kind.",
+                      (("kind", kind),), number)  # fmt: skip
         device = snapshot.tiers.device
         usage = device.used / device.capacity if device.capacity else 0.0
         self._add(families, "vllm:kv_cache_usage_perc", "gauge", "Used part of device KV, 0 to 1.", (), usage)

@@ -33,6 +33,7 @@ TOTALS = {  # since the start; the page takes differences
     "generation_tokens": "engine.generation_tokens",
     "requests_error": "engine.finished.error",
     **{f"cached_tokens_{tier}": f"engine.cached_tokens.{tier}" for tier in TIERS},
+    "cached_tokens_disk": "engine.cached_tokens.disk + engine.cached_tokens.shared",  # which come by way of the disk
     **{
         f"plan_{name}": f"plan.counters.{name}"
         for name in (

@@ -40,6 +40,7 @@ def _family(kind: Kind, path: str, name: str, text: str, label: str, values: Seq
 
 
 TIERS = ("device", "host", "disk")
+SOURCES = (*TIERS, "shared")  # where cached tokens come from
 MISSES = ("cold", "evicted", "expired", "damaged", "deleted", "salt")
 GUESSES = ("predicted", "cancelled", "hit", "late", "wasted", "missing")
 
@@ -57,6 +58,7 @@ _PLAN = (
     ("prefetch_window", "afterglow:prefetch_window", "Waiting requests that are fetched ahead for."),
     ("eviction_window", "afterglow:eviction_window", "Waiting requests whose KV is not evicted."),
     ("read_rate", "afterglow:read_bytes_per_second", "Disk rate that loads are predicted with."),
+    ("fetch_rate", "afterglow:fetch_bytes_per_second", "Rate of the shared store that fetches are predicted with."),
     ("prefill_rate", "afterglow:prefill_tokens_per_second", "Rate that computing is predicted with."),
     (
         "disk_over_bytes",
@@ -155,6 +157,39 @@ _STORE_COUNTERS = (
     ("orphans_swept", "afterglow:orphans_swept", "Files without a row, removed after the start."),
     ("catalog_rebuilds", "afterglow:catalog_rebuilds", "Catalogs made anew from the extents."),
 )
+_SHARED = (
+    ("queue", "afterglow:shared_queue", "Extents that wait to be published to the shared store, or fetched."),
+    ("hung", "afterglow:shared_hung", "Calls of the shared store that have not come back for too long."),
+    ("rests", "afterglow:shared_rests", "1 while the shared store is left alone, because it has failed."),
+    ("used_bytes", "afterglow:shared_used_bytes", "Bytes of the model's KV in the shared store, as last counted."),
+)
+_SHARED_COUNTERS = (
+    ("lookups", "afterglow:shared_lookups", "Prompts looked up in the shared store."),
+    ("lookup_seconds", "afterglow:shared_lookup_seconds", "Seconds that requests waited for it."),
+    (
+        "lookups_skipped",
+        "afterglow:shared_lookups_skipped",
+        "Prompts not looked up: too many at a time, or it has failed.",
+    ),
+    ("found_extents", "afterglow:shared_found", "Extents that were found."),
+    ("fetches", "afterglow:shared_fetches", "Extents fetched."),
+    ("fetch_bytes", "afterglow:shared_fetch_bytes", "Bytes fetched."),
+    ("fetch_seconds", "afterglow:shared_fetch_seconds", "Seconds spent on fetching."),
+    ("published", "afterglow:shared_published", "Extents published."),
+    ("published_bytes", "afterglow:shared_published_bytes", "Bytes published."),
+    ("published_before", "afterglow:shared_published_before", "Extents that were there already."),
+    (
+        "unpublished",
+        "afterglow:shared_unpublished",
+        "Extents not published: a full queue or store, faults, files gone.",
+    ),
+    ("swept", "afterglow:shared_swept", "Extents removed for the budget, or because they had expired."),
+    (
+        "deleted",
+        "afterglow:shared_deleted",
+        "Extents removed because a client deleted them, or merged ones replaced them.",
+    ),
+)
 _IMPORTANCE = (
     ("requests", "afterglow:importance_requests", "Requests that attended to a part of their cached prefix."),
     ("layers", "afterglow:importance_layers", "Layers in which rows were selected."),
@@ -184,10 +219,10 @@ ROWS = (
              "how", ("useful", "late", "wasted")),
     *_family("counter", "plan.counters.evicted_{}", "afterglow:evictions", "Evictions.", "tier", TIERS),
     *_rows("counter", "engine", _ENGINE),
-    Row(" + ".join(f"engine.cached_tokens.{tier}" for tier in TIERS), "vllm:prefix_cache_hits", "counter",
+    Row(" + ".join(f"engine.cached_tokens.{source}" for source in SOURCES), "vllm:prefix_cache_hits", "counter",
         "Prompt tokens found in the cache."),
     *_family("counter", "engine.cached_tokens.{}", "vllm:prompt_tokens_cached_by_source",
-             "Prompt tokens that were not computed, by the tier they were in.", "source", TIERS),
+             "Prompt tokens that were not computed, by the tier they were in.", "source", SOURCES),
     *_family("counter", "engine.finished.{}", "vllm:request_success", "Finished requests.", "finished_reason",
              ("stop", "length")),
     *_family("counter", "engine.finished.{}", "afterglow:requests_unfinished", "Requests that ended early.", "reason",
@@ -199,6 +234,8 @@ ROWS = (
     *_family("gauge", "tiers.{}.capacity", "afterglow:tier_capacity_bytes", "Bytes of KV a tier may hold.", "tier", TIERS),
     *_rows("gauge", "store", _STORE),
     *_rows("counter", "store", _STORE_COUNTERS),
+    *_rows("gauge", "shared", _SHARED),
+    *_rows("counter", "shared", _SHARED_COUNTERS),
     *_rows("counter", "importance", _IMPORTANCE),
     Row("importance.rows_of", *_SELECTED, labels=(("which", "all"),)),
     Row("importance.rows_kept", *_SELECTED, labels=(("which", "kept"),)),

@@ -180,7 +180,7 @@ class Replies(ABC):
     def cached(self) -> CachedTokens:
         """Count cached tokens by tier. Further replies to a prompt find it cached by the first one: they do not count."""
         found = [self.texts[index].cached for index in self._firsts]
-        return CachedTokens(*(sum(getattr(c, tier) for c in found) for tier in ("device", "host", "disk")))
+        return CachedTokens(*(sum(getattr(c, tier) for c in found) for tier in ("device", "host", "disk", "shared")))
 
     @property
     def prompt_tokens(self) -> int:
@@ -218,9 +218,10 @@ class Replies(ABC):
         """Describe the tokens of all replies as no other server does."""
         cached = self.cached
         replies, truncation, selected = self._returned(), self._truncation(), self._selected()
-        kv_dtype = self.state.engine.config.kv_dtype
+        config = self.state.engine.config
+        kv_dtype, shared = config.kv_dtype, {} if config.cache.shared is None else {"shared": cached.shared}
         return {
-            "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk},
+            "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk, **shared},
             **({"kv_dtype": kv_dtype} if kv_dtype != "auto" else {}),
             "missed_tokens_details": self._missed(),
             **({"replies_details": replies} if replies is not None else {}),

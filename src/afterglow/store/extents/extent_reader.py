@@ -39,7 +39,8 @@ class ExtentReader:
         extent, rows = read.extent, read.rows
         try:
             self._folder.check(extent)
-            fd, direct = open_direct(str(self._folder.file(extent)), os.O_RDONLY, direct=self._folder.direct)
+            path, direct = read.file or str(self._folder.file(extent)), self._folder.direct and read.file is None
+            fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
             try:
                 self._check_size(fd, rows)
                 total = self._read_file(fd, read, layer_done, layers)

@@ -92,7 +92,11 @@ class ArtificiallySlowTier:
         return written
 
     def read(self, read: ExtentRead, layer_done: Callable[[int], None], first: int = 0, stop: int | None = None) -> int:
-        """Fill slots; a layer counts as arrived when the line has carried its bytes (and the head's, with layer 0)."""
+        """Fill slots; a layer counts as arrived when the line has carried its bytes (and the head's, with layer 0). Bytes that
+        have just come from elsewhere are not the disk's: no line carries them.
+        """
+        if read.file is not None:
+            return self.real.read(read, layer_done, first, stop)
         layout, rows = read.arena.layout, read.rows
         whole = len(read.slots) == layout.blocks(rows)
         span = layout.tensor_bytes(rows) if whole else align_up(len(read.slots) * layout.chunk_bytes)

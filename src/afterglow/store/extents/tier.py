@@ -89,6 +89,7 @@ class ExtentRead:
     skip: int = 0
     windowed: Collection[int] = ()
     head: Head | None = None  # verified, once some layer has been read
+    file: str | None = None  # that has the bytes before they are an extent's on this tier
 
     def skipped(self, layer: int) -> int:
         """Count the blocks that a layer leaves out."""

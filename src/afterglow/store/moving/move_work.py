@@ -50,6 +50,7 @@ class LoadWork:
         self._stored = stored
         self._mover = mover
         self._most_s = move.most_s if move.most_s is not None else math.inf
+        self.file: str | None = None  # that has the bytes while they are on their way to the disk tier
         self._there = 0  # layers that have been read
         self._read: ExtentRead | None = None
 
@@ -61,10 +62,13 @@ class LoadWork:
             SlowError: it takes longer than the move allows.
         """
         move, began, layers, moved = self._move, time.perf_counter(), self._arena.layout.layers, 0
-        rows, tier = self._stored.rows(move.extent), self._stored.tier
+        rows = self._stored.rows(move.extent) if self.file is None else move.rows
+        tier = self._stored.tier
         assert tier is not None, "extents on disk without a disk tier"
         if self._read is None or self._read.rows != rows:
-            self._read = ExtentRead(move.extent, rows, self._arena, move.slots, move.skip, self._windowed)
+            self._read = ExtentRead(
+                move.extent, rows, self._arena, move.slots, move.skip, self._windowed, file=self.file
+            )
         advance = partial(self._advance, task, began)
         try:
             while self._there < (limit := task.limit(layers)):
@@ -81,7 +85,8 @@ class LoadWork:
         except (Abandoned, SlowError):
             raise
         except StoreError as error:
-            self._stored.drop_lost(move.extent, error)
+            if self.file is None:
+                self._stored.drop_lost(move.extent, error)
             raise
 
     def _advance(self, task: Task, began: float, done: int) -> None:

@@ -83,6 +83,12 @@ class Mover:
             task.gate = None
             self._enqueue(task.key)
 
+    def arrived(self, task: Task, layers: int | None) -> None:
+        """Let a task read so many layers, whose bytes have come to the disk meanwhile (None: all have)."""
+        with self._lock:
+            task.arrived = layers
+            self._enqueue(task.key)
+
     def urge(self, tasks: Sequence[Task]) -> None:
         """Give all these tasks, which a request waits for, the priority DEMAND; they go on side by side."""
         with self._lock:

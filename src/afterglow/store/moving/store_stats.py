@@ -66,6 +66,8 @@ class StoreCounters:
 
     def moved(self, task: Task, done: MoveDone, kind: str | None) -> None:
         """Count a move that has ended. `kind`: the kind of its error."""
+        if task.label == "fetch":  # the shared tier has counters of its own
+            return
         with self._lock:
             stats = self._stats
             if kind is not None and kind != "slow":

@@ -45,6 +45,7 @@ class Task:
         self.move = move
         self.writes = writes
         self.gate = gate
+        self.arrived: int | None = None  # layers whose bytes have come to the disk; None: all
         self.label = label
         self.turn = 0  # tasks of one turn go on side by side, whichever has come the least far
         self.place: Place | None = None  # its entry in a queue; other entries of this task are void
@@ -64,14 +65,13 @@ class Task:
         return self._layers
 
     def limit(self, layers: int) -> int:
-        """Return how many of `layers` layers may be in place while the gate is as it is."""
-        gate = self.gate
-        return layers if gate is None else min(gate, layers)
+        """Return how many of `layers` layers may be in place while the gate is as it is, and no more bytes have come."""
+        return min(each for each in (layers, self.gate, self.arrived) if each is not None)
 
     @property
     def waits(self) -> bool:
-        """Tell whether the task has come to its gate, and the gate is closed."""
-        return self.gate is not None and self._layers >= self.gate
+        """Tell whether the task has come to its gate, and the gate is closed, or to bytes that have not come yet."""
+        return any(each is not None and self._layers >= each for each in (self.gate, self.arrived))
 
     def pause(self) -> None:
         """Note that there is more to do, behind the gate or after other tasks; the work calls this, then returns."""

@@ -1,0 +1,44 @@
+"""Make the tier that engines share. Nothing of it is imported before it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from afterglow.config import CacheConfig
+from afterglow.engine.inbox import Inbox
+from afterglow.plan.options import Capacity
+from afterglow.plan.scheduler import Scheduler
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.kvstore import KVStore
+
+if TYPE_CHECKING:
+    from afterglow.engine.sharing import Sharing
+    from afterglow.store.shared.shared_store import SharedStore
+
+
+def shared_tier(cache: CacheConfig) -> Callable[[DiskTier], SharedStore] | None:
+    """Return what makes the tier that engines share, over the disk tier; None: there is to be none.
+
+    The store itself is opened by its first call, from a thread of its own. Raises: ConfigError, for a URL that names none.
+    """
+    url = cache.shared
+    if url is None:
+        return None
+    from afterglow.store.shared.objects import ObstoreObjects, check_url
+    from afterglow.store.shared.shared_store import SharedStore
+
+    check_url(url)
+    return lambda disk: SharedStore(functools.partial(ObstoreObjects, url), disk, cache.shared_cache)
+
+
+def make_sharing(
+    scheduler: Scheduler, store: KVStore, tiers: Capacity, inbox: Inbox, clock: Callable[[], float]
+) -> Sharing | None:
+    """Join the plan and the tier that engines share, if there is one."""
+    if store.shared is None:
+        return None
+    from afterglow.engine.sharing import Sharing
+
+    return Sharing(scheduler, store, tiers, inbox, clock)

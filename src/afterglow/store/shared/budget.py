@@ -1,0 +1,107 @@
+"""Keeps one model's objects within a budget, together with the other engines that do.
+
+No engine knows what the others have written since it last counted. Each counts when it starts to publish, and again when it has written a
+sixteenth of the budget, so that n engines are over it by n sixteenths at most. The least recently used extents go first.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Final, NamedTuple
+
+from afterglow.plan.step import ExtentId
+from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.objects import Listed, Objects
+from afterglow.store.shared.paths import Paths, extent_of, published_at
+from afterglow.store.shared.remote import Remote
+
+LIST_S: Final = 60.0  # for a listing of all objects
+DELETE_S: Final = 10.0
+PARTS: Final = 16  # of the budget may be written before all is counted again
+LOW: Final = 0.9  # of the budget is left when something has to go
+YOUNG_S: Final = 3600.0  # an object without its counterpart may still get it
+
+
+class _Found(NamedTuple):
+    objects: dict[ExtentId, Listed]
+    kids: dict[ExtentId, list[Listed]]
+
+
+class Budget:
+    """For the publisher's thread alone. `used`: bytes of all extents, as last counted, and what was written since."""
+
+    def __init__(self, remote: Remote, paths: Paths, size: int, counters: SharedCounters) -> None:
+        self.used = 0
+        self._remote = remote
+        self._paths = paths
+        self._size = size
+        self._counters = counters
+        self._written: int | None = None  # since all was last counted; None: never counted
+
+    def make_room(self, size: int) -> bool:
+        """Make room for an object of so many bytes. False: there is none.
+
+        Raises:
+            StoreError: the store fails.
+        """
+        if size > self._size:
+            return False
+        if self._written is None or self._written > self._size // PARTS or self.used + size > self._size:
+            self._sweep(size)
+        return self.used + size <= self._size
+
+    def wrote(self, size: int) -> None:
+        """Count an object that was written."""
+        self.used += size
+        self._written = (self._written or 0) + size
+
+    def _sweep(self, size: int) -> None:
+        """Count all objects; remove those that have expired or that nothing leads to, and the least recently used."""
+        found = self._remote.call("counting extents", self._look, LIST_S)
+        now = time.time()
+        self.used, self._written = sum(each.size for each in found.objects.values()), 0
+        for name in [*found.kids]:
+            lives = [kid for kid in found.kids[name] if (of := published_at(kid.path)) is not None and of.lives(now)]
+            old = now - max(kid.modified for kid in found.kids[name]) > YOUNG_S
+            if not lives or (name not in found.objects and old):
+                self._remove(name, found)
+        for name, each in [*found.objects.items()]:
+            if name not in found.kids and now - each.modified > YOUNG_S:
+                self._remove(name, found)
+        if self.used + size > self._size:
+            for name in sorted(found.objects, key=lambda name: _rank(name, found)):
+                if self.used + size <= LOW * self._size:
+                    break
+                self._remove(name, found)
+
+    def _look(self, objects: Objects) -> _Found:
+        extents = {extent_of(each.path): each for some in objects.list(self._paths.extents) for each in some}
+        kids: dict[ExtentId, list[Listed]] = {}
+        for some in objects.list(self._paths.kids):
+            for each in some:
+                if (published := published_at(each.path)) is not None:
+                    kids.setdefault(published.id, []).append(each)
+        return _Found(extents, kids)
+
+    def _remove(self, name: ExtentId, found: _Found) -> None:
+        """Remove what lists an extent, then the extent: nothing leads to an extent that is gone."""
+        paths = [kid.path for kid in found.kids.pop(name, [])]
+        there = found.objects.pop(name, None)
+        for path in [*paths, *([there.path] if there is not None else [])]:
+            self._remote.call("removing an extent", partial(_delete, path), DELETE_S)
+        if there is not None:
+            self.used -= there.size
+            self._counters.count(swept=1)
+
+
+def _delete(path: str, objects: Objects) -> None:
+    objects.delete(path)
+
+
+def _rank(name: ExtentId, found: _Found) -> tuple[float, int, ExtentId]:
+    """Rank extents: the least recently used first, of a path the last."""
+    kids = found.kids.get(name, [])
+    used = max((kid.modified for kid in kids), default=found.objects[name].modified)
+    first = max((of.first_row for kid in kids if (of := published_at(kid.path)) is not None), default=0)
+    return used, -first, name

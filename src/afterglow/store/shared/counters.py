@@ -1,0 +1,63 @@
+"""Counters of the shared tier, kept from several threads."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+
+from afterglow.errors import StoreError
+from afterglow.store.faults import kind_of
+
+
+@dataclass(slots=True)
+class SharedStats:
+    """Counters since the start, and levels: those from `queue` on. Seconds are time inside calls.
+
+    `failures` counts calls that failed, by kind: missing, damage, timeout, no_space, denied (credentials), io, refused (the store is left
+    alone).
+    """
+
+    lookups: int = 0
+    lookup_seconds: float = 0.0
+    found_extents: int = 0
+    lookups_skipped: int = 0  # too many were under way
+    fetches: int = 0
+    fetch_bytes: int = 0
+    fetch_seconds: float = 0.0
+    published: int = 0
+    published_bytes: int = 0
+    published_before: int = 0  # extents that another engine had published
+    unpublished: int = 0  # extents that could not be published: queue or store full, faults, file gone
+    swept: int = 0  # extents removed to make room, or because they had expired
+    deleted: int = 0  # extents removed because a client asked for it, or because merged ones have replaced them
+    failures: dict[str, int] = field(default_factory=dict)
+    queue: int = 0  # extents that wait to be published or fetched
+    hung: int = 0
+    rests: bool = False  # is the store left alone, because it has failed?
+    used_bytes: int = 0  # as last counted
+
+
+class SharedCounters:
+    """The counters of a shared tier. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._stats = SharedStats()
+        self._lock = threading.Lock()
+
+    def count(self, **more: float) -> None:
+        """Add to counters by their names."""
+        with self._lock:
+            for name, value in more.items():
+                setattr(self._stats, name, getattr(self._stats, name) + value)
+
+    def failed(self, error: StoreError) -> str:
+        """Count an error; returns its kind."""
+        kind = "denied" if isinstance(error.__cause__, PermissionError) else kind_of(error)
+        with self._lock:
+            self._stats.failures[kind] = self._stats.failures.get(kind, 0) + 1
+        return kind
+
+    def snapshot(self) -> SharedStats:
+        """Copy the counters."""
+        with self._lock:
+            return replace(self._stats, failures=dict(self._stats.failures))

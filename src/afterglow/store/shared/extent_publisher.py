@@ -1,0 +1,226 @@
+"""Publishes extents in the background: the file of the disk tier as one object, then the object that lists it.
+
+Nothing waits for it. All is done in the order in which it was asked for, so that a merged extent is there before those that it replaces
+go. While the store does not answer the queue waits; what it has no room for is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from afterglow.errors import RefusedError, StoreError
+from afterglow.plan.prefix.published import Published
+from afterglow.plan.step import ExtentId
+from afterglow.store.shared.budget import Budget
+from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.paths import Paths
+from afterglow.store.shared.remote import Remote
+
+log = logging.getLogger("afterglow.store")
+
+MAX_QUEUE: Final = 256  # extents that wait; they are on disk, so that only their names wait
+MAX_REMOVALS: Final = 65536
+MAX_TRIES: Final = 3  # of one thing, before the next has its turn
+RETRY_S: Final = 30.0  # after which removals that failed are tried again
+PUT_S: Final = 10.0  # for an object, and
+PUT_RATE: Final = 1 << 20  # bytes/s that a store has at least to take
+MAX_KIDS: Final = 65536
+REFRESH_S: Final = 600.0  # an extent counts as used again only so long after its last use
+
+
+class Publication(NamedTuple):
+    """An extent to be published. `key`: what it is listed under."""
+
+    published: Published
+    key: str
+    file: Path
+
+
+class _Removal(NamedTuple):
+    path: str
+
+
+class _Use(NamedTuple):
+    path: str
+
+
+class ExtentPublisher:
+    """One thread that writes, deletes and keeps the budget."""
+
+    def __init__(self, remote: Remote, paths: Paths, budget: Budget, counters: SharedCounters) -> None:
+        self._remote = remote
+        self._paths = paths
+        self._budget = budget
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._jobs: deque[Publication | _Removal | _Use] = deque()
+        self._extents = 0  # of the jobs, those that publish
+        self._tries = 0  # of the first job
+        self._removals: list[_Removal] = []  # that failed
+        self._retry_at = 0.0
+        self._kids: OrderedDict[ExtentId, str] = OrderedDict()  # what lists extents that were published or used last
+        self._busy = False
+        self._closing = False  # nothing is tried again
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------------------- what to do
+
+    def publish(self, what: Publication) -> None:
+        """Queue an extent; one that finds the queue full is left out."""
+        with self._changed:
+            if self._closed or self._extents >= MAX_QUEUE:
+                self._counters.count(unpublished=1)
+                return
+            self._extents += 1
+            self._remember(what.published.id, self._paths.kid(what.key, what.published))
+            self._add(what)
+
+    def delete(self, extent: ExtentId) -> None:
+        """Queue the removal of an extent: its object, with all text, and what lists it. Where that was published long ago, or by
+        another engine, it is removed when it is found to lead nowhere.
+        """
+        with self._changed:
+            kept = [job for job in self._jobs if not isinstance(job, Publication) or job.published.id != extent]
+            self._extents -= len(self._jobs) - len(kept)
+            self._jobs = deque(kept)
+            kid = self._kids.pop(extent, None)
+        self._counters.count(deleted=1)
+        if kid is not None:
+            self.remove(kid)
+        self.remove(self._paths.extent(extent))
+
+    def remove(self, path: str) -> None:
+        """Queue the removal of an object: one that is damaged, or lists what is gone."""
+        with self._changed:
+            if len(self._jobs) < MAX_REMOVALS:
+                self._add(_Removal(path))
+
+    def used(self, extent: ExtentId, kid: str, modified: float) -> None:
+        """Note that an extent was used. `kid`: the path of what lists it, last written at `modified`."""
+        with self._changed:
+            self._remember(extent, kid)
+            if time.time() - modified > REFRESH_S and not self._closed and len(self._jobs) < MAX_QUEUE:
+                self._add(_Use(kid))
+
+    @property
+    def pending(self) -> int:
+        """Count what waits or runs."""
+        with self._changed:
+            return len(self._jobs) + self._busy
+
+    def rest(self, seconds: float) -> bool:
+        """Wait until nothing is left to do; tell whether that was so within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._jobs or self._busy), seconds)
+
+    def close(self, seconds: float) -> None:
+        """Do what is left for at most so many seconds, then leave it out."""
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not (self._jobs or self._busy) or self._remote.rests, seconds)
+            self._closed = True
+            self._counters.count(unpublished=self._extents)
+            left = len(self._removals) + sum(isinstance(job, _Removal) for job in self._jobs)
+            if left:
+                log.warning("%d objects that were deleted here are still in the shared store: it does not answer", left)
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def _add(self, job: Publication | _Removal | _Use) -> None:
+        """Queue a job. The lock is held."""
+        self._jobs.append(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="afterglow-publisher", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _remember(self, extent: ExtentId, kid: str) -> None:
+        self._kids[extent] = kid
+        self._kids.move_to_end(extent)
+        if len(self._kids) > MAX_KIDS:
+            self._kids.popitem(last=False)
+
+    # --------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                if not self._wait():
+                    return
+                self._busy = True
+                job = self._jobs.popleft()
+                self._extents -= isinstance(job, Publication)
+            try:
+                self._do(job)
+                self._tries = 0
+            except StoreError as error:
+                self._failed(job, error)
+            except Exception:
+                log.exception("publishing to the shared store failed in a way that was not foreseen")
+                self._tries = 0
+                self._counters.count(unpublished=isinstance(job, Publication))
+
+    def _wait(self) -> bool:
+        """Wait for a job, and while the store is left alone; tell whether there is one. The lock is held."""
+        while not self._closed:
+            if self._removals and time.monotonic() >= self._retry_at:
+                self._jobs.extend(self._removals)
+                self._removals.clear()
+            if self._jobs and not self._remote.rests:
+                return True
+            self._changed.wait(1.0 if self._jobs or self._removals else None)
+        return False
+
+    def _do(self, job: Publication | _Removal | _Use) -> None:
+        if isinstance(job, Publication):
+            self._publish(job)
+        elif isinstance(job, _Removal):
+            self._remote.call("deleting an extent", lambda objects: objects.delete(job.path), PUT_S)
+        else:
+            self._put(job.path, b"", replace=True)
+
+    def _failed(self, job: Publication | _Removal | _Use, error: StoreError) -> None:
+        """Count a failure, and put the job back, to be tried again."""
+        self._counters.failed(error)
+        if not isinstance(error, RefusedError):
+            log.warning("the shared store: %s", error)
+        with self._changed:
+            self._tries += 1
+            if self._tries < MAX_TRIES and not self._closing:
+                self._jobs.appendleft(job)
+                self._extents += isinstance(job, Publication)
+                return
+            self._tries = 0
+            if isinstance(job, _Removal):
+                self._removals.append(job)
+                self._retry_at = time.monotonic() + RETRY_S
+        self._counters.count(unpublished=isinstance(job, Publication))
+
+    def _publish(self, what: Publication) -> None:
+        path = self._paths.extent(what.published.id)
+        try:
+            data = what.file.read_bytes()
+        except OSError:  # it has left the disk again
+            self._counters.count(unpublished=1)
+            return
+        if not self._budget.make_room(len(data)):
+            self._counters.count(unpublished=1)
+            return
+        if self._put(path, data):
+            self._budget.wrote(len(data))
+            self._counters.count(published=1, published_bytes=len(data))
+        else:
+            self._counters.count(published_before=1)
+        self._put(self._paths.kid(what.key, what.published), b"")
+
+    def _put(self, path: str, data: bytes, replace: bool = False) -> bool:
+        seconds = PUT_S + len(data) / PUT_RATE
+        return self._remote.call("publishing", lambda objects: objects.put(path, data, replace=replace), seconds)

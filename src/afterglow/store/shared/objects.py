@@ -1,0 +1,116 @@
+"""An object store by its URL, through `obstore`. Calls may take for ever: `remote` gives them deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from afterglow.errors import ConfigError
+
+SCHEMES = ("file", "s3", "gs", "az")
+
+
+class Listed(NamedTuple):
+    """An object of a listing. `modified`: seconds since 1970, by the store's clock."""
+
+    path: str
+    size: int
+    modified: float
+
+
+class Objects(Protocol):
+    """Objects by path, within one folder of a store.
+
+    Raises:
+        FileNotFoundError: an object is not there.
+        Exception: anything else that goes wrong, as the store names it.
+    """
+
+    def get(self, path: str, start: int, length: int) -> bytes:
+        """Read bytes [start, start + length) of an object; fewer, where it ends before."""
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
+        """Write a whole object, or nothing. Without `replace`, False: there is one of that name already."""
+
+    def list(self, prefix: str) -> Iterator[list[Listed]]:
+        """Yield the objects in a folder and below it, some at a time."""
+
+    def delete(self, path: str) -> None:
+        """Remove an object; one that is not there is no error."""
+
+
+def check_url(url: str) -> None:
+    """Check that a URL names a store of a kind that can be used here.
+
+    Raises:
+        ConfigError: it does not, or the package that speaks to such stores is missing.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise ConfigError(f"--shared {url!r} is no {', '.join(f'{each}://' for each in SCHEMES)} URL")
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        raise ConfigError(f"--shared {url!r} names no folder; write file:///folder/on/a/shared/disk")
+    if parts.scheme != "file" and not parts.netloc:
+        raise ConfigError(f"--shared {url!r} names no bucket; write {parts.scheme}://bucket/folder")
+    if find_spec("obstore") is None:
+        raise ConfigError("--shared needs the package obstore: pip install 'afterglow-llm[shared]'")
+
+
+class ObstoreObjects:
+    """Objects below a URL. Credentials come from the environment, as each provider's own tools have them."""
+
+    def __init__(self, url: str) -> None:
+        """Open the store; makes the folder of a `file://` URL."""
+        import obstore
+        from obstore.store import LocalStore, from_url
+
+        self._obstore = obstore
+        self._store: Any
+        if urlsplit(url).scheme == "file":
+            self._store = LocalStore(unquote(urlsplit(url).path), mkdir=True)
+        else:
+            retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
+            options: Any = {"connect_timeout": "3s", "timeout": "30s", **_client_options()}
+            self._store = from_url(url, client_options=options, retry_config=retries)
+
+    def get(self, path: str, start: int, length: int) -> bytes:
+        try:
+            return bytes(self._obstore.get_range(self._store, path, start=start, length=length))
+        except self._obstore.exceptions.GenericError as error:
+            if "range" in str(error).lower():  # it ends before `start`
+                return b""
+            raise
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
+        mode: Any = "overwrite" if replace else "create"
+        try:
+            self._obstore.put(self._store, path, data, mode=mode, use_multipart=False)
+        except FileExistsError:
+            return False
+        except self._obstore.exceptions.AlreadyExistsError:
+            return False
+        return True
+
+    def list(self, prefix: str) -> Iterator[list[Listed]]:
+        for found in self._obstore.list(self._store, prefix, chunk_size=1000):
+            yield [Listed(each["path"], each["size"], each["last_modified"].timestamp()) for each in found]
+
+    def delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._obstore.delete(self._store, path)
+
+
+def _client_options() -> dict[str, object]:
+    """Read from the environment what options that are given would take the place of."""
+    found: dict[str, object] = {}
+    for name in ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes"):
+        for provider in ("AWS", "GOOGLE", "AZURE"):
+            value = os.environ.get(f"{provider}_{name.upper()}")
+            if value:
+                found[name] = value.lower() in ("1", "true", "yes", "on") if name.startswith("allow") else value
+    return found

@@ -1,0 +1,131 @@
+"""Calls of an object store that end: each by its deadline, and none while the store is known not to answer.
+
+A call of a store over a network, or of a network's file system, may hang for as long as it likes, and cannot be ended. So
+each has a thread of its own, which is left behind when the call is late. After some failures in a row the store is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from afterglow.errors import RefusedError, StoreError
+from afterglow.store.shared.objects import Objects
+
+T = TypeVar("T")
+
+MAX_FAILURES: Final = 3  # in a row, before the store is left alone
+REST_S: Final = 30.0  # for so long
+MAX_HUNG: Final = 8  # calls that do not come back, before no more are made
+
+
+class _Answer(Generic[T]):
+    def __init__(self) -> None:
+        self.there = threading.Event()
+        self.late = False
+        self.value: list[T] = []
+        self.error: BaseException | None = None
+
+
+class Remote:
+    """An object store, opened by its first call. May be used from any thread."""
+
+    def __init__(self, open_objects: Callable[[], Objects], clock: Callable[[], float] = time.monotonic) -> None:
+        self._open = open_objects
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._objects: Objects | None = None
+        self._failures = 0
+        self._rests_until = 0.0
+        self._hung = 0
+        self._closed = False
+
+    @property
+    def rests(self) -> bool:
+        """Is the store left alone now?"""
+        with self._lock:
+            return self._closed or self._hung >= MAX_HUNG or self._clock() < self._rests_until
+
+    @property
+    def hung(self) -> int:
+        """Count the calls that have not come back by their deadline."""
+        return self._hung
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        with self._lock:
+            self._closed = True
+
+    def call(self, what: str, work: Callable[[Objects], T], seconds: float) -> T:
+        """Return what `work` returns, if it does within `seconds`. `what` names the call in errors.
+
+        Raises:
+            StoreError: it does not, or the store is left alone (`RefusedError`).
+        """
+        if self.rests:
+            raise RefusedError(f"{what}: the shared store is left alone, since it has failed")
+        answer: _Answer[T] = _Answer()
+        threading.Thread(target=self._run, args=(work, answer), name="afterglow-shared-call", daemon=True).start()
+        if not answer.there.wait(max(0.0, seconds)):
+            with self._lock:
+                if not answer.there.is_set():
+                    answer.late = True
+                    self._hung += 1
+            if answer.late:
+                self._failed()
+                raise StoreError(f"{what}: no answer for {seconds:.2f} s") from TimeoutError()
+        if answer.error is None:
+            with self._lock:
+                self._failures = 0
+            return answer.value[0]
+        cause = _cause(answer.error)
+        if isinstance(cause, FileNotFoundError):  # it did answer
+            with self._lock:
+                self._failures = 0
+        else:
+            self._failed()
+        raise StoreError(f"{what}: {_reason(answer.error)}") from cause
+
+    def _run(self, work: Callable[[Objects], T], answer: _Answer[T]) -> None:
+        try:
+            with self._lock:
+                objects = self._objects
+            if objects is None:
+                objects = self._open()
+                with self._lock:
+                    self._objects = objects
+            answer.value.append(work(objects))
+        except BaseException as error:
+            answer.error = error
+        finally:
+            with self._lock:
+                answer.there.set()
+                self._hung -= answer.late
+
+    def _failed(self) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                self._failures = 0
+                self._rests_until = self._clock() + REST_S
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Turn an error of a store into one whose kind is known (see `faults.kind_of`)."""
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "missing")
+    text = str(error)
+    if "status code: 401" in text or "status code: 403" in text:
+        return PermissionError(errno.EACCES, "the shared store's credentials")
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if f"os error {number})" in text:
+            return OSError(number, "the shared store")
+    return error if isinstance(error, Exception) else StoreError(repr(error))
+
+
+def _reason(error: BaseException) -> str:
+    """Shorten an error to its reason: stores' errors begin with the whole URL, and end with pages."""
+    return (str(error) or repr(error)).splitlines()[0].rsplit(" - ", 1)[-1].strip(": ")[:200]

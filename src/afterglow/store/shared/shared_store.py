@@ -1,0 +1,141 @@
+"""The face of the shared tier: look up, fetch, publish, delete. All calls return at once; ends are told from its threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from afterglow.errors import DamageError, SlowError, StoreError
+from afterglow.plan.prefix.published import Published
+from afterglow.plan.step import ExtentId
+from afterglow.store.extents.disk_tier import DiskTier
+from afterglow.store.shared.budget import Budget
+from afterglow.store.shared.counters import SharedCounters, SharedStats
+from afterglow.store.shared.extent_publisher import ExtentPublisher, Publication
+from afterglow.store.shared.fetcher import Fetch, FetchEnd, Fetcher
+from afterglow.store.shared.finder import Finder, Prompt, SharedExtent
+from afterglow.store.shared.objects import Objects
+from afterglow.store.shared.paths import Paths
+from afterglow.store.shared.remote import Remote
+
+log = logging.getLogger("afterglow.store")
+
+LOOKUP_S: Final = 0.5  # that a request waits for at most
+MAX_LOOKUPS: Final = 16  # at a time
+CLOSE_S: Final = 5.0  # that the end of the process waits for what is still to be published
+
+Found = Callable[[Sequence[SharedExtent]], object]
+
+
+class SharedStore:
+    """One model's extents in a store that engines share; `size`: the bytes that they may take there, all together.
+
+    The disk tier's files are what is published and fetched.
+    """
+
+    def __init__(self, open_objects: Callable[[], Objects], disk: DiskTier, size: int) -> None:
+        self.paths = Paths(disk.digest)
+        self._remote = Remote(open_objects)
+        self._counters = SharedCounters()
+        self._budget = Budget(self._remote, self.paths, size, self._counters)
+        self._finder = Finder(self._remote, self.paths, disk.layout, disk.digest)
+        self._publisher = ExtentPublisher(self._remote, self.paths, self._budget, self._counters)
+        self._fetcher = Fetcher(self._remote, self.paths, disk)
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._lookups = 0
+        self._listed: dict[ExtentId, str] = {}  # what lists extents that were found and are not fetched yet
+
+    def look_up(self, prompt: Prompt, found: Found) -> None:
+        """Look for the extents of a prompt. `found` is called once, in any case, at most a little later than `LOOKUP_S` from now:
+        with none where the store fails.
+        """
+        with self._lock:
+            skips = self._lookups >= MAX_LOOKUPS or self._remote.rests
+            self._lookups += not skips
+        if skips:
+            self._counters.count(lookups_skipped=1)
+            found(())
+            return
+        threading.Thread(target=self._look_up, args=(prompt, found), name="afterglow-lookup", daemon=True).start()
+
+    def _look_up(self, prompt: Prompt, found: Found) -> None:
+        path: list[SharedExtent] = []
+        began = time.perf_counter()
+        try:
+            self._finder.find(prompt, LOOKUP_S, path.append)
+        except StoreError as error:
+            log.warning("looking up a prompt in the shared store: %s", error)
+            self._counters.failed(error)
+        except Exception:
+            log.exception("looking up a prompt in the shared store failed in a way that was not foreseen")
+            path.clear()
+        finally:
+            self._counters.count(lookups=1, lookup_seconds=time.perf_counter() - began, found_extents=len(path))
+            with self._lock:
+                self._lookups -= 1
+            found(path)
+
+    def expect(self, taken: Sequence[SharedExtent]) -> None:
+        """Note that these extents were taken over: they count as used, and may be fetched."""
+        for each in taken:
+            self._listed[each.published.id] = each.listed.path
+            self._publisher.used(each.published.id, each.listed.path, each.listed.modified)
+
+    def fetch(self, what: Fetch) -> None:
+        """Fetch an extent to a file of the disk tier's folder. `ended` is called once, in any case."""
+        self._fetcher.fetch(what._replace(ended=partial(self._fetched, what)))
+
+    def _fetched(self, what: Fetch, end: FetchEnd) -> None:
+        extent, error = what.extent, end.error
+        listed = self._listed.pop(extent, None)
+        if error is None:
+            self._counters.count(fetches=1, fetch_bytes=end.size, fetch_seconds=end.seconds)
+        elif isinstance(error, DamageError):
+            self.damaged(extent, error)
+        elif not isinstance(error, SlowError):
+            log.warning("fetching from the shared store: %s", error)
+            if self._counters.failed(error) == "missing" and listed is not None:
+                self._publisher.remove(listed)
+                listed = None
+        if error is not None and listed is not None:
+            self._listed[extent] = listed  # it may be tried again
+        what.ended(end)
+
+    def damaged(self, extent: ExtentId, error: DamageError) -> None:
+        """Count a damaged extent, and remove it, so that one that computes its rows publishes them again."""
+        log.warning("removed from the shared store: %s", error)
+        self._counters.failed(error)
+        self._publisher.remove(self.paths.extent(extent))
+
+    def publish(self, published: Published, key: str) -> None:
+        """Publish an extent whose file is on disk, when there is time; it is found under `key`."""
+        self._publisher.publish(Publication(published, key, self._disk.path(published.id)))
+
+    def delete(self, extent: ExtentId) -> None:
+        """Remove an extent that a client has deleted, or that a merged one has replaced."""
+        self._publisher.delete(extent)
+
+    def rest(self, seconds: float) -> bool:
+        """Wait until nothing is to be published, deleted or fetched; tell whether that was so within `seconds`. For tests."""
+        end = time.monotonic() + seconds
+        while self._fetcher.pending and time.monotonic() < end:
+            time.sleep(0.005)
+        return self._publisher.rest(max(0.0, end - time.monotonic())) and not self._fetcher.pending
+
+    def close(self) -> None:
+        """End the threads; waits a little for what is still to be published."""
+        self._publisher.close(CLOSE_S)
+        self._fetcher.close()
+        self._remote.close()
+
+    def stats(self) -> SharedStats:
+        """Copy the counters, and the levels as they are now."""
+        stats = self._counters.snapshot()
+        stats.queue = self._publisher.pending + self._fetcher.pending
+        stats.hung, stats.rests, stats.used_bytes = self._remote.hung, self._remote.rests, self._budget.used
+        return stats

@@ -1,0 +1,152 @@
+"""The shared tier over HTTP: a real S3 server, where one is installed, and servers that answer as S3 does on a bad day."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import Request as Call
+from urllib.request import urlopen
+
+import pytest
+
+from tests.engine.conftest import VOCAB, Handle
+from tests.waiting import wait_for
+
+pytest.importorskip("obstore")
+
+Start = Callable[..., Handle]
+Models = Callable[[str], Path]
+
+BUCKET = "afterglow-kv"
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Point the environment at an S3 server."""
+
+    def point(endpoint: str) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT", endpoint)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+    return point
+
+
+def rows_of(seed: int, rows: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(rows)]
+
+
+def published(handle: Handle) -> None:
+    handle.engine.settle()
+    shared = handle.engine.parts.store.shared
+    assert shared is not None
+    assert shared.rest(20.0)
+
+
+def test_engines_share_a_bucket(start: Start, model_of: Models, tmp_path: Path, s3: Callable[[str], None]) -> None:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        s3(f"http://{host}:{port}")
+        urlopen(Call(f"http://{host}:{port}/{BUCKET}", method="PUT")).close()
+        options = {"shared": f"s3://{BUCKET}/some/folder"}
+        engines = [start(model_of("llama"), tmp_path / name, **options) for name in ("a", "b")]
+        text, previous = rows_of(1, 150), 0
+        for turn in range(4):
+            handle = engines[turn % 2]
+            done = handle.ask(text, max_tokens=20)
+            assert done.tokens == handle.ask(text, max_tokens=20, reuse=False).tokens
+            assert done.cached.total == previous, turn
+            published(handle)
+            previous = len(text) + len(done.tokens) - 1
+            text = [*text, *done.tokens, *rows_of(10 + turn, 70)]
+        for handle in engines:
+            stats = handle.engine.stats().shared
+            assert stats is not None
+            assert stats.failures == {}
+            assert stats.fetches > 0
+        engines[1].engine.reset_cache()
+        published(engines[1])
+    finally:
+        server.stop()
+
+
+@contextmanager
+def answering(status: int | None) -> Iterator[str]:
+    """Run a server that answers all requests with a status; None: that does not answer. Yields its URL."""
+    free = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if status is None:
+                free.wait(60)
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_PUT = do_POST = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        free.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(500, "io"), (403, "denied"), (404, "io"), (None, "timeout"), (200, "io")]
+)
+def test_a_bucket_that_cannot_be_used_is_no_fault_of_a_request(
+    start: Start,
+    model_of: Models,
+    tmp_path: Path,
+    s3: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int | None,
+    kind: str,
+) -> None:
+    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 0.3)
+    monkeypatch.setattr("afterglow.store.shared.extent_publisher.PUT_S", 0.3)
+    with answering(status) as url:
+        s3(url)
+        a = start(model_of("llama"), tmp_path / "a", shared=f"s3://{BUCKET}")
+        for seed in range(4):
+            prompt = rows_of(seed, 150)
+            done = a.ask(prompt, max_tokens=4)
+            assert done.tokens == a.ask(prompt, max_tokens=4, reuse=False).tokens
+        assert a.ask([*rows_of(0, 150), 1]).cached.total == 150, "what is here is found all the same"
+        shared = a.engine.parts.store.shared
+        assert shared is not None
+        wait_for(lambda: kind in shared.stats().failures)
+        a.engine.close()
+
+
+def test_no_server_at_all(start: Start, model_of: Models, tmp_path: Path, s3: Callable[[str], None]) -> None:
+    with answering(500) as url:
+        pass  # nothing listens there any more
+    s3(url)
+    a = start(model_of("llama"), tmp_path / "a", shared=f"s3://{BUCKET}")
+    prompt = rows_of(0, 150)
+    assert a.ask(prompt, max_tokens=4).tokens == a.ask(prompt, max_tokens=4, reuse=False).tokens
+    shared = a.engine.parts.store.shared
+    assert shared is not None
+    wait_for(lambda: shared.stats().failures)

@@ -1,0 +1,264 @@
+"""The shared tier over objects in memory: loads follow fetches layer by layer, and whatever fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from afterglow.plan.prefix.published import Published
+from afterglow.plan.step import Load, MoveDone
+from afterglow.store.extents.layout import KVLayout
+from afterglow.store.shared import extent_publisher, fetcher, remote
+from afterglow.store.shared.objects import Listed
+from afterglow.store.shared.shared_store import SharedStore
+from tests.store.store_kit import ALIGNED, EIGHT_BITS, ODD, Kit, contents, extent_name, record
+from tests.waiting import wait_for
+
+LAYOUT = KVLayout(4, 2, 8, "F32")
+ROWS, SOURCE, TARGET = 100, (0, 1), (10, 12)
+
+
+class Memory:
+    """Objects in a dict. `gets`: what was read, in order. `gate`: reads from the byte `gated` on wait for it. `broken`: a read from
+    this byte on fails. `fail`: what the next calls raise.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.written: list[str] = []
+        self.gets: list[tuple[str, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.gated = 0
+        self.broken: int | None = None
+        self.fail: list[Exception] = []
+
+    def _call(self) -> None:
+        if self.fail:
+            raise self.fail.pop(0)
+
+    def get(self, path: str, start: int, length: int) -> bytes:
+        self.gets.append((path, start))
+        if start >= self.gated:
+            assert self.gate.wait(20)
+        if start == self.broken:
+            raise ConnectionResetError("cut off")
+        self._call()
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return self.objects[path][start : start + length]
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
+        self._call()
+        if path in self.objects and not replace:
+            return False
+        self.objects[path] = data
+        self.written.append(path)
+        return True
+
+    def list(self, prefix: str) -> Iterator[list[Listed]]:
+        self._call()
+        yield [Listed(path, len(data), time.time()) for path, data in self.objects.items() if path.startswith(prefix)]
+
+    def delete(self, path: str) -> None:
+        self._call()
+        self.objects.pop(path, None)
+
+
+class Sharing(Kit):
+    """A kit over shared objects."""
+
+    def __init__(self, folder: Path, objects: Memory, layout: KVLayout = LAYOUT, **more: object) -> None:
+        self.objects = objects
+        super().__init__(
+            folder, layout, slots=32, open_shared=lambda disk: SharedStore(lambda: objects, disk, 1 << 30), **more
+        )
+
+    @property
+    def shared(self) -> SharedStore:
+        assert self.store.shared is not None
+        return self.store.shared
+
+    def share(self, number: int, rows: int = ROWS) -> str:
+        """Store noise as an extent, and publish it. Returns the path of its object."""
+        assert self.put(number, rows, range(-(-rows // 64))).ok
+        self.shared.publish(Published(extent_name(number), 0, rows), f"{number:040x}")
+        assert self.shared.rest(20)
+        return self.shared.paths.extent(extent_name(number))
+
+    def fetch(self, *numbers: int, rows: int = ROWS) -> list[int]:
+        """Begin loads of other stores' extents, side by side. Returns the moves."""
+        assert self.store.far is not None
+        moves = []
+        for index, number in enumerate(numbers):
+            self.store.far.expect(record(number, rows))
+            self.moves += 1
+            slots = range(10 + index * 5, 10 + index * 5 + -(-rows // 64))
+            moves.append(Load(self.moves, extent_name(number), rows, tuple(slots)))
+        self.store.start(moves)
+        return [move.move for move in moves]
+
+    def leftovers(self) -> list[Path]:
+        return list((self.path / "extents").glob("*/.tmp-*"))
+
+    def ended(self) -> list[MoveDone]:
+        return [done for done in self.settle() if isinstance(done, MoveDone)]
+
+
+@pytest.fixture
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "RANGE_BYTES", 1)
+
+
+@pytest.mark.parametrize("layout", [ALIGNED, ODD, EIGHT_BITS], ids=["aligned", "odd", "eight bits"])
+@pytest.mark.parametrize("rows", [1, 64, 300])
+@pytest.mark.usefixtures("small_ranges")
+def test_an_extent_comes_back_to_the_bit(tmp_path: Path, layout: KVLayout, rows: int) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects, layout) as a, Sharing(tmp_path / "b", objects, layout) as b:
+        path = a.share(1, rows)
+        wanted = contents(a.store.arena, range(-(-rows // 64)), rows)
+        b.fetch(1, rows=rows)
+        (done,) = b.ended()
+        assert (done.ok, done.bytes) == (True, len(objects.objects[path]))
+        assert np.array_equal(contents(b.store.arena, range(10, 10 + -(-rows // 64)), rows), wanted)
+        assert b.file(1).read_bytes() == objects.objects[path]
+        assert b.leftovers() == []
+        objects.objects.clear()
+        assert b.get(1, rows, range(20, 20 + -(-rows // 64))).ok, "it is on this disk now"
+
+
+@pytest.mark.usefixtures("small_ranges")
+def test_layers_are_read_while_later_ones_are_still_on_their_way(tmp_path: Path) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        a.share(1)
+        wanted = contents(a.store.arena, SOURCE, ROWS)
+        objects.gate.clear()
+        objects.gated = LAYOUT.offset(ROWS, 2, 0)
+        (move,) = b.fetch(1)
+        assert b.store.wait_layer(move, 1, 20)
+        assert np.array_equal(contents(b.store.arena, (10, 11), ROWS)[:2], wanted[:2])
+        assert not b.store.wait_layer(move, 2, 0.01)
+        assert not b.file(1).exists(), "the file is an extent's when all of it has been verified"
+        objects.gate.set()
+        assert b.store.wait_layer(move, 3, 20)
+        (done,) = b.ended()
+        assert done.ok
+        assert b.file(1).exists()
+
+
+@pytest.mark.usefixtures("small_ranges")
+def test_first_layers_of_all_extents_come_before_the_last_of_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher, "FETCHERS", 1)
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        paths = [a.share(number) for number in (1, 2, 3)]
+        objects.gate.clear()
+        b.fetch(1, 2, 3)
+        objects.gate.set()
+        assert all(done.ok for done in b.ended())
+        order = [path for path, _ in objects.gets]
+        assert sorted(order[:3]) == sorted(order[3:6]) == sorted(order[6:9]) == sorted(paths)
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+@pytest.mark.usefixtures("small_ranges")
+def test_a_fetch_that_fails_in_the_middle_leaves_nothing(tmp_path: Path, late: int) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        a.share(1)
+        objects.broken = LAYOUT.offset(ROWS, late, 0)
+        b.fetch(1)
+        (done,) = b.ended()
+        assert (done.ok, done.why) == (False, "io")
+        wait_for(lambda: b.shared.stats().queue == 0)
+        assert b.leftovers() == []
+        assert not b.file(1).exists()
+        assert b.shared.stats().failures == {"io": 1}
+        assert b.store.stats().errors == {}, "the disk has done no wrong"
+        objects.broken = None
+        b.fetch(1)
+        (done,) = b.ended()
+        assert done.ok
+
+
+@pytest.mark.usefixtures("small_ranges")
+@pytest.mark.parametrize("layer", [0, 3])
+def test_damage_in_any_layer_leaves_nothing_and_removes_the_object(tmp_path: Path, layer: int) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        path = a.share(1)
+        data = bytearray(objects.objects[path])
+        data[LAYOUT.offset(ROWS, layer, 1)] ^= 1
+        objects.objects[path] = bytes(data)
+        b.fetch(1)
+        (done,) = b.ended()
+        assert (done.ok, done.why) == (False, "damage")
+        wait_for(lambda: b.shared.stats().queue == 0)
+        assert path not in objects.objects
+        assert b.leftovers() == []
+        assert not b.file(1).exists()
+        assert extent_name(1) not in b.store.on_disk
+        assert b.shared.stats().failures["damage"] == 1
+
+
+@pytest.mark.usefixtures("small_ranges")
+def test_closing_does_not_wait_for_a_fetch(tmp_path: Path) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        a.share(1)
+        b = Sharing(tmp_path / "b", objects)
+        objects.gate.clear()
+        objects.gated = LAYOUT.offset(ROWS, 1, 0)
+        (move,) = b.fetch(1)
+        assert b.store.wait_layer(move, 0, 20)
+        b.store.close()
+        assert [done.ok for done in b.store.finished() if isinstance(done, MoveDone)] == [False]
+        objects.gate.set()
+
+
+def test_what_is_published_comes_before_what_it_replaces_goes(tmp_path: Path) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        old = a.share(1)
+        assert a.put(2, ROWS, SOURCE).ok
+        there: list[bool] = []
+        put = objects.put
+
+        def watched(path: str, data: bytes, *, replace: bool = False) -> bool:
+            there.append(old in objects.objects)
+            return put(path, data, replace=replace)
+
+        objects.put = watched  # type: ignore[method-assign]
+        a.shared.publish(Published(extent_name(2), 0, ROWS), "0" * 40)
+        a.shared.delete(extent_name(1))
+        assert a.shared.rest(20)
+        assert there == [True, True]
+        assert old not in objects.objects
+
+
+def test_what_an_outage_held_up_is_published_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "REST_S", 0.3)
+    monkeypatch.setattr(extent_publisher, "RETRY_S", 0.1)
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        gone = a.share(9)
+        for number in (1, 2, 3):
+            assert a.put(number, ROWS, SOURCE).ok
+        objects.fail += [PermissionError(13, "no")] * 5
+        a.shared.delete(extent_name(9))
+        for number in (1, 2, 3):
+            a.shared.publish(Published(extent_name(number), 0, ROWS), f"{number:040x}")
+        wait_for(lambda: gone not in objects.objects and a.shared.stats().queue == 0)
+        stats = a.shared.stats()
+        assert stats.failures == {"denied": 5}
+        assert stats.published + stats.unpublished == 1 + 3
+        assert stats.published >= 1 + 2, "one has had its tries"

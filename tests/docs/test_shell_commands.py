@@ -61,7 +61,12 @@ def test_a_command_takes_its_options(where: str, line: str) -> None:
             resolve([choice if part == alternatives else part for part in args])
         return
     command, rest = resolve(args)
-    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    takes = [command]
+    if command.name == "cluster":  # it hands all others on to its servers
+        takes.append(ROOT_COMMAND.commands["serve"])
+    known = {
+        name for each in takes for parameter in each.params for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     known |= {"--help", "-h"}
     for part in rest:
         if part.startswith("-") and part != "-" and not re.fullmatch(r"-\d.*", part):

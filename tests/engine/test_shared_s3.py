@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from afterglow.store.shared.objects import ObstoreObjects
 from tests.engine.conftest import VOCAB, Handle
 from tests.waiting import wait_for
 
@@ -94,7 +95,7 @@ def answering(status: int | None) -> Iterator[str]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_GET = do_PUT = do_POST = answer
+        do_GET = do_HEAD = do_PUT = do_POST = answer
 
         def log_message(self, *_: object) -> None:
             pass
@@ -138,6 +139,23 @@ def test_a_bucket_that_cannot_be_used_is_no_fault_of_a_request(
         assert shared is not None
         wait_for(lambda: kind in shared.stats().failures)
         a.engine.close()
+
+
+def test_a_server_that_fails_is_not_taken_for_an_object_that_ends_early(s3: Callable[[str], None]) -> None:
+    """Such objects are removed; errors of a bucket with this name have the word "range" in them."""
+    with answering(500) as url:
+        s3(url)
+        objects = ObstoreObjects("s3://orange/kv")
+        with pytest.raises(Exception, match=r"Error performing"):
+            objects.get("digest/extents/ab/abcd.safetensors", 0, 100)
+
+
+def test_an_object_that_ends_early_gives_no_more_bytes_than_it_has(tmp_path: Path) -> None:
+    objects = ObstoreObjects(f"file://{tmp_path}/orange")
+    objects.put("a/b", b"abc")
+    assert [objects.get("a/b", start, 5) for start in (0, 2, 3, 50)] == [b"abc", b"c", b"", b""]
+    with pytest.raises(FileNotFoundError):
+        objects.get("a/c", 0, 5)
 
 
 def test_no_server_at_all(start: Start, model_of: Models, tmp_path: Path, s3: Callable[[str], None]) -> None:

@@ -277,6 +277,34 @@ def test_a_request_that_is_cancelled_while_it_is_looked_up_ends(
     assert len(a.ask(rows_of(1, 150)).tokens) == 4
 
 
+def test_a_conversation_that_is_deleted_while_a_prompt_is_looked_up_does_not_come_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("afterglow.store.shared.objects.ObstoreObjects", Hanging)
+    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 10.0)
+    Hanging.free.set()
+    text = rows_of(1, 250)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    a, b = cluster.engine("a"), cluster.engine("b")
+    a.ask(text)
+    published(a)
+    list(b.engine.generate([Request("first", rows_of(3, 100), params, session_id="name")]))
+    published(b)
+    Hanging.free.clear()
+    try:
+        ends: list[str | None] = []
+        request = Request("second", text, params, session_id="name")
+        b.engine.submit(request, lambda output: ends.append(output.finish_reason))
+        assert b.engine.forget_session("", "name")
+        wait_for(lambda: "length" in ends, 20.0)
+    finally:
+        Hanging.free.set()
+    published(b)
+    assert b.engine.sessions("") == []
+    stats = b.engine.stats().plan
+    assert (stats.extents, stats.counters.hit_shared) == (0, 0)
+
+
 def test_the_budget_holds_and_the_last_used_stay(cluster: Cluster) -> None:
     size = 0
     a = cluster.engine("a")

@@ -32,6 +32,7 @@ def take_over_theirs(server: Server) -> None:
     path = [make_extent(OTHERS[at : at + 16], OTHERS[:at]) for at in range(0, HISTORY, 16)]
     for extent in path:
         server.executor.files[extent.id] = rows[extent.first_row :][:16]
+        server.executor.catalog[extent.id] = extent.record()
     assert len(server.scheduler.adopt("", pack(OTHERS), path, None, server.now)) == 4
 
 
@@ -66,6 +67,55 @@ def test_before_its_rate_is_known_the_shared_tier_is_asked() -> None:
     job = server.ask([*OTHERS, 7])
     assert server.admitted[job].shared == HISTORY
     assert server.scheduler.cache.cost.far_known
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_that_are_computed_although_a_slow_shared_tier_has_them_are_kept_here(drops: bool) -> None:
+    """Else each prompt that others have computed too would be computed again and again."""
+    server = with_theirs(seconds=100.0)
+    own = server.ask([*words(HISTORY, 9000), 7])
+    assert server.admitted[own].disk == HISTORY
+    assert server.computed(server.ask([*OTHERS, 7])) == HISTORY + 1
+    server.scheduler.drop_contexts()
+    if drops:
+        server.scheduler.flush(server.now)
+        server.finish()
+        server.scheduler.drop_clean_host()
+    told = server.admitted[server.ask([*OTHERS, 8])]
+    assert told.disk + told.host == HISTORY
+    assert told.shared == 0
+    server.nothing_left_behind()
+
+
+@pytest.mark.parametrize("why", ["refused", "io", "timeout"])
+@pytest.mark.parametrize("session", [None, "a name"])
+def test_rows_of_a_shared_tier_that_fails_are_computed_once_and_kept_here(why: str, session: str | None) -> None:
+    server = taught(load_seconds=0.01)
+    take_over_theirs(server)
+    server.faults.load, server.faults.busy, server.faults.why = 1.0, 0.0, why
+    job = server.ask([*OTHERS, 7], session=session)
+    assert server.admitted[job].shared == 0
+    server.scheduler.drop_contexts()
+    assert server.admitted[server.ask([*OTHERS, 8], session=session)].host == HISTORY
+    server.nothing_left_behind()
+
+
+def test_a_shared_tier_that_was_slow_is_asked_again_though_the_disk_was_never_read() -> None:
+    server = Server(disk_bytes=100_000)
+    server.row_seconds = 0.1
+    for number in range(4):
+        server.ask(words(10 + 9 * number, 1000 * (number + 1)))
+    cost, size = server.scheduler.cache.cost, make_extent(OTHERS[:16], []).file_bytes
+    for number in range(8):
+        cost.started(100_000 + number, size, server.now, far=True)
+        cost.ended(100_000 + number, size, 100.0, server.now)
+    assert cost.far_known
+    assert not cost.known
+    server.now += 3600
+    take_over_theirs(server)
+    server.faults.seconds = 0.01
+    assert server.admitted[server.ask([*OTHERS, 7])].shared == 0
+    assert [load.why for load in server.loads()] == ["probe"]
 
 
 def test_names_say_all_that_a_reader_has_to_know() -> None:

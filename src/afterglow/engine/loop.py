@@ -130,6 +130,7 @@ class EngineLoop:
 
     def reset(self, whose: str | None) -> None:
         """Forget cached rows of one salt of the plan's, or of all salts (see `covers`)."""
+        self._look_up_no_more()
         self.forget_idle_work(lambda request: covers(whose, salt_id(request.salt)))
         self.parts.scheduler.reset(self.parts.clock(), whose)
         if self.parts.scores is not None:
@@ -137,6 +138,7 @@ class EngineLoop:
 
     def forget_session(self, tenant: str, name: str) -> bool:
         """Remove a named conversation from all tiers. `tenant`: the plan's salt. Returns False if there is none."""
+        self._look_up_no_more()
         known = self.forget_idle_work(lambda request: (salt_id(request.salt), request.session_id) == (tenant, name))
         return self.parts.scheduler.forget_session(tenant, name) or known
 
@@ -311,6 +313,10 @@ class EngineLoop:
             if not isinstance(error, RequestError):
                 log.exception("a request could not be accepted")
             self.requests.fail(live, str(error))
+
+    def _look_up_no_more(self) -> None:
+        if self.parts.sharing is not None:
+            self.parts.sharing.wait_no_more()
 
     def _queue(self, live: LiveRequest) -> None:
         """Queue a request whose prompt has been looked up."""

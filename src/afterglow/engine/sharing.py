@@ -67,6 +67,13 @@ class Sharing:
         """Give up a job whose prompt is being looked up. False: it is not."""
         return self._waiting.pop(job, None) is not None
 
+    def wait_no_more(self) -> None:
+        """Let all jobs go on whose prompts are being looked up, and take nothing over for them: what is being deleted must not come
+        back, and what is deleted next is theirs too.
+        """
+        while self._waiting:
+            self._waiting.pop(next(iter(self._waiting)))()
+
     def _found(self, spec: JobSpec, path: Sequence[SharedExtent]) -> None:
         follows = self._waiting.pop(spec.job, None)
         if follows is None:  # cancelled meanwhile

@@ -93,7 +93,30 @@ class Admission:
         take = self._reserve(job, context, device_rows)
         if take is None:
             return Wait.DEVICE
+        left = self._let_go(job, match, views, obtained, now) if len(obtained) < len(views) else 0
+        if left:
+            match = Match(match.views[:-left], match.rows - sum(view.stop - view.start for view in views[-left:]))
+            views = views[:-left]
+            stages = stages_of(views, obtained, device_rows)
         return self._join(job, match, context, take, device_rows, views, obtained, stages, now)
+
+    def _let_go(self, job: Job, match: Match, views: list[View], obtained: list[View], now: float) -> int:
+        """Forget the last rows of a match that are in the shared tier and are going to be computed here: else those computed would
+        count as duplicates, and be kept nowhere. Returns how many views go."""
+        recomputed = views[views.index(obtained[-1]) + 1 :] if obtained else views
+        if not (job.spec.write and any(self._cache.loading.is_far(view.extent) for view in recomputed)):
+            return 0
+        self.decision.probe(recomputed, now)  # else the shared tier would count as slow for ever
+        left = 0
+        for view, matched in zip(reversed(recomputed), reversed(match.views), strict=False):
+            extent, uses = view.extent, view.extent in job.uses  # it has run before: the loads have failed then
+            extent.ref_count -= uses
+            if view != matched or not self._cache.placement.let_go(extent):
+                extent.ref_count += uses
+                break
+            job.uses.pop(extent, None)
+            left += 1
+        return left
 
     def _select(self, job: Job, match: Match, may_join: bool, now: float) -> Admit | Wait:
         """Admit a job that takes the important rows of its prefix from any tier: no extent is loaded as a whole (SPEC §IV)."""

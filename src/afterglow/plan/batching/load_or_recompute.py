@@ -111,10 +111,15 @@ class LoadOrRecompute:
         """Read, now and then, the shortest extent on disk that is recomputed, beside the computation and for a part of its
         time: else a tier that was slow once would be slow for ever."""
         cold = [view.extent for view in views if view.extent.host == "absent" and view.extent.disk == "ready"]
-        if self.source != "auto" or not self._cache.cost.known or not cold:
+        near = [extent for extent in cold if not self._cache.loading.is_far(extent)]
+        if self.source != "auto" or not cold:
             return
-        cold = [extent for extent in cold if not self._cache.loading.is_far(extent)] or cold
-        extent = min(cold, key=lambda each: (each.file_bytes, -each.first_row))
+        if near and self._cache.cost.known:
+            extent = min(near, key=lambda each: (each.file_bytes, -each.first_row))
+        elif len(near) < len(cold) and self._cache.cost.far_known:
+            extent = next(each for each in cold if self._cache.loading.is_far(each))  # those behind it may be let go
+        else:
+            return
         most = self._cache.cost.probe(extent.rows, extent.first_row, now)
         if most is not None:
             self._cache.loading.probe(extent, most, now)

@@ -65,6 +65,17 @@ class Disk:
             if self._candidates.watch is not None:
                 self._candidates.watch(extent)
 
+    def adopt(self, extents: Sequence[Extent]) -> None:
+        """Take over a few extents while many may be there: they are put in their places one by one."""
+        for extent in extents:
+            extent.disk = "ready"
+            self._owners[extent.id] = extent
+            self.used += extent.file_bytes
+        for extent in extents:
+            self._candidates.place(extent)
+            if extent.above is not None:
+                self._candidates.place(extent.above)
+
     def has_file(self, name: ExtentId) -> bool:
         """Is there a file of that name, or one being written or removed?"""
         return name in self._owners

@@ -101,15 +101,19 @@ class Placement:
 
     def restore(self, extents: Sequence[Extent], ends: Iterable[float]) -> None:
         """Take over extents found on disk at start, each with the time at which it expires."""
-        for extent, end in zip(extents, ends, strict=True):
-            self.quota.add(extent)
-            self.expiry.expire(extent, end)
+        self._expect_ends(extents, ends)
         self.disk.restore(extents)
 
     def adopt(self, extents: Sequence[Extent], ends: Iterable[float]) -> None:
         """Take over extents that are in the shared tier, each with the time at which it expires."""
         self.loading.adopted(extents)
-        self.restore(extents, ends)
+        self._expect_ends(extents, ends)
+        self.disk.adopt(extents)
+
+    def _expect_ends(self, extents: Sequence[Extent], ends: Iterable[float]) -> None:
+        for extent, end in zip(extents, ends, strict=True):
+            self.quota.add(extent)
+            self.expiry.expire(extent, end)
 
     def copy(self, pieces: list[tuple[tuple[int, ...], int, int]], slots: tuple[int, ...], rows: int) -> int:
         """Plan to copy rows within host. The caller keeps the slots, and the sources pinned, until the copy has ended."""
@@ -207,6 +211,14 @@ class Placement:
         self._dead[extent] = None
         self.candidates.place(extent)
         self._reap(extent)
+
+    def let_go(self, extent: Extent) -> bool:
+        """Forget an extent whose rows are in the shared tier only, if nothing uses it or hangs below it. Returns whether it is gone."""
+        used = extent.pins or extent.ref_count or extent.pin_count or extent.contexts
+        if used or extent.has_children or extent.host != "absent" or not self.loading.is_far(extent):
+            return False
+        self.forget(extent, "evicted")
+        return True
 
     def forget_all(self, whose: str | None = None) -> None:
         """Forget every extent that no job uses (see `covers`)."""

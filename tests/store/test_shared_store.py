@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from afterglow.plan.prefix.published import Published
+from afterglow.plan.prefix.published import Published, listed_under
 from afterglow.plan.step import Load, MoveDone
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.shared import extent_publisher, fetcher, remote
+from afterglow.store.shared.finder import Prompt, SharedExtent
 from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.shared_store import SharedStore
 from tests.store.store_kit import ALIGNED, EIGHT_BITS, ODD, Kit, contents, extent_name, record
@@ -262,3 +263,37 @@ def test_what_an_outage_held_up_is_published_after_it(tmp_path: Path, monkeypatc
         assert stats.failures == {"denied": 5}
         assert stats.published + stats.unpublished == 1 + 3
         assert stats.published >= 1 + 2, "one has had its tries"
+
+
+def test_an_extent_that_a_prompt_follows_in_part_is_believed_by_its_head_alone(tmp_path: Path) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        prompt, listed = np.arange(50, dtype=np.uint32).tobytes(), Published("ab" * 20, 0, ROWS)
+        expired = listed._replace(expires=1)
+        for each in (listed, expired, "of another program"):
+            objects.objects[f"{a.shared.paths.under(listed_under('s', prompt[:4]))}/{each}"] = b""
+        path = a.shared.paths.extent(listed.id)
+
+        def found() -> list[SharedExtent]:
+            answers: list[list[SharedExtent]] = []
+            a.shared.look_up(Prompt("s", prompt), lambda path: answers.append(list(path)))
+            wait_for(lambda: answers)
+            return answers[0]
+
+        assert found() == [], "nothing is there"
+        assert [read for read, _ in objects.gets] == [path], "once, for the one that has not expired"
+        objects.objects[path] = bytes(100_000)
+        assert found() == [], "damaged"
+        objects.objects[path] = objects.objects[a.share(1)]
+        assert found() == [], "another extent's"
+        assert a.shared.stats().failures == {}
+
+
+def test_a_lookup_that_takes_too_long_ends_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sharing(tmp_path / "a", Memory()) as a:
+        monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 0.0)
+        answers: list[object] = []
+        a.shared.look_up(Prompt("s", bytes(400)), answers.append)
+        wait_for(lambda: answers)
+        assert answers == [[]]
+        assert a.shared.stats().failures == {"timeout": 1}

@@ -91,9 +91,9 @@ class FarLoad:
             task.seconds = self._end.seconds  # and those of the last reads, which no fetch hides
             return self._end.size - task.bytes
         except (StoreError, OSError) as error:
+            blamed = self._blame(task, error)  # before the fetch hears of it, and ends for that reason
             self._failed = True
             self._unlink()
-            blamed = self._blame(task, error)
             raise blamed from blamed.__cause__
 
     def _take_over(self) -> None:
@@ -103,13 +103,12 @@ class FarLoad:
 
     def _blame(self, task: Task, error: StoreError | OSError) -> StoreError:
         """Find the error that a load has ended with: the fetch's own, if that has failed meanwhile."""
-        shared = self._loads.shared
         if self._end is not None:
             task.bytes, task.seconds = self._end.size, self._end.seconds
             if self._end.error is not None:
                 return self._end.error
         if isinstance(error, DamageError):
-            shared.damaged(self._record.id, error)
+            self._loads.shared.damaged(self._record.id, error)
         if isinstance(error, StoreError):
             return error
         failed = StoreError(f"taking over extent {self._record.id[:16]}: {error.strerror}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -209,6 +210,32 @@ def test_damage_in_any_layer_leaves_nothing_and_removes_the_object(tmp_path: Pat
         assert not b.file(1).exists()
         assert extent_name(1) not in b.store.on_disk
         assert b.shared.stats().failures["damage"] == 1
+
+
+@pytest.mark.usefixtures("small_ranges")
+def test_damage_is_named_although_the_fetch_ends_for_its_sake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        path = a.share(1)
+        data = bytearray(objects.objects[path])
+        data[LAYOUT.offset(ROWS, 0, 1)] ^= 1
+        objects.objects[path] = bytes(data)
+        objects.gated = LAYOUT.offset(ROWS, 2, 0)
+        objects.gate.clear()
+        unlink = os.unlink
+
+        def until_the_fetch_has_ended(path: str) -> None:
+            """The load removes its file when it has failed; before it goes on, the fetch hears of that, and ends too."""
+            unlink(path)
+            objects.gate.set()
+            if threading.current_thread().name != "afterglow-fetcher":
+                wait_for(lambda: b.shared.stats().queue == 0)
+
+        monkeypatch.setattr(os, "unlink", until_the_fetch_has_ended)
+        b.fetch(1)
+        (done,) = b.ended()
+        assert (done.ok, done.why) == (False, "damage")
+        assert path not in objects.objects
 
 
 @pytest.mark.usefixtures("small_ranges")

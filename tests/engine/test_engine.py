@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,17 @@ def test_close_while_running_answers_every_request(start: Start, model_of: Model
         handle.engine.submit(Request("late", [1, 2], greedy(1)), lambda output: None)
     assert error.value.status == 503
     assert start(model_of("llama"), tmp_path).ask(prompt(0, 100)).cached.disk >= 99
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory may be given back later")
+def test_a_closed_engine_holds_no_host_memory(start: Start, model_of: Models, tmp_path: Path) -> None:
+    handle = start(model_of("llama"), tmp_path)
+    handle.ask(prompt(0, 100))
+    handle.engine.settle()
+    held = handle.engine.parts.store.arena.view
+    assert held.any()
+    handle.engine.close()
+    assert not held.any()  # the system gives zeros for pages that it has taken
 
 
 def test_impossible_settings(model_of: Models, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from afterglow.engine.requests import can_be_computed, check, completion_of, dis
 from afterglow.engine.setup import EngineParts, Progress, build
 from afterglow.engine.stats import EngineStats, Tiers
 from afterglow.errors import RequestError
+from afterglow.memory.pages import give_back
 from afterglow.plan.prefix.ranges import Rows
 from afterglow.plan.prefix.salts import earlier_name, everything_of
 from afterglow.request import Completion, Output, PrefixInfo, Request, SessionInfo, Truncation
@@ -93,11 +94,18 @@ class Engine:
         self._closed = True
         self.loop.stop(flush)
         self.parts.store.close(CLOSE_SECONDS if self.loop.disk_answers else 1.0)
+        self._free_host_cache()
         self.conversations.close()
         if self.parts.kv_events is not None:
             self.parts.kv_events.close()
         if self.parts.journal is not None:
             self.parts.journal.close()
+
+    def _free_host_cache(self) -> None:
+        """Let the system have the host cache at once: objects that refer to it wait for the cyclic garbage collector."""
+        store = self.parts.store
+        if self.parts.decoder.device.type == "cpu" and not store.stats().hung:
+            give_back(store.arena.view.ctypes.data, store.arena.view.nbytes)
 
     # ------------------------------------------------------------------------------------------------- requests
 

@@ -66,7 +66,7 @@ def read_soon(address: int, num_bytes: int) -> None:
 
 
 def give_back(address: int, num_bytes: int) -> None:
-    """Let the system have the pages of a part of a mapped file. What is mapped stays valid: a later access reads it again."""
+    """Let the system have pages. They stay mapped: a later access reads a mapped file again, and finds zeros in `allocate`'s memory."""
     _advise(address, num_bytes, getattr(mmap, "MADV_DONTNEED", None))
 
 

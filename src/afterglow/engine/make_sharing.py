@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afterglow.config import CacheConfig
 from afterglow.engine.inbox import Inbox
 from afterglow.plan.options import Capacity
 from afterglow.plan.scheduler import Scheduler
+from afterglow.store.database.conversations import Conversations
 from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.kvstore import KVStore
 
@@ -42,3 +44,10 @@ def make_sharing(
     from afterglow.engine.sharing import Sharing
 
     return Sharing(scheduler, store, tiers, inbox, clock)
+
+
+def shared_conversations(shared: SharedStore, folder: Path, max_bytes: int) -> Conversations:
+    """Open the responses that clients go on from by id on any engine."""
+    from afterglow.store.shared.shared_responses import SharedConversations
+
+    return SharedConversations(folder, shared.records, max_bytes=max_bytes)

@@ -22,7 +22,7 @@ from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
 from afterglow.engine.inbox import Inbox
-from afterglow.engine.make_sharing import make_sharing, shared_tier
+from afterglow.engine.make_sharing import make_sharing, shared_conversations, shared_tier
 from afterglow.engine.requests import RequestLimits
 from afterglow.engine.runner import Runner, TorchRunner
 from afterglow.engine.scores import Scores
@@ -189,7 +189,7 @@ def build(
             grammars=Grammars(decoder.spec.vocab, decoder.spec.eos_ids),
             scores=scores,
             selective=selective,
-            conversations=open_conversations(config.cache.disk_cache, namespace),
+            conversations=open_conversations(config.cache.disk_cache, namespace, store),
             inbox=inbox,
             kv_events=kv_events,
             journal=journal,
@@ -315,10 +315,12 @@ def make_guesser(mode: SpeculateMode, decoder: Decoder) -> Guesser | None:
     return Guesser(StepCosts(RowCosts.measured(decoder).step, *attention_costs(shape, spec.heads)))
 
 
-def open_conversations(disk_cache: int, namespace: Namespace | None) -> Conversations:
+def open_conversations(disk_cache: int, namespace: Namespace | None, store: KVStore) -> Conversations:
     """Open the store of responses that clients go on from by id; in memory where there is no disk tier."""
     if namespace is None:
         return Conversations(None)
+    if store.shared is not None:
+        return shared_conversations(store.shared, namespace.path, conversation_bytes(disk_cache))
     return Conversations(namespace.path, max_bytes=conversation_bytes(disk_cache))
 
 

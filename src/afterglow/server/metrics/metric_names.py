@@ -183,6 +183,11 @@ _SHARED_COUNTERS = (
         "afterglow:shared_unpublished",
         "Extents not published: a full queue or store, faults, files gone.",
     ),
+    (
+        "bad_records",
+        "afterglow:shared_bad_records",
+        "Records of conversations and names that were damaged or another's.",
+    ),
     ("swept", "afterglow:shared_swept", "Extents removed for the budget, or because they had expired."),
     (
         "deleted",

@@ -185,6 +185,60 @@ class Conversations:
 
         return self.file.run(work)
 
+    def line(self, response: str, tenant: str, most: int) -> list[str]:
+        """List the ids of a response and of those before it, as far as they are there, the latest first; at most `most`.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+
+        def work(db: sqlite3.Connection) -> list[str]:
+            found: list[str] = []
+            at: str | None = response
+            query = f"SELECT r.previous FROM {_FROM} WHERE r.id = ? AND r.tenant = ?"
+            while at is not None and len(found) < most:
+                try:
+                    row = db.execute(query, (self._clock(), at, tenant)).fetchone()
+                except UnicodeEncodeError:
+                    break  # no response was ever stored under such an id
+                if row is None:
+                    break
+                found.append(at)
+                (at,) = row
+            return found
+
+        return self.file.run(work)
+
+    def names(self, root: str, tenant: str) -> list[str]:
+        """List the ids of all responses of a tenant's conversation, by the id of its first.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        query = "SELECT id FROM responses WHERE root = ? AND tenant = ?"
+        return self.file.run(lambda db: [each for (each,) in db.execute(query, (root, tenant))])
+
+    def copy(self, found: StoredResponse, tenant: str) -> None:
+        """Take over a response that another engine has kept, if it has not expired and is not here.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        texts = (to_json(found.body), to_json(found.items))
+        self._make_room(sum(map(len, texts)), found.previous, tenant)
+        row = (found.id, tenant, found.previous, found.root, found.created, found.model, *texts)
+
+        def work(db: sqlite3.Connection) -> None:
+            if found.expires > self._clock():
+                db.execute(
+                    "INSERT INTO conversations VALUES (?, ?) ON CONFLICT (root) DO UPDATE SET"
+                    " expires = MAX(expires, excluded.expires)",
+                    (found.root, found.expires),
+                )
+                db.execute("INSERT OR IGNORE INTO responses VALUES (?,?,?,?,?,?,?,?,?)", (*row, crc_of(*row)))
+
+        self.file.run(work)
+
     def count(self, tenant: str) -> tuple[int, int]:
         """Count a tenant's responses, and the bytes of their text.
 

@@ -30,6 +30,7 @@ class SharedStats:
     unpublished: int = 0  # extents that could not be published: queue or store full, faults, file gone
     swept: int = 0  # extents removed to make room, or because they had expired
     deleted: int = 0  # extents removed because a client asked for it, or because merged ones have replaced them
+    bad_records: int = 0  # of conversations and names, damaged or another's: they count as missing
     failures: dict[str, int] = field(default_factory=dict)
     queue: int = 0  # extents that wait to be published or fetched
     hung: int = 0

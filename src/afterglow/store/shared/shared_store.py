@@ -20,6 +20,7 @@ from afterglow.store.shared.fetcher import Fetch, FetchEnd, Fetcher
 from afterglow.store.shared.finder import Finder, Prompt, SharedExtent
 from afterglow.store.shared.objects import Objects
 from afterglow.store.shared.paths import Paths
+from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
 
 log = logging.getLogger("afterglow.store")
@@ -45,6 +46,7 @@ class SharedStore:
         self._finder = Finder(self._remote, self.paths, disk.layout, disk.digest)
         self._publisher = ExtentPublisher(self._remote, self.paths, self._budget, self._counters)
         self._fetcher = Fetcher(self._remote, self.paths, disk)
+        self.records = Records(self._remote, disk.digest, self._counters)
         self._disk = disk
         self._lock = threading.Lock()
         self._lookups = 0

@@ -1,0 +1,149 @@
+"""Small JSON texts that engines share: found by whose they are and by name, which a path shows as keyed hashes only.
+
+DIGEST/ids/KIND/abcd…/1234…    the first hash is of the owner, the second of the name, keyed by the owner
+
+A record carries a keyed digest of itself and of its path. So one that is damaged, cut, or another's under this name counts as missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from afterglow.errors import StoreError
+from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.objects import Objects
+from afterglow.store.shared.remote import Remote
+
+CALL_S: Final = 2.0  # for a call, and
+RATE: Final = 1 << 20  # bytes/s that a store has at least to take
+LIST_S: Final = 60.0  # for a listing of all records of a kind
+MAX_BYTES: Final = 1 << 26  # of a record
+PARALLEL: Final = 8  # records read at a time
+
+
+class Records:
+    """One model's records. Every method may be called from any thread, and raises StoreError where the store fails or is slow."""
+
+    def __init__(self, remote: Remote, digest: str, counters: SharedCounters) -> None:
+        self._remote = remote
+        self._root = f"{digest}/ids"
+        self._counters = counters
+
+    def get(self, kind: str, owner: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the records of these names that are there and sound, by name."""
+        paths = {self._path(kind, owner, name): name for name in names}
+        raw = self._call("reading a record", partial(_get_all, [*paths]), CALL_S)
+        found = {name: self._decoded(raw[path], owner, path) for path, name in paths.items() if path in raw}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def put(self, kind: str, owner: str, name: str, value: Mapping[str, Any]) -> None:
+        """Write a record, in the place of one that is there."""
+        path = self._path(kind, owner, name)
+        data = _encoded(value, owner, path)
+        work = partial(_put, path, data)
+        self._call("writing a record", work, CALL_S + len(data) / RATE)
+
+    def delete(self, kind: str, owner: str, name: str) -> None:
+        """Remove a record; one that is not there is no error."""
+        path = self._path(kind, owner, name)
+        self._call("removing a record", partial(_delete, path), CALL_S)
+
+    def marks(self, kind: str, owner: str) -> set[str]:
+        """List the names of an owner's records, as `mark` writes them."""
+        folder = self._folder(kind, owner)
+        found: set[str] = self._call("listing records", partial(_names, folder), CALL_S)
+        return found
+
+    def drop_older(self, kind: str, seconds: float) -> None:
+        """Remove all records of a kind that were written so many seconds ago."""
+        end = time.time() - seconds
+        found = self._call("listing old records", partial(_older, f"{self._root}/{kind}", end), LIST_S)
+        for path in found:
+            self._call("removing an old record", partial(_delete, path), CALL_S)
+
+    def mark(self, owner: str, name: str) -> str:
+        """Hash a name, keyed by its owner: 32 hexadecimal digits."""
+        return hashlib.blake2b(_bytes(name), digest_size=16, key=_key(owner), person=b"afterglow name").hexdigest()
+
+    def _folder(self, kind: str, owner: str) -> str:
+        return (
+            f"{self._root}/{kind}/{hashlib.blake2b(_key(owner), digest_size=16, person=b'afterglow owner').hexdigest()}"
+        )
+
+    def _path(self, kind: str, owner: str, name: str) -> str:
+        return f"{self._folder(kind, owner)}/{self.mark(owner, name)}"
+
+    def _call(self, what: str, work: Any, seconds: float) -> Any:
+        try:
+            return self._remote.call(what, work, seconds)
+        except StoreError as error:
+            self._counters.failed(error)
+            raise
+
+    def _decoded(self, raw: bytes, owner: str, path: str) -> dict[str, Any] | None:
+        """Read a record; None, and a counter, where it is not sound."""
+        seal, _, text = raw.partition(b"\n")
+        if seal == _seal(text, owner, path):
+            value = json.loads(text)
+            if isinstance(value, dict):
+                return value
+        self._counters.count(bad_records=1)
+        return None
+
+
+def _encoded(value: Mapping[str, Any], owner: str, path: str) -> bytes:
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return _seal(text, owner, path) + b"\n" + text
+
+
+def _seal(text: bytes, owner: str, path: str) -> bytes:
+    """Digest a record and its path, keyed by the owner, in hexadecimal digits."""
+    digest = hashlib.blake2b(path.encode() + b"\n" + text, digest_size=20, key=_key(owner), person=b"afterglow record")
+    return digest.hexdigest().encode()
+
+
+def _key(owner: str) -> bytes:
+    return hashlib.blake2b(_bytes(owner), digest_size=32, person=b"afterglow ids").digest()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _put(path: str, data: bytes, objects: Objects) -> None:
+    objects.put(path, data, replace=True)
+
+
+def _delete(path: str, objects: Objects) -> None:
+    objects.delete(path)
+
+
+def _older(folder: str, end: float, objects: Objects) -> list[str]:
+    return [each.path for some in objects.list(folder) for each in some if each.modified < end]
+
+
+def _names(folder: str, objects: Objects) -> set[str]:
+    return {each.path.rsplit("/", 1)[-1] for some in objects.list(folder) for each in some}
+
+
+def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
+    """Read objects by path; those that are not there are left out."""
+
+    def one(path: str) -> bytes | None:
+        try:
+            return objects.get(path, 0, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+
+    if len(paths) == 1:
+        found = [one(paths[0])]
+    else:
+        with ThreadPoolExecutor(PARALLEL, "afterglow-records") as threads:
+            found = list(threads.map(one, paths))
+    return {path: raw for path, raw in zip(paths, found, strict=True) if raw is not None}

@@ -1,0 +1,180 @@
+"""Responses that clients go on from by their id, on any engine.
+
+Each engine keeps what it needs in its own file. A response is written to the shared store as well, before its client has its id, and an
+engine that does not know an id fetches it and the responses before it. A deletion is a record of its own beside the conversation, which
+every engine looks for before it answers from its file. While the store fails engines go by what they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from afterglow.errors import StoreError
+from afterglow.store.database.conversations import MAX_BYTES, MAX_DEPTH, TTL_S, Conversations, Item, StoredResponse
+from afterglow.store.shared.records import Records
+
+log = logging.getLogger("afterglow.store")
+
+RESPONSES: Final = "responses"
+DELETED: Final = "deleted"
+BATCH: Final = 64  # responses whose ids a response names, and that are fetched at a time
+CLEAN_S: Final = 6 * 3600.0  # between looks for records that have expired
+MAX_LATE: Final = 4096  # responses that wait to be written to the store
+
+
+class SharedConversations(Conversations):
+    """Conversations of this engine's own file, and of a shared store."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        records: Records,
+        *,
+        ttl_s: float = TTL_S,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._records = records
+        self._late: OrderedDict[str, str] = OrderedDict()  # tenants by responses that could not be written to the store
+        self._late_lock = threading.Lock()
+        self._next_clean = clock() + CLEAN_S * random.uniform(
+            0.1, 1.0
+        )  # servers that start together do not clean together
+        super().__init__(folder, ttl_s=ttl_s, max_bytes=max_bytes, clock=clock)
+
+    def add(
+        self,
+        response: str,
+        tenant: str,
+        previous: str | None,
+        model: str,
+        body: Mapping[str, Any],
+        items: Sequence[Mapping[str, Any]],
+    ) -> None:
+        super().add(response, tenant, previous, model, body, items)
+        try:
+            self._publish(response, tenant)
+        except StoreError as error:
+            log.warning("other servers do not know a response yet: %s", error)
+            with self._late_lock:
+                self._late[response] = tenant
+                if len(self._late) > MAX_LATE:
+                    self._late.popitem(last=False)
+
+    def get(self, response: str, tenant: str) -> StoredResponse | None:
+        self._bring(response, tenant, 1)
+        return super().get(response, tenant)
+
+    def chain(self, response: str, tenant: str) -> list[Item] | None:
+        self._bring(response, tenant, MAX_DEPTH)
+        return super().chain(response, tenant)
+
+    def delete(self, response: str, tenant: str) -> bool:
+        found = self.get(response, tenant)
+        if found is None:
+            return False
+        try:
+            self._records.put(DELETED, _tree(tenant, found.root), response, {})
+            self._records.delete(RESPONSES, tenant, response)
+        finally:
+            super().delete(response, tenant)
+        return True
+
+    def sweep(self) -> int:
+        """Drop what has expired; write to the store what could not be written before."""
+        gone = super().sweep()
+        while self._late:
+            with self._late_lock:
+                response, tenant = self._late.popitem(last=False)
+            try:
+                self._publish(response, tenant)
+            except StoreError:
+                with self._late_lock:
+                    self._late[response] = tenant
+                    self._late.move_to_end(response, last=False)
+                break
+        if self._clock() >= self._next_clean:
+            self._next_clean = self._clock() + CLEAN_S
+            with contextlib.suppress(StoreError):
+                for kind in (RESPONSES, DELETED):
+                    self._records.drop_older(kind, self._ttl_s)
+        return gone
+
+    # ------------------------------------------------------------------------------------------- the shared store
+
+    def _publish(self, response: str, tenant: str) -> None:
+        """Write a response to the store, if it is still there. Raises: StoreError."""
+        found = super().get(response, tenant)
+        if found is None:
+            return
+        before = [] if found.previous is None else self.line(found.previous, tenant, BATCH)
+        value = {
+            "previous": found.previous,
+            "root": found.root,
+            "created": found.created,
+            "model": found.model,
+            "body": found.body,
+            "items": found.items,
+            "before": before,
+        }
+        self._records.put(RESPONSES, tenant, response, value)
+
+    def _bring(self, response: str, tenant: str, most: int) -> None:
+        """Fetch a response, and those before it, `most` in all, as far as they are not here; drop what others have deleted.
+
+        Raises:
+            StoreError: the store fails, and the response is not here.
+        """
+        known = self.line(response, tenant, most)
+        try:
+            while len(known) < most:
+                last = super().get(known[-1], tenant) if known else None
+                wanted = response if last is None else last.previous
+                if wanted is None or not self._fetch(wanted, tenant, most - len(known)):
+                    break
+                before, known = len(known), self.line(response, tenant, most)
+                if len(known) <= before:  # it has expired
+                    break
+            first = super().get(response, tenant)
+            deleted = self._records.marks(DELETED, _tree(tenant, first.root)) if first is not None else set()
+        except StoreError as error:
+            if not known:
+                raise
+            log.warning("a conversation is answered as it is known here: %s", error)
+            return
+        if first is not None and deleted:
+            for each in self.names(first.root, tenant):
+                if self._records.mark(_tree(tenant, first.root), each) in deleted:
+                    super().delete(each, tenant)
+
+    def _fetch(self, response: str, tenant: str, most: int) -> bool:
+        """Fetch a response and up to `BATCH` before it. False: it is not there. Raises: StoreError."""
+        found = self._records.get(RESPONSES, tenant, [response]).get(response)
+        if found is None:
+            return False
+        wanted = [str(each) for each in found["before"]][: most - 1]
+        before = self._records.get(RESPONSES, tenant, wanted) if wanted else {}
+        ends = float(found["created"]) + self._ttl_s  # of all its conversation
+        line = [(name, before[name]) for name in reversed(wanted) if name in before]
+        for name, value in [*line, (response, found)]:
+            self.copy(_response(name, value, ends), tenant)
+        return True
+
+
+def _response(name: str, value: Mapping[str, Any], ends: float) -> StoredResponse:
+    """Read a record of a response."""
+    facts = (value["previous"], value["root"], float(value["created"]), ends, value["model"])
+    return StoredResponse(name, *facts, value["body"], value["items"])
+
+
+def _tree(tenant: str, root: str) -> str:
+    """Name the owner of a conversation's deletions."""
+    return f"{tenant}\n{root}"

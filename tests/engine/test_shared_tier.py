@@ -220,6 +220,24 @@ def test_no_store_at_all_is_no_fault_of_a_request(cluster: Cluster) -> None:
     assert a.ask([*rows_of(0, 150), 1]).cached.total == 150, "what is here is found all the same"
 
 
+def test_a_fault_of_taking_over_is_a_miss(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = rows_of(1, 150)
+    a, b = cluster.engine("a"), cluster.engine("b")
+    a.ask(prompt)
+    published(a)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("not foreseen")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(b.engine.parts.scheduler, "adopt", fails)
+        done = b.ask([*prompt, 1])
+    assert done.cached.total == 0
+    same(done, b, [*prompt, 1])
+    assert failures(b) == {"io": 1}
+    assert b.ask([*prompt, *rows_of(2, 70)]).cached.total >= 150, "the engine lives"
+
+
 class Hanging(ObstoreObjects):
     """A store whose calls hang until it is let go."""
 

@@ -14,8 +14,9 @@ import pytest
 from afterglow.plan.prefix.published import Published, listed_under
 from afterglow.plan.step import Load, MoveDone
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.shared import extent_publisher, fetcher, remote
+from afterglow.store.shared import budget, extent_publisher, fetcher, remote
 from afterglow.store.shared.finder import Prompt, SharedExtent
+from afterglow.store.shared.kept_threads import KEPT, KeptThreads
 from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.shared_store import SharedStore
 from tests.store.store_kit import ALIGNED, EIGHT_BITS, ODD, Kit, contents, extent_name, record
@@ -212,14 +213,95 @@ def test_damage_in_any_layer_leaves_nothing_and_removes_the_object(tmp_path: Pat
         assert b.shared.stats().failures["damage"] == 1
 
 
+def flipped(data: bytes, at: int = 0) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100])
+@pytest.mark.parametrize("large", [1, 10_000, 1 << 20])
+def test_every_byte_of_every_range_is_verified_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int, rows: int
+) -> None:
+    """Ranges end at chunks, however large layers are."""
+    monkeypatch.setattr(fetcher, "MAX_RANGE_BYTES", large)
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects, ODD) as a, Sharing(tmp_path / "b", objects, ODD) as b:
+        path = a.share(1, rows)
+        whole = objects.objects[path]
+        for at in (9, 5000, ODD.head_bytes(rows), ODD.offset(rows, 1, 0) - 1, ODD.offset(rows, 1, 1), len(whole) - 1):
+            objects.objects[path] = flipped(whole, at)
+            b.fetch(1, rows=rows)
+            (done,) = b.ended()
+            assert (done.ok, done.why) == (False, "damage"), at
+            assert b.shared.rest(20)
+            assert path not in objects.objects
+        objects.objects[path] = whole
+        b.fetch(1, rows=rows)
+        (done,) = b.ended()
+        assert done.ok
+        assert b.file(1).read_bytes() == whole
+
+
+@pytest.mark.usefixtures("small_ranges")
+def test_a_range_that_is_damaged_on_its_way_is_read_again(tmp_path: Path) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        path = a.share(1)
+        get, bad = objects.get, {0, LAYOUT.offset(ROWS, 2, 0)}
+
+        def once(path: str, start: int, length: int) -> bytes:
+            data = get(path, start, length)
+            if start not in bad:
+                return data
+            bad.remove(start)
+            return flipped(data, len(data) // 2)
+
+        objects.get = once  # type: ignore[method-assign]
+        b.fetch(1)
+        (done,) = b.ended()
+        assert done.ok
+        assert not bad
+        assert b.file(1).read_bytes() == objects.objects[path]
+        assert b.shared.stats().failures == {}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+    """Let the disk store another byte than the one that is written at `start`."""
+    pwrite = os.pwrite
+
+    def wrong(fd: int, data: bytes, at: int) -> int:
+        return pwrite(fd, flipped(data, start - at) if at <= start < at + len(data) else data, at)
+
+    monkeypatch.setattr(os, "pwrite", wrong)
+
+
+@pytest.mark.usefixtures("small_ranges")
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_bad_disk_removes_nothing_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        path = a.share(1)
+        with monkeypatch.context() as bad:
+            spoil(bad, LAYOUT.offset(ROWS, layer, 1))
+            b.fetch(1)
+            (done,) = b.ended()
+        assert (done.ok, done.why) == (False, "damage")
+        assert b.shared.rest(20)
+        assert path in objects.objects
+        assert b.leftovers() == []
+        assert not b.file(1).exists()
+        assert b.shared.stats().failures == {}, "the store has done no wrong"
+        b.fetch(1)
+        (done,) = b.ended()
+        assert done.ok
+
+
 @pytest.mark.usefixtures("small_ranges")
 def test_damage_is_named_although_the_fetch_ends_for_its_sake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = Memory()
     with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
         path = a.share(1)
-        data = bytearray(objects.objects[path])
-        data[LAYOUT.offset(ROWS, 0, 1)] ^= 1
-        objects.objects[path] = bytes(data)
+        spoil(monkeypatch, LAYOUT.offset(ROWS, 0, 1))
         objects.gated = LAYOUT.offset(ROWS, 2, 0)
         objects.gate.clear()
         unlink = os.unlink
@@ -235,7 +317,7 @@ def test_damage_is_named_although_the_fetch_ends_for_its_sake(tmp_path: Path, mo
         b.fetch(1)
         (done,) = b.ended()
         assert (done.ok, done.why) == (False, "damage")
-        assert path not in objects.objects
+        assert path in objects.objects
 
 
 @pytest.mark.usefixtures("small_ranges")
@@ -324,3 +406,152 @@ def test_a_lookup_that_takes_too_long_ends_with_what_it_has(tmp_path: Path, monk
         wait_for(lambda: answers)
         assert answers == [[]]
         assert a.shared.stats().failures == {"timeout": 1}
+
+
+def test_the_store_is_opened_before_a_request_waits_for_it(tmp_path: Path) -> None:
+    opened = threading.Event()
+
+    class Slow(Memory):
+        def list(self, prefix: str) -> Iterator[list[Listed]]:
+            yield from super().list(prefix)
+            opened.set()
+
+    with Sharing(tmp_path / "a", Slow()):
+        assert opened.wait(20)
+
+
+def test_a_store_that_cannot_be_opened_at_the_start_is_no_failure_yet(tmp_path: Path) -> None:
+    tried = threading.Event()
+
+    class Broken(Memory):
+        def list(self, prefix: str) -> Iterator[list[Listed]]:
+            tried.set()
+            raise ConnectionResetError("no")
+
+    with Sharing(tmp_path / "a", Broken()) as a:
+        assert tried.wait(20)
+        assert a.shared.stats().failures == {}
+        assert not a.shared.stats().rests
+
+
+def failing_deletes(objects: Memory, times: int) -> None:
+    """Let so many removals fail."""
+    delete, left = objects.delete, [None] * times
+
+    def failing(path: str) -> None:
+        if left:
+            left.pop()
+            raise ConnectionResetError("no")
+        delete(path)
+
+    objects.delete = failing  # type: ignore[method-assign]
+
+
+def test_a_removal_that_failed_removes_nothing_that_is_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_FAILURES", 1000)
+    monkeypatch.setattr(extent_publisher, "RETRY_S", 0.3)
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        path = a.share(1)
+        kid = a.shared.paths.kid(f"{1:040x}", Published(extent_name(1), 0, ROWS))
+        failing_deletes(objects, 2 * extent_publisher.MAX_TRIES)
+        a.shared.delete(extent_name(1))
+        assert a.shared.rest(20)
+        assert {path, kid} <= set(objects.objects), "it cannot be removed"
+        objects.written.clear()
+        a.shared.publish(Published(extent_name(1), 0, ROWS), f"{1:040x}")
+        assert a.shared.rest(20)
+        assert objects.written == [path, kid], "the old ones went before"
+        time.sleep(0.5)  # nothing is tried again now
+        assert a.shared.rest(20)
+        assert {path, kid} <= set(objects.objects)
+
+
+def test_removals_that_failed_go_before_what_waits_to_be_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where both are due when the store answers again."""
+    monkeypatch.setattr(remote, "MAX_FAILURES", 2 * extent_publisher.MAX_TRIES)
+    monkeypatch.setattr(remote, "REST_S", 0.5)
+    monkeypatch.setattr(extent_publisher, "RETRY_S", 0.1)
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        path = a.share(1)
+        failing_deletes(objects, 2 * extent_publisher.MAX_TRIES)
+        a.shared.delete(extent_name(1))
+        wait_for(lambda: a.shared.stats().rests)
+        a.shared.publish(Published(extent_name(1), 0, ROWS), f"{1:040x}")
+        wait_for(lambda: not a.shared.stats().rests and a.shared.stats().queue == 0)
+        assert a.shared.rest(20)
+        assert path in objects.objects
+
+
+def test_a_damaged_object_that_cannot_be_removed_is_left_to_the_next_that_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_FAILURES", 1000)
+    monkeypatch.setattr(extent_publisher, "RETRY_S", 0.1)
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        path = a.share(1)
+        good = objects.objects[path]
+        objects.objects[path] = flipped(good, 5000)
+        failing_deletes(objects, extent_publisher.MAX_TRIES)
+        b.fetch(1)
+        assert [done.why for done in b.ended()] == ["damage"]
+        assert b.shared.rest(20)
+        objects.objects[path] = good  # by another engine
+        time.sleep(0.3)
+        assert b.shared.rest(20)
+        assert objects.objects[path] == good
+
+
+def test_however_long_a_count_of_all_objects_takes_extents_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "LIST_S", 0.8)
+
+    class Many(Memory):
+        """Lists some objects at a time, and takes its time for each."""
+
+        def list(self, prefix: str) -> Iterator[list[Listed]]:
+            for _ in range(5 if prefix.endswith("extents") else 0):
+                time.sleep(0.2)
+                yield []
+            yield from super().list(prefix)
+
+    objects = Many()
+    with Sharing(tmp_path / "a", objects) as a:
+        path = a.share(1)
+        assert path in objects.objects
+        assert a.shared.stats().failures == {}
+
+
+def test_threads_are_kept_for_what_comes_next() -> None:
+    kept = KeptThreads("kept")
+    names: list[int] = []
+    gate = threading.Event()
+
+    def work() -> None:
+        names.append(threading.get_ident())
+        gate.wait(20)
+
+    gate.set()
+    for number in range(5):
+        kept.run(work)
+        wait_for(lambda: len(names) > number)  # noqa: B023
+        wait_for(lambda: kept._idle)
+    assert len(set(names)) == 1
+    gate.clear()
+    for _ in range(KEPT + 2):
+        kept.run(work)
+    wait_for(lambda: len(names) == 5 + KEPT + 2)
+    gate.set()
+    wait_for(lambda: len(kept._idle) == KEPT)
+    kept.close()
+    wait_for(lambda: not any(thread.name == "kept" for thread in threading.enumerate()))
+    kept.run(work)
+    wait_for(lambda: not any(thread.name == "kept" for thread in threading.enumerate()))
+    assert len(names) == 5 + KEPT + 3

@@ -5,10 +5,12 @@ The engine's thread calls everything here. What was looked up enters the plan as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from afterglow.engine.inbox import Inbox
+from afterglow.errors import StoreError
 from afterglow.plan.options import MERGED_ROWS, Capacity
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import Match, extent_id
@@ -18,6 +20,8 @@ from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentId, JobSpec, Load, Move, MoveDone, Store, TransferDone
 from afterglow.store.kvstore import KVStore
 from afterglow.store.shared.finder import Prompt, SharedExtent
+
+log = logging.getLogger("afterglow.engine")
 
 MIN_ROWS = 64  # that a lookup may bring: fewer are computed sooner
 MAX_FORKS = 8  # of small extents that are looked at for a merged one
@@ -78,8 +82,12 @@ class Sharing:
         follows = self._waiting.pop(spec.job, None)
         if follows is None:  # cancelled meanwhile
             return
-        if path:
-            self._take_over(spec, path)
+        try:
+            if path:
+                self._take_over(spec, path)
+        except Exception as error:  # a miss: what else there is to do goes on
+            log.exception("what was found in the shared store could not be taken over")
+            self.shared.failed(StoreError(f"taking over: {error}"))
         follows()
 
     def _take_over(self, spec: JobSpec, path: Sequence[SharedExtent]) -> None:

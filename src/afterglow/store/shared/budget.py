@@ -7,6 +7,7 @@ sixteenth of the budget, so that n engines are over it by n sixteenths at most. 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ from afterglow.store.shared.objects import Listed, Objects
 from afterglow.store.shared.paths import Paths, extent_of, published_at
 from afterglow.store.shared.remote import Remote
 
-LIST_S: Final = 60.0  # for a listing of all objects
+LIST_S: Final = 60.0  # for some objects of a listing, a thousand at most
 DELETE_S: Final = 10.0
 PARTS: Final = 16  # of the budget may be written before all is counted again
 LOW: Final = 0.9  # of the budget is left when something has to go
@@ -58,7 +59,7 @@ class Budget:
 
     def _sweep(self, size: int) -> None:
         """Count all objects; remove those that have expired or that nothing leads to, and the least recently used."""
-        found = self._remote.call("counting extents", self._look, LIST_S)
+        found = self._look()
         now = time.time()
         self.used, self._written = sum(each.size for each in found.objects.values()), 0
         for name in [*found.kids]:
@@ -75,14 +76,20 @@ class Budget:
                     break
                 self._remove(name, found)
 
-    def _look(self, objects: Objects) -> _Found:
-        extents = {extent_of(each.path): each for some in objects.list(self._paths.extents) for each in some}
+    def _look(self) -> _Found:
+        extents = {extent_of(each.path): each for each in self._list(self._paths.extents)}
         kids: dict[ExtentId, list[Listed]] = {}
-        for some in objects.list(self._paths.kids):
-            for each in some:
-                if (published := published_at(each.path)) is not None:
-                    kids.setdefault(published.id, []).append(each)
+        for each in self._list(self._paths.kids):
+            if (published := published_at(each.path)) is not None:
+                kids.setdefault(published.id, []).append(each)
         return _Found(extents, kids)
+
+    def _list(self, folder: str) -> Iterator[Listed]:
+        """Yield all objects below a folder; each step has its own deadline, however many there are."""
+        call = partial(self._remote.call, "counting extents", seconds=LIST_S)
+        steps = call(lambda objects: objects.list(folder))
+        while (some := call(lambda _: next(steps, None))) is not None:
+            yield from some
 
     def _remove(self, name: ExtentId, found: _Found) -> None:
         """Remove what lists an extent, then the extent: nothing leads to an extent that is gone."""

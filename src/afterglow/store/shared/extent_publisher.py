@@ -43,6 +43,7 @@ class Publication(NamedTuple):
 
 class _Removal(NamedTuple):
     path: str
+    again: bool  # later, if it fails
 
 
 class _Use(NamedTuple):
@@ -61,7 +62,7 @@ class ExtentPublisher:
         self._jobs: deque[Publication | _Removal | _Use] = deque()
         self._extents = 0  # of the jobs, those that publish
         self._tries = 0  # of the first job
-        self._removals: list[_Removal] = []  # that failed
+        self._removals: list[_Removal] = []  # that failed, to be tried again
         self._retry_at = 0.0
         self._kids: OrderedDict[ExtentId, str] = OrderedDict()  # what lists extents that were published or used last
         self._busy = False
@@ -92,14 +93,26 @@ class ExtentPublisher:
             kid = self._kids.pop(extent, None)
         self._counters.count(deleted=1)
         if kid is not None:
-            self.remove(kid)
-        self.remove(self._paths.extent(extent))
+            self._remove(kid, again=True)
+        self._remove(self._paths.extent(extent), again=True)
 
-    def remove(self, path: str) -> None:
-        """Queue the removal of an object: one that is damaged, or lists what is gone."""
+    def damaged(self, extent: ExtentId) -> None:
+        """Queue the removal of a damaged object. One that cannot be removed now is found again, by the next that reads it; later there might be
+        a good one.
+        """
+        self._remove(self._paths.extent(extent), again=False)
+
+    def missing(self, extent: ExtentId) -> None:
+        """Queue the removal of what lists an extent that is not there."""
+        with self._changed:
+            kid = self._kids.pop(extent, None)
+        if kid is not None:
+            self._remove(kid, again=False)
+
+    def _remove(self, path: str, again: bool) -> None:
         with self._changed:
             if len(self._jobs) < MAX_REMOVALS:
-                self._add(_Removal(path))
+                self._add(_Removal(path, again))
 
     def used(self, extent: ExtentId, kid: str, modified: float) -> None:
         """Note that an extent was used. `kid`: the path of what lists it, last written at `modified`."""
@@ -172,8 +185,9 @@ class ExtentPublisher:
         """Wait for a job, and while the store is left alone; tell whether there is one. The lock is held."""
         while not self._closed:
             if self._removals and time.monotonic() >= self._retry_at:
-                self._jobs.extend(self._removals)
+                self._jobs.extendleft(reversed(self._removals))  # before what waits to be published once more
                 self._removals.clear()
+                self._tries = 0
             if self._jobs and not self._remote.rests:
                 return True
             self._changed.wait(1.0 if self._jobs or self._removals else None)
@@ -183,7 +197,7 @@ class ExtentPublisher:
         if isinstance(job, Publication):
             self._publish(job)
         elif isinstance(job, _Removal):
-            self._remote.call("deleting an extent", lambda objects: objects.delete(job.path), PUT_S)
+            self._delete(job)
         else:
             self._put(job.path, b"", replace=True)
 
@@ -199,13 +213,16 @@ class ExtentPublisher:
                 self._extents += isinstance(job, Publication)
                 return
             self._tries = 0
-            if isinstance(job, _Removal):
+            if isinstance(job, _Removal) and job.again and len(self._removals) < MAX_REMOVALS:
                 self._removals.append(job)
                 self._retry_at = time.monotonic() + RETRY_S
         self._counters.count(unpublished=isinstance(job, Publication))
 
     def _publish(self, what: Publication) -> None:
-        path = self._paths.extent(what.published.id)
+        path, kid = self._paths.extent(what.published.id), self._paths.kid(what.key, what.published)
+        for late in [each for each in self._removals if each.path in (path, kid)]:
+            self._delete(late)  # not after it has been published again
+            self._removals.remove(late)
         try:
             data = what.file.read_bytes()
         except OSError:  # it has left the disk again
@@ -219,7 +236,10 @@ class ExtentPublisher:
             self._counters.count(published=1, published_bytes=len(data))
         else:
             self._counters.count(published_before=1)
-        self._put(self._paths.kid(what.key, what.published), b"")
+        self._put(kid, b"")
+
+    def _delete(self, what: _Removal) -> None:
+        self._remote.call("deleting an extent", lambda objects: objects.delete(what.path), PUT_S)
 
     def _put(self, path: str, data: bytes, replace: bool = False) -> bool:
         seconds = PUT_S + len(data) / PUT_RATE

@@ -10,7 +10,7 @@ import contextlib
 import os
 from functools import partial
 
-from afterglow.errors import DamageError, StoreError
+from afterglow.errors import StoreError
 from afterglow.plan.step import DEMAND, ExtentRecord, Load
 from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.moving.move_work import LoadWork
@@ -102,13 +102,13 @@ class FarLoad:
         self._loads.stored.add(self._loads.stored.sized(self._record), self._task.advance)
 
     def _blame(self, task: Task, error: StoreError | OSError) -> StoreError:
-        """Find the error that a load has ended with: the fetch's own, if that has failed meanwhile."""
+        """Find the error that a load has ended with: the fetch's own, if that has failed meanwhile. What came was right: damage is
+        the disk's.
+        """
         if self._end is not None:
             task.bytes, task.seconds = self._end.size, self._end.seconds
             if self._end.error is not None:
                 return self._end.error
-        if isinstance(error, DamageError):
-            self._loads.shared.damaged(self._record.id, error)
         if isinstance(error, StoreError):
             return error
         failed = StoreError(f"taking over extent {self._record.id[:16]}: {error.strerror}")

@@ -1,8 +1,8 @@
 """Fetches extents of the shared tier to files in the disk tier's folder, range by range, in threads of its own.
 
 All extents that a request waits for come side by side: the next range is one of the extent of which the least was asked for, so that
-their first layers are there before the last layers of any. An extent that comes alone has all threads. The head of each is verified with its first range. Its rows are verified when they
-are loaded, as any extent's.
+their first layers are there before the last layers of any. An extent that comes alone has all threads. Each range is verified as it comes, the head
+with the first one; so what is damaged later is the fault of this machine's disk, and the object stays.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from afterglow.errors import DamageError, SlowError, StoreError
 from afterglow.plan.step import ExtentId
 from afterglow.store.extents.disk_tier import DiskTier
-from afterglow.store.extents.head import decode_head
+from afterglow.store.extents.head import Head, crc32c, decode_head
 from afterglow.store.extents.layout import KEYS, KVLayout
 from afterglow.store.shared.objects import Objects
 from afterglow.store.shared.paths import Paths
@@ -67,6 +69,7 @@ class _FetchProgress:
         self.seconds = 0.0
         self.flying = 0  # ranges
         self.error: StoreError | None = None
+        self.head: Head | None = None  # with the first range
         self._beyond: dict[int, int] = {}  # stretches that came before what lies before them: ends by starts
 
     def came(self, start: int, length: int) -> bool:
@@ -169,10 +172,10 @@ class Fetcher:
                 raise SlowError(f"given up after {coming.at} bytes in {coming.seconds:.3f} s")
             if self._closed:
                 raise StoreError("the store is closed")
-            read = partial(_read, self._paths.extent(what.extent), start, length)
-            data = self._remote.call("fetching", read, READ_S)
-            if len(data) != length:
-                raise DamageError(f"extent {what.extent[:16]}: its object ends early")
+            try:
+                data = self._read(coming, start, length)
+            except DamageError:  # by the object, or on the way
+                data = self._read(coming, start, length)
             self._write(what, data, start)
         except StoreError as error:
             return error
@@ -184,12 +187,35 @@ class Fetcher:
             return failed
         return None
 
+    def _read(self, coming: _FetchProgress, start: int, length: int) -> bytes:
+        """Read a range, and verify it.
+
+        Raises:
+            DamageError: it is not what was published.
+            StoreError: the store fails.
+        """
+        layout, what = self._layout, coming.what
+        read = partial(_get, self._paths.extent(what.extent), start, length)
+        data = self._remote.call("fetching", read, READ_S)
+        if len(data) != length:
+            raise DamageError(f"extent {what.extent[:16]}: its object ends early")
+        skipped = 0
+        if start == 0:
+            skipped = layout.head_bytes(what.rows)
+            coming.head = decode_head(data[:skipped], layout, self._disk.digest, extent=what.extent, rows=what.rows)
+        assert coming.head is not None, "the first range comes before all others"
+        first = (start + skipped - layout.head_bytes(what.rows)) // layout.chunk_bytes
+        chunks = np.frombuffer(data, np.uint8, offset=skipped).reshape(-1, layout.chunk_bytes)
+        wanted = coming.head.crcs.ravel()[first : first + len(chunks)]
+        for number, (chunk, crc) in enumerate(zip(chunks, wanted, strict=True), first):
+            if crc32c(chunk) != crc:
+                raise DamageError(f"extent {what.extent[:16]}: chunk {number}")
+        return data
+
     def _write(self, what: Fetch, data: bytes, start: int) -> None:
         """Write a range to the file, which the first range makes."""
         layout, rows = self._layout, what.rows
         if start == 0:
-            head = data[: layout.head_bytes(rows)]
-            decode_head(head, layout, self._disk.digest, extent=what.extent, rows=rows)
             fd, _ = self._disk.folder.create(what.extent, what.file, direct=False)
         else:
             fd = os.open(what.file, os.O_WRONLY)
@@ -208,19 +234,20 @@ class Fetcher:
         coming.what.ended(FetchEnd(error, coming.at, coming.seconds))
 
 
-def _read(path: str, start: int, length: int, objects: Objects) -> bytes:
+def _get(path: str, start: int, length: int, objects: Objects) -> bytes:
     return objects.get(path, start, length)
 
 
 def _length(layout: KVLayout, rows: int, at: int) -> int:
-    """Choose the bytes of the next read: up to the end of a layer, if none is very large."""
+    """Choose the bytes of the next read: up to the end of a layer, or, if that is very large, of a chunk. The first one has the head too."""
     for layer in range(1, layout.layers):
         end = layout.offset(rows, layer, KEYS)
         if end >= at + RANGE_BYTES:
             break
     else:
         end = layout.file_bytes(rows)
-    return max(min(end - at, MAX_RANGE_BYTES), layout.head_bytes(rows) if at == 0 else 0)
+    chunks = max(1, MAX_RANGE_BYTES // layout.chunk_bytes)
+    return min(end, max(at, layout.head_bytes(rows)) + chunks * layout.chunk_bytes) - at
 
 
 def _layers(layout: KVLayout, rows: int, at: int) -> int:

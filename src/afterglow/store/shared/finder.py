@@ -53,6 +53,10 @@ class Finder:
         self._layout = layout
         self._digest = digest
 
+    def find_nothing(self, objects: Objects) -> None:
+        """List what nothing is listed under: after it the store's client has all that a lookup takes."""
+        _some(objects, self._paths.under("0" * 40))
+
     def find(self, prompt: Prompt, seconds: float, found: Callable[[SharedExtent], object]) -> None:
         """Tell `found` of the published extents of a prompt, in order, for at most so many seconds.
 

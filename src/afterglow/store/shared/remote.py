@@ -1,7 +1,7 @@
 """Calls of an object store that end: each by its deadline, and none while the store is known not to answer.
 
 A call of a store over a network, or of a network's file system, may hang for as long as it likes, and cannot be ended. So
-each has a thread of its own, which is left behind when the call is late. After some failures in a row the store is left alone for a while.
+each has a thread for itself, which is left behind when the call is late. After some failures in a row the store is left alone for a while.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 from afterglow.errors import RefusedError, StoreError
+from afterglow.store.shared.kept_threads import KeptThreads
 from afterglow.store.shared.objects import Objects
 
 T = TypeVar("T")
@@ -37,6 +39,7 @@ class Remote:
         self._open = open_objects
         self._clock = clock
         self._lock = threading.Lock()
+        self._threads = KeptThreads("afterglow-shared-call")
         self._objects: Objects | None = None
         self._failures = 0
         self._rests_until = 0.0
@@ -58,6 +61,11 @@ class Remote:
         """Refuse all further calls."""
         with self._lock:
             self._closed = True
+        self._threads.close()
+
+    def warm(self, work: Callable[[Objects], object]) -> None:
+        """Open the store and do `work` before a request waits for it. What goes wrong is not told: the next call finds it too."""
+        self._threads.run(partial(self._run, work, _Answer()))
 
     def call(self, what: str, work: Callable[[Objects], T], seconds: float) -> T:
         """Return what `work` returns, if it does within `seconds`. `what` names the call in errors.
@@ -68,7 +76,7 @@ class Remote:
         if self.rests:
             raise RefusedError(f"{what}: the shared store is left alone, since it has failed")
         answer: _Answer[T] = _Answer()
-        threading.Thread(target=self._run, args=(work, answer), name="afterglow-shared-call", daemon=True).start()
+        self._threads.run(partial(self._run, work, answer))
         if not answer.there.wait(max(0.0, seconds)):
             with self._lock:
                 if not answer.there.is_set():

@@ -18,6 +18,7 @@ from afterglow.store.shared.counters import SharedCounters, SharedStats
 from afterglow.store.shared.extent_publisher import ExtentPublisher, Publication
 from afterglow.store.shared.fetcher import Fetch, FetchEnd, Fetcher
 from afterglow.store.shared.finder import Finder, Prompt, SharedExtent
+from afterglow.store.shared.kept_threads import KeptThreads
 from afterglow.store.shared.objects import Objects
 from afterglow.store.shared.paths import Paths
 from afterglow.store.shared.records import Records
@@ -50,7 +51,8 @@ class SharedStore:
         self._disk = disk
         self._lock = threading.Lock()
         self._lookups = 0
-        self._listed: dict[ExtentId, str] = {}  # what lists extents that were found and are not fetched yet
+        self._threads = KeptThreads("afterglow-lookup")
+        self._remote.warm(self._finder.find_nothing)
 
     def look_up(self, prompt: Prompt, found: Found) -> None:
         """Look for the extents of a prompt. `found` is called once, in any case, at most a little later than `LOOKUP_S` from now:
@@ -63,7 +65,7 @@ class SharedStore:
             self._counters.count(lookups_skipped=1)
             found(())
             return
-        threading.Thread(target=self._look_up, args=(prompt, found), name="afterglow-lookup", daemon=True).start()
+        self._threads.run(partial(self._look_up, prompt, found))
 
     def _look_up(self, prompt: Prompt, found: Found) -> None:
         path: list[SharedExtent] = []
@@ -85,7 +87,6 @@ class SharedStore:
     def expect(self, taken: Sequence[SharedExtent]) -> None:
         """Note that these extents were taken over: they count as used, and may be fetched."""
         for each in taken:
-            self._listed[each.published.id] = each.listed.path
             self._publisher.used(each.published.id, each.listed.path, each.listed.modified)
 
     def fetch(self, what: Fetch) -> None:
@@ -94,25 +95,21 @@ class SharedStore:
 
     def _fetched(self, what: Fetch, end: FetchEnd) -> None:
         extent, error = what.extent, end.error
-        listed = self._listed.pop(extent, None)
         if error is None:
             self._counters.count(fetches=1, fetch_bytes=end.size, fetch_seconds=end.seconds)
         elif isinstance(error, DamageError):
-            self.damaged(extent, error)
+            log.warning("removed from the shared store: %s", error)
+            self._counters.failed(error)
+            self._publisher.damaged(extent)
         elif not isinstance(error, SlowError):
             log.warning("fetching from the shared store: %s", error)
-            if self._counters.failed(error) == "missing" and listed is not None:
-                self._publisher.remove(listed)
-                listed = None
-        if error is not None and listed is not None:
-            self._listed[extent] = listed  # it may be tried again
+            if self._counters.failed(error) == "missing":
+                self._publisher.missing(extent)
         what.ended(end)
 
-    def damaged(self, extent: ExtentId, error: DamageError) -> None:
-        """Count a damaged extent, and remove it, so that one that computes its rows publishes them again."""
-        log.warning("removed from the shared store: %s", error)
+    def failed(self, error: StoreError) -> None:
+        """Count a failure of one that uses what was found here."""
         self._counters.failed(error)
-        self._publisher.remove(self.paths.extent(extent))
 
     def publish(self, published: Published, key: str) -> None:
         """Publish an extent whose file is on disk, when there is time; it is found under `key`."""
@@ -133,6 +130,7 @@ class SharedStore:
         """End the threads; waits a little for what is still to be published."""
         self._publisher.close(CLOSE_S)
         self._fetcher.close()
+        self._threads.close()
         self._remote.close()
 
     def stats(self) -> SharedStats:

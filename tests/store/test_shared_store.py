@@ -542,14 +542,14 @@ def test_threads_are_kept_for_what_comes_next() -> None:
     for number in range(5):
         kept.run(work)
         wait_for(lambda: len(names) > number)  # noqa: B023
-        wait_for(lambda: kept._idle)
+        wait_for(lambda: kept.idle)
     assert len(set(names)) == 1
     gate.clear()
     for _ in range(KEPT + 2):
         kept.run(work)
     wait_for(lambda: len(names) == 5 + KEPT + 2)
     gate.set()
-    wait_for(lambda: len(kept._idle) == KEPT)
+    wait_for(lambda: kept.idle == KEPT)
     kept.close()
     wait_for(lambda: not any(thread.name == "kept" for thread in threading.enumerate()))
     kept.run(work)

@@ -19,6 +19,12 @@ class KeptThreads:
         self._idle: list[SimpleQueue[Callable[[], object] | None]] = []
         self._closed = False
 
+    @property
+    def idle(self) -> int:
+        """Count the threads that wait for something to do."""
+        with self._lock:
+            return len(self._idle)
+
     def run(self, work: Callable[[], object]) -> None:
         """Have a thread do `work`, which raises nothing. Returns at once."""
         with self._lock:

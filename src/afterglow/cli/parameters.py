@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -68,6 +68,9 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
             known: dict[Any, Any] = {typer.Context: context, Given: given}
             try:
                 built = {name: _build(kind, values) for name, (kind, _) in configs.items()}
+                if isinstance(context.obj, _Unrun):
+                    context.obj.parsed = Parsed(built, given)
+                    return
                 code = run(**built, **{name: known[hint] for name, hint in hints.items() if hint in known})
             except UserError as error:
                 error.args = (given.named(str(error)),)
@@ -83,6 +86,33 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
         return run
 
     return register
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A command that was read and not run: its dataclasses by the names of its function's parameters, and what was given."""
+
+    configs: Mapping[str, Any]
+    given: Given
+
+
+@dataclass
+class _Unrun:
+    """Asks a command to leave what it has read here, and not to run."""
+
+    parsed: Parsed | None = None
+
+
+def parse(app: typer.Typer, args: Sequence[str]) -> Parsed:
+    """Read a command and its options, as well as variables and `--config`, without running it. Raises: UserError."""
+    asked = _Unrun()
+    try:
+        app([*args], prog_name="afterglow", standalone_mode=False, obj=asked)
+    except typer.TyperException as error:
+        raise ConfigError(usage_line(error)) from None
+    if asked.parsed is None:
+        raise ConfigError(f"{' '.join(args)!r} only shows something, and has no settings")
+    return asked.parsed
 
 
 def _config(hint: Any) -> tuple[Any, tuple[str, ...] | None]:

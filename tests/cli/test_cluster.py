@@ -123,8 +123,10 @@ class Running:
         self.replicas = dict(re.search(r"(http://\S+), process (\d+)", line).groups() for line in lines[:2])  # type: ignore[union-attr]
         assert lines[2].startswith(f"router: {self.url}/v1"), lines
 
-    def ask(self, session: str, text: str) -> httpx.Response:
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    def ask(self, session: str, *texts: str) -> httpx.Response:
+        """Send a conversation of these texts, of the user and the assistant by turns."""
+        messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+        body = {"messages": messages, "max_tokens": 4, "temperature": 0}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers={"X-Session-ID": session}, timeout=60)
 
     def served(self) -> dict[str, int]:
@@ -151,12 +153,23 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
+    yield from cluster_of(tmp_path)
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Running]:
+    """A cluster whose servers share a store."""
+    pytest.importorskip("obstore")
+    yield from cluster_of(tmp_path, "--shared", (tmp_path / "shared").as_uri())
+
+
+def cluster_of(tmp_path: Path, *options: str) -> Iterator[Running]:
     if shutil.which("vllm-router") is None and not Path(sys.executable).with_name("vllm-router").exists():
         pytest.skip("vllm-router is not installed")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "afterglow.cli", "cluster", "afterglow-small", *SMALL, "--port", str(port)]
-    command += ["--cache-dir", str(tmp_path), "--log-level", "warning"]
+    command += ["--cache-dir", str(tmp_path), "--log-level", "warning", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield Running(process, port)
@@ -183,6 +196,27 @@ def test_a_conversation_stays_with_its_replica_and_outlives_it(running: Running)
     wait_for(lambda: _answers(home), 60)
     wait_for(lambda: running.replica_of(name) == home, 60)
     assert len(running.pids) == 3
+
+
+@pytest.mark.long
+def test_a_conversation_goes_on_at_another_replica_from_the_shared_store(sharing: Running) -> None:
+    story = "The boat is blue and the house is red. " * 20
+    home = sharing.replica_of("talk")
+    first = sharing.ask("talk", story).json()
+    turns = (story, first["choices"][0]["message"]["content"], "And then?")
+    second = sharing.ask("talk", *turns).json()
+
+    def count(name: str) -> float:
+        found = re.findall(rf"^afterglow:shared_{name}\{{.*\}} (\S+)", httpx.get(f"{home}/metrics").text, re.M)
+        return sum(map(float, found))
+
+    wait_for(lambda: count("published_total") >= 2 and count("queue") == 0, 30)
+    os.kill(int(sharing.replicas[home]), signal.SIGKILL)
+    moved = sharing.ask("talk", *turns).json()
+    assert moved["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
+    usage = moved["usage"]
+    assert usage["cached_tokens_details"]["shared"] >= first["usage"]["prompt_tokens"] // 64 * 64
+    assert usage["prompt_tokens"] == second["usage"]["prompt_tokens"]
 
 
 @pytest.mark.long

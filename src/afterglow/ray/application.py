@@ -11,7 +11,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from afterglow.errors import UserError
 from afterglow.ray.deploy_options import read_arguments
-from afterglow.ray.replica import Replica
+from afterglow.ray.replica import ServeReplica
 
 DEPLOYMENT = "afterglow"
 LAST_WRITES_S = 15.0  # after running requests have ended
@@ -34,7 +34,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         )
         size = {"autoscaling_config": scaling}
     deployment = serve.deployment(
-        serve.ingress()(Replica),
+        serve.ingress()(ServeReplica),
         name=DEPLOYMENT,
         max_ongoing_requests=config.max_batch + config.max_queue,  # the engine has a queue itself
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},

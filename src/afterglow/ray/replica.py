@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-class Replica:
+class ServeReplica:
     """Loads a model when Ray starts it, and answers what Ray's proxies pass on. Ray calls the methods."""
 
     def __init__(self, model: str | None, server: ServerConfig, config: EngineConfig) -> None:

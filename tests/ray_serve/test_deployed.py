@@ -139,19 +139,20 @@ def test_requests_without_a_session_go_to_all(deployed: Deployed) -> None:
 
 
 def test_replies_stream_and_end_with_their_client(deployed: Deployed) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "stream": True, "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1000, "stream": True, "temperature": 0}
     named = {"X-Session-ID": "stream"}
-    with httpx.stream("POST", f"{deployed.url}/v1/chat/completions", json=body, headers=named, timeout=60) as reply:
+    with httpx.stream(
+        "POST", f"{deployed.url}/v1/chat/completions", json={**body, "ignore_eos": True}, headers=named, timeout=60
+    ) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
         assert '"role":"assistant"' in next(lines)
 
-    def running() -> int:
-        return httpx.get(f"{deployed.url}/v1/cache/stats", headers=named, timeout=60).json()["engine"]["engine"][
-            "finished"
-        ]["cancelled"]
+    def cancelled() -> int:
+        stats = httpx.get(f"{deployed.url}/v1/cache/stats", headers=named, timeout=60).json()
+        return int(stats["engine"]["engine"]["finished"]["cancelled"])
 
-    wait_for(lambda: running() == 1, 30)
+    wait_for(lambda: cancelled() == 1, 30)
     whole = httpx.post(f"{deployed.url}/v1/chat/completions", json={**body, "max_tokens": 8}, headers=named, timeout=60)
     chunks = [json.loads(line[6:]) for line in whole.text.splitlines() if line.startswith("data: {")]
     assert len(chunks) > 2

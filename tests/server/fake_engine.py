@@ -72,6 +72,7 @@ class FakeEngine:
         self.max_queue = max_queue
         self.grammars = Grammars(vocab_size, (eos,))
         self.config = EngineConfig(max_queue=max_queue, cache=cache or CacheConfig())
+        self.shared_ids = None
         self.gate = threading.Event()  # requests wait until it is set
         if not hold:
             self.gate.set()

@@ -16,6 +16,7 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
+from afterglow.store.shared import remote
 from afterglow.text import Tokenizer
 from tests.waiting import wait_for
 
@@ -126,3 +127,144 @@ def test_another_tenant_knows_no_id(two: list[Replica]) -> None:
     b.call("DELETE", f"/v1/responses/{first}", key="two", status=404)
     b.respond("And then?", first, key="two", status=400)
     assert b.respond("And then?", first)["status"]
+
+
+def looks(replicas: list[Replica]) -> None:
+    """Have each server look at what the others have told, as it does every two seconds."""
+    for each in replicas:
+        names = each.service.state.shared_names
+        assert names is not None
+        names.look()
+
+
+def chat(at: Replica, said: str, session: str | None = None, **more: Any) -> Any:
+    key = more.pop("key", "one")
+    body = {"messages": [{"role": "user", "content": said}], "temperature": 0, "max_tokens": 4, **more}
+    if session is not None:
+        body["session_id"] = session
+    reply = at.call("POST", "/v1/chat/completions", body, key)
+    at.published()
+    return reply["usage"]
+
+
+def sessions(at: Replica, key: str = "one") -> dict[str, Any]:
+    return {each["name"]: each for each in at.call("GET", "/v1/cache/sessions", key=key)["data"]}
+
+
+def test_a_named_conversation_is_listed_pinned_and_deleted_on_the_other_server(two: list[Replica]) -> None:
+    a, b = two
+    chat(a, f"1 {LONG}", "mine")
+    wait_for(lambda: "mine" in sessions(b))
+    assert "mine" not in sessions(b, "two")
+    listed = sessions(b)["mine"]
+    assert listed["tokens"] > 40
+    assert listed["cached_tokens"] == {"device": 0, "host": 0, "disk": 0}
+    assert not listed["pinned"]
+    b.call("POST", "/v1/cache/sessions/mine/pin")
+    b.call("POST", "/v1/cache/sessions/mine/pin", key="two", status=404)
+    looks(two)
+    assert sessions(a)["mine"]["pinned"]
+    assert sessions(b)["mine"]["pinned"]
+    chat(b, f"1 {LONG}", "mine")
+    looks(two)
+    pinned = b.engine.sessions(salt_of(b, "one"))
+    assert [each.name for each in pinned if each.pinned] == ["mine"], "it was pinned before it was here"
+    a.call("POST", "/v1/cache/sessions/mine/unpin")
+    looks(two)
+    assert not any(sessions(each)["mine"]["pinned"] for each in two)
+    b.call("DELETE", "/v1/cache/sessions/mine", key="two", status=404)
+    b.call("DELETE", "/v1/cache/sessions/mine")
+    assert "mine" not in sessions(b)
+    looks(two)
+    for each in two:
+        assert "mine" not in sessions(each)
+        each.call("DELETE", "/v1/cache/sessions/mine", status=404)
+    a.published()
+    b.published()
+    for each in two:
+        assert chat(each, f"1 {LONG}", "new")["prompt_tokens_details"]["cached_tokens"] < 10, "only its own first words"
+        each.call("DELETE", "/v1/cache/sessions/new")
+        each.published()
+        looks(two)
+
+
+def test_a_registered_prompt_begins_requests_on_the_other_server(two: list[Replica]) -> None:
+    a, b = two
+    without = chat(b, "Hello!")["prompt_tokens"]
+    prompt = a.call("PUT", "/v1/cache/prompts/default", {"text": f"You are a miller. {LONG}{LONG}"})
+    a.published()
+    looks(two)
+    (listed,) = b.call("GET", "/v1/cache/prompts")["data"]
+    assert (listed["name"], listed["tokens"]) == ("default", prompt["tokens"])
+    assert b.call("GET", "/v1/cache/prompts", key="two")["data"] == []
+    assert chat(b, "Hello!", key="two")["prompt_tokens"] == without
+    usage = chat(b, "Hello!")
+    assert usage["prompt_tokens"] == chat(a, "Hello!")["prompt_tokens"] > without
+    assert usage["cached_tokens_details"]["shared"] >= prompt["tokens"] - 5
+    b.call("PUT", "/v1/cache/prompts/default", {"text": "You are a sailor."})
+    looks(two)
+    assert chat(a, "Hello!")["prompt_tokens"] == chat(b, "Hello!")["prompt_tokens"] < usage["prompt_tokens"]
+    a.call("DELETE", "/v1/cache/prompts/default", key="two", status=404)
+    a.call("DELETE", "/v1/cache/prompts/default")
+    looks(two)
+    for each in two:
+        assert each.call("GET", "/v1/cache/prompts")["data"] == []
+        assert chat(each, "Hello!")["prompt_tokens"] == without
+        each.call("DELETE", "/v1/cache/prompts/default", status=404)
+
+
+def test_a_reset_clears_the_tenants_cache_on_all_servers(two: list[Replica]) -> None:
+    a, b = two
+    for each in two:
+        chat(each, f"2 {LONG}", "reset")
+        chat(each, f"2 {LONG}", "kept", key="two")
+    a.call("PUT", "/v1/cache/prompts/other", {"text": LONG})
+    a.call("POST", "/reset_prefix_cache")
+    looks(two)
+    for each in two:
+        each.published()
+        assert sessions(each) == {}
+        assert "kept" in sessions(each, "two")
+        assert each.call("GET", "/v1/cache/prompts")["data"] == []
+    assert chat(b, f"2 {LONG}")["prompt_tokens_details"]["cached_tokens"] == 0
+    assert chat(b, f"2 {LONG}", key="two")["prompt_tokens_details"]["cached_tokens"] > 20
+    b.call("POST", "/reset_prefix_cache", key="admin")
+    looks(two)
+    assert sessions(a, "two") == {}
+
+
+def salt_of(at: Replica, key: str) -> str:
+    caller = at.service.state.tenants.identify(f"Bearer {key}")
+    assert caller is not None
+    return at.service.state.tenants.salt(caller, None)
+
+
+def test_a_store_that_is_gone_costs_no_change(two: list[Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes hold on the server that was asked at once, on others when the store is there again."""
+    monkeypatch.setattr(remote, "REST_S", 1.0)
+    a, b = two
+    for each in two:
+        chat(each, LONG, "mine")
+    store = Path(str(a.engine.config.cache.shared).removeprefix("file://"))
+    store.rename(store.with_name("away"))
+    store.write_text("no folder")
+    a.call("POST", "/v1/cache/sessions/mine/pin")
+    a.call("PUT", "/v1/cache/prompts/default", {"text": "You are a miller."})
+    a.call("DELETE", "/v1/cache/prompts/default")
+    a.call("DELETE", "/v1/cache/sessions/mine")
+    a.call("DELETE", "/v1/cache/sessions/mine", status=404)
+    assert a.respond("Hello!")["store"]
+    assert "mine" not in sessions(a)
+    assert "mine" in sessions(b)
+    store.unlink()
+    store.with_name("away").rename(store)
+    wait_for(lambda: not shared_rests(a) and not shared_rests(b))
+    looks(two)
+    assert "mine" not in sessions(b)
+    assert b.call("GET", "/v1/cache/prompts")["data"] == []
+
+
+def shared_rests(at: Replica) -> bool:
+    stats = at.engine.stats().shared
+    assert stats is not None
+    return stats.rests

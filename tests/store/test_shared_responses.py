@@ -10,47 +10,13 @@ from typing import Any
 import pytest
 
 from afterglow.errors import StoreError
+from afterglow.store.database.conversations import TTL_S
 from afterglow.store.shared import remote
 from afterglow.store.shared.counters import SharedCounters
-from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
 from afterglow.store.shared.shared_responses import BATCH, CLEAN_S, SharedConversations
-
-
-class Bucket:
-    """Objects in a dict; `down`: every call fails."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.modified: dict[str, float] = {}
-        self.calls = 0
-        self.down = False
-
-    def _call(self) -> None:
-        self.calls += 1
-        if self.down:
-            raise ConnectionRefusedError("down")
-
-    def get(self, path: str, start: int, length: int) -> bytes:
-        self._call()
-        if path not in self.objects:
-            raise FileNotFoundError(path)
-        return self.objects[path][start : start + length]
-
-    def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
-        self._call()
-        self.objects[path] = data
-        self.modified[path] = time.time()
-        return True
-
-    def list(self, prefix: str) -> Iterator[list[Listed]]:
-        self._call()
-        yield [Listed(p, len(d), self.modified[p]) for p, d in self.objects.items() if p.startswith(f"{prefix}/")]
-
-    def delete(self, path: str) -> None:
-        self._call()
-        self.objects.pop(path, None)
+from tests.store.bucket import Bucket
 
 
 class Replica:
@@ -234,7 +200,7 @@ def test_what_has_expired_is_not_brought_back_and_leaves_the_store(tmp_path: Pat
     assert b.kept.chain("one", "t") is None
     assert bucket.objects
     now[0] += CLEAN_S
-    bucket.modified = dict.fromkeys(bucket.modified, time.time() - 101)
+    bucket.modified = dict.fromkeys(bucket.modified, time.time() - TTL_S - 1)
     b.kept.sweep()
     assert bucket.objects == {}
     for replica in (a, b):

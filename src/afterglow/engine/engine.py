@@ -17,6 +17,7 @@ from afterglow.engine.hardware import choose_device
 from afterglow.engine.inbox import OutputQueue
 from afterglow.engine.live_requests import Sink
 from afterglow.engine.loop import EngineLoop
+from afterglow.engine.make_shared_ids import shared_ids
 from afterglow.engine.registrar import PrefixRegistrar
 from afterglow.engine.requests import can_be_computed, check, completion_of, discarding, owner_of, salt_id, token_bytes
 from afterglow.engine.setup import EngineParts, Progress, build
@@ -55,6 +56,7 @@ class Engine:
         self._inbox = parts.inbox
         self._registrar = PrefixRegistrar(parts, self.loop.submit, self.loop.notes)
         self._closed = False
+        self.shared_ids = shared_ids(parts, self.loop, lambda owner, name: self._registrar.forget_of(owner, name))
 
     @classmethod
     def load(

@@ -72,9 +72,13 @@ class PrefixRegistrar:
 
     def forget(self, name: str, salt: str | None) -> bool:
         """Forget a prefix. Returns False if there is none of that name."""
+        return self.forget_of(owner_of(salt), name)
+
+    def forget_of(self, owner: str, name: str) -> bool:
+        """Forget a prefix by its owner (see `owner_of`). Returns False if there is none of that name."""
 
         def work() -> bool:
-            there = self._parts.scheduler.forget_prefix(owner_of(salt), name)
+            there = self._parts.scheduler.forget_prefix(owner, name)
             self._notes.remember()
             return there
 

@@ -11,6 +11,7 @@ from afterglow.store.database.conversations import Conversations
 
 if TYPE_CHECKING:
     from afterglow.engine.grammars.compiler import Grammars
+    from afterglow.engine.shared_ids import SharedIds
 
 
 class EngineLike(Protocol):
@@ -21,6 +22,7 @@ class EngineLike(Protocol):
     max_model_len: int
     vocab_size: int
     grammars: Grammars
+    shared_ids: SharedIds | None
 
     @property
     def healthy(self) -> bool: ...

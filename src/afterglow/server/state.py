@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from afterglow.library.sampling_defaults import SamplingDefaults
@@ -36,6 +36,7 @@ from afterglow.text.tool_calls.parts import ReplyParser
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
+    from afterglow.server.sharing.shared_names import SharedNames
 
 
 class State:
@@ -82,6 +83,16 @@ class State:
 
         self.next_turns = NextTurns(engine, tokenizer)
         self.kept_replies = KeptReplies(engine, tokenizer, self.next_turns if self.reasoning is not None else None)
+        self.shared_names = self._share_names()
+
+    def _share_names(self) -> SharedNames | None:
+        """Make what servers share of names; None, and nothing imported, where they share nothing."""
+        ids = self.engine.shared_ids
+        if ids is None:
+            return None
+        from afterglow.server.sharing.shared_names import SharedNames
+
+        return SharedNames(ids, self.engine, self.system_prompts, self.tokenizer)
 
     def splitter(self, use: ToolUse, chat: ChatPrompt | None) -> Splitter | None:
         """Make what finds the reasoning in one reply; None where there is none, or where the parser of calls finds it."""
@@ -105,9 +116,14 @@ class State:
         worker = self.embeddings.worker
         if worker is not None:
             worker.start()
+        if self.shared_names is not None:
+            loop = asyncio.get_running_loop()
+            self.shared_names.start(lambda: _soon(loop, self.next_turns.forget))
         sweeping = asyncio.create_task(self.kept_replies.sweep())
         yield
         sweeping.cancel()
+        if self.shared_names is not None:
+            self.shared_names.close()
         if worker is not None:
             await asyncio.to_thread(worker.close)
         self.bodies.close()
@@ -116,3 +132,9 @@ class State:
         await self.bridge.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    """Do something on an event loop, from any thread; nothing if the loop has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,7 +14,7 @@ from afterglow.errors import RequestError
 from afterglow.request import PrefixInfo, SessionInfo
 from afterglow.server.access.request_record import RequestRecord
 from afterglow.server.api.stored_responses import ask_database
-from afterglow.server.blocking import ENGINE, PROMPTS
+from afterglow.server.blocking import ENGINE, FILES, PROMPTS
 from afterglow.server.bodies.json_body import check_session
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import PromptBody
@@ -35,6 +36,8 @@ async def list_sessions(http: HttpRequest) -> Response:
     """List the caller's conversations in the cache."""
     state, _, salt = _context(http)
     found = await _sessions(state, salt)
+    if state.shared_names is not None:
+        found = await FILES(state.shared_names.sessions, salt, found)
     return json_response({"object": "list", "data": [_card(session) for session in found]})
 
 
@@ -44,8 +47,12 @@ async def delete_session(http: HttpRequest) -> Response:
     name = http.path_params["name"]
     _check_alive(state)
     state.next_turns.forget()
-    if not await ENGINE(state.engine.forget_session, salt, name):
+    found = await ENGINE(state.engine.forget_session, salt, name)
+    if not found:
         await _refuse_prompt(state, salt, name)
+    if state.shared_names is not None:
+        found = await FILES(state.shared_names.forget_session, salt, name, found)
+    if not found:
         raise _unknown(name)
     await ask_database(state.engine.conversations.replies.forget, [salt], name)
     return json_response({"object": "cache.session", "name": name, "deleted": True})
@@ -65,7 +72,10 @@ async def _pin(http: HttpRequest, pinned: bool) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    if not await ENGINE(state.engine.pin_session, salt, name, pinned):
+    found = await ENGINE(state.engine.pin_session, salt, name, pinned)
+    if state.shared_names is not None:
+        found = await FILES(state.shared_names.pin_session, salt, name, pinned, found)
+    if not found:
         raise _unknown(name)
     return json_response({"object": "cache.session", "name": name, "pinned": pinned})
 
@@ -75,6 +85,8 @@ async def list_prompts(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     _check_alive(state)
     found = await ENGINE(state.system_prompts.listing, salt)
+    if state.shared_names is not None:
+        found = await FILES(state.shared_names.prompts, salt, found)
     return json_response({"object": "list", "data": [_prompt_card(prompt) for prompt in found]})
 
 
@@ -87,6 +99,8 @@ async def put_prompt(http: HttpRequest) -> Response:
     _check_alive(state)
     state.tokenizer.check_length(body.text, state.reply_lengths.window, "text")
     found = await PROMPTS(state.system_prompts.register, salt, name, body.text)
+    if state.shared_names is not None:
+        await FILES(state.shared_names.registered, salt, name, body.text.strip(), found.tokens)
     return json_response({**_prompt_card(found), "prefilled_tokens": found.tokens - found.cached})
 
 
@@ -95,8 +109,12 @@ async def delete_prompt(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    if not await PROMPTS(state.system_prompts.forget, salt, name):
+    found = await PROMPTS(state.system_prompts.forget, salt, name)
+    if not found:
         await _refuse_prompt(state, salt, name)
+    if state.shared_names is not None:
+        found = await FILES(state.shared_names.forget_prompt, salt, name, found)
+    if not found:
         raise RequestError(f"there is no system prompt {name[:80]!r}", status=404, code="not_found")
     return json_response({"object": "cache.prompt", "name": name, "deleted": True})
 
@@ -147,17 +165,23 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
         state.tokenizer.replies.clear()
         state.system_prompts.reset()
         await ask_database(conversations.replies.forget)
+        if state.shared_names is not None:
+            await FILES(state.shared_names.reset)
         return json_response({"status": "ok", "cleared": "all"})
     if tenant:
         state.engine.reset_cache(tenant=tenant)
         state.tokenizer.replies.clear(lambda salt: salt.startswith(f"{tenant}/"))
         state.system_prompts.reset(tenant=tenant)
         await ask_database(conversations.replies.forget_tenant, tenant)
+        if state.shared_names is not None:
+            await FILES(partial(state.shared_names.reset, tenant=tenant))
     else:
         state.engine.reset_cache(salt)
         state.tokenizer.replies.clear(lambda other: other == salt)
         state.system_prompts.reset(salt)
         await ask_database(conversations.replies.forget, [salt])
+        if state.shared_names is not None:
+            await FILES(state.shared_names.reset, salt)
     return json_response({"status": "ok", "cleared": "own"})
 
 

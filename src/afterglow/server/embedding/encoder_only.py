@@ -13,6 +13,7 @@ from afterglow.request import PrefixInfo, Request, SessionInfo
 from afterglow.store.database.conversations import Conversations
 
 if TYPE_CHECKING:
+    from afterglow.engine.shared_ids import SharedIds
     from afterglow.memo.texts import TextEmbedder
 
 
@@ -27,6 +28,7 @@ class EncoderOnly:
         self.max_model_len = model.embedder.max_tokens
         self.vocab_size = model.embedder.model.spec.vocab
         self.grammars = Grammars(self.vocab_size, ())
+        self.shared_ids: SharedIds | None = None
         self.conversations = Conversations(None)
 
     def submit(self, request: Request, sink: Any) -> None:

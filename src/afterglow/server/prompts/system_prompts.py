@@ -120,9 +120,23 @@ class SystemPrompts:
     def reset(self, salt: str | None = None, *, tenant: str | None = None) -> None:
         """Put the prompts of a salt, of a tenant or of all tenants before no more requests; the engine forgets their
         rows."""
-        whose = everything_of(tenant) if tenant is not None else None if salt is None else owner_of(salt)
-        for owner in [owner for owner in self._own if covers(whose, owner)]:
-            del self._own[owner]
+        self.reset_of(everything_of(tenant) if tenant is not None else None if salt is None else owner_of(salt))
+
+    def reset_of(self, whose: str | None) -> None:
+        """Do as `reset`, for rows of the plan's (see `covers`)."""
+        for owner in [owner for owner in list(self._own) if covers(whose, owner)]:
+            self._own.pop(owner, None)
+
+    def know(self, owner: str, name: str, text: str) -> None:
+        """Take over a prompt that was registered on another server; its rows are found or computed with the first request."""
+        known = self._own.get(owner)
+        if name == DEFAULT and (known is None or known.text != text):
+            self._own[owner] = RegisteredPrompt(text, "", DEFAULT)
+
+    def drop(self, owner: str, name: str) -> None:
+        """Put a prompt that was unregistered on another server before no more requests."""
+        if name == DEFAULT:
+            self._own.pop(owner, None)
 
     def listing(self, salt: str) -> list[PrefixInfo]:
         """List the operator's prompt, and those of one tenant. Blocks."""

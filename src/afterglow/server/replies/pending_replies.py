@@ -164,6 +164,8 @@ class Replies(ABC):
             prefill=max(0.0, first - self._began - reply.waited),
             decode=now - first,
         )
+        if self.state.shared_names is not None:
+            self.state.shared_names.used(self.requests[index], self._prompt_of(index) + len(reply.tokens))
         if len(reply.tokens) > 1:
             self.record.per_token.append((now - first) / (len(reply.tokens) - 1))
         n = self.body.replies_per_prompt

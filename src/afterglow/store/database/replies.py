@@ -91,6 +91,14 @@ class StoredReplies:
 
         return self._file.run(work)
 
+    def salts(self) -> list[str]:
+        """List the salts under which there are replies.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        return self._file.run(lambda db: [salt for (salt,) in db.execute("SELECT DISTINCT salt FROM replies")])
+
     def forget(self, salts: Sequence[str] | None = None, session: str | None = None) -> None:
         """Forget the replies under these salts (None: all), of one conversation or of any.
 

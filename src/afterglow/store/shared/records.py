@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
@@ -24,6 +24,13 @@ CALL_S: Final = 2.0  # for a call, and
 RATE: Final = 1 << 20  # bytes/s that a store has at least to take
 LIST_S: Final = 60.0  # for a listing of all records of a kind
 MAX_BYTES: Final = 1 << 26  # of a record
+DAY_S: Final = 24 * 3600.0
+LIVES_S: Final = {
+    "responses": 30 * DAY_S,
+    "deleted": 30 * DAY_S,
+    "sessions": 30 * DAY_S,
+    "events": 7 * DAY_S,
+}  # by kind
 PARALLEL: Final = 8  # records read at a time
 
 
@@ -37,10 +44,17 @@ class Records:
 
     def get(self, kind: str, owner: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the records of these names that are there and sound, by name."""
-        paths = {self._path(kind, owner, name): name for name in names}
+        marks = {self.mark(owner, name): name for name in names}
+        return {marks[mark]: value for mark, value in self.load(kind, owner, marks).items()}
+
+    def load(self, kind: str, owner: str, marks: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the records that are listed as these marks, and are sound, by mark."""
+        paths = {f"{self._folder(kind, owner)}/{mark}": mark for mark in marks}
+        if not paths:
+            return {}
         raw = self._call("reading a record", partial(_get_all, [*paths]), CALL_S)
-        found = {name: self._decoded(raw[path], owner, path) for path, name in paths.items() if path in raw}
-        return {name: value for name, value in found.items() if value is not None}
+        found = {mark: self._decoded(raw[path], owner, path) for path, mark in paths.items() if path in raw}
+        return {mark: value for mark, value in found.items() if value is not None}
 
     def put(self, kind: str, owner: str, name: str, value: Mapping[str, Any]) -> None:
         """Write a record, in the place of one that is there."""
@@ -51,8 +65,11 @@ class Records:
 
     def delete(self, kind: str, owner: str, name: str) -> None:
         """Remove a record; one that is not there is no error."""
-        path = self._path(kind, owner, name)
-        self._call("removing a record", partial(_delete, path), CALL_S)
+        self.drop(kind, owner, self.mark(owner, name))
+
+    def drop(self, kind: str, owner: str, mark: str) -> None:
+        """Remove the record that is listed as this mark; one that is not there is no error."""
+        self._call("removing a record", partial(_delete, f"{self._folder(kind, owner)}/{mark}"), CALL_S)
 
     def marks(self, kind: str, owner: str) -> set[str]:
         """List the names of an owner's records, as `mark` writes them."""
@@ -60,8 +77,13 @@ class Records:
         found: set[str] = self._call("listing records", partial(_names, folder), CALL_S)
         return found
 
+    def clean(self) -> None:
+        """Remove the records that have expired."""
+        for kind, seconds in LIVES_S.items():
+            self.drop_older(kind, seconds)
+
     def drop_older(self, kind: str, seconds: float) -> None:
-        """Remove all records of a kind that were written so many seconds ago."""
+        """Remove all records of a kind, or of a folder of a kind, that were written so many seconds ago."""
         end = time.time() - seconds
         found = self._call("listing old records", partial(_older, f"{self._root}/{kind}", end), LIST_S)
         for path in found:
@@ -71,10 +93,12 @@ class Records:
         """Hash a name, keyed by its owner: 32 hexadecimal digits."""
         return hashlib.blake2b(_bytes(name), digest_size=16, key=_key(owner), person=b"afterglow name").hexdigest()
 
+    def folder_of(self, owner: str) -> str:
+        """Hash an owner: the folder of its records, in that of their kind."""
+        return hashlib.blake2b(_key(owner), digest_size=16, person=b"afterglow owner").hexdigest()
+
     def _folder(self, kind: str, owner: str) -> str:
-        return (
-            f"{self._root}/{kind}/{hashlib.blake2b(_key(owner), digest_size=16, person=b'afterglow owner').hexdigest()}"
-        )
+        return f"{self._root}/{kind}/{self.folder_of(owner)}"
 
     def _path(self, kind: str, owner: str, name: str) -> str:
         return f"{self._folder(kind, owner)}/{self.mark(owner, name)}"
@@ -125,7 +149,7 @@ def _delete(path: str, objects: Objects) -> None:
 
 
 def _older(folder: str, end: float, objects: Objects) -> list[str]:
-    return [each.path for some in objects.list(folder) for each in some if each.modified < end]
+    return [each.path for some in objects.list(folder) for each in some if each.modified <= end]
 
 
 def _names(folder: str, objects: Objects) -> set[str]:

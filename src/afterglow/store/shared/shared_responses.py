@@ -104,8 +104,7 @@ class SharedConversations(Conversations):
         if self._clock() >= self._next_clean:
             self._next_clean = self._clock() + CLEAN_S
             with contextlib.suppress(StoreError):
-                for kind in (RESPONSES, DELETED):
-                    self._records.drop_older(kind, self._ttl_s)
+                self._records.clean()
         return gone
 
     # ------------------------------------------------------------------------------------------- the shared store

@@ -1,0 +1,1 @@
+"""Names that several servers share."""

@@ -1,0 +1,259 @@
+"""Conversations, pins and registered prompts of all servers over one shared store.
+
+Each server tells the others what its clients change, and looks every two seconds at what the others have told. Conversations with a name
+are noted in the store when they are used, so that they are listed, pinned and deleted on any server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from afterglow.engine.requests import owner_of
+from afterglow.engine.shared_ids import SharedIds
+from afterglow.errors import RequestError, StoreError
+from afterglow.plan.prefix.salts import covers, everything_of
+from afterglow.request import PrefixInfo, Request, SessionInfo
+from afterglow.server.blocking import FILES
+from afterglow.server.engine_like import EngineLike
+from afterglow.server.prompts.system_prompts import SystemPrompts
+from afterglow.store.shared.records import LIVES_S
+from afterglow.text import Tokenizer
+
+log = logging.getLogger("afterglow.server")
+T = TypeVar("T")
+
+LOOK_S: Final = 2.0  # between two looks at what others have told
+AGAIN_S: Final = 600.0  # after which the use of a conversation is noted again
+MAX_NOTED: Final = 65_536
+MAX_LISTED: Final = 1000  # of a tenant's conversations that other servers know
+
+
+class SharedNames:
+    """What this server tells others, and does at their word. Calls wait for the store: not for an event loop."""
+
+    def __init__(self, ids: SharedIds, engine: EngineLike, prompts: SystemPrompts, tokenizer: Tokenizer) -> None:
+        self._ids = ids
+        self._engine = engine
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._noted: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by salt and name
+        self._refused: set[str] = set()  # pins of others that there is no room for
+        self._facts: Mapping[str, Mapping[str, Any]] = {}
+        self._looking = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, forget_turns: Callable[[], None]) -> None:
+        """Begin to look at what others tell. `forget_turns`: gives up the next turns that are being rendered, from any thread."""
+        self._forget_turns = forget_turns
+        self._thread = threading.Thread(target=self._run, name="afterglow-shared-names", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self._ids.notices.save()
+
+    # --------------------------------------------------------------------------------------------- conversations
+
+    def used(self, request: Request, rows: int) -> None:
+        """Note in the background that a conversation with a name was used, and how long it is."""
+        name, salt, now = request.session_id, request.salt, time.time()
+        if name is None or request.volatile or not request.reuse or now - self._noted.get((salt, name), 0.0) < AGAIN_S:
+            return
+        self._noted[salt, name] = now
+        if len(self._noted) > MAX_NOTED:
+            self._noted.popitem(last=False)
+        value = {"name": name, "tokens": rows, "used": now}
+
+        def work() -> None:
+            try:
+                self._ids.records.put(self._kind(salt), salt, name, value)
+            except StoreError as error:
+                log.warning("other servers do not know the name of a conversation: %s", error)
+
+        try:
+            FILES.start(work)
+        except RequestError as error:
+            log.warning("other servers do not know the name of a conversation: %s", error)
+
+    def sessions(self, salt: str, here: list[SessionInfo]) -> list[SessionInfo]:
+        """List a tenant's conversations: those of this server, and then those that others know."""
+
+        def work() -> list[SessionInfo]:
+            records, kind = self._ids.records, self._kind(salt)
+            marks = records.marks(kind, salt) - {records.mark(salt, each.name) for each in here}
+            found = records.load(kind, salt, sorted(marks)[:MAX_LISTED]).values()
+            return [_elsewhere(each, _pin(salt, str(each["name"])) in self._facts) for each in found]
+
+        none: list[SessionInfo] = []
+        more = self._or("listing conversations of other servers", work, none)
+        return [*here, *sorted(more, key=lambda each: -each.last_used)]
+
+    def forget_session(self, salt: str, name: str, here: bool) -> bool:
+        """Have a conversation deleted by all servers; tell whether one knew it. `here`: this one did."""
+        if not (here or self._known(salt, name)):
+            return False
+        self._noted.pop((salt, name), None)
+        self._ids.notices.do(partial(self._ids.records.delete, self._kind(salt), salt, name))
+        self._ids.notices.withdraw(_pin(salt, name))
+        self._ids.notices.tell({"event": "session", "owner": owner_of(salt), "name": name})
+        return True
+
+    def pin_session(self, salt: str, name: str, pinned: bool, here: bool) -> bool:
+        """Have a conversation pinned or unpinned by all servers that have it; tell whether one knows it."""
+        if not (here or self._known(salt, name)):
+            return False
+        if pinned:
+            self._ids.notices.state(_pin(salt, name), {"owner": owner_of(salt), "name": name})
+        else:
+            self._ids.notices.withdraw(_pin(salt, name))
+            self._ids.notices.tell({"event": "unpin", "owner": owner_of(salt), "name": name})
+        return True
+
+    # --------------------------------------------------------------------------------------------------- prompts
+
+    def registered(self, salt: str, name: str, text: str, tokens: int) -> None:
+        """Tell others of a tenant's prompt."""
+        value = {"owner": owner_of(salt), "name": name, "text": text, "tokens": tokens}
+        self._ids.notices.state(_prompt(owner_of(salt), name), value)
+
+    def forget_prompt(self, salt: str, name: str, here: bool) -> bool:
+        """Have a prompt unregistered by all servers; tell whether one knew it."""
+        fact = _prompt(owner_of(salt), name)
+        if not here and fact not in self._or("reading prompts of other servers", self._ids.notices.facts, self._facts):
+            return False
+        self._ids.notices.withdraw(fact)
+        self._ids.notices.tell({"event": "prompt", "owner": owner_of(salt), "name": name})
+        return True
+
+    def prompts(self, salt: str, here: list[PrefixInfo]) -> list[PrefixInfo]:
+        """List the prompts of a tenant: those that are kept here, and those that others keep."""
+        facts = self._or("reading prompts of other servers", self._ids.notices.facts, self._facts)
+        names, owner = {each.name for each in here}, owner_of(salt)
+        return [
+            *here,
+            *(
+                PrefixInfo(str(fact["name"]), int(fact["tokens"]), 0, 0, 0, False, 0)
+                for key, fact in sorted(facts.items())
+                if _is(key, "prompt") and fact["owner"] == owner and fact["name"] not in names
+            ),
+        ]
+
+    # ---------------------------------------------------------------------------------------------------- resets
+
+    def reset(self, salt: str | None = None, *, tenant: str | None = None) -> None:
+        """Have the cache of a salt, of a tenant or of all cleared by all servers."""
+        whose = everything_of(tenant) if tenant is not None else None if salt is None else owner_of(salt)
+        for fact, value in self._or("reading the names of other servers", self._ids.notices.facts, self._facts).items():
+            if covers(whose, str(value["owner"])):
+                self._ids.notices.withdraw(fact)
+        self._noted.clear()
+        if tenant is not None:
+            folder = self._kind(tenant)
+        elif salt is None:
+            folder = "sessions"
+        else:
+            folder = f"{self._kind(salt)}/{self._ids.records.folder_of(salt)}"
+        self._ids.notices.do(partial(self._ids.records.drop_older, folder, 0.0))
+        self._ids.notices.tell({"event": "reset", "owner": whose})
+
+    # ------------------------------------------------------------------------------------------------ what others tell
+
+    def look(self) -> None:
+        """Tell what could not be told before, and do what others have told. Raises: StoreError."""
+        with self._looking:
+            self._ids.notices.do_late()
+            for event in self._ids.notices.events():
+                try:
+                    self._act(event)
+                except (KeyError, TypeError, ValueError, StoreError) as error:
+                    log.warning("what another server tells is not understood: %r", error)
+            self._hold(self._ids.notices.facts())
+
+    def _act(self, event: Mapping[str, Any]) -> None:
+        kind, owner, replies = event["event"], event["owner"], self._engine.conversations.replies
+        self._forget_turns()
+        if kind == "session":
+            name = str(event["name"])
+            self._ids.forget_session(str(owner), name)
+            for salt in replies.salts():
+                if owner_of(salt) == owner:
+                    self._noted.pop((salt, name), None)
+                    replies.forget([salt], name)
+        elif kind == "unpin":
+            self._ids.pin([(str(owner), str(event["name"]))], False)
+        elif kind == "prompt":
+            self._prompts.drop(str(owner), str(event["name"]))
+            self._ids.forget_prefix(str(owner), str(event["name"]))
+        elif kind == "reset":
+            whose = None if owner is None else str(owner)
+            self._noted.clear()
+            self._ids.reset(whose)
+            self._prompts.reset_of(whose)
+            self._tokenizer.replies.clear(lambda salt: covers(whose, owner_of(salt)))
+            replies.forget([salt for salt in replies.salts() if covers(whose, owner_of(salt))])
+
+    def _hold(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Pin what others have pinned, as far as it is here, and know their prompts."""
+        self._facts = facts
+        pins = {key: value for key, value in facts.items() if _is(key, "pin") and key not in self._refused}
+        self._refused &= facts.keys()
+        for key, pin in pins.items():
+            for reason in self._ids.pin([(str(pin["owner"]), str(pin["name"]))]):
+                self._refused.add(key)
+                log.warning("a conversation that was pinned on another server is not pinned here: %s", reason)
+        for key, prompt in facts.items():
+            if _is(key, "prompt"):
+                self._prompts.know(str(prompt["owner"]), str(prompt["name"]), str(prompt["text"]))
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            try:
+                self.look()
+            except (StoreError, RequestError) as error:  # the store rests, or the engine has stopped
+                log.debug("what other servers tell is not known: %s", error)
+            except Exception:
+                log.exception("looking at what other servers tell failed in a way that was not foreseen")
+
+    def _kind(self, salt: str) -> str:
+        """Name the folder of a tenant's conversations, by one of its salts or its name."""
+        return f"sessions/{self._ids.records.mark('tenants', salt.partition('/')[0])}"
+
+    def _known(self, salt: str, name: str) -> bool:
+        def work() -> bool:
+            return bool(self._ids.records.get(self._kind(salt), salt, [name]))
+
+        return self._or("looking for a conversation", work, False)
+
+    def _or(self, what: str, work: Callable[[], T], other: T) -> T:
+        """Return what `work` returns, or `other` where the store fails."""
+        try:
+            return work()
+        except StoreError as error:
+            log.warning("%s: %s", what, error)
+            return other
+
+
+def _is(fact: str, kind: str) -> bool:
+    return fact.startswith(f'["{kind}"')
+
+
+def _pin(salt: str, name: str) -> str:
+    return json.dumps(["pin", owner_of(salt), name])
+
+
+def _prompt(owner: str, name: str) -> str:
+    return json.dumps(["prompt", owner, name])
+
+
+def _elsewhere(record: Mapping[str, Any], pinned: bool) -> SessionInfo:
+    ends = None if pinned else float(record["used"]) + LIVES_S["sessions"]
+    return SessionInfo(str(record["name"]), int(record["tokens"]), 0, 0, 0, float(record["used"]), ends, pinned)

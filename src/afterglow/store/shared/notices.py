@@ -1,0 +1,147 @@
+"""What one engine has to tell all others: events, such as a deletion, that each acts upon once, and facts that hold until they are
+withdrawn, such as a pin.
+
+Events are records in a folder for each hour, so that a look lists few, however many there were. An engine remembers in a file of its
+own which it has seen: after a restart it catches up with what it has missed. What cannot be told now is told when the store answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from afterglow.errors import StoreError
+from afterglow.store.shared.records import LIVES_S, Records
+
+log = logging.getLogger("afterglow.store")
+
+Value = dict[str, Any]
+
+EVENTS: Final = "events"
+FACTS: Final = "facts"
+FILE: Final = "shared-events.json"
+HOUR_S: Final = 3600.0
+SKEW_S: Final = 300.0  # that another engine's clock may differ
+SAVE_S: Final = 60.0  # between two writes of the file where nothing has happened
+MAX_UNTOLD: Final = 4096
+
+
+class Notices:
+    """Events and facts of all engines of one model. Every method may be called from any thread."""
+
+    def __init__(self, records: Records, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """`folder`: where this engine remembers what it has seen; `clock`: seconds since 1970."""
+        self._records = records
+        self._file = folder / FILE
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._untold: deque[Callable[[], object]] = deque()
+        self._doing = threading.Lock()
+        self._seen: dict[int, set[str]] = {}  # marks of events by hour
+        self._until = 0.0  # events before that have been seen; 0: none is to be acted upon yet
+        self._saved = float("-inf")
+        self._facts: dict[str, Value] = {}  # by mark
+        self._read_file()
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Tell all other engines of an event, now or when the store answers."""
+        self.do(partial(self._tell, uuid.uuid4().hex, {**event, "at": self._clock()}))
+
+    def state(self, fact: str, value: Mapping[str, Any]) -> None:
+        """State a fact, in the place of an earlier value, now or when the store answers."""
+        self.do(partial(self._state, fact, {**value, "fact": fact, "at": self._clock()}))
+
+    def withdraw(self, fact: str) -> None:
+        """State a fact no more."""
+        self.do(partial(self._state, fact, None))
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Change something in the store, now or when it answers; all in the order in which it was asked for."""
+        if len(self._untold) >= MAX_UNTOLD:
+            log.warning("the shared store does not answer: other servers will not learn of a change that was made here")
+            return
+        self._untold.append(work)
+        try:
+            self.do_late()
+        except StoreError as error:
+            log.warning("other servers learn later of a change that was made here: %s", error)
+
+    def do_late(self) -> None:
+        """Do what could not be done before. Raises: StoreError."""
+        with self._doing:
+            while self._untold:
+                self._untold[0]()
+                self._untold.popleft()
+
+    def events(self) -> list[Value]:
+        """Return the events that others have told since the last call, the earliest first. Raises: StoreError."""
+        now = self._clock()
+        found: list[Value] = []
+        until = self._until or now
+        first, last = int((min(until, now) - SKEW_S) // HOUR_S), int((now + SKEW_S) // HOUR_S)
+        first = max(first, int((now - LIVES_S[EVENTS]) // HOUR_S))
+        for hour in range(first, last + 1):
+            seen = self._seen.get(hour, set())
+            new = self._records.marks(EVENTS, str(hour)) - seen
+            if new and self._until:
+                found += self._records.load(EVENTS, str(hour), new).values()
+            with self._lock:
+                self._seen.setdefault(hour, set()).update(new)
+        with self._lock:
+            self._seen = {hour: marks for hour, marks in self._seen.items() if hour >= first}
+            self._until = now
+        if found or now - self._saved >= SAVE_S:
+            self.save()
+        return sorted(found, key=lambda event: float(event["at"]))
+
+    def facts(self) -> dict[str, Value]:
+        """Return all facts. Raises: StoreError."""
+        marks = self._records.marks(FACTS, "")
+        new = self._records.load(FACTS, "", marks - self._facts.keys())
+        with self._lock:
+            self._facts = {mark: value for mark, value in (self._facts | new).items() if mark in marks}
+            latest = sorted(self._facts.values(), key=lambda value: float(value["at"]))
+        return {str(value["fact"]): value for value in latest}
+
+    def save(self) -> None:
+        """Write down which events were seen."""
+        with self._lock:
+            text = json.dumps({"until": self._until, "seen": {hour: sorted(m) for hour, m in self._seen.items()}})
+        self._saved = self._clock()
+        new = self._file.with_name(f"{FILE}.new")
+        with contextlib.suppress(OSError):  # events of the last hours are then acted upon again, or not at all
+            new.write_text(text)
+            os.replace(new, self._file)
+
+    def _tell(self, name: str, event: Value) -> None:
+        hour = int(event["at"] // HOUR_S)
+        with self._lock:
+            self._seen.setdefault(hour, set()).add(self._records.mark(str(hour), name))
+        self._records.put(EVENTS, str(hour), name, event)
+
+    def _state(self, fact: str, value: Value | None) -> None:
+        """Write a fact under a name of its own, then remove its earlier values. Raises: StoreError."""
+        self.facts()
+        with self._lock:
+            old = [mark for mark, other in self._facts.items() if other["fact"] == fact]
+        if value is not None:
+            self._records.put(FACTS, "", f"{fact}\n{value['at']}", value)
+        for mark in old:
+            self._records.drop(FACTS, "", mark)
+
+    def _read_file(self) -> None:
+        """Read which events were seen before a restart; without the file, those that are there count as seen."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = json.loads(self._file.read_text())
+            seen = {int(hour): set(map(str, marks)) for hour, marks in found["seen"].items()}
+            self._until, self._seen = float(found["until"]), seen

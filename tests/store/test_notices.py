@@ -1,0 +1,169 @@
+"""Events that each engine acts upon once, and facts that hold until they are withdrawn, over one store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from afterglow.errors import StoreError
+from afterglow.store.shared import notices, remote
+from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.notices import FILE, HOUR_S, Notices
+from afterglow.store.shared.records import Records
+from afterglow.store.shared.remote import Remote
+from tests.store.bucket import Bucket
+
+START = 1_000_000 * HOUR_S + 1800.0
+
+
+class World:
+    """Engines over one store, and their clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bucket = Bucket()
+        self.now = START
+        self._folder = folder
+
+    def engine(self, name: str, skew: float = 0.0) -> Notices:
+        """Start an engine, or start it again."""
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        records = Records(Remote(lambda: self.bucket), "digest", SharedCounters())
+        return Notices(records, folder, lambda: self.now + skew)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(remote, "MAX_FAILURES", 1 << 30)
+    return World(tmp_path)
+
+
+def names(engine: Notices) -> list[str]:
+    return [event["name"] for event in engine.events()]
+
+
+def test_an_event_reaches_every_other_engine_once(world: World) -> None:
+    a, b, c = (world.engine(name) for name in "abc")
+    assert [names(each) for each in (a, b, c)] == [[], [], []]
+    a.tell({"name": "one"})
+    world.now += 1
+    b.tell({"name": "two"})
+    assert [names(each) for each in (a, b, c)] == [["two"], ["one"], ["one", "two"]]
+    world.now += 3 * HOUR_S
+    assert [names(each) for each in (a, b, c)] == [[], [], []]
+
+
+def test_an_engine_that_starts_for_the_first_time_has_nothing_to_undo(world: World) -> None:
+    a = world.engine("a")
+    a.tell({"name": "old"})
+    b = world.engine("b")
+    assert names(b) == []
+    a.tell({"name": "new"})
+    assert names(b) == ["new"]
+
+
+@pytest.mark.parametrize("away", [60.0, 5 * HOUR_S, 100 * HOUR_S])
+def test_an_engine_that_was_away_catches_up(world: World, away: float) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(a), names(b)
+    a.tell({"name": "seen"})
+    assert names(b) == ["seen"]
+    b.save()
+    a.tell({"name": "missed"})
+    world.now += away
+    a.tell({"name": "also missed"})
+    assert names(world.engine("b")) == ["missed", "also missed"]
+
+
+def test_clocks_that_differ_hide_nothing(world: World) -> None:
+    world.now = START + HOUR_S / 2 - 10  # before the end of an hour
+    a, early, late = world.engine("a"), world.engine("early", -60), world.engine("late", 60)
+    names(a), names(early), names(late)
+    for teller in (early, late):
+        teller.tell({"name": "x"})
+        assert names(a) == ["x"]
+    a.tell({"name": "y"})
+    assert "y" in names(early)
+    assert "y" in names(late)
+
+
+def test_a_fact_holds_until_it_is_withdrawn_and_the_latest_value_counts(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    a.state("prompt", {"text": "one"})
+    a.state("pin", {"text": ""})
+    assert {key: value["text"] for key, value in b.facts().items()} == {"prompt": "one", "pin": ""}
+    world.now += 1
+    b.state("prompt", {"text": "two"})
+    for each in (a, b, world.engine("c")):
+        assert each.facts()["prompt"]["text"] == "two"
+    assert len(world.bucket.objects) == 2, "earlier values are gone"
+    world.now += 40 * 24 * HOUR_S
+    assert a.facts()["prompt"]["text"] == "two"
+    a.withdraw("prompt")
+    b.withdraw("never stated")
+    assert [*b.facts()] == ["pin"]
+
+
+def test_what_cannot_be_told_is_told_when_the_store_answers_in_its_order(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    world.bucket.down = True
+    a.tell({"name": "one"})
+    a.state("pin", {"text": ""})
+    a.withdraw("pin")
+    a.state("prompt", {"text": ""})
+    with pytest.raises(StoreError):
+        a.do_late()
+    world.bucket.down = False
+    assert names(b) == []
+    a.do_late()
+    assert names(b) == ["one"]
+    assert [*b.facts()] == ["prompt"]
+
+
+def test_too_much_that_cannot_be_told_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "MAX_UNTOLD", 2)
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    world.bucket.down = True
+    for name in ("one", "two", "three"):
+        a.tell({"name": name})
+    world.bucket.down = False
+    a.do_late()
+    assert sorted(names(b)) == ["one", "two"]
+
+
+def test_an_event_is_not_lost_where_reading_it_fails(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    a.tell({"name": "one"})
+    world.bucket.down = True
+    with pytest.raises(StoreError):
+        names(b)
+    world.bucket.down = False
+    assert names(b) == ["one"]
+
+
+def test_damaged_events_and_facts_are_none(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    a.tell({"name": "one"})
+    a.state("pin", {"text": ""})
+    world.bucket.objects = {path: raw[:-3] for path, raw in world.bucket.objects.items()}
+    assert names(b) == []
+    assert b.facts() == {}
+    a.tell({"name": "two"})
+    assert names(b) == ["two"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"until": "x"}', '{"until": 1, "seen": [1]}', '{"seen": {"a": []}}'])
+def test_a_damaged_file_of_what_was_seen_is_as_none(world: World, tmp_path: Path, text: str) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    a.tell({"name": "one"})
+    (tmp_path / "b" / FILE).write_text(text)
+    again = world.engine("b")
+    assert names(again) == []
+    a.tell({"name": "two"})
+    assert names(again) == ["two"]

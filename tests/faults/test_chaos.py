@@ -37,6 +37,7 @@ BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
 TIE = 1e-3  # a gap of log-probabilities below which float rounding may choose either token
 NEAR = 1e-3  # between log-probabilities that are equal
+SAME = 1e-4  # between those of one cut: 2.8e-5 was seen; other cuts of 20 answers were within 1e-3 twice, never within this
 NEAR_SELECTED = 1e-2  # where a tie in the vote on rows may let one row in for another: 1.02e-3 was seen
 
 
@@ -74,7 +75,7 @@ class Verifier:
 
     def look(self, answer: Answer) -> None:
         kind = ("selected " if answer.selected else "") + ("truncated" if answer.dropped else "whole")
-        near = NEAR_SELECTED if answer.selected else NEAR
+        near = NEAR_SELECTED if answer.selected else SAME if answer.dropped else NEAR
         known = [cut for cut in self.cuts[answer.talk] if answer.prompt[: len(cut.text)] == list(cut.text)]
         turns = self.turns[answer.talk]
         turns[:] = [turn for turn in turns if answer.prompt[: len(turn.prompt)] == turn.prompt]
@@ -82,12 +83,11 @@ class Verifier:
         if not answer.dropped:
             known = []
             tried.append(self._far(answer, *self._whole(answer)))
-        for cut in chain(self._possible(answer, known), self._anywhere(answer, known)) if answer.dropped else ():
-            tried.append(self._far(answer, *self._truncated(answer, cut)))
-            if tried[-1] <= near:
+        else:
+            cut, tried = self._find(answer, known, near)
+            if min(tried) <= near:
                 known = [*(each for each in known if each.dropped < cut.dropped), cut]
                 self.tally["telling"] += self._tells(answer, cut)
-                break
         self.cuts[answer.talk] = known
         self.turns[answer.talk].append(answer)
         self.tally[kind] += 1
@@ -100,6 +100,21 @@ class Verifier:
             self.wrong.append(
                 f"{kind}: off by {tried}, prompt of {len(answer.prompt)}, {shown}, {self.cuts[answer.talk]}"
             )
+
+    def _find(self, answer: Answer, known: Sequence[Cut], near: float) -> tuple[Cut, list[float]]:
+        """Find the cut that fits an answer, and tell how far from it the answer was with each that was tried."""
+        tried: list[float] = []
+        best: Cut | None = None
+        for cut in chain(
+            self._possible(answer, known), self._anywhere(answer, known), self._with_other_pasts(answer, known)
+        ):
+            tried.append(self._far(answer, *self._truncated(answer, cut)))
+            if tried[-1] == min(tried):
+                best = cut
+            if tried[-1] <= near:
+                break
+        assert best is not None
+        return best, tried
 
     def _possible(self, answer: Answer, known: Sequence[Cut]) -> Iterator[Cut]:
         """Yield how an answer may have been cut.
@@ -127,6 +142,23 @@ class Verifier:
         for before in [*(cut for cut in reversed(known) if cut.dropped < answer.dropped), None]:
             for kept in range(min(answer.cached, len(text) - answer.dropped), self.system - 1, -1):
                 yield Cut(text, self.system, answer.dropped, kept, before)
+
+    def _with_other_pasts(self, answer: Answer, known: Sequence[Cut]) -> Iterator[Cut]:
+        """Yield cuts of a conversation that was cut before, but otherwise than the answers since made believe: an answer without
+        log-probabilities, or one whose tokens are nearly certain, is the same for many cuts."""
+        here = next((cut for cut in known if cut.dropped == answer.dropped), None)
+        for before in (cut for cut in reversed(known) if cut.dropped < answer.dropped):
+            turns = [turn for turn in self.turns[answer.talk] if turn.dropped == before.dropped and not turn.selected]
+            for rows in range(len(before.text) - before.dropped, self.system - 1, -1):
+                past = replace(before, kept=rows)
+                cuts = [replace(past, kept=min(rows, turn.cached)) for turn in turns]
+                if all(
+                    self._far(turn, *self._truncated(turn, cut)) <= NEAR for turn, cut in zip(turns, cuts, strict=True)
+                ):
+                    for kept in dict.fromkeys([answer.cached, *([here.kept] if here is not None else [])]):
+                        yield Cut(
+                            here.text if here is not None else answer.prompt, self.system, answer.dropped, kept, past
+                        )
 
     def _ends(self, answer: Answer) -> list[int]:
         """Where the rows that were there may have ended when a process began that was killed before it answered: behind an
@@ -234,6 +266,27 @@ def found_again(run: Chaos, system: int) -> list[int]:
             found.setdefault(answer.process, []).append(answer.cached - system)
         last[answer.talk] = answer
     return [sum(rows) for rows in found.values() if len(rows) > 1]
+
+
+@pytest.mark.timeout(180)
+def test_a_cut_that_an_answer_did_not_tell_is_found_by_a_later_one(tmp_path: Path) -> None:
+    decoder = load_model(BUNDLED, dtype="float32", device="cpu", max_model_len=None)
+    rng = random.Random(3)
+    system, text = 8, [rng.randrange(6, 2000) for _ in range(100)]
+    real = Cut(text[:60], system, 20, 16, None)  # a killed process had kept 16 rows, and saved 36
+    twice = Cut(text[:100], system, 40, 36, real)
+    verifier = Verifier(decoder, Exact.__new__(Exact), system)
+    for cut, cached, tells in ((real, 36, False), (twice, 36, True)):
+        prompt = text[: len(cut.text)]
+        reply = (
+            [rng.randrange(6, 2000) for _ in range(8)] if tells else [int(behind(decoder, cut, prompt, [0]).argmax())]
+        )
+        found = behind(decoder, cut, prompt, reply)[range(len(reply)), reply].tolist()
+        usage = {"cached_tokens_details": {"disk": cached}, "truncation": {"dropped_tokens": cut.dropped}}
+        verifier.look(Answer(0, prompt, reply, found if tells else None, not tells, 1.0, usage, 1, not tells))
+    assert verifier.wrong == []
+    assert verifier.furthest["truncated"] <= SAME
+    assert verifier.cuts[0][-1].before == real
 
 
 @pytest.mark.timeout(180)

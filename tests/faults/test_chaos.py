@@ -75,7 +75,7 @@ class Verifier:
 
     def look(self, answer: Answer) -> None:
         kind = ("selected " if answer.selected else "") + ("truncated" if answer.dropped else "whole")
-        near = NEAR_SELECTED if answer.selected else SAME if answer.dropped else NEAR
+        near = NEAR_SELECTED if answer.selected else NEAR
         known = [cut for cut in self.cuts[answer.talk] if answer.prompt[: len(cut.text)] == list(cut.text)]
         turns = self.turns[answer.talk]
         turns[:] = [turn for turn in turns if answer.prompt[: len(turn.prompt)] == turn.prompt]
@@ -84,7 +84,7 @@ class Verifier:
             known = []
             tried.append(self._far(answer, *self._whole(answer)))
         else:
-            cut, tried = self._find(answer, known, near)
+            cut, tried = self._find(answer, known)
             if min(tried) <= near:
                 known = [*(each for each in known if each.dropped < cut.dropped), cut]
                 self.tally["telling"] += self._tells(answer, cut)
@@ -101,8 +101,8 @@ class Verifier:
                 f"{kind}: off by {tried}, prompt of {len(answer.prompt)}, {shown}, {self.cuts[answer.talk]}"
             )
 
-    def _find(self, answer: Answer, known: Sequence[Cut], near: float) -> tuple[Cut, list[float]]:
-        """Find the cut that fits an answer, and tell how far from it the answer was with each that was tried."""
+    def _find(self, answer: Answer, known: Sequence[Cut]) -> tuple[Cut, list[float]]:
+        """Find the cut that fits an answer, or comes nearest, and tell how far from it the answer was with each that was tried."""
         tried: list[float] = []
         best: Cut | None = None
         for cut in chain(
@@ -111,7 +111,7 @@ class Verifier:
             tried.append(self._far(answer, *self._truncated(answer, cut)))
             if tried[-1] == min(tried):
                 best = cut
-            if tried[-1] <= near:
+            if tried[-1] <= (NEAR_SELECTED if answer.selected else SAME):
                 break
         assert best is not None
         return best, tried
@@ -289,7 +289,7 @@ def test_a_cut_that_an_answer_did_not_tell_is_found_by_a_later_one(tmp_path: Pat
     assert verifier.cuts[0][-1].before == real
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_few_kills(tmp_path: Path) -> None:
     run, verifier = chaos(tmp_path, 2)
     assert sum(found_again(run, verifier.system)) > 0

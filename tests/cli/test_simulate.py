@@ -162,7 +162,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "matplotlib"):
+        if name.partition(".")[0] in ("torch", "numpy", "safetensors", "tokenizers", "starlette", "matplotlib"):
             raise ModuleNotFoundError(f"{name} is not installed", name=name)
         return None
 

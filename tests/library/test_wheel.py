@@ -139,5 +139,7 @@ def test_help_imports_no_torch(installed: tuple[Path, dict[str, str]]) -> None:
     assert "serve" in ran.stdout
     assert "afterglow.cli.commands" in ran.stderr
     assert not [
-        line for line in ran.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "transformers", "fastapi")
+        line
+        for line in ran.stderr.splitlines()
+        if line.split("|")[-1].strip() in ("torch", "transformers", "starlette")
     ]

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from fastapi.routing import APIRoute
 from openapi_spec_validator import OpenAPIV31SpecValidator
+from starlette.routing import Route
 
 from afterglow.server.api.openapi import ENDPOINTS, ERRORS, document
 from afterglow.server.app import create_app
@@ -27,7 +27,7 @@ def test_it_has_every_route_and_nothing_else(server: Running) -> None:
     routes = {
         (method, re.sub(r"{(\w+):path}", r"{\1}", route.path))
         for route in app.routes
-        if isinstance(route, APIRoute) and route.include_in_schema
+        if isinstance(route, Route) and route.path not in ("/openapi.json", "/docs", "/dashboard/data")
         for method in route.methods
     }
     assert routes == {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS}

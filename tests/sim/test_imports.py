@@ -10,7 +10,7 @@ import importlib, pkgutil, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "transformers"):
+        if name.partition(".")[0] in ("torch", "numpy", "safetensors", "tokenizers", "starlette", "transformers"):
             raise ModuleNotFoundError(f"{name} is not installed", name=name)
         return None
 

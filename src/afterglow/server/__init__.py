@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server: the only home of asyncio, FastAPI, uvicorn and Prometheus."""
+"""The OpenAI-compatible HTTP server: the only home of asyncio, Starlette, uvicorn and Prometheus."""

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from afterglow.errors import RequestError
 from afterglow.library.sampling_defaults import SamplingDefaults
@@ -29,8 +29,8 @@ from afterglow.server.api.cache import (
 )
 from afterglow.server.api.chat import chat_completions
 from afterglow.server.api.completions import completions
-from afterglow.server.api.dashboard import add_dashboard
-from afterglow.server.api.docs_page import add_docs
+from afterglow.server.api.dashboard import add_dashboard, dashboard_data
+from afterglow.server.api.docs_page import docs, openapi
 from afterglow.server.api.embeddings import embeddings
 from afterglow.server.api.models import health, metrics, model, models, version
 from afterglow.server.api.rerank import rerank
@@ -43,7 +43,6 @@ from afterglow.server.middleware import Middleware
 from afterglow.server.server_config import ServerConfig
 from afterglow.server.state import State
 from afterglow.text import Tokenizer
-from afterglow.version import __version__
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
@@ -55,7 +54,7 @@ def create_app(
     config: ServerConfig | None = None,
     model_dir: Path | None = None,
     embedders: Sequence[TextEmbedder] = (),
-) -> FastAPI:
+) -> Starlette:
     """Build the server around a started engine.
 
     `model_dir` holds the sampling defaults of the model's author. `embedders`: the models of `/v1/embeddings`, the
@@ -65,23 +64,22 @@ def create_app(
     state = State(engine, tokenizer, config or ServerConfig(), defaults, embedders)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with state.running():
             yield
 
-    app = FastAPI(title="Afterglow", version=__version__, lifespan=lifespan, redirect_slashes=False, openapi_url=None)
+    app = Starlette(routes=[_only(*each) for each in _ROUTES], lifespan=lifespan)
+    app.router.redirect_slashes = False
     app.state.afterglow = state
     app.add_middleware(Middleware, state=state)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
-    for path, route, method in _ROUTES:
-        app.add_api_route(path, route, methods=[method])
-    add_docs(app, state.config)
     add_dashboard(app, state)
     return app
 
 
-_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] = (
+Endpoint = Callable[[Request], Awaitable[Response]]
+_ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/chat/completions", chat_completions, "POST"),
     ("/v1/completions", completions, "POST"),
     ("/v1/responses", create_response, "POST"),
@@ -110,7 +108,17 @@ _ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]], str], ...] =
     ("/version", version, "GET"),
     ("/metrics", metrics, "GET"),
     ("/reset_prefix_cache", reset_prefix_cache, "POST"),
+    ("/dashboard/data", dashboard_data, "GET"),
+    ("/openapi.json", openapi, "GET"),
+    ("/docs", docs, "GET"),
 )
+
+
+def _only(path: str, endpoint: Endpoint, method: str) -> Route:
+    """Make a route that answers one method: Starlette's own would answer HEAD wherever it answers GET."""
+    route = Route(path, endpoint, methods=[method])
+    route.methods = {method}
+    return route
 
 
 async def _request_error(request: Request, error: Exception) -> Response:
@@ -134,4 +142,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> set[str]:
     """List the methods that a path answers: each has a route of its own."""
     found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return {method for route in found for method in route.methods or ()}
+    return {method for route in found for method in route.methods}

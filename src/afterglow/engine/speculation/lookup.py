@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 SHORTEST = 2  # tokens of a match
 LONGEST = 32  # tokens that two places are compared by; a match that goes on may become longer
@@ -21,21 +22,28 @@ class Lookup:
     __slots__ = ("_before", "_last", "at", "length", "tokens")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.tokens: list[int] = []
+        self.tokens = list(tokens)
         self.at = 0  # the place that is expected to go on as the text does; 0: there is none
         self.length = 0  # tokens before it that are the text's last ones
         self._last: dict[int, int] = {}  # by pair: the place behind it
-        self._before: list[int] = [0]  # by place: the place before it behind the same pair
-        pair = -1
-        for token in tokens:
-            pair = self._enter(token)
-        if pair >= 0:
+        self._before = [0, 0][: len(self.tokens) + 1]  # by place: the place before it behind the same pair
+        last, before = self._last, self._before
+        for place, (token, following) in enumerate(pairwise(self.tokens), 2):
+            pair = token << 32 | following
+            before.append(last.get(pair, 0))
+            last[pair] = place
+        if len(self.tokens) > 1:
             self._search()
 
     def add(self, token: int) -> None:
         """Let the text grow by a token."""
-        follows = self.at and self.tokens[self.at] == token
-        self._enter(token)
+        tokens = self.tokens
+        follows = self.at and tokens[self.at] == token
+        pair = tokens[-1] << 32 | token if tokens else None
+        tokens.append(token)
+        self._before.append(0 if pair is None else self._last.get(pair, 0))
+        if pair is not None:
+            self._last[pair] = len(tokens)
         if follows:
             self.at += 1
             self.length += 1
@@ -52,20 +60,6 @@ class Lookup:
         while len(found) < most:
             found.append(found[-period])
         return found
-
-    def _enter(self, token: int) -> int:
-        """Enter a token, and the pair that it ends with, into the tables. Returns the pair; -1 for the first token."""
-        tokens = self.tokens
-        if not tokens:
-            tokens.append(token)
-            self._before.append(0)
-            return -1
-        pair = tokens[-1] << 32 | token
-        tokens.append(token)
-        place = len(tokens)
-        self._before.append(self._last.get(pair, 0))
-        self._last[pair] = place
-        return pair
 
     def _search(self) -> None:
         tokens = self.tokens

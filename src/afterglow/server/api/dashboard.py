@@ -18,7 +18,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -106,11 +106,10 @@ class Dashboard:
         }
 
 
-def add_dashboard(app: FastAPI, state: State) -> None:
-    """Add the page, its data and its sampling. Call it after all other middleware is added: the page needs no key."""
+def add_dashboard(app: Starlette, state: State) -> None:
+    """Add the page and its sampling. Call it after all other middleware is added: the page needs no key."""
     app.state.dashboard = dashboard = Dashboard(state)
     app.add_middleware(DashboardMiddleware, dashboard=dashboard)
-    app.add_api_route(f"{PATH}/data", dashboard_data, methods=["GET"], include_in_schema=False)
 
 
 async def dashboard_data(http: HttpRequest) -> Response:

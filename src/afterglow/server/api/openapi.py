@@ -1,6 +1,6 @@
 """`/openapi.json`: the requests and answers of the server, for code generators and for `/docs`.
 
-A table of its own: routes read and write JSON themselves, so FastAPI cannot derive it. A test compares both.
+A table of its own, since routes read and write JSON themselves. A test compares both.
 """
 
 from __future__ import annotations

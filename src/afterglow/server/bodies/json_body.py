@@ -7,13 +7,14 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from afterglow.errors import RequestError
 from afterglow.server.bodies.limits import MAX_CHAT_VALUES, MAX_NAME
+from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.text.chat_template import shown
 
 MAX_SESSION_NAME = 256
@@ -37,6 +38,7 @@ def at_most(count: int) -> BeforeValidator:
 Name = Annotated[str, at_most(MAX_NAME)]
 Unused = Mapping[str, tuple[object, ...]]  # fields that are not supported, with the values that mean "not used"
 
+NO_TOOLS: Final = ToolUse()
 NOT_SUPPORTED: Unused = {
     "length_penalty": (1,),
     "suffix": ("",),
@@ -58,6 +60,18 @@ class JsonBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
     most_values: ClassVar[int] = MAX_CHAT_VALUES
+    _size: int = PrivateAttr(0)
+    _tool_use: ToolUse | None = PrivateAttr(None)  # a default that is an object would be copied for each body
+
+    @property
+    def size(self) -> int:
+        """Return the work of the messages and the tools, in characters. Known once the body is checked."""
+        return self._size
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Return the tools that the reply may call. Known once the body is checked."""
+        return self._tool_use or NO_TOOLS
 
     @classmethod
     def refused(cls) -> Unused:

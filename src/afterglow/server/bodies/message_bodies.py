@@ -16,7 +16,6 @@ from afterglow.server.bodies.limits import MAX_NAME, check_messages
 from afterglow.server.bodies.message_blocks import last_block, read_messages
 from afterglow.server.bodies.message_tools import read_message_tools
 from afterglow.server.bodies.reply_bodies import MAX_STOPS, Body
-from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind
 
@@ -47,18 +46,7 @@ class MessagesBody(Body):
     context_management: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    _size: int = PrivateAttr(0)
-    _tool_use: ToolUse = PrivateAttr(ToolUse())
     _marks: list[tuple[BlockMark, float]] = PrivateAttr(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        """Return the work of the messages and the tools, in characters."""
-        return self._size
-
-    @property
-    def tool_use(self) -> ToolUse:
-        return self._tool_use
 
     @property
     def marks(self) -> list[tuple[BlockMark, float]]:

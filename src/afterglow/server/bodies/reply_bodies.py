@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, PrivateAttr
+from pydantic import BaseModel
 
 from afterglow.errors import RequestError
 from afterglow.library.sampling_defaults import SamplingDefaults
@@ -25,7 +25,7 @@ from afterglow.server.bodies.json_body import (
 )
 from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts
 from afterglow.server.bodies.response_items import read_input
-from afterglow.server.bodies.tool_fields import ToolUse, read_tool_use
+from afterglow.server.bodies.tool_fields import read_tool_use
 from afterglow.text.chat_template import shown
 
 MAX_CHOICES = 128
@@ -103,11 +103,6 @@ class Body(GrammarFields):
     def replies_per_prompt(self) -> int:
         """Return the number of replies to each prompt."""
         return 1
-
-    @property
-    def tool_use(self) -> ToolUse:
-        """Return the tools that the reply may call."""
-        return ToolUse()
 
     @property
     def stops(self) -> list[str]:
@@ -250,17 +245,6 @@ class ChatBody(ChoicesBody):
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    _size: int = PrivateAttr(0)
-    _tool_use: ToolUse = PrivateAttr(ToolUse())
-
-    @property
-    def size(self) -> int:
-        """Return the work of the messages and the tools, in characters."""
-        return self._size
-
-    @property
-    def tool_use(self) -> ToolUse:
-        return self._tool_use
 
     @property
     def template_variables(self) -> Mapping[str, object] | None:
@@ -313,11 +297,6 @@ class ResponseBody(Body):
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    _tool_use: ToolUse = PrivateAttr(ToolUse())
-
-    @property
-    def tool_use(self) -> ToolUse:
-        return self._tool_use
 
     @property
     def reply_tokens(self) -> int | None:

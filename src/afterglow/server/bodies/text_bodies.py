@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import FailFast, PrivateAttr
+from pydantic import FailFast
 
 from afterglow.errors import RequestError
 from afterglow.server.bodies.json_body import Int, JsonBody, Name, check_variables
@@ -16,7 +16,7 @@ from afterglow.server.bodies.limits import (
     read_documents,
     read_inputs,
 )
-from afterglow.server.bodies.tool_fields import ToolUse, read_tool_use
+from afterglow.server.bodies.tool_fields import read_tool_use
 from afterglow.text.chat_template import shown
 
 
@@ -30,16 +30,6 @@ class TokenizeBody(JsonBody):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
-    _size: int = PrivateAttr(0)
-    _tool_use: ToolUse = PrivateAttr(ToolUse())
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def tool_use(self) -> ToolUse:
-        return self._tool_use
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):

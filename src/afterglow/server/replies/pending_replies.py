@@ -42,7 +42,7 @@ class Replies(ABC):
         self.body = body
         self.requests = requests
         self.chat = chat
-        self.model = state.models.check(body.model)
+        self.model = body.model or state.models.names[0]
         parsers = [state.tool_parser(body.tool_use, chat) for _ in requests]
         splitters = [state.splitter(body.tool_use, chat) for _ in requests]
         self.parted = parsers[0] is not None or splitters[0] is not None  # replies may be more than content
@@ -140,6 +140,10 @@ class Replies(ABC):
 
     def _account(self, index: int, piece: Piece) -> None:
         record, now = self.record, time.perf_counter()
+        if len(piece.tokens) == len(
+            self.texts[index].tokens
+        ):  # the first output says what was cached, and what was left out
+            record.cached, record.prompt_tokens = self.cached, self.prompt_tokens
         if piece.tokens:
             if record.ttft is None:
                 record.ttft = now - record.began
@@ -150,8 +154,6 @@ class Replies(ABC):
             self._first.setdefault(index, now)
         if piece.finish is not None:
             self._finished(index, now)
-        record.cached = self.cached
-        record.prompt_tokens = self.prompt_tokens
 
     def _finished(self, index: int, now: float) -> None:
         """Count a reply that has ended, and was not cancelled."""

@@ -35,8 +35,7 @@ from afterglow.engine import token_outputs
 from afterglow.engine.engine import Engine
 from afterglow.engine.runner import TorchRunner
 from afterglow.engine.sampling import Sampler, Shaping
-from afterglow.engine.speculation.guesser import Guesser
-from afterglow.engine.speculation.lookup import Lookup
+from afterglow.engine.speculation.guesser import Guesser, Lookup
 from afterglow.engine.speculation.row_costs import PROBE_ROWS, RowCosts
 from afterglow.request import Request, SamplingParams
 from benchmarks.peers.quantized.models import RandomShape

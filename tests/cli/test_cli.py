@@ -40,7 +40,8 @@ main()
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     modules = ran.stderr.split()
-    heavy = set("torch starlette numpy tokenizers httpx yaml safetensors cffi asyncio matplotlib".split())
+    heavy = {"torch", "starlette", "numpy", "tokenizers", "httpx", "yaml", "safetensors", "cffi", "asyncio"}
+    heavy.add("matplotlib")
     assert not heavy & set(modules)
     assert len([name for name in modules if name.startswith("afterglow")]) <= 25
     assert len(modules) < 550

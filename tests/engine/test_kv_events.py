@@ -13,9 +13,8 @@ import pytest
 from afterglow.config import BLOCK_ROWS, CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.engine.kv_events import publisher
-from afterglow.engine.kv_events.blocks import MEDIA, Blocks, StoredBlocks
-from afterglow.engine.kv_events.changes import ChangedExtents
-from afterglow.engine.kv_events.wire import END, encode
+from afterglow.engine.kv_events.blocks import MEDIA, Blocks, ChangedExtents, StoredBlocks
+from afterglow.engine.kv_events.publisher import END, encode
 from afterglow.errors import ConfigError
 from afterglow.library.locate import BUNDLED, find_model
 from afterglow.plan.cache import Cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from afterglow.request import Output, Request, SamplingParams
-from afterglow.sim.replay import replay_journal
+from afterglow.sim.simulator import replay_journal
 from tests.engine.conftest import VOCAB, Handle
 
 TALKS, TURNS, WORDS, REPLY = 10, 3, 40, 24

@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afterglow.engine.speculation import row_costs
-from afterglow.engine.speculation.acceptance import MARGIN, Acceptance, allot
-from afterglow.engine.speculation.guesser import MAX_GUESSES, Guesser, StepCosts
-from afterglow.engine.speculation.lookup import CANDIDATES, SHORTEST, Lookup
+from afterglow.engine.speculation.guesser import (
+    CANDIDATES,
+    MARGIN,
+    MAX_GUESSES,
+    SHORTEST,
+    Acceptance,
+    Guesser,
+    Lookup,
+    StepCosts,
+    allot,
+)
 from afterglow.engine.speculation.row_costs import PROBE_LAYERS, PROBE_ROWS, PROBE_SECONDS, RowCosts
 from afterglow.model.decoder import Decoder
 

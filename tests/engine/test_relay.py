@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from afterglow.config import EngineConfig
+from afterglow.engine.cached_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import BatchEntry
-from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.errors import ConfigError
 from afterglow.kernels import decode
 from afterglow.kernels.attention import attend, merge_into

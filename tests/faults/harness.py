@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import RecordingScheduler
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.step import (

@@ -29,7 +29,7 @@ from afterglow.importance.select import SelectionRules
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
 from afterglow.text import Tokenizer
-from afterglow.text.system_prefix import system_prefix
+from afterglow.text.next_turn import system_prefix
 from tests.engine.by_hand import Cut, Growing, behind, rows_of
 from tests.faults.chaos import BUDGET, OPTIONS, SYSTEM, Answer, Chaos, Server
 

@@ -11,8 +11,7 @@ import pytest
 
 from afterglow.errors import RequestError
 from afterglow.plan.journal.inputs import INPUTS
-from afterglow.plan.journal.recording import RecordingScheduler
-from afterglow.plan.journal.replaying import replay, replay_repeated
+from afterglow.plan.journal.replaying import RecordingScheduler, replay, replay_repeated
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.scheduler import Scheduler

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from afterglow.plan.journal.recording import RecordingScheduler
-from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.replaying import RecordingScheduler, replay
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.options import MERGED_ROWS, Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler

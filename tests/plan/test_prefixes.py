@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from afterglow.errors import RequestError
-from afterglow.plan.journal.recording import RecordingScheduler
-from afterglow.plan.journal.replaying import replay
+from afterglow.plan.journal.replaying import RecordingScheduler, replay
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.shared_prefixes import OPERATOR

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from afterglow.errors import RequestError
-from afterglow.plan.journal.recording import RecordingScheduler
-from afterglow.plan.journal.replaying import replay, replay_repeated
+from afterglow.plan.journal.replaying import RecordingScheduler, replay, replay_repeated
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.salts import client_salt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afterglow.plan.batching.shares import Sharer, shares
+from afterglow.plan.batching.compose import Sharer, shares
 from afterglow.plan.step import Share
 from tests.plan.fake_executor import pack
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afterglow.plan.tiers.slots import SlotPool, watermarks
+from afterglow.plan.tiers.moves import SlotPool, watermarks
 
 
 def expected(free: set[int], count: int, after: int | None) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ import pytest
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.request import Grammar, SamplingParams
 from afterglow.server.bodies.tool_fields import ToolUse
-from afterglow.server.replies.tool_grammar import with_tool_grammar
+from afterglow.server.replies.make_requests import with_tool_grammar
 from afterglow.text import Tokenizer
 from tests import reasoning_templates as kit
 from tests.reasoning_templates import FORMATS

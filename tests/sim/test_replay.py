@@ -11,14 +11,13 @@ import pytest
 
 from afterglow.cli.option_sources import Given
 from afterglow.errors import ConfigError
-from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import RecordingScheduler
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.scheduler import NO_GUESSES
 from afterglow.plan.step import Step
-from afterglow.sim.replay import replay_journal
 from afterglow.sim.scenario import setup_of, source_of
 from afterglow.sim.scenario_options import ClusterConfig, EngineModel, Scenario, TierConfig, WorkloadConfig
-from afterglow.sim.simulator import Simulation
+from afterglow.sim.simulator import Simulation, replay_journal
 from afterglow.sim.workload.turns import Workload
 
 GIB = 2**30

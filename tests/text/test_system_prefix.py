@@ -8,7 +8,7 @@ import pytest
 
 from afterglow.errors import RequestError
 from afterglow.text import Tokenizer
-from afterglow.text.system_prefix import system_prefix
+from afterglow.text.next_turn import system_prefix
 from tests.text import toys
 from tests.text.test_turns import FOLDED
 

@@ -10,8 +10,7 @@ import pytest
 from afterglow.errors import ConfigError, ModelError
 from afterglow.text.tool_calls.formats import choose_format
 from afterglow.text.tool_calls.harmony import HarmonyParser
-from afterglow.text.tool_calls.hermes import HermesParser
-from afterglow.text.tool_calls.llama import LlamaParser
+from afterglow.text.tool_calls.json_calls import HermesParser, LlamaParser
 from afterglow.text.tool_calls.mistral import MistralParser
 from afterglow.text.tool_calls.parts import CallDelta, Content, Reasoning, ReplyParser
 from afterglow.text.tool_calls.qwen_xml import QwenXmlParser

@@ -10,8 +10,8 @@ from afterglow.cli.option_sources import Given
 from afterglow.errors import ConfigError
 from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.step import Step
-from afterglow.sim.replay import replay_journal
 from afterglow.sim.scenario_options import flag
+from afterglow.sim.simulator import replay_journal
 
 DIFFERENT = 1
 LONGEST = 300  # letters of a step that are printed

@@ -2,20 +2,31 @@
 
 For each layer, in this order: project, tee the new un-rotated rows to the saver, rotate, bring in the layer's
 cached rows (waiting for that layer only: CachedAttention §3.2.1, layer-wise pre-loading), attend.
+
+RelayAttention reads rows that several jobs of a step share once for all these jobs: attention over a shared segment with the
+queries of all jobs stacked, and over each job's own rows, merged by their log-sum-exp (RelayAttention §3.3, algorithm 1; spec
+R1-R8). It is exact. A share is read together only where that is faster: the paper's count of memory reads (§3.4), with
+constants measured on this machine, decides.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from afterglow.engine.context import KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
-from afterglow.kernels.decode import DECODED
+from afterglow.kernels.decode import DECODED, Appends, Read, Reads
 from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention
+from afterglow.plan.options import STRIDE
+from afterglow.plan.step import Share
 
 
 class Beside(Protocol):
@@ -86,3 +97,206 @@ class CachedAttend:
         first = len(keys) - len(q) + 1
         each = [attention.attend(q[at : at + 1], keys[: first + at], values[: first + at]) for at in range(len(q))]
         return torch.cat(each)
+
+
+PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
+PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
+MIN_PROBE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RelayCosts:
+    """Predict seconds of attention in one layer.
+
+    `rows`: seconds for each row read, by the number of queries that read it, ascending from 1. `call`: seconds for one more
+    segment, `merged`: for each query that reads that segment.
+    """
+
+    rows: tuple[tuple[int, float], ...]
+    call: float
+    merged: float
+
+    @classmethod
+    def measured(cls, shape: KVShape, heads: int) -> RelayCosts:
+        """Measure this device for a model's shape, in about a tenth of a second. The layers take turns, so that rows come from
+        memory or from the processor's caches as they will later."""
+        layers = min(shape.layers, PROBE_LAYERS)
+        size = (layers, 2, shape.kv_heads, PROBE_ROWS, shape.head_dim)
+        data = torch.ones(size, dtype=shape.dtype, device=shape.device)
+        q = torch.ones((PROBE_QUERIES[-1], heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
+
+        def seconds(*reads: Read) -> float:
+            prepared = Reads(reads)
+            out = torch.zeros(q.shape, dtype=torch.float32, device=shape.device)
+            lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=shape.device)
+            return _fastest(shape.device, layers, lambda layer: prepared.attend(layer, q, 1.0, out, lse))
+
+        rows = []
+        for number in PROBE_QUERIES:
+            few, many = (seconds(Read(data, 0, stop, range(number))) for stop in (MIN_PROBE_ROWS, PROBE_ROWS))
+            rows.append((number, max(0.0, many - few) / (PROBE_ROWS - MIN_PROBE_ROWS)))
+        added = []
+        for number in (2, PROBE_QUERIES[-1]):
+            own = [Read(data, 0, MIN_PROBE_ROWS, (i,)) for i in range(number)]
+            added.append(max(0.0, seconds(*own, Read(data, 0, MIN_PROBE_ROWS, range(number))) - seconds(*own)))
+        merged = max(0.0, (added[1] - added[0]) / (PROBE_QUERIES[-1] - 2))
+        return cls(tuple(rows), max(added[0] - 2 * merged, min(added)), merged)
+
+    def reading(self, queries: float) -> float:
+        """Predict the seconds for a row that `queries` queries read at once."""
+        (low, a), *rest = self.rows
+        for high, b in rest:
+            if queries <= high or high == self.rows[-1][0]:
+                return max(0.0, a + (b - a) * (queries - low) / (high - low))
+            low, a = high, b
+        return a
+
+    def gain(self, rows: int, jobs: int, queries: int) -> float:
+        """Predict the seconds saved per layer by reading `rows` rows once for `jobs` jobs with `queries` queries in all."""
+        apart = jobs * self.reading(queries / jobs)
+        return rows * (apart - self.reading(queries)) - self.call - queries * self.merged
+
+
+def _fastest(device: torch.device, layers: int, call: Callable[[int], object]) -> float:
+    best = float("inf")
+    for layer in range(layers * PROBE_ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call(layer % layers)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+@dataclass(slots=True)
+class RelayGroup:
+    """Hold entries that read rows [start, stop) together, from the context of the first entry whose rows have come.
+    `queries`: the rows of the batch that read."""
+
+    entries: list[BatchEntry]
+    start: int
+    stop: int
+    queries: list[int]
+
+
+def groups_of(shares: Sequence[Share], entries: Sequence[BatchEntry], costs: RelayCosts | None) -> list[RelayGroup]:
+    """Choose the shares that are faster to read together; without costs, all shares. Where an outer share is not chosen, the
+    shares within read its rows."""
+    by_job = {entry.job: entry for entry in entries}
+    own_from: dict[int, int] = {}
+    found: list[RelayGroup] = []
+    for share in shares:
+        members = [by_job[job] for job in share.jobs]
+        start = own_from.get(share.jobs[0], 0)
+        queries = sum(entry.stop - entry.start for entry in members)
+        if costs is not None and costs.gain(share.stop - start, len(members), queries) <= 0:
+            continue
+        own_from.update(dict.fromkeys(share.jobs, share.stop))
+        found.append(RelayGroup(members, start, share.stop, sorted(row for entry in members for row in _rows(entry))))
+    for entry in entries:
+        entry.own_from = own_from.get(entry.job, 0)
+    return found
+
+
+def _rows(entry: BatchEntry) -> range:
+    """List the entry's rows of the batch."""
+    return range(entry.where.start, entry.where.stop)
+
+
+def _read(
+    entry: BatchEntry, layer: int, start: int, stop: int, queries: Sequence[int], causal: bool = False, window: int = 0
+) -> Read:
+    """Make a read of rows [start, stop) of an entry's context, in a layer and all that hold the same rows."""
+    data, first = entry.context.group_of(layer)
+    assert first <= start, f"rows from {start} on are not held in layer {layer}"
+    return Read(data, start - first, stop - first, queries, causal, window)
+
+
+def depth_of(groups: Sequence[RelayGroup]) -> int:
+    """Compute the deepest nesting: the most groups that one entry is in."""
+    depth: dict[int, int] = {}
+    for group in groups:
+        for entry in group.entries:
+            depth[entry.job] = depth.get(entry.job, 0) + 1
+    return max(depth.values(), default=0)
+
+
+class RelayAttend(CachedAttend):
+    """Attend with one call for each layer: shared rows are read once, and own rows by each entry. An `Attend` for one step."""
+
+    def __init__(
+        self,
+        entries: list[BatchEntry],
+        angles: LayerRotations | None,
+        gatherer: Gatherer,
+        tee: Tee,
+        groups: list[RelayGroup],
+        whole: list[BatchEntry] | None = None,
+    ) -> None:
+        super().__init__(entries, angles, gatherer, tee, whole)
+        self._groups = groups
+        self._failed: list[int] | None = None  # jobs that `_reads` were made without
+        self._shape = entries[0].context.shape
+        self._reads: dict[tuple[bool, int], Reads | None] = {}  # by group of layers and window
+        self._found: tuple[Tensor, Tensor] | None = None  # outputs and log-sum-exps, in the same memory for each layer
+        self._appends: dict[bool, Appends | None] = {}  # by group of layers
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        recent, number = self._shape.place(layer)
+        if recent not in self._appends:
+            new = [_read(entry, layer, entry.start, entry.stop, _rows(entry)) for entry in self.entries]
+            self._appends[recent] = Appends(new) if Appends.possible(new) else None
+        appends = self._appends[recent]
+        if appends is None:
+            super()._append(layer, k, v)
+        else:  # failed entries too: their rows do not count
+            appends.write(number, k, v)
+
+    def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
+        # Entries fail while layers are gathered, which is rare.
+        failed = [entry.job for entry in self.whole if entry.failed is not None]
+        if failed != self._failed:
+            self._failed, self._reads = failed, {}
+        recent, number = self._shape.place(layer)
+        if (recent, attention.window) not in self._reads:
+            self._reads[recent, attention.window] = self._prepared(layer, attention)
+        if self._found is None:
+            out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out, lse = self._found
+        if attention.sinks is None:
+            lse.fill_(-torch.inf)
+        else:  # what all segments are merged into: a row of zeros
+            out.zero_()
+            lse.copy_(attention.sinks)
+        reads = self._reads[recent, attention.window]
+        if reads is not None:
+            reads.attend(number, q, attention.scale, out, lse)
+        return out.to(q.dtype)
+
+    def _prepared(self, layer: int, attention: Attention) -> Reads | None:
+        """Prepare the reads, in such a layer, of entries that have not failed: the groups' rows, the largest first, and each entry's own rows.
+
+        A window that an entry's context does not outgrow changes nothing. Other entries read what their windows show them by
+        themselves, since each sees another part of shared rows, and soon none.
+        """
+        window = attention.window
+        reads, found = [], [entry for entry in self.whole if entry.failed is None]
+        inside = {entry.job for entry in found if not window or entry.stop <= window}
+        for group in sorted(self._groups, key=lambda group: group.start - group.stop):
+            members = [entry for entry in group.entries if entry.job in inside]
+            if len(members) == len(group.entries):
+                reads.append(_read(members[0], layer, group.start, group.stop, group.queries))
+            elif members:
+                queries = sorted(row for entry in members for row in _rows(entry))
+                reads.append(_read(members[0], layer, group.start, group.stop, queries))
+        for entry in found:
+            if entry.job in inside:
+                several = entry.stop - entry.start > 1
+                reads.append(_read(entry, layer, entry.own_from, entry.stop, _rows(entry), several))
+            else:
+                start = max(0, entry.start + 1 - window) // STRIDE * STRIDE
+                reads.append(_read(entry, layer, start, entry.stop, _rows(entry), True, window))
+        return Reads(reads, cap=attention.cap) if reads else None

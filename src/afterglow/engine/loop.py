@@ -17,14 +17,13 @@ from functools import partial
 
 from afterglow.engine.durable_notes import DurableNotes
 from afterglow.engine.hardware import use_device
-from afterglow.engine.idle import IdleWork
+from afterglow.engine.idle import IdleWork, UpcomingPrompts
 from afterglow.engine.live_requests import LiveRequest, LiveRequests, Sink, no_sink
 from afterglow.engine.requests import check, job_spec, salt_id
 from afterglow.engine.setup import EngineParts
 from afterglow.engine.speculation.guesser import Guesses
 from afterglow.engine.stats import EngineCounters, EngineStats
 from afterglow.engine.token_outputs import RunOutput
-from afterglow.engine.upcoming import UpcomingPrompts
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.step import Drop, Emitted, Step

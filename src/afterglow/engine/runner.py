@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from afterglow.config import EngineConfig
-from afterglow.engine.cached_attention import CachedAttend
+from afterglow.engine.cached_attention import CachedAttend, RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
-from afterglow.engine.relay_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on

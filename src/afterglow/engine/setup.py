@@ -49,7 +49,7 @@ from afterglow.model.decoder import Decoder
 from afterglow.model.digest import model_digest, numeric_mode
 from afterglow.model.loader import DTYPES, load_model
 from afterglow.model.spec import ModelSpec
-from afterglow.plan.journal.recording import RecordingScheduler
+from afterglow.plan.journal.replaying import RecordingScheduler
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop

@@ -17,7 +17,7 @@ from torch import Tensor
 from afterglow.choices import DtypeName, QuantizationName
 from afterglow.errors import ModelError
 from afterglow.gguf_file import is_gguf, part_paths
-from afterglow.memory.malloc_trim import TRIM_AFTER, trim
+from afterglow.memory.free import TRIM_AFTER, trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Encoder

@@ -18,7 +18,7 @@ from afterglow.ray.session_router import PLACE
 from afterglow.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 
 class ServeReplica:
@@ -35,7 +35,7 @@ class ServeReplica:
             self._closing.close()
             raise
 
-    def _load(self, model: str | None, server: ServerConfig, config: EngineConfig) -> FastAPI:
+    def _load(self, model: str | None, server: ServerConfig, config: EngineConfig) -> Starlette:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # Ray has written there how many cores the replica has
         set_up_threads(config.threads)
         from afterglow.server.app import create_app
@@ -55,7 +55,7 @@ class ServeReplica:
         self._engine = parts.engine
         return app
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         return self._app
 
     def record_replica_metadata(self) -> dict[str, Any]:

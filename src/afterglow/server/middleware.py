@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.errors import RequestError
 from afterglow.server.access.browsers import BrowserPolicy
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.error_responses import CLIENT_GONE, ClientGone, error_response, for_anthropic
 from afterglow.server.state import State
 

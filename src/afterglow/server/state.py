@@ -1,33 +1,32 @@
-"""The parts of one server, which all routes share."""
+"""The parts of one server, which all routes share, and the model names that requests may give."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+from afterglow.errors import RequestError
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import ContextWindow
 from afterglow.server.access.tenants import Tenants
+from afterglow.server.blocking import TextThreads
 from afterglow.server.bodies.reader import BodyReader
-from afterglow.server.bodies.reply_lengths import ReplyLengths
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.bridge.bridge import Bridge
-from afterglow.server.bridge.kept_replies import KeptReplies
-from afterglow.server.bridge.next_turns import NextTurns
+from afterglow.server.bridge.kept_replies import KeptReplies, NextTurns
 from afterglow.server.embedding.embedding_models import EmbeddingModels
 from afterglow.server.embedding.encoder_only import EncoderOnly
 from afterglow.server.engine_like import EngineLike
 from afterglow.server.metrics.collector import Metrics
 from afterglow.server.metrics.trace_recorder import TraceRecorder
-from afterglow.server.prompts.prompt_encoder import PromptEncoder
+from afterglow.server.prompts.prompt_encoder import PromptEncoder, ReplyLengths
 from afterglow.server.prompts.system_prompts import SystemPrompts
-from afterglow.server.served_models import ServedModels
 from afterglow.server.server_config import ServerConfig
-from afterglow.server.text_threads import TextThreads
 from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.chat_template import shown
 from afterglow.text.reasoning.reasoning_format import choose_reasoning
 from afterglow.text.reasoning.splitters import Splitter
 from afterglow.text.tool_calls.formats import choose_format
@@ -37,6 +36,39 @@ from afterglow.text.tool_calls.parts import ReplyParser
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
     from afterglow.server.sharing.shared_names import SharedNames
+
+
+class ServedModels:
+    """The names of the model that generates, and the names of models that only embed."""
+
+    def __init__(self, names: Sequence[str], generates: bool, embedding: Container[str]) -> None:
+        """`generates`: False where the model called `names` is an encoder. `embedding`: names of models that embed."""
+        self.names = names
+        self.generates = generates
+        self._embedding = embedding
+
+    def check(self, name: str | None, *, generate: bool = True) -> str:
+        """Return the name of the model that a request means; without a name the default.
+
+        Raises: RequestError, status 404, for an unknown model, and for one that only embeds where `generate` is set.
+        """
+        if name is None:
+            name = self.names[0]
+        if generate and name in self._embedding and not (self.generates and name in self.names):
+            raise RequestError(
+                f"{shown(name)} embeds texts and generates none; use it with /v1/embeddings or /v1/rerank",
+                status=404,
+                param="model",
+                code="not_a_chat_model",
+            )
+        if name not in self.names:
+            raise RequestError(
+                f"the model {shown(name)} does not exist; this server has {', '.join(self.names)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return name
 
 
 class State:

@@ -1,21 +1,25 @@
-"""The event loop: a workload, the plan's scheduler, and a modelled machine in place of the engine's runner and store."""
+"""The event loop: a workload, the plan's scheduler, and a modelled machine in place of the engine's runner and store.
+
+It also takes an engine's journal through the plan: the same steps, or it is not the same policy.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.plan.journal.replaying import replay_repeated
+from afterglow.plan.journal.step_digest import step_digest
 from afterglow.plan.prefix.truncation import Cut
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Admitted, Event, JobSpec, Step
 from afterglow.sim.engine_setup import Setup
 from afterglow.sim.executor import Executor
-from afterglow.sim.replay import REPEATS
 from afterglow.sim.workload.turns import Arrival, Workload, token_bytes
 
 
@@ -309,3 +313,40 @@ def quantile(values: array[float], part: float) -> float:
         return 0.0
     ordered = sorted(values)
     return ordered[max(0, ceil(part * len(ordered)) - 1)]
+
+
+REPEATS = 4096  # uneventful steps that are advanced together, at most
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a journal led to. `different`: the first step that was not the engine's, whose digest was `recorded`; None:
+    all were."""
+
+    steps: int = 0
+    moves: int = 0
+    different: Step | None = None
+    recorded: str = ""
+
+
+def replay_journal(lines: Iterable[str], limit: int = REPEATS) -> Replayed:
+    """Replay a journal (`--journal`) with as many decode steps at once as the simulator would take, and compare every
+    step, repeated ones expanded, with what the engine has recorded. Raises: ValueError, which names the line or the step."""
+    found = Replayed()
+    steps = replay_repeated(lines, limit)
+    while True:
+        try:
+            step, recorded = next(steps)
+        except StopIteration:
+            return found
+        except (KeyError, TypeError, AttributeError, LookupError, AssertionError, OverflowError) as error:
+            # A line that is JSON, but not what an engine writes; the plan does not check its inputs twice.
+            raise ValueError(
+                f"after {found.steps} steps the journal has a line that no engine wrote "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        found.steps += 1
+        found.moves += len(step.moves)
+        if step_digest(step) != recorded:
+            found.different, found.recorded = step, recorded
+            return found

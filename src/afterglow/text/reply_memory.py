@@ -4,6 +4,10 @@ A client sends a conversation back as text. Tokenising a reply anew may give oth
 generated (byte pairs may differ), and every row after the first difference would have to be computed again.
 So the ids of a reply are remembered under the prompt that it answered, and spliced in where that prompt and
 that text come back.
+
+A reply that clients got in parts comes back as content, calls and reasoning, and the template writes it in its own way: with other
+white space, say. So its generated ids do not decode to that text. The place where the template's text of it ends is found by
+marks in the messages that follow; what lies between its prompt and that place is the reply.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import secrets
 import threading
 from array import array
 from collections import OrderedDict, deque
@@ -19,6 +24,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from afterglow.errors import RequestError
 from afterglow.text.tool_messages import names_of_calls
 
 _ENTRY = 64  # ids that take as much memory as a reply does besides its own: objects, keys, digests
@@ -294,3 +300,68 @@ def rows_at(
             found.append((row + number, number < len(starts) and starts[number] == char))
         row += len(segment.ids)
     return found + [(row, not segments or char == segments[-1].stop) for char in waiting]
+
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def place_replies(
+    known: Mapping[int, Reply],
+    write: Callable[[Messages], str],
+    messages: Messages,
+    text: str,
+    ends_of: Callable[[Reply], Sequence[str]],
+    marker_at: Callable[[int], int | None],
+) -> list[tuple[Reply, int | None]]:
+    """Pair the known replies (by number of their message) with the character of `text` at which they end, or None where the
+    reply's own text says that. Replies whose end is not found are left out.
+
+    `ends_of`: the markers that may end a reply, the likeliest first. `marker_at` a character: the marker that begins there.
+    """
+    parted = [number for number, reply in known.items() if reply.parts is not None]
+    borders = dict(zip(parted, _borders(write, messages, text, parted), strict=False)) if parted else {}
+    placed: list[tuple[Reply, int | None]] = []
+    for number, reply in known.items():
+        if reply.parts is None:
+            placed.append((reply, None))
+        elif number in borders:
+            span = (reply.prompt_chars, borders[number])
+            found = (_last_marker(text, span, end, marker_at) for end in ends_of(reply))
+            stop = next((place for place in found if place is not None), None)
+            # A template may leave old reasoning out: then the generated ids say more than the template does.
+            thought = messages[number].get("reasoning_content", "")
+            if stop is not None and text.find(thought, reply.prompt_chars, stop) >= 0:
+                placed.append((reply, stop))
+    return placed
+
+
+def _borders(write: Callable[[Messages], str], messages: Messages, text: str, wanted: Sequence[int]) -> list[int]:
+    """Find for each of the `wanted` messages (ascending) a character of `text` behind it, and before the content of the
+    message that follows. Empty if the template does not show that. Renders once."""
+    nonce = f"\ue000{secrets.token_hex(8)}\ue001"
+    marked = list(messages)
+    for number in wanted:
+        if number + 1 >= len(messages):
+            return []
+        content = messages[number + 1]["content"]
+        space = len(content) - len(content.lstrip())
+        marked[number + 1] = {**marked[number + 1], "content": content[:space] + nonce + content[space:]}
+    try:
+        pieces = write(marked).split(nonce)
+    except RequestError:
+        return []
+    if len(pieces) != len(wanted) + 1 or "".join(pieces) != text:
+        return []
+    found, at = [], 0
+    for piece in pieces[:-1]:
+        at += len(piece)
+        found.append(at)
+    return found
+
+
+def _last_marker(text: str, span: tuple[int, int], marker: str, marker_at: Callable[[int], int | None]) -> int | None:
+    """Find the last place in a span at which a marker begins that is no plain text."""
+    place = text.rfind(marker, *span)
+    while place >= 0 and marker_at(place) is None:
+        place = text.rfind(marker, span[0], place)
+    return place if place >= 0 else None

@@ -20,7 +20,6 @@ from afterglow.text.chat_template import ChatTemplate, Message, shown
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Encoded, Markers, Rendered
 from afterglow.text.messages import flatten_messages
-from afterglow.text.reply_ends import place_replies
 from afterglow.text.reply_memory import (
     Asked,
     ChatPrompt,
@@ -29,6 +28,7 @@ from afterglow.text.reply_memory import (
     Segment,
     chains,
     parts_digest,
+    place_replies,
     rows_at,
     splice,
 )

@@ -1,12 +1,151 @@
-"""Guess the next tokens of the replies of a batch, and learn from what is drawn."""
+"""Guess the next tokens of the replies of a batch: find what followed where a text's last tokens stood before, learn from what is
+drawn how likely guesses are right, and choose how many pay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from afterglow.engine.speculation.acceptance import Acceptance, allot
-from afterglow.engine.speculation.lookup import Lookup
+# Classes of matches by their length in tokens, each with the share of guesses that is right at first, before a request has
+# shown its own: between what was counted in prose and in edits of programs.
+CLASSES = ((2, 0.25), (3, 0.35), (4, 0.5), (5, 0.6), (7, 0.7), (10, 0.8), (16, 0.9))
+BELIEF = 4.0  # guesses that the first shares count as much as
+MEMORY = 0.96  # what a guess counts after the next one of its class
+LEAST = 0.05  # chances below are not worth a look
+MARGIN = 1.03  # a step with guesses must be predicted to be better by so much than one without
+
+_CLASS_OF = [0] * (CLASSES[-1][0] + 1)
+for _number, (_first, _) in enumerate(CLASSES):
+    _CLASS_OF[_first:] = [_number] * (len(_CLASS_OF) - _first)
+
+
+class Acceptance:
+    """Count how often the lookup is right in one reply, by the length of the match. Every token of the reply is compared with its
+    guess, whether that was verified or not: so nothing has to be tried to learn whether it pays."""
+
+    __slots__ = ("_right", "_total")
+
+    def __init__(self) -> None:
+        self._right = [BELIEF * share for _, share in CLASSES]
+        self._total = [BELIEF] * len(CLASSES)
+
+    def note(self, length: int, right: bool) -> None:
+        """Note whether the guess behind a match of `length` tokens was right."""
+        number = _CLASS_OF[min(length, len(_CLASS_OF) - 1)]
+        self._right[number] = self._right[number] * MEMORY + right
+        self._total[number] = self._total[number] * MEMORY + 1
+
+    def chances(self, length: int, most: int) -> list[float]:
+        """Predict how likely the first guess behind a match is right, the first two both, and so on: up to `most`."""
+        found: list[float] = []
+        chance = 1.0
+        while len(found) < most:
+            number = _CLASS_OF[min(length, len(_CLASS_OF) - 1)]
+            chance *= self._right[number] / self._total[number]
+            if chance < LEAST:
+                break
+            found.append(chance)
+            length += 1
+        return found
+
+
+def allot(chances: Sequence[Sequence[float]], seconds: Callable[[int], float], reading: Sequence[float]) -> list[int]:
+    """Choose how many guesses of each reply to verify in a step, so that most tokens are drawn in a second.
+
+    `chances[i][n]`: that the first n + 1 guesses of reply i are right. `seconds(rows)`: of a step with so many rows in all.
+    `reading[i]`: seconds that attention takes for each further row of reply i.
+    """
+    offers = sorted(
+        ((-chance, n, i) for i, falling in enumerate(chances) for n, chance in enumerate(falling)),
+    )
+    rows, tokens, attention = len(chances), float(len(chances)), 0.0
+    best, taken = MARGIN * tokens / seconds(rows), 0
+    for count, (chance, _, i) in enumerate(offers, 1):
+        tokens -= chance
+        attention += reading[i]
+        rate = tokens / (seconds(rows + count) + attention)
+        if rate > best:
+            best, taken = rate, count
+    found = [0] * len(chances)
+    for _, _, i in offers[:taken]:
+        found[i] += 1
+    return found
+
+
+SHORTEST = 2  # tokens of a match
+LONGEST = 32  # tokens that two places are compared by; a match that goes on may become longer
+CANDIDATES = 16  # most recent places that are compared
+
+
+class Lookup:
+    """Follow a growing text, and the place before its end that ends with the most tokens that the text ends with: of equal
+    ones the most recent.
+
+    Each pair of tokens is in a table of its last place, from which places with the same pair are linked, as compressors of the
+    LZ77 family do. A place that a match was found at is followed as long as the text goes on as it did there; then no other
+    place has a longer match, and nothing is looked for. So a token takes a few microseconds, however long the text is.
+    """
+
+    __slots__ = ("_before", "_last", "at", "length", "tokens")
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens = list(tokens)
+        self.at = 0  # the place that is expected to go on as the text does; 0: there is none
+        self.length = 0  # tokens before it that are the text's last ones
+        self._last: dict[int, int] = {}  # by pair: the place behind it
+        self._before = [0, 0][: len(self.tokens) + 1]  # by place: the place before it behind the same pair
+        last, before = self._last, self._before
+        for place, (token, following) in enumerate(pairwise(self.tokens), 2):
+            pair = token << 32 | following
+            before.append(last.get(pair, 0))
+            last[pair] = place
+        if len(self.tokens) > 1:
+            self._search()
+
+    def add(self, token: int) -> None:
+        """Let the text grow by a token."""
+        tokens = self.tokens
+        follows = self.at and tokens[self.at] == token
+        pair = tokens[-1] << 32 | token if tokens else None
+        tokens.append(token)
+        self._before.append(0 if pair is None else self._last.get(pair, 0))
+        if pair is not None:
+            self._last[pair] = len(tokens)
+        if follows:
+            self.at += 1
+            self.length += 1
+        else:
+            self._search()
+
+    def guess(self, most: int) -> list[int]:
+        """Guess up to `most` tokens that come next: none where the text's end is new. Behind the end of the text, its guessed part
+        goes on."""
+        if not self.at:
+            return []
+        found = self.tokens[self.at : self.at + most]
+        period = len(self.tokens) - self.at
+        while len(found) < most:
+            found.append(found[-period])
+        return found
+
+    def _search(self) -> None:
+        tokens = self.tokens
+        end = len(tokens)
+        self.at = self.length = 0
+        place = self._before[end]
+        for _ in range(CANDIDATES):
+            if not place:
+                break
+            length = SHORTEST
+            most = min(place, LONGEST)
+            while length < most and tokens[place - length - 1] == tokens[end - length - 1]:
+                length += 1
+            if length > self.length:
+                self.at, self.length = place, length
+            place = self._before[place]
+
 
 MAX_GUESSES = 15  # of a reply in a step: with its row these fit into what gathers new rows (`engine.tee`)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, open_gguf
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
-from afterglow.memory.malloc_trim import TRIM_AFTER, trim
+from afterglow.memory.free import TRIM_AFTER, trim
 from afterglow.memory.pages import give_back, read_soon
 from afterglow.model.families import spec_from_config
 from afterglow.model.gguf.architectures import read_architecture

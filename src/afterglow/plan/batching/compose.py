@@ -2,6 +2,10 @@
 
 First come, first served; continuous batching; prompts in pieces beside running decodes. It knows the queue, the batch and
 admission; not the results of a step.
+
+Shares are rows that several jobs of a step have in common, whose keys and values need to be read once for all. RelayAttention
+§3 knows one system prompt; here it is the tokens that running jobs begin with alike, at several levels (a system prompt, below
+it a document, below that a conversation). Tenants share nothing but the operator's registered prefixes.
 """
 
 from __future__ import annotations
@@ -10,15 +14,15 @@ import struct
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from afterglow.plan.batching.admission import Admission
-from afterglow.plan.batching.batch import Batch
+from afterglow.plan.batching.commit import Outlook
 from afterglow.plan.batching.job import Job, Wait
-from afterglow.plan.batching.queue import RequestQueue
-from afterglow.plan.batching.repetition import Outlook
-from afterglow.plan.batching.shares import Sharer, shares
+from afterglow.plan.batching.queue import Batch, RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.step import Admit, Gather, Run, Save, Share
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
@@ -243,3 +247,62 @@ class StepComposer:
         prefix = self._drafts.prefix_of(job)
         rows = 0 if job.approximate else run.start  # no other job has the rows of a selection
         return Sharer(job.spec.job, job.spec.salt, job.tokens, rows, prefix.rows if prefix is not None else 0)
+
+
+MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own (spec R8)
+
+
+class Sharer(NamedTuple):
+    """A job of the step: its tokens, and how many rows it has on the device. `common`: its first tokens that are a prefix
+    registered for others as well."""
+
+    job: int
+    salt: str
+    tokens: bytes | bytearray
+    rows: int
+    common: int = 0
+
+
+def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share, ...]:
+    """Find the shares among jobs, each of at least `least` rows and two jobs."""
+    groups: dict[str | bytes, list[_Member]] = {}
+    for each in jobs:
+        if each.rows >= least:
+            group = bytes(each.tokens[: 4 * each.common]) if each.common else each.salt
+            member = _Member(each.salt, bytes(each.tokens[: 4 * each.rows]), each.job, each.common)
+            groups.setdefault(group, []).append(member)
+    found: list[Share] = []
+    for members in groups.values():
+        if len(members) > 1:
+            members.sort()  # those with the most in common lie side by side
+            alike = [_alike(a, b) for a, b in zip(members, members[1:], strict=False)]
+            _nest([member.job for member in members], alike, 0, least, found)
+    return tuple(found)
+
+
+class _Member(NamedTuple):
+    salt: str
+    tokens: bytes
+    job: int
+    common: int
+
+
+def _alike(a: _Member, b: _Member) -> int:
+    rows = min(len(a.tokens), len(b.tokens)) // 4
+    return common_rows(a.tokens, 0, b.tokens, 0, rows if a.salt == b.salt else min(rows, a.common))
+
+
+def _nest(jobs: list[int], alike: list[int], start: int, least: int, found: list[Share]) -> None:
+    """`alike[i]`: rows that jobs i and i + 1 have in common. All have the first `start` in common already."""
+    rows = min(alike)
+    if rows - start >= least:
+        found.append(Share(tuple(sorted(jobs)), start, rows))
+        start = rows
+    first = 0
+    for i in range(len(jobs)):
+        if i == len(alike) or alike[i] - start < least:  # the next one is of another group
+            if i > first:
+                group = alike[first:i]
+                if min(group) > rows or first > 0 or i < len(alike):
+                    _nest(jobs[first : i + 1], group, start, least, found)
+            first = i + 1

@@ -13,8 +13,8 @@ from afterglow.plan.options import Capacity
 from afterglow.plan.prefix.extent import Extent, Key
 from afterglow.plan.stats import Counters
 from afterglow.plan.tiers.disk import Disk
+from afterglow.plan.tiers.moves import SlotPool, watermarks
 from afterglow.plan.tiers.policy import EvictionCandidates, Forget
-from afterglow.plan.tiers.slots import SlotPool, watermarks
 from afterglow.plan.tiers.write_back import WriteBack
 
 

@@ -24,7 +24,7 @@ from afterglow.plan.prefix.extent import Extent, ExtentMark, View
 from afterglow.plan.prefix.salts import tenant_of
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.plan.stats import Counters
-from afterglow.plan.tiers.pins import Pins
+from afterglow.plan.tiers.quota import Pins
 from afterglow.request import Breakpoint
 
 MARKS_PER_NOTE = 64

@@ -23,13 +23,11 @@ from afterglow.plan.tiers.device import Device
 from afterglow.plan.tiers.disk import Disk
 from afterglow.plan.tiers.expiry import Expiry
 from afterglow.plan.tiers.host import Host
-from afterglow.plan.tiers.loading import Loading
+from afterglow.plan.tiers.loading import Loading, WarmStart
 from afterglow.plan.tiers.marks import Marks
 from afterglow.plan.tiers.moves import Moves
-from afterglow.plan.tiers.pins import Pins
 from afterglow.plan.tiers.policy import POLICIES, EvictionCandidates
-from afterglow.plan.tiers.quota import Quota
-from afterglow.plan.tiers.warm_start import WarmStart
+from afterglow.plan.tiers.quota import Pins, Quota
 from afterglow.plan.tiers.write_back import WriteBack
 
 

@@ -2,14 +2,17 @@
 
 The name of a tenant is derived from its key and is a part of every salt that reaches the engine. So two keys never
 share rows, whatever clients send as `cache_salt`, over restarts as well.
+
+A request's record names its tenant, and has its numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens
@@ -129,3 +132,22 @@ def _digest(key: str) -> bytes:
 
 def _slow_id(key: str) -> str:
     return hashlib.scrypt(key.encode(), salt=b"afterglow tenant", n=2**12, r=8, p=1, dklen=16).hex()
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The numbers of one HTTP request, for its line in the log and for the metrics."""
+
+    began: float = field(default_factory=time.perf_counter)
+    request_id: str = ""
+    caller: Caller = field(default_factory=Caller)
+    prompt_tokens: int | None = None  # None: the request generates no tokens
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    generated: int = 0
+    ttft: float | None = None
+    last_token: float = 0.0
+    per_token: list[float] = field(
+        default_factory=list
+    )  # a number per reply: mean seconds of its tokens after the first
+    note: str = ""  # for the log
+    large: bool = False  # the body was parsed in the other process

@@ -13,17 +13,15 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import Breakpoint, Request
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.response_items import new_id
 from afterglow.server.error_responses import anthropic_error
 from afterglow.server.json import json_response, to_json
-from afterglow.server.replies.make_requests import make_requests
-from afterglow.server.replies.message_content import Event, MessageContent
-from afterglow.server.replies.message_usage import as_breakpoints, input_usage, moved
+from afterglow.server.replies.make_requests import make_requests, with_tool_grammar
+from afterglow.server.replies.message_content import Event, MessageContent, as_breakpoints, input_usage, moved
 from afterglow.server.replies.pending_replies import Replies
-from afterglow.server.replies.tool_grammar import with_tool_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 

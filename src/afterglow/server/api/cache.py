@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import PrefixInfo, SessionInfo
-from afterglow.server.access.request_record import RequestRecord
-from afterglow.server.api.stored_responses import ask_database
+from afterglow.server.access.tenants import RequestRecord
+from afterglow.server.api.responses import ask_database
 from afterglow.server.blocking import ENGINE, FILES, PROMPTS
 from afterglow.server.bodies.json_body import check_session
 from afterglow.server.bodies.reader import read_body

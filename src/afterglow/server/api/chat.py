@@ -14,14 +14,11 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.library.assemble import Piece
 from afterglow.request import Request, TokenLogprob
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.reply_bodies import ChatBody
-from afterglow.server.replies.choice_replies import ChoiceReplies
-from afterglow.server.replies.logprobs import chat_logprobs
-from afterglow.server.replies.make_requests import make_requests
-from afterglow.server.replies.tool_deltas import delta_fields, message_fields
-from afterglow.server.replies.tool_grammar import with_tool_grammar
+from afterglow.server.replies.choice_replies import ChoiceReplies, chat_logprobs, delta_fields, message_fields
+from afterglow.server.replies.make_requests import make_requests, with_tool_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 from afterglow.text.tool_calls.parts import Reasoning

@@ -15,11 +15,10 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.library.assemble import Piece
 from afterglow.request import Request
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.reply_bodies import CompletionBody
-from afterglow.server.replies.choice_replies import ChoiceReplies
-from afterglow.server.replies.logprobs import CompletionLogprobs, join
+from afterglow.server.replies.choice_replies import ChoiceReplies, CompletionLogprobs, join
 from afterglow.server.replies.make_requests import make_requests
 from afterglow.server.state import State
 from afterglow.text.chat_template import shown

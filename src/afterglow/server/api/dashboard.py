@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from afterglow.errors import RequestError
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.metrics.collector import flatten
 from afterglow.server.metrics.history import SAMPLES, History
 from afterglow.server.metrics.metric_names import TIERS

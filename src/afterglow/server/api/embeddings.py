@@ -1,20 +1,23 @@
-"""`/v1/embeddings`: texts, or their tokens, to vectors."""
+"""`/v1/embeddings`: texts, or their tokens, to vectors. `/v1/rerank` sorts documents by similarity to a query; its bodies are as
+Cohere's and Jina's clients send them.
+"""
 
 from __future__ import annotations
 
 import base64
 import time
+import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, ContextWindow
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.reader import read_body
-from afterglow.server.bodies.text_bodies import EmbeddingBody
+from afterglow.server.bodies.text_bodies import EmbeddingBody, RerankBody
 from afterglow.server.error_responses import shutting_down
 from afterglow.server.replies.stream import while_connected
 from afterglow.server.state import State
@@ -146,3 +149,30 @@ def _floats(vectors: Tensor) -> list[list[float]]:
 def _base64(vectors: Tensor) -> list[str]:
     """Encode vectors as little-endian float32, as OpenAI's clients read them."""
     return [base64.b64encode(row.tobytes()).decode() for row in vectors.numpy().astype("<f4")]
+
+
+async def rerank(http: HttpRequest) -> Response:
+    """Rank documents, the best first. `relevance_score` is the cosine of query and document, -1 to 1."""
+    state: State = http.app.state.afterglow
+    body = await read_body(http, RerankBody)
+    model = state.embeddings.find(body.model)
+    texts: list[str] = body.documents
+    cut = truncation(body.truncate_prompt_tokens, model)
+    sequences = await read_sequences(state, model, [body.query], "query", cut)
+    sequences += await read_sequences(state, model, texts, "documents", cut)
+    result = await embed(http, state, model, sequences)
+    scores = (result.vectors[1:] @ result.vectors[0]).tolist()
+    order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: body.top_n]
+    found: list[dict[str, Any]] = []
+    for index in order:
+        found.append({"index": index, "relevance_score": round(scores[index], 8)})
+        if body.return_documents:
+            found[-1]["document"] = {"text": texts[index]}
+    answer = {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": body.model or model.name,
+        "results": found,
+        "usage": usage(result),
+    }
+    size = len(found) + (sum(map(len, texts)) if body.return_documents else 0)
+    return await state.text_threads.respond(size, lambda: answer)

@@ -1,13 +1,20 @@
 """`/openapi.json`: the requests and answers of the server, for code generators and for `/docs`.
 
 A table of its own, since routes read and write JSON themselves. A test compares both.
+
+`/docs` is a page that shows it and loads nothing from other servers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from afterglow.server.api.openapi_schemas import (
     COMPONENTS,
@@ -32,7 +39,9 @@ from afterglow.server.bodies.limits import MAX_MESSAGES
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, ResponseBody
 from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
+from afterglow.server.json import to_json
 from afterglow.server.metrics.collector import CONTENT_TYPE
+from afterglow.server.state import State
 from afterglow.version import __version__
 
 ERRORS = {
@@ -225,3 +234,26 @@ def _body(body: type[JsonBody]) -> dict[str, Schema]:
             {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": NULL}},
         ]
     return {**found, body.__name__: schema}
+
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+)
+
+
+async def openapi(http: Request) -> Response:
+    """Describe the server's requests and answers."""
+    state: State = http.app.state.afterglow
+    return Response(_written(bool(state.config.api_key or state.config.admin_key)), media_type="application/json")
+
+
+async def docs(http: Request) -> Response:
+    """Show the description as a page."""
+    headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+    page = files("afterglow.server").joinpath("static/docs.html").read_bytes()
+    return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@cache
+def _written(keys: bool) -> bytes:
+    return to_json(document(keys=keys))

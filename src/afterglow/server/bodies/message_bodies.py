@@ -13,8 +13,7 @@ from afterglow.server.bodies.cache_marks import CacheMarks
 from afterglow.server.bodies.grammar_fields import read_format
 from afterglow.server.bodies.json_body import Int, Name, Unused, at_most, check_variables, with_effort
 from afterglow.server.bodies.limits import MAX_NAME, check_messages
-from afterglow.server.bodies.message_blocks import last_block, read_messages
-from afterglow.server.bodies.message_tools import read_message_tools
+from afterglow.server.bodies.message_blocks import last_block, read_message_tools, read_messages
 from afterglow.server.bodies.reply_bodies import MAX_STOPS, Body
 from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind

@@ -16,7 +16,7 @@ from typing import IO, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from afterglow.errors import RequestError
-from afterglow.memory.malloc_trim import trim
+from afterglow.memory.free import trim
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import check_shape
 from afterglow.text.chat_template import shown

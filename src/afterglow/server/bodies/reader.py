@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from afterglow.errors import RequestError
-from afterglow.memory.malloc_trim import trim
+from afterglow.memory.free import trim
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import count_values
 from afterglow.server.bodies.parse import command, parse, receive, send

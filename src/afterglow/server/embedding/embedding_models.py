@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from afterglow.errors import RequestError
 from afterglow.server.engine_like import EngineLike
-from afterglow.server.metrics.embedding_metrics import EmbeddingMetrics
+from afterglow.server.metrics.collector import EmbeddingMetrics
 from afterglow.text.chat_template import shown
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from afterglow.server.blocking import PROMPTS
 from afterglow.server.engine_like import EngineLike
 from afterglow.server.server_config import SystemPromptMode
 from afterglow.text import Reply, Tokenizer, flatten_messages
-from afterglow.text.system_prefix import system_prefix
+from afterglow.text.next_turn import system_prefix
 
 log = logging.getLogger("afterglow.server")
 

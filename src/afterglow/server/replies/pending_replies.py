@@ -15,11 +15,11 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.library.assemble import Assembler, Piece
 from afterglow.request import CachedTokens, Output, Request
-from afterglow.server.access.request_record import RequestRecord
+from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.reply_bodies import Body
 from afterglow.server.bridge.bridge import Deliver
+from afterglow.server.replies.make_requests import check_grammar
 from afterglow.server.replies.stream import PING, EventStream, while_connected
-from afterglow.server.replies.tool_grammar import check_grammar
 from afterglow.server.state import State
 from afterglow.text import ChatPrompt
 from afterglow.text.lengths import LONG

@@ -1,10 +1,14 @@
-"""Calls as JSON objects: `{"name": ..., "arguments": {...}}`, read character by character."""
+"""Calls as JSON objects: `{"name": ..., "arguments": {...}}`, read character by character; as Llama 3 writes them, which is JSON with
+or without `<|python_tag|>` before it, and as Hermes and Qwen do, between `<tool_call>` and `</tool_call>`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from functools import partial
+
+from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _BETWEEN = " \t\r\n,;[]"  # between the objects of a list
@@ -175,3 +179,113 @@ class JsonCalls:
                 self.refused, self._call = self._call.raw, None
                 return at
         return at
+
+
+TAG = "<|python_tag|>"
+
+
+class LlamaParser(ReplyParser):
+    """`{"name": ..., "parameters": {...}}`, several with `;` between them.
+
+    Without a mark any answer in JSON would look like a call, so the name must be that of a tool of the request.
+    """
+
+    def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
+        super().__init__(tools, one_call=one_call, call_id=call_id)
+        self._objects = JsonCalls(tools.__contains__, self._begin, self._argue, self._close)
+        self._begun = False  # the first characters are known
+        self._plain = False  # the rest is content
+        self._before = ""  # what was read without finding a call
+        self._rest = ""
+
+    def _read(self, text: str) -> None:
+        if self._plain:
+            self._content(text)
+            return
+        self._rest += text
+        if not self._begun:
+            start = self._rest.lstrip()
+            if TAG.startswith(start):
+                return
+            self._begun = True
+            if start.startswith(TAG):
+                self._rest = start.removeprefix(TAG)
+        while self._rest and not self.complete:
+            count = self._objects.push(self._rest)
+            read, self._rest = self._rest[:count], self._rest[count:]
+            self._before = "" if self.calls else self._before + read
+            if self._objects.refused:
+                self._give_up(self._before or self._objects.refused)
+                return
+            if not self._rest.startswith(TAG):
+                if self._rest and not TAG.startswith(self._rest):
+                    self._give_up(self._before)
+                return
+            self._rest = self._rest.removeprefix(TAG)
+
+    def _give_up(self, read: str) -> None:
+        self._plain = True
+        rest, self._rest = self._rest, ""
+        self._content(read + rest)
+
+    def _end(self) -> None:
+        if not self._plain:
+            self._give_up(self._objects.raw if self.calls else self._before)
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(ReplyParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls."""
+
+    def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
+        super().__init__(tools, one_call=one_call, call_id=call_id)
+        self._buffer = Buffer()
+        self._objects: JsonCalls | None = None  # between the marks
+        self._empty = True  # no call since the mark
+
+    def _read(self, text: str) -> None:
+        self._buffer.text += text
+        while not self.complete:
+            before = len(self._buffer.text)
+            if self._objects is None:
+                content, mark = self._buffer.take_until((OPEN,))
+                self._content(content)
+                if mark is None:
+                    return
+                self._objects, self._empty = self._list(), True
+            else:
+                self._inside(self._objects)
+            if len(self._buffer.text) in (0, before):
+                return
+
+    def _list(self) -> JsonCalls:
+        return JsonCalls(bool, self._begun, self._argue, self._close)
+
+    def _begun(self, name: str) -> None:
+        self._empty = False
+        self._begin(name)
+
+    def _inside(self, objects: JsonCalls) -> None:
+        self._buffer.take(objects.push(self._buffer.text))
+        text = self._buffer.text
+        if objects.refused:
+            self._content(OPEN + objects.refused if self._empty else objects.refused)
+            self._objects = None
+        elif text.startswith(CLOSE):
+            self._buffer.take(len(CLOSE))
+            if self._empty:
+                self._content(OPEN + CLOSE)
+            self._objects = None
+        elif text and not CLOSE.startswith(text):  # neither an object nor the mark
+            if self._empty:
+                self._content(OPEN)
+            self._objects = None
+
+    def _end(self) -> None:
+        objects, rest = self._objects, self._buffer.text
+        if objects is None:
+            self._content(rest)
+        elif not self.calls or self._empty or objects.raw:
+            self._content((OPEN if self._empty else "") + objects.raw + rest)

@@ -217,7 +217,7 @@ class Bench:
             for engine in (text, reordered):
                 important = engine.parts.selective
                 assert important is not None
-                engine.parts.runner._selective = Traced(important)  # type: ignore[attr-defined]
+                engine.parts.runner._selective = Traced(important)
             learning = self._new(Variant("to learn the order", "probes", "lfu", reorder=True))
             for request in work.warm:
                 self._ask(engines, learning, work, request)
@@ -254,7 +254,8 @@ class Bench:
         elif variant.kind == "all":
             options = {"kv_retention": 1.0}
         else:
-            traced = engine.parts.runner._selective  # type: ignore[attr-defined]
+            traced = engine.parts.runner._selective
+            assert isinstance(traced, Traced)
             traced.sums = stretched(self.recorded[at], number, LAYERS, HEADS, self.sizes[at], at)
             traced.rules = replace(traced.rules, force="fallback" if variant.kind == "keys" else "no")
             loader = _loader(engine)

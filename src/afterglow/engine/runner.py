@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,28 +41,6 @@ log = logging.getLogger("afterglow.engine")
 WAIT_BESIDE, WAIT_ALONE = 0.001, 0.01
 
 
-class Runner(Protocol):
-    """Carry out forward passes: the engine's seam to the hardware."""
-
-    relayed: RelayCounters
-    gathered: GatherCounters
-
-    def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
-        """Take in a job's request, before its first run. `constraint`: of its reply, at the beginning of the grammar."""
-
-    def shorten(self, job: int, prompt: bytes) -> None:
-        """Note that a registered job's prompt was cut to these tokens."""
-
-    def forget(self, job: int) -> None:
-        """Note that the job has ended; its device memory stays until the plan releases it."""
-
-    def release(self, step: Step) -> None:
-        """Carry out the step's releases and frees."""
-
-    def run(self, step: Step) -> RunOutput:
-        """Carry out the step's runs."""
-
-
 @dataclass(slots=True)
 class _RunnerJob:
     """Hold the device state of a job. `selection`: of a prefix that is not attended to as a whole. `separate`: the job's own
@@ -77,7 +54,7 @@ class _RunnerJob:
 
 
 class TorchRunner:
-    """Run the decoder on one device."""
+    """Run the decoder on one device: the engine's seam to the hardware."""
 
     def __init__(
         self,
@@ -120,16 +97,16 @@ class TorchRunner:
         self.relayed = RelayCounters()
 
     def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
-        """See `Runner`."""
+        """Take in a job's request, before its first run. `constraint`: of its reply, at the beginning of the grammar."""
         self._outputs.register(job, request, constraint)
         self._jobs[job] = _RunnerJob(request.kv_retention)
 
     def shorten(self, job: int, prompt: bytes) -> None:
-        """See `Runner`."""
+        """Note that a registered job's prompt was cut to these tokens."""
         self._outputs.shorten(job, prompt)
 
     def forget(self, job: int) -> None:
-        """See `Runner`."""
+        """Note that the job has ended; its device memory stays until the plan releases it."""
         found = self._jobs.get(job)
         if found is not None:
             found.ended = True
@@ -141,7 +118,7 @@ class TorchRunner:
         self._outputs.forget(job)
 
     def release(self, step: Step) -> None:
-        """See `Runner`."""
+        """Carry out the step's releases and frees."""
         for release in step.releases:
             self._tee.release(release.job)
             job = self._jobs[release.job]
@@ -156,7 +133,7 @@ class TorchRunner:
             self._contexts.pop(number, None)
 
     def run(self, step: Step) -> RunOutput:
-        """See `Runner`."""
+        """Carry out the step's runs."""
         if not step.runs:
             return RunOutput(StepResult({}, {}))
         with self._prefault.computing, torch.inference_mode():

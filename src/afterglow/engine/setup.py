@@ -24,7 +24,7 @@ from afterglow.engine.hardware import allocate, choose_device, use_device, use_t
 from afterglow.engine.inbox import Inbox
 from afterglow.engine.make_sharing import make_sharing, shared_conversations, shared_tier
 from afterglow.engine.requests import RequestLimits
-from afterglow.engine.runner import Runner, TorchRunner
+from afterglow.engine.runner import TorchRunner
 from afterglow.engine.scores import Scores
 from afterglow.engine.selective import SelectiveAttention
 from afterglow.engine.sizes import (
@@ -89,7 +89,7 @@ class EngineParts:
     capacity: Capacity
     scheduler: Scheduler
     store: KVStore
-    runner: Runner
+    runner: TorchRunner
     grammars: Grammars
     scores: Scores | None  # for truncation by importance
     selective: SelectiveAttention | None  # for requests that attend to a part of their prefix
@@ -292,7 +292,7 @@ def make_runner(
     blocks: Tensor,
     layout: KVLayout,
     pressed: Callable[[], bool],
-) -> tuple[Runner, Scores | None, SelectiveAttention | None]:
+) -> tuple[TorchRunner, Scores | None, SelectiveAttention | None]:
     """Make the runner, and what truncation by importance and selective attention need.
 
     `blocks`: the host arena, [layers, 2, slots, 64, kv_heads, stored width]. `pressed`: does a caller wait for the engine's thread?

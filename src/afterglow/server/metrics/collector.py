@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from afterglow.server.error_responses import CLIENT_GONE
 from afterglow.server.metrics.metric_names import ROWS, number_at
+from afterglow.text import Tokenizer
 
 if TYPE_CHECKING:
     from afterglow.memo.sequence_embedder import EmbedResult
@@ -41,15 +42,10 @@ class HasStats(Protocol):
     def stats(self) -> Any: ...
 
 
-class HasReplies(Protocol):
-    spliced: int
-    retokenised: int
-
-
 class Metrics:
     """The registry of one server, and the numbers that only the HTTP side knows."""
 
-    def __init__(self, engine: HasStats, text: HasReplies, model_name: str, max_model_len: int = 2**20) -> None:
+    def __init__(self, engine: HasStats, text: Tokenizer, model_name: str, max_model_len: int = 2**20) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
         self.registry.register(_EngineCollector(engine, text, model_name))
@@ -145,7 +141,7 @@ def flatten(stats: Any) -> dict[str, float]:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: HasStats, text: HasReplies, model_name: str) -> None:
+    def __init__(self, engine: HasStats, text: Tokenizer, model_name: str) -> None:
         self._engine = engine
         self._text = text
         self._model = model_name

@@ -173,6 +173,12 @@ class CacheConfig:
         100 * 1024**3, "Bytes of one model's KV in the shared store, of all servers together.", size=True
     )
 
+    shared_directory: str | None = option(
+        None,
+        "Redis or Valkey server (redis://host:6379/0, rediss://, unix://) that answers where extents of the shared store are, faster than "
+        "its listings; all servers of the store need the same. With a password: AFTERGLOW_SHARED_DIRECTORY. Default: none.",
+    )
+
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
@@ -190,6 +196,8 @@ class CacheConfig:
             )
         if self.shared is not None and self.shared_cache == 0:
             raise ConfigError("--shared-cache 0 leaves the shared store no room; give it more, or leave --shared out")
+        if self.shared_directory is not None and self.shared is None:
+            raise ConfigError("--shared-directory tells where extents of a shared store are: name that with --shared")
         for name in ("device_cache", "host_cache", "disk_cache", "shared_cache"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be negative, got {getattr(self, name)}")

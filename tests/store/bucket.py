@@ -30,6 +30,8 @@ class Bucket:
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
         self._call()
+        if path in self.objects and not replace:
+            return False
         self.objects[path] = data
         self.modified[path] = time.time()
         return True

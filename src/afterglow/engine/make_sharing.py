@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,14 +24,29 @@ def shared_tier(cache: CacheConfig) -> Callable[[DiskTier], SharedStore] | None:
 
     The store itself is opened by its first call, from a thread of its own. Raises: ConfigError, for a URL that names none.
     """
-    url = cache.shared
+    url, directory = cache.shared, cache.shared_directory
     if url is None:
         return None
-    from afterglow.store.shared.objects import ObstoreObjects, check_url
+    from afterglow.store.shared.counters import SharedCounters
+    from afterglow.store.shared.objects import Objects, ObstoreObjects, check_url
     from afterglow.store.shared.shared_store import SharedStore
 
     check_url(url)
-    return lambda disk: SharedStore(functools.partial(ObstoreObjects, url), disk, cache.shared_cache)
+    if directory is not None:
+        from afterglow.store.shared.directory import check_directory
+
+        check_directory(directory)
+    counters = SharedCounters()
+
+    def open_objects() -> Objects:
+        objects = ObstoreObjects(url)
+        if directory is None:
+            return objects
+        from afterglow.store.shared.directory import DirectoryObjects
+
+        return DirectoryObjects(objects, directory, counters)
+
+    return lambda disk: SharedStore(open_objects, disk, cache.shared_cache, counters)
 
 
 def make_sharing(

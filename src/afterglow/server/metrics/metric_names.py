@@ -188,6 +188,8 @@ _SHARED_COUNTERS = (
         "afterglow:shared_bad_records",
         "Records of conversations and names that were damaged or another's.",
     ),
+    ("directory_lookups", "afterglow:shared_directory_lookups", "Listings of extents that the directory answered."),
+    ("directory_failures", "afterglow:shared_directory_failures", "Failed calls of the directory."),
     ("swept", "afterglow:shared_swept", "Extents removed for the budget, or because they had expired."),
     (
         "deleted",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from afterglow.errors import ConfigError
@@ -44,6 +44,13 @@ class Objects(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove an object; one that is not there is no error."""
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """What holds connections until it is closed."""
+
+    def close(self) -> None: ...
 
 
 def check_url(url: str) -> None:

@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 
 from afterglow.errors import RefusedError, StoreError
 from afterglow.store.shared.kept_threads import KeptThreads
-from afterglow.store.shared.objects import Objects
+from afterglow.store.shared.objects import Closeable, Objects
 
 T = TypeVar("T")
 
@@ -58,9 +58,12 @@ class Remote:
         return self._hung
 
     def close(self) -> None:
-        """Refuse all further calls."""
+        """Refuse all further calls; close what was opened, if that can be closed."""
         with self._lock:
             self._closed = True
+            objects = self._objects
+        if isinstance(objects, Closeable):
+            objects.close()
         self._threads.close()
 
     def warm(self, work: Callable[[Objects], object]) -> None:

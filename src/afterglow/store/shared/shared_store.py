@@ -39,10 +39,12 @@ class SharedStore:
     The disk tier's files are what is published and fetched.
     """
 
-    def __init__(self, open_objects: Callable[[], Objects], disk: DiskTier, size: int) -> None:
+    def __init__(
+        self, open_objects: Callable[[], Objects], disk: DiskTier, size: int, counters: SharedCounters | None = None
+    ) -> None:
         self.paths = Paths(disk.digest)
         self._remote = Remote(open_objects)
-        self._counters = SharedCounters()
+        self._counters = counters or SharedCounters()
         self._budget = Budget(self._remote, self.paths, size, self._counters)
         self._finder = Finder(self._remote, self.paths, disk.layout, disk.digest)
         self._publisher = ExtentPublisher(self._remote, self.paths, self._budget, self._counters)

@@ -16,7 +16,8 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
-from afterglow.store.shared import remote
+from afterglow.store.shared import records, remote, shared_store
+from afterglow.store.shared.notices import Notices
 from afterglow.text import Tokenizer
 from tests.waiting import wait_for
 
@@ -85,7 +86,9 @@ def replica(folder: Path, **more: Any) -> Iterator[Replica]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replica]]:
     folder = tmp_path_factory.mktemp("replicas")
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_store, "LOOKUP_S", 30.0)  # a busy machine is no reason for a miss
+        patch.setattr(records, "CALL_S", 30.0)
         yield [stack.enter_context(replica(folder / name)) for name in "ab"]
 
 
@@ -211,6 +214,30 @@ def test_a_registered_prompt_begins_requests_on_the_other_server(two: list[Repli
         assert each.call("GET", "/v1/cache/prompts")["data"] == []
         assert chat(each, "Hello!")["prompt_tokens"] == without
         each.call("DELETE", "/v1/cache/prompts/default", status=404)
+
+
+def test_a_look_that_reads_what_a_client_is_about_to_delete_does_not_bring_it_back(
+    two: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = two[0]
+    without = chat(a, "Hello!")["prompt_tokens"]
+    a.call("PUT", "/v1/cache/prompts/default", {"text": "You are a miller."})
+    looks(two)
+    ids, read, armed = a.engine.shared_ids, Notices.facts, [True]
+    assert ids is not None
+
+    def facts(notices: Notices) -> dict[str, Any]:
+        found = read(notices)
+        if notices is ids.notices and armed:
+            armed.clear()
+            a.call("DELETE", "/v1/cache/prompts/default")
+        return found
+
+    monkeypatch.setattr(Notices, "facts", facts)
+    wait_for(lambda: not armed)  # the next look
+    monkeypatch.undo()
+    looks(two)
+    assert [chat(each, "Hello!")["prompt_tokens"] for each in two] == [without, without]
 
 
 def test_a_reset_clears_the_tenants_cache_on_all_servers(two: list[Replica]) -> None:

@@ -200,7 +200,7 @@ def test_only_the_holder_of_the_lease_copies(server: RedisServer, bucket: Bucket
         assert client.get(f"afterglow:whole:{MODEL}") is None
         client.delete(f"afterglow:lease:{MODEL}")
         a.know_all()
-        assert client.get(f"afterglow:lease:{MODEL}") is None, "given back"
+        wait_for(lambda: client.get(f"afterglow:lease:{MODEL}") is None, message="it is given back")
         assert 0 < client.ttl(f"afterglow:whole:{MODEL}") <= directory.WHOLE_S
 
 

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -47,6 +48,8 @@ class SharedNames:
         self._refused: set[str] = set()  # pins of others that there is no room for
         self._facts: Mapping[str, Mapping[str, Any]] = {}
         self._looking = threading.Lock()
+        self._change_lock = threading.Lock()
+        self._changes = 0  # of facts, by clients of this server
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -114,7 +117,8 @@ class SharedNames:
         if pinned:
             self._ids.notices.state(_pin(salt, name), {"owner": owner_of(salt), "name": name})
         else:
-            self._ids.notices.withdraw(_pin(salt, name))
+            with self._changing(lambda: self._ids.pin([(owner_of(salt), name)], False)):
+                self._ids.notices.withdraw(_pin(salt, name))
             self._ids.notices.tell({"event": "unpin", "owner": owner_of(salt), "name": name})
         return True
 
@@ -123,14 +127,16 @@ class SharedNames:
     def registered(self, salt: str, name: str, text: str, tokens: int) -> None:
         """Tell others of a tenant's prompt."""
         value = {"owner": owner_of(salt), "name": name, "text": text, "tokens": tokens}
-        self._ids.notices.state(_prompt(owner_of(salt), name), value)
+        with self._changing(lambda: self._prompts.know(owner_of(salt), name, text)):
+            self._ids.notices.state(_prompt(owner_of(salt), name), value)
 
     def forget_prompt(self, salt: str, name: str, here: bool) -> bool:
         """Have a prompt unregistered by all servers; tell whether one knew it."""
         fact = _prompt(owner_of(salt), name)
         if not here and fact not in self._or("reading prompts of other servers", self._ids.notices.facts, self._facts):
             return False
-        self._ids.notices.withdraw(fact)
+        with self._changing(lambda: self._prompts.drop(owner_of(salt), name)):
+            self._ids.notices.withdraw(fact)
         self._ids.notices.tell({"event": "prompt", "owner": owner_of(salt), "name": name})
         return True
 
@@ -152,9 +158,11 @@ class SharedNames:
     def reset(self, salt: str | None = None, *, tenant: str | None = None) -> None:
         """Have the cache of a salt, of a tenant or of all cleared by all servers."""
         whose = everything_of(tenant) if tenant is not None else None if salt is None else owner_of(salt)
-        for fact, value in self._or("reading the names of other servers", self._ids.notices.facts, self._facts).items():
-            if covers(whose, str(value["owner"])):
-                self._ids.notices.withdraw(fact)
+        with self._changing(lambda: self._prompts.reset_of(whose)):
+            facts = self._or("reading the names of other servers", self._ids.notices.facts, self._facts)
+            for fact, value in facts.items():
+                if covers(whose, str(value["owner"])):
+                    self._ids.notices.withdraw(fact)
         self._noted.clear()
         if tenant is not None:
             folder = self._kind(tenant)
@@ -176,7 +184,8 @@ class SharedNames:
                     self._act(event)
                 except (KeyError, TypeError, ValueError, StoreError) as error:
                     log.warning("what another server tells is not understood: %r", error)
-            self._hold(self._ids.notices.facts())
+            changes = self._changes
+            self._hold(self._ids.notices.facts(), changes)
 
     def _act(self, event: Mapping[str, Any]) -> None:
         kind, owner, replies = event["event"], event["owner"], self._engine.conversations.replies
@@ -201,18 +210,30 @@ class SharedNames:
             self._tokenizer.replies.clear(lambda salt: covers(whose, owner_of(salt)))
             replies.forget([salt for salt in replies.salts() if covers(whose, owner_of(salt))])
 
-    def _hold(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Pin what others have pinned, as far as it is here, and know their prompts."""
+    def _hold(self, facts: Mapping[str, Mapping[str, Any]], changes: int) -> None:
+        """Pin what others have pinned, as far as it is here, and know their prompts, unless these were read while a client of this
+        server changed them.
+        """
         self._facts = facts
-        pins = {key: value for key, value in facts.items() if _is(key, "pin") and key not in self._refused}
         self._refused &= facts.keys()
-        for key, pin in pins.items():
-            for reason in self._ids.pin([(str(pin["owner"]), str(pin["name"]))]):
-                self._refused.add(key)
-                log.warning("a conversation that was pinned on another server is not pinned here: %s", reason)
-        for key, prompt in facts.items():
-            if _is(key, "prompt"):
-                self._prompts.know(str(prompt["owner"]), str(prompt["name"]), str(prompt["text"]))
+        with self._change_lock:
+            for key, fact in facts.items() if changes == self._changes else ():
+                if _is(key, "prompt"):
+                    self._prompts.know(str(fact["owner"]), str(fact["name"]), str(fact["text"]))
+                elif key not in self._refused:
+                    for reason in self._ids.pin([(str(fact["owner"]), str(fact["name"]))]):
+                        self._refused.add(key)
+                        log.warning("a conversation that was pinned on another server is not pinned here: %s", reason)
+
+    @contextmanager
+    def _changing(self, again: Callable[[], object]) -> Iterator[None]:
+        """Change facts in the store. `again`: does the same here, where a look has undone it meanwhile."""
+        with self._change_lock:
+            self._changes += 1
+        yield
+        with self._change_lock:
+            self._changes += 1
+            again()
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.errors import ConfigError
@@ -18,6 +19,7 @@ from afterglow.ray.affinity import ranked
 from afterglow.ray.deploy_options import DeployOptions, read_arguments
 from afterglow.ray.replica_folder import own_folder
 from afterglow.server.server_config import ServerConfig
+from tests.docs.code_blocks import code_blocks
 
 # ------------------------------------------------------------------------------------------------------- arguments
 
@@ -80,6 +82,18 @@ def test_mistakes_are_named(args: dict[str, Any], said: str) -> None:
         read_arguments(args)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_the_document_shows_is_taken() -> None:
+    (file,) = (yaml.safe_load(block.code) for block in code_blocks("yaml") if "afterglow.ray:app" in block.code)
+    (application,) = file["applications"]
+    found = read_arguments(application["args"])
+    assert (found.options.replicas, found.config.cache.warm_start) == (2, False)
+    commands = [block.code for block in code_blocks("sh") if "serve run afterglow.ray:app" in block.code]
+    typed = [line.split()[3:] for code in commands for line in code.splitlines() if line.startswith("serve run")]
+    assert typed
+    for arguments in typed:
+        read_arguments(dict(argument.split("=", 1) for argument in arguments))
 
 
 # --------------------------------------------------------------------------------------------------------- affinity

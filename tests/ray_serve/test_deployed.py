@@ -103,7 +103,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     args |= {"device_cache": "64M", "host_cache": "64M", "disk_cache": "64M", "log_level": "warning"}
     settings = {"ray": {"num_cpus": 2, "object_store_memory": 100 * 1024**2}, "port": port, "args": args}
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
-    env["RAY_raylet_start_wait_time_s"] = "200"  # a busy machine
+    env["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # on a busy machine 5 s are not enough
     env["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes one to the home directory
     with open(folder / "log", "wb") as log:
         command = [sys.executable, "-c", DRIVER, json.dumps(settings)]

@@ -80,6 +80,7 @@ class SharedNames:
             try:
                 self._ids.records.put(self._kind(salt), salt, name, value)
             except StoreError as error:
+                self._noted.pop((salt, name), None)  # its next use tries again
                 log.warning("other servers do not know the name of a conversation: %s", error)
 
         try:

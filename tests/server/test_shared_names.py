@@ -1,0 +1,123 @@
+"""Names of conversations in a store: whose are listed, and whose go with a reset. Engines are stand-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from afterglow.request import Request, SamplingParams
+from afterglow.server.sharing.shared_names import SharedNames
+from afterglow.store.shared import remote
+from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.notices import Notices
+from afterglow.store.shared.records import Records
+from afterglow.store.shared.remote import Remote
+from tests.store.bucket import Bucket
+from tests.waiting import wait_for
+
+SALTS = ("", "/own", "one/", "one/own", "two/")
+
+
+class Ids:
+    """A server's part of what is shared, without an engine."""
+
+    def __init__(self, bucket: Bucket, folder: Path) -> None:
+        folder.mkdir()
+        self.records = Records(Remote(lambda: bucket), "digest", SharedCounters())
+        self.notices = Notices(self.records, folder)
+
+    def pin(self, sessions: list[tuple[str, str]], pinned: bool = True) -> list[str]:
+        return []
+
+
+class Prompts:
+    """Registered prompts of a server that has none."""
+
+    def reset_of(self, whose: str | None) -> None: ...
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket()
+
+
+@pytest.fixture
+def two(bucket: Bucket, tmp_path: Path) -> list[SharedNames]:
+    found = []
+    for name in "ab":
+        parts: list[Any] = [Ids(bucket, tmp_path / name), None, Prompts(), None]
+        found.append(SharedNames(*parts))
+    return found
+
+
+def names(at: SharedNames, salt: str) -> list[str]:
+    return [each.name for each in at.sessions(salt, [])]
+
+
+def use(at: SharedNames, *salts: str) -> None:
+    for salt in salts:
+        at.used(cast(Any, Request("x", [1], SamplingParams(), salt=salt, session_id=f"of {salt}")), 10)
+
+
+@pytest.mark.parametrize(
+    ("whose", "left"),
+    [
+        ({"salt": ""}, {"/own", "one/", "one/own", "two/"}),
+        ({"salt": "/own"}, {"", "one/", "one/own", "two/"}),
+        ({"tenant": "one"}, {"", "/own", "two/"}),
+        ({}, set()),
+    ],
+)
+def test_a_reset_takes_the_names_of_those_whose_it_is(
+    two: list[SharedNames], whose: dict[str, str], left: set[str]
+) -> None:
+    a, b = two
+    use(a, *SALTS)
+    wait_for(lambda: all(names(b, salt) == [f"of {salt}"] for salt in SALTS))
+    b.reset(**whose)
+    for each in two:
+        assert {salt for salt in SALTS if names(each, salt)} == left
+
+
+def test_a_name_is_written_once_in_a_while_and_again_after_it_was_deleted(
+    two: list[SharedNames], bucket: Bucket
+) -> None:
+    a, b = two
+    use(a, "one/")
+    wait_for(lambda: names(b, "one/"))
+    calls = bucket.calls
+    use(a, "one/")
+    assert bucket.calls == calls
+    assert a.forget_session("one/", "of one/", here=True)
+    assert not b.forget_session("one/", "of one/", here=False)
+    assert not b.pin_session("one/", "of one/", True, here=False)
+    use(a, "one/")
+    wait_for(lambda: names(b, "one/"))
+
+
+def test_requests_without_a_trace_leave_no_name(two: list[SharedNames], bucket: Bucket) -> None:
+    for more in ({"session_id": None}, {"volatile": True}, {"reuse": False}):
+        fields: dict[str, Any] = {"session_id": "secret", **more}
+        two[0].used(Request("x", [1], SamplingParams(), **fields), 10)
+    assert bucket.calls == 0
+
+
+def test_where_the_store_fails_each_server_goes_by_what_it_knows(
+    two: list[SharedNames], bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_FAILURES", 1 << 30)
+    a, b = two
+    bucket.down = True
+    use(a, "one/")
+    assert names(b, "one/") == []
+    assert a.prompts("one/", []) == []
+    assert a.forget_session("one/", "of one/", here=True)
+    assert not b.forget_session("one/", "of one/", here=False)
+    assert a.pin_session("one/", "of one/", True, here=True)
+    bucket.down = False
+    a.look()
+    assert names(b, "one/") == []
+    use(a, "one/")
+    wait_for(lambda: names(b, "one/"))

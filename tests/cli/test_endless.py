@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afterglow.cli.conversation import converse
-from afterglow.cli.endless import LEAST, LONGEST_PASSAGE, TIMES, repeated
+from afterglow.cli.conversation import LEAST, LONGEST_PASSAGE, TIMES, converse, repeated
 
 
 @given(

@@ -16,8 +16,7 @@ from torch import Tensor
 from afterglow.errors import ConfigError, ModelError, RequestError
 from afterglow.memo.pooling import Pooling
 from afterglow.memo.sequence_embedder import Embedder
-from afterglow.memo.template import BARE, ONE_WORD, Template
-from afterglow.memo.texts import TextEmbedder, load_embedding_model, text_embedder
+from afterglow.memo.texts import BARE, ONE_WORD, Template, TextEmbedder, load_embedding_model, text_embedder
 from afterglow.model.decoder import Attention, PlainAttend
 from afterglow.model.encoder import BatchAttend, Model
 from afterglow.model.loader import load_encoder, load_model

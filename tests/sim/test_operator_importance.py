@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.papers.spec.modelled import chunks_loaded, device_hits, from_tier
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,9 +30,7 @@ def test_figure_3_in_order() -> None:
     shape = model("OPT-6.7B")
     shares = []
     for prefix in (512, 2048, 8192):
-        device, host, disk = (
-            importance.from_tier(shape, prefix, 64, MACHINE, tier) for tier in ("device", "host", "disk")
-        )
+        device, host, disk = (from_tier(shape, prefix, 64, MACHINE, tier) for tier in ("device", "host", "disk"))
         again = importance.recomputed(shape, PrefixWorkload(prefix=prefix, data=1), MACHINE)
         assert device.ttft <= host.ttft < again.ttft < disk.ttft
         assert device.load == 0.0
@@ -52,8 +51,8 @@ def test_figures_16_17_18_25_in_order(name: str, retention: float) -> None:
 
 
 def test_figures_20_and_21_in_order() -> None:
-    assert importance.chunks_loaded(OPT_30B, RTE, "+ro") < importance.chunks_loaded(OPT_30B, RTE, "+itf")
-    by_score, by_frequency = (importance.device_hits(OPT_30B, RTE, MACHINE, system) for system in (SPEC, "+ro"))
+    assert chunks_loaded(OPT_30B, RTE, "+ro") < chunks_loaded(OPT_30B, RTE, "+itf")
+    by_score, by_frequency = (device_hits(OPT_30B, RTE, MACHINE, system) for system in (SPEC, "+ro"))
     assert by_score - by_frequency == pytest.approx(0.12, abs=0.06)  # 68 to 80 %
 
 

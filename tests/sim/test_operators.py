@@ -8,6 +8,9 @@ from math import inf
 from random import Random
 
 import pytest
+from benchmarks.papers.attncache.measures import gamma
+from benchmarks.papers.attncache.modelled import hit_rate_for
+from benchmarks.papers.relay.modelled import mmlu_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +33,6 @@ from afterglow.sim.operators.serving import (
     Lengths,
     ServingModel,
     ServingRequest,
-    mmlu_seconds,
     requests,
     serve,
     sustained,
@@ -250,7 +252,7 @@ def test_degradation_as_printed(name: str) -> None:
     """Gamma takes the scores as fractions."""
     full, methods = TABLE_1[name]
     for score, speed, printed in methods:
-        assert memo.degradation(full / 100, score / 100, speed) == pytest.approx(printed, abs=0.0101)
+        assert gamma(full / 100, score / 100, speed) == pytest.approx(printed, abs=0.0101)
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -288,7 +290,7 @@ def test_speedup_grows_with_hits_and_shrinks_with_search(tokens: int, rate: floa
     base = memo.speedup(times, shape.layers, rate, search)
     assert base <= memo.speedup(times, shape.layers, min(1.0, rate + more), search) * (1 + 1e-12)
     assert base <= memo.speedup(times, shape.layers, rate)
-    assert memo.hit_rate_for(times, shape.layers, base, search) == pytest.approx(rate, abs=1e-9)
+    assert hit_rate_for(times, shape.layers, base, search) == pytest.approx(rate, abs=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------- the interface

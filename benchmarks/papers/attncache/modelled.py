@@ -9,12 +9,12 @@ from afterglow.sim.operators.memo import (
     HIT_RATE,
     SENTENCE,
     XEONS,
-    degradation,
-    hit_rate_for,
+    LayerTimes,
     layer_times,
     projection_seconds,
     speedup,
 )
+from benchmarks.papers.attncache.measures import gamma
 from benchmarks.papers.modelled_rows import FITTED, Row, row
 
 TABLE_1 = {  # speedups: SAN, LazyFormer, AttnCache-f, AttnCache; their mean scores, %; and the full model's
@@ -52,5 +52,10 @@ def attncache() -> Iterator[Row]:
             f"that gives {speedups[2]}, a layer's search taking 0.06-0.6 ms",
         )
         for method, paper, score, speed in zip(METHODS, GAMMAS[name], scores, speedups, strict=True):
-            found = degradation(full / 100, score / 100, speed)
+            found = gamma(full / 100, score / 100, speed)
             yield row("AttnCache Table 1", f"{name} {method}, gamma", paper, round(found, 2), "from the printed values")
+
+
+def hit_rate_for(times: LayerTimes, layers: int, wanted: float, projection: float = 0.0) -> float:
+    """The hit rate that gives a speedup; more than 1, if none does."""
+    return (1 + projection / layers / times.full - 1 / wanted) / times.saved

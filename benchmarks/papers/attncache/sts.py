@@ -72,7 +72,7 @@ LAYER_THRESHOLDS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85)
 LAYERED_THRESHOLDS = (0.7, 0.6, 0.5)  # of AttnCache-f
 DROPPED = 4 / 28  # of all layers: table 2 does not say how many
 VARIANTS: dict[str, MemoOptions] = {
-    "AttnCache": MemoOptions.of_paper(),
+    "AttnCache": MemoOptions(projector="binned", accept="sentence", neighbours=1),
     "+ positions": MemoOptions(accept="sentence", neighbours=1),
     "+ neighbours": MemoOptions(accept="sentence"),
     "+ layers (ours)": MemoOptions(),

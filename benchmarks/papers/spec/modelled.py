@@ -7,18 +7,21 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from afterglow.sim.machine.catalogue import hardware, model
+from afterglow.sim.machine.shape import ModelShape
 from afterglow.sim.operators.importance import (
     SPEC,
     SYSTEMS,
+    FirstToken,
     PrefixWorkload,
     System,
     TieredMachine,
-    chunks_loaded,
-    device_hits,
-    from_tier,
+    TierShares,
     mean,
+    placed,
     recomputed,
+    request,
     slowest,
+    units,
 )
 from benchmarks.papers.modelled_rows import FITTED, Row, row
 
@@ -140,3 +143,30 @@ def spec_sensitivity() -> Iterator[Row]:
         yield row(
             "SPEC, sensitivity", f"{name} {value:g}, x faster", "", best / mean(shape, work, machine, system).ttft
         )
+
+
+def from_tier(
+    model: ModelShape, prefix: int, query: int, machine: TieredMachine, tier: Literal["device", "host", "disk"]
+) -> FirstToken:
+    """Simulate a whole prefix in one tier, loaded layer by layer (Figure 3)."""
+    work = PrefixWorkload(prefix=prefix, data=1, query=query)
+    shares = TierShares(*(1.0 if tier == name else 0.0 for name in TierShares._fields))
+    return request(model, work, machine, "as", tuple((unit, shares) for unit in units(model, work, "as")))
+
+
+def device_hits(model: ModelShape, work: PrefixWorkload, machine: TieredMachine, system: System) -> float:
+    """Of the rows that requests need, the share found on the device (Figure 21)."""
+    needed = found = 0.0
+    for rate, cases in zip(work.popularity(model), placed(model, work, machine, system), strict=True):
+        for part, lying in cases:
+            for unit, shares in lying:
+                rows = rate * part * unit.size * unit.density
+                needed += rows
+                found += rows * shares.device
+    return found / needed
+
+
+def chunks_loaded(model: ModelShape, work: PrefixWorkload, system: System) -> float:
+    """Of one prefix, over all layers, chunks of keys and values that a request reads (Figure 20)."""
+    row = model.kv_bytes_per_token() / model.layers / 2
+    return model.layers * sum(unit.size for unit in units(model, work, system)) / row / work.chunk

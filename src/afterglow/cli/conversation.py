@@ -1,4 +1,6 @@
-"""`afterglow chat`: a conversation in the terminal, or over pipes (one message per line)."""
+"""`afterglow chat`: a conversation in the terminal, or over pipes (one message per line). A reply that says the same again and
+again, which small models do, is stopped.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from afterglow.cli.command_options import ChatOptions, SamplingOptions
-from afterglow.cli.endless import repeated
 from afterglow.cli.progress import progress, summary
 from afterglow.cli.standard_input import not_utf8, utf8_stdin
 from afterglow.config import EngineConfig
@@ -21,6 +22,28 @@ from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import CachedTokens, SamplingParams
 from afterglow.server.lifecycle.tls import untrusted
 from afterglow.text.tool_calls.parts import Content, Reasoning
+
+LONGEST_PASSAGE = 300  # characters
+TIMES = 4
+LEAST = 200  # characters: a line of dashes, or a table's rule, is not that long
+
+
+def repeated(text: str) -> int:
+    """Count the characters at the end of a text that only repeat what is before them; 0 if the text goes on.
+
+    The end must be one passage, at least `TIMES` times in a row.
+    """
+    for length in range(1, min(LONGEST_PASSAGE, len(text) // TIMES) + 1):
+        if text[-1 - length] != text[-1]:
+            continue
+        end = max(LEAST, TIMES * length)
+        if len(text) >= end and text[-end:-length] == text[-end + length :]:
+            start = len(text) - end
+            while start > 0 and text[start - 1] == text[start - 1 + length]:
+                start -= 1
+            return len(text) - length - start
+    return 0
+
 
 Messages = list[dict[str, str]]
 

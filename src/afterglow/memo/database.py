@@ -170,21 +170,6 @@ def merged_maps(store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np
     return mean.view(parts.shape[1:])
 
 
-def fetch_layer(store: MapStore, found: Found, layer: int) -> Fetched:
-    """One layer's maps of the nearest sentence of each that takes it; a damaged one's row is cleared."""
-    places = np.full(len(found.layers), -1, np.int64)
-    maps: list[Tensor] = []
-    for row in np.flatnonzero(found.layers[:, layer]):
-        try:
-            one = store.read(int(found.numbers[row, 0]))[layer : layer + 1]
-        except DamageError:
-            found.layers[row, layer] = False
-            continue
-        places[row] = len(maps)
-        maps.append(torch.from_numpy(one.copy()))
-    return Fetched(stacked(maps), torch.from_numpy(places), first=layer)
-
-
 def stacked(maps: list[Tensor]) -> Tensor:
     """Merge the maps of sentences of one length into one block of memory; widened where one part is."""
     if not maps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from afterglow.config import check_choices, option
 from afterglow.errors import ConfigError
@@ -95,8 +95,3 @@ class MemoOptions:
         for name, value in (("held-out", self.held_out), ("steps", self.steps), ("max-bytes", self.max_bytes)):
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} must be at least 1, got {value}")
-
-    @classmethod
-    def of_paper(cls, **more: Any) -> MemoOptions:
-        """AttnCache as published, as far as it is said there."""
-        return cls(projector="binned", accept="sentence", neighbours=1, **more)

@@ -84,11 +84,6 @@ def speedup(times: LayerTimes, layers: int, hit_rate: float, projection: float =
     return times.full / mixed
 
 
-def hit_rate_for(times: LayerTimes, layers: int, wanted: float, projection: float = 0.0) -> float:
-    """The hit rate that gives a speedup; more than 1, if none does."""
-    return (1 + projection / layers / times.full - 1 / wanted) / times.saved
-
-
 def end_to_end(model: ModelShape, hardware: Hardware, tokens: int, hit_rate: float, projection: float = 0.0) -> float:
     """Speedup of whole layers, feed-forward networks included."""
     times = layer_times(model, hardware, tokens)
@@ -96,8 +91,3 @@ def end_to_end(model: ModelShape, hardware: Hardware, tokens: int, hit_rate: flo
     rest = max(2 * tokens * weights / hardware.flops, weights / hardware.memory_bandwidth)
     saved = hit_rate * (times.full - times.hit) - projection / model.layers
     return (times.full + rest) / (times.full + rest - saved)
-
-
-def degradation(full: float, method: float, speedup: float) -> float:
-    """γ: what a method loses in the mean score, as a fraction, for each unit of speedup (4.4; He et al. 2024)."""
-    return (full - method) / (speedup - 1)

@@ -248,11 +248,8 @@ class Lengths:
 
 
 # Bounds as in Table 1, at most 2,048 tokens together as in vLLM's benchmark. Scales and shapes are chosen so that means are
-# near those of published ShareGPT lengths (250 and 230 tokens, the shortest tenth up to a dozen), MMLU questions (152) and their five examples (723).
+# near those of published ShareGPT lengths (250 and 230 tokens, the shortest tenth up to a dozen).
 SHAREGPT = (Lengths(4, 1024, 240, 0.7), Lengths(4, 2013, 215, 0.82))
-MMLU_QUESTION = Lengths(55, 1219, 87, 0.8)
-MMLU_EXAMPLES = Lengths(379, 2895, 330, 0.9)  # five
-MMLU_TASKS, MMLU_QUESTIONS = 57, 14042
 SHAREGPT_WINDOW = 2048
 
 
@@ -269,26 +266,6 @@ def requests(
             found.append(drawn)
             now += rng.expovariate(rate) if rate < inf else 0.0
     return found
-
-
-def mmlu_seconds(
-    model: ModelShape, hardware: Hardware, mode: Mode, shots: int, devices: int = 1, seed: int = 0
-) -> float:
-    """Seconds for all of MMLU's questions, task after task, each task with `shots` examples of its own as system prompt
-    (a fifth of five examples each) and 32 tokens to a reply."""
-    rng = Random(seed)
-    seconds = 0.0
-    for task in range(MMLU_TASKS):
-        system = round(MMLU_EXAMPLES.draw(rng) * shots / 5)
-        count = MMLU_QUESTIONS // MMLU_TASKS + (task < MMLU_QUESTIONS % MMLU_TASKS)
-        server = ServingModel(model=model, hardware=hardware, devices=devices, mode=mode, system=system)
-        if mode != "plain":  # once, before the first question
-            seconds += ServingModel(
-                model=model, hardware=hardware, devices=devices, mode=mode, system=0
-            ).prefill_seconds([system])
-        questions = [ServingRequest(MMLU_QUESTION.draw(rng), 32) for _ in range(count)]
-        seconds += serve(server, questions).seconds
-    return seconds
 
 
 def sustained(

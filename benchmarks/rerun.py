@@ -34,6 +34,7 @@ RUNS: dict[str, list[str]] = {
     "saving": ["-m", "benchmarks.papers.cachedattention.saving"],
     "relay_operator": ["-m", "benchmarks.papers.relay.operator"],
     "relay_engine": ["-m", "benchmarks.papers.relay.shared_prompt", "--system", "64", "512", "2048"],
+    "cluster": ["-m", "benchmarks.cluster"],
     "scale": ["-m", "benchmarks.engine.scale"],
     "validate": ["-m", "benchmarks.sim.validate"],
     "sim_operators": ["-m", "benchmarks.papers.operators"],

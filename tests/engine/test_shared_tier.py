@@ -16,6 +16,7 @@ from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Completion
 from afterglow.errors import ConfigError
 from afterglow.plan.journal.replaying import replay
+from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS
 from afterglow.request import Request, SamplingParams
 from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.shared.objects import Listed, ObstoreObjects
@@ -97,6 +98,21 @@ def test_a_conversation_that_changes_its_engine_every_turn_is_computed_once(clus
         assert failures(handle) == {}
         stats = handle.engine.stats()
         assert stats.engine.cached_tokens["shared"] == stats.plan.counters.hit_shared > 0
+
+
+def test_whichever_engine_answers_a_turn_finds_the_turns_before_it(cluster: Cluster) -> None:
+    """Also where it has merged extents whose parts others still have."""
+    engines = [cluster.engine(name) for name in "ab"]
+    for seed in range(6):
+        rng = random.Random(seed)
+        text, before = rows_of(1000 + seed, 120), 0
+        for turn in range(6):
+            handle = rng.choice(engines)
+            done = handle.ask(text, max_tokens=8)
+            published(handle)
+            assert done.cached.total > before - MIN_LOOKUP_ROWS, (seed, turn)
+            before = len(text) + len(done.tokens) - 1
+            text = [*text, *done.tokens, *rows_of(100 * seed + turn, rng.randrange(35, 55))]
 
 
 def test_conversations_that_begin_alike_branch_wherever_they_do(cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ from afterglow.errors import StoreError
 from afterglow.plan.options import MERGED_ROWS, Capacity
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import Match, extent_id
-from afterglow.plan.prefix.published import Published, expiry, listed_under
+from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS, Published, expiry, listed_under
 from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentId, JobSpec, Load, Move, MoveDone, Store, TransferDone
@@ -23,7 +23,6 @@ from afterglow.store.shared.finder import Prompt, SharedExtent
 
 log = logging.getLogger("afterglow.engine")
 
-MIN_ROWS = 64  # that a lookup may bring: fewer are computed sooner
 MAX_FORKS = 8  # of small extents that are looked at for a merged one
 
 
@@ -57,7 +56,7 @@ class Sharing:
         if not spec.read or spec.selects or spec.aside or spec.discard or too_long:
             return False
         match = self._scheduler.cache.match(spec.salt, spec.prompt)
-        if rows - match.rows < MIN_ROWS:
+        if rows - match.rows < MIN_LOOKUP_ROWS:
             return False
         self._waiting[spec.job] = follows
 

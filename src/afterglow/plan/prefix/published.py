@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 
 from afterglow.plan.step import ExtentId
 
+MIN_LOOKUP_ROWS: Final = 64  # that a lookup may bring: fewer are computed sooner
+
 _NAME: Final = re.compile(r"([0-9a-f]{40})-(\d{1,9})-(\d{1,6})-(\d{1,12})")
 
 

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Any
 
+from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS
 from afterglow.plan.prefix.truncation import Cut
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Step
@@ -128,6 +129,8 @@ class SharingEngine(SimulatedEngine):
         return cut
 
     def _adopt(self, salt: str, tokens: bytes) -> None:
+        if len(tokens) // 4 - self.scheduler.cache.match(salt, tokens).rows < MIN_LOOKUP_ROWS:
+            return
         found = self._shared.match(salt, tokens, self.now)
         for extent in self.scheduler.adopt(salt, tokens, found, self.setup.ttl, self.now) if found else ():
             self.executor.adopted(extent)

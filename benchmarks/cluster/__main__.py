@@ -1,0 +1,131 @@
+"""Several engines over one store, on one machine: token-equal answers, hit shares, times, and costs.
+
+Conversations change their replica at every turn (the bundled model); a turn behind 1,024 rows comes from the shared store or from the own
+disk, both at 100 MB/s (bench-100m); a trace is served by one engine with all memory, routed by session, and at random, measured and simulated;
+and a store that nothing is found in is weighed against none.
+
+    python -m benchmarks.cluster [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from afterglow.bench.report import COUNTED, arguments, finish, goal, show
+from afterglow.library.locate import BUNDLED, find_model
+from benchmarks.cluster import hits, latency, turns
+
+PARTS = ("turns", "moving", "hits", "idle")
+COST = 0.01  # part of the throughput that a store may cost, and
+LATE_S = 0.002  # seconds by which a cold prompt's first token may come later
+
+
+def main(args: list[str]) -> int:
+    parser = arguments("python -m benchmarks.cluster", __doc__ or "")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these only (default: all)")
+    options = parser.parse_args(args)
+    small = str(find_model(BUNDLED))
+    load = os.getloadavg()[0]
+    rows: list[dict[str, Any]] = []
+    goals: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as made:
+        folder = Path(made)
+        if "turns" in options.parts:
+            wandered = [
+                turns.wandering(small, count, 6 if options.quick else 9, folder, options.seed, options.threads)
+                for count in (2, 4)
+            ]
+            rows += wandered
+            goals += _wandered(wandered)
+        if "moving" in options.parts:
+            moved = latency.moving("bench-100m", 5 if options.quick else 11, folder, options.seed, options.threads)
+            rows.append(moved)
+            goals.append(_moved(moved))
+        if "hits" in options.parts:
+            for size in hits.SIZES:
+                found = hits.rows(2, 48, size, folder, options.seed)
+                rows += found
+                goals += _hits(size, found)
+        if "idle" in options.parts:
+            costs = latency.idling(small, 8 if options.quick else 20, folder, options.seed, options.threads)
+            rows += costs
+            goals += _costs(*costs)
+    finish(options, rows, goals, load_average={"before": load, "after": os.getloadavg()[0]})
+    return 0
+
+
+def _wandered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns = ("engines", "turns", "equal", "reused", "missing", "from_store")
+    show(
+        "a conversation that changes its engine every turn", columns, [[row[name] for name in columns] for row in rows]
+    )
+    return [
+        each
+        for row in rows
+        for each in (
+            goal(f"{row['engines']} engines: turns with other tokens", row["turns"] - row["equal"], 0, least=False, spread=COUNTED),
+            goal(f"{row['engines']} engines: rows of a turn before not reused", row["missing"], 1, least=False, spread=COUNTED),
+        )
+    ]  # fmt: skip
+
+
+def _moved(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("computed", "own disk", "own disk again", "moved")
+    show(
+        "the first token of a turn behind 1,024 rows of bench-100m, store and disk at 100 MB/s",
+        ("", "median ms", "spread"),
+        [(name, 1e3 * row[name]["median"], f"{row[name]['spread']:.1%}") for name in names],
+    )
+    own, again = row["own disk"]["median"], row["own disk again"]["median"]
+    apart = max(abs(again / own - 1), row["own disk"]["spread"], row["moved"]["spread"])
+    return goal(
+        "TTFT after a change of replica / from the own disk",
+        row["moved"]["median"] / min(own, again),
+        1.15,
+        least=False,
+        spread=apart,
+    )
+
+
+def _hits(size: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    show(
+        f"hit shares of {rows[0]['turns']} turns, {size} memory",
+        ("", "engines", "measured", "simulated"),
+        [(row["arm"], row["engines"], *(f"{100 * row[name]:.1f} %" for name in ("measured", "simulated"))) for row in rows],
+    )  # fmt: skip
+    one, session, shared, _ = (100 * row["measured"] for row in rows)
+    apart = max(100 * abs(row["measured"] - row["simulated"]) for row in rows)
+    found = [goal(f"hit shares measured and simulated, points apart, {size}", apart, 2, least=False, spread=COUNTED)]
+    if size == "roomy":  # else each engine lacks room for its part, which is not the same as all for all
+        found += [
+            goal("hit share routed by session, points below one engine", one - session, 1, least=False, spread=COUNTED),
+            goal("hit share at random with a store, points below one engine", one - shared, 3, least=False, spread=COUNTED),
+        ]  # fmt: skip
+    return found
+
+
+def _costs(speed: dict[str, Any], cold: dict[str, Any]) -> list[dict[str, Any]]:
+    names = ("without", "without again", "with")
+    show(
+        "a store in which nothing is found",
+        ("", *names),
+        [
+            ("tokens/s", *(speed[name]["median"] for name in names)),
+            ("spread", *(f"{speed[name]['spread']:.1%}" for name in names)),
+            ("cold prompt, TTFT ms", *(1e3 * cold[name]["median"] for name in names)),
+            ("spread", *(f"{cold[name]['spread']:.1%}" for name in names)),
+        ],
+    )
+    slower, later = speed["slower"], cold["later"]
+    return [
+        goal("part of the throughput that a store costs", slower["with"], COST, least=False, spread=slower["spread"] / COST),
+        goal("seconds later of a cold prompt's first token", later["with"], LATE_S, least=False, spread=later["spread"] / LATE_S),
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

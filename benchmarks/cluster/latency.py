@@ -1,0 +1,111 @@
+"""What a shared store adds to a request: a turn after a change of replica against one from the own disk, and what it costs where it is not used."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from afterglow.bench.report import interleaved, spread
+from afterglow.bench.timed_requests import ask, asked, words
+from afterglow.engine.engine import Engine
+from afterglow.store.extents.throttle import Throttle
+from benchmarks.cluster.replicas import idle, replicas, slow_store, turn
+
+ROWS, NEW = 1024, 16  # tokens of a conversation's history, and of its next turn
+RATE = 100e6  # bytes/s of the store, and of the disk
+BIG = {"device_cache": 512 << 20, "host_cache": 512 << 20, "disk_cache": 4 << 30, "source": "load"}
+SMALL = {"device_cache": 64 << 20, "host_cache": 64 << 20, "disk_cache": 1 << 30, "write_policy": "write_through"}
+STREAMS, REPLY = 4, 64  # requests that decode together, and the tokens of their replies
+COLD = 128  # tokens of a prompt that is found nowhere
+
+
+def moving(model: str, repeats: int, folder: Path, seed: int, threads: int | None) -> dict[str, Any]:
+    """One row: the time to the first token of a turn behind 1,024 rows, from the own disk, again, and from the store.
+
+    Each round has a conversation of its own: one replica computes it and asks twice more from its disk; then the other asks.
+    """
+    rng = random.Random(seed)
+    with (
+        slow_store(RATE),
+        replicas(
+            2, model, folder / "moving", BIG, threads=threads, throttle=Throttle(read_bytes_per_s=RATE)
+        ) as engines,
+    ):
+        here, there = engines
+        for engine in engines:  # the first pass of each, and of its disk and its store
+            first = words(rng, engine, ROWS)
+            turn(engine, first)
+            for other in engines:
+                other.demote("disk")
+                asked(other, [*first, *words(rng, engine, NEW)])
+        text: list[int] = []
+
+        def own() -> float:
+            here.demote("disk")
+            done = turn(here, [*text, *words(rng, here, NEW)])
+            if done.cached.disk < ROWS - 1:
+                raise RuntimeError(f"{done.cached} instead of {ROWS} tokens from the own disk")
+            return done.ttft
+
+        def moved() -> float:
+            done = turn(there, [*text, *words(rng, there, NEW)])
+            if done.cached.shared < ROWS - 1:
+                raise RuntimeError(f"{done.cached} instead of {ROWS} tokens from the store")
+            return done.ttft
+
+        def computed() -> float:
+            text[:] = words(rng, here, ROWS)
+            return turn(here, text).ttft
+
+        found = interleaved({"computed": computed, "own disk": own, "own disk again": own, "moved": moved}, repeats)
+    return {"what": "moving", "rows": ROWS, "bytes_per_s": RATE, **_medians(found)}
+
+
+def idling(model: str, repeats: int, folder: Path, seed: int, threads: int | None) -> list[dict[str, Any]]:
+    """Two rows: tokens per second of replies, and the time to the first token of cold prompts, without a store, again, and with one.
+
+    All write their extents to disk at once; the third publishes them too. Short prompts are not looked up, cold ones are.
+    """
+    rng = random.Random(seed)
+    with (
+        replicas(2, model, None, SMALL, threads=threads) as plain,
+        replicas(1, model, folder / "idling", SMALL, threads=threads) as shared,
+    ):
+        arms = dict(zip(("without", "without again", "with"), (*plain, *shared), strict=True))
+        speed = interleaved({name: partial(_speed, engine, rng) for name, engine in arms.items()}, repeats)
+        cold = interleaved({name: partial(_cold, engine, rng) for name, engine in arms.items()}, 8 * repeats)
+    return [
+        {"what": "idle", "unit": "tokens/s", **_medians(speed), "slower": _apart(speed, lambda a, b: 1 - b / a)},
+        {"what": "cold", "unit": "s", "prompt": COLD, **_medians(cold), "later": _apart(cold, lambda a, b: b - a)},
+    ]
+
+
+def _apart(found: dict[str, list[float]], compare: Callable[[float, float], float]) -> dict[str, float]:
+    """Medians over the rounds of what an arm differs by from the first one; `spread`: half the interquartile range of what the same thing
+    differs by from itself.
+    """
+    with_store, again = (list(map(compare, found["without"], found[arm])) for arm in ("with", "without again"))
+    low, _, high = statistics.quantiles(again, n=4)
+    return {"with": statistics.median(with_store), "again": statistics.median(again), "spread": (high - low) / 2}
+
+
+def _speed(engine: Engine, rng: random.Random) -> float:
+    """Tokens per second of a few replies that are made together."""
+    turns = [ask(engine, words(rng, engine, 32), REPLY) for _ in range(STREAMS)]
+    for each in turns:
+        each.ended.wait()
+    idle(engine)
+    return STREAMS * REPLY / (max(each.last for each in turns) - min(each.asked for each in turns))
+
+
+def _cold(engine: Engine, rng: random.Random) -> float:
+    """Seconds to the first token of a prompt that is found nowhere."""
+    return turn(engine, words(rng, engine, COLD)).ttft
+
+
+def _medians(found: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: {"median": statistics.median(values), "spread": spread(values)} for name, values in found.items()}

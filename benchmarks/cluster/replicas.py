@@ -1,0 +1,69 @@
+"""Engines in this process, each with folders of its own, over one shared store."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from unittest.mock import patch
+
+from afterglow.bench.timed_requests import Turn, asked
+from afterglow.engine.engine import Engine
+from afterglow.store.shared.objects import ObstoreObjects
+from benchmarks.common.engines import engine_of
+
+IDLE_S = 60.0  # that an engine has at most to store and publish what a turn has left
+
+
+@contextlib.contextmanager
+def replicas(
+    count: int, model: str, store: Path | None, cache: dict[str, Any], **config: Any
+) -> Iterator[list[Engine]]:
+    """So many engines, over a folder as their store, or without one."""
+    shared = {"shared": f"file://{store}"} if store is not None else {}
+    with contextlib.ExitStack() as engines:
+        yield [engines.enter_context(engine_of(model, cache=cache | shared, **config)) for _ in range(count)]
+
+
+def turn(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> Turn:
+    """A greedy turn; all that it leaves is stored, and published, when this returns."""
+    done = asked(engine, prompt, max_tokens, **more)
+    idle(engine)
+    return done
+
+
+def idle(engine: Engine) -> None:
+    """Wait until nothing is to be stored or published."""
+    engine.settle()
+    shared = engine.parts.store.shared
+    if shared is not None and not shared.rest(IDLE_S):
+        raise TimeoutError(f"an engine still publishes after {IDLE_S:.0f} s")
+
+
+class SlowObjects(ObstoreObjects):
+    """A store whose bytes arrive no faster than over a line of `rate` bytes/s, those of all readers one after another."""
+
+    rate = 1e12
+    _lock = Lock()
+    _free_at = 0.0
+
+    def get(self, path: str, start: int, length: int) -> bytes:
+        """Read as usual, and wait until the line has carried the bytes."""
+        asked_at = time.perf_counter()
+        data = super().get(path, start, length)
+        with SlowObjects._lock:
+            SlowObjects._free_at = there = max(SlowObjects._free_at, asked_at) + len(data) / self.rate
+        while (left := there - time.perf_counter()) > 0:
+            time.sleep(left)
+        return data
+
+
+@contextlib.contextmanager
+def slow_store(rate: float) -> Iterator[None]:
+    """Engines made meanwhile read their store at so many bytes/s, all together."""
+    made: Callable[..., object] = type("SlowObjects", (SlowObjects,), {"rate": rate})
+    with patch("afterglow.store.shared.objects.ObstoreObjects", made):
+        yield

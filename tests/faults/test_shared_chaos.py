@@ -1,0 +1,87 @@
+"""kill -9 of servers over one store that has faults of its own, under conversations that change their server at every turn.
+
+Every answer is computed again afterwards by a server that reuses nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from afterglow.model.loader import load_model
+from tests.faults.bad_store import BUCKET, bad_store
+from tests.faults.chaos import Answer, Server
+from tests.faults.shared_chaos import SharedChaos
+from tests.faults.test_chaos import BUNDLED, Exact, Verifier
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+OPTIONS = (
+    "--max-model-len", "1024", "--device-cache", "8M", "--host-cache", "8M", "--disk-cache", "16M", "--source", "load",
+    "--shared", f"s3://{BUCKET}/kv", "--shared-cache", "48M",
+)  # fmt: skip
+
+
+def others_rows(answers: list[Answer]) -> list[str]:
+    """Find the answers that had more rows than their own tenant has ever asked for, or been told: they would be another's, who says the
+    same.
+    """
+    known: dict[int, list[list[int]]] = defaultdict(list)
+    found = []
+    for answer in answers:
+        own = max((_alike(answer.prompt, text) for text in known[answer.talk]), default=0)
+        if answer.cached > own and not answer.again:
+            found.append(f"tenant {answer.talk}: {answer.cached} rows, {own} of its own")
+        known[answer.talk].append([*answer.prompt, *answer.reply])
+    return found
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def chaos(folder: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SharedChaos, dict[str, int]]:
+    seed = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
+    print(f"CHAOS_SEED={seed}")
+    with bad_store(seed, monkeypatch) as store:
+        for name in ("a", "b"):
+            (folder / name).mkdir()
+        servers = [Server(folder / name, *OPTIONS) for name in ("a", "b")]
+        run = SharedChaos(servers, seed)
+        run.play(kills)
+        faults = dict(store.faults)
+    for server in servers:
+        assert "Traceback" not in server.log.read_text()
+    exact = Exact(folder)
+    try:
+        verifier = Verifier(load_model(BUNDLED, dtype="float32", device="cpu", max_model_len=None), exact, 0)
+        for answer in run.answers:
+            verifier.look(answer)
+    finally:
+        exact.server.kill()
+    shared = sum(answer.usage["cached_tokens_details"]["shared"] for answer in run.answers)
+    cached = sum(answer.cached for answer in run.answers)
+    print(
+        f"{kills} kills, {len(run.answers)} answers, {run.retried} asked again, {cached} rows cached, {shared} from the store"
+    )
+    print(f"{store.calls} calls of the store, {faults}; {verifier.furthest}")
+    assert not verifier.wrong, "\n".join(verifier.wrong[:10])
+    assert not others_rows(run.answers)
+    return run, faults | {"rows from the store": shared}
+
+
+@pytest.mark.timeout(300)
+def test_a_few_kills_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chaos(tmp_path, 2, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_thirty_kills_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, faults = chaos(tmp_path, 30, monkeypatch)
+    assert run.retried > 0
+    assert all(faults.values()), faults

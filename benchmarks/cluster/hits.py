@@ -31,7 +31,9 @@ from benchmarks.cluster.replicas import replicas, turn
 MODEL = "tiny"
 LONGEST = 1024
 DEVICE = 1280  # rows of each replica
-SIZES = {"roomy": (4096, 6144), "tight": (3072, 3072)}  # rows of each replica's host memory and disk
+# Rows of each replica's host memory and disk, and of the store for each row of all disks: replicas cut and merge extents each for itself,
+# so that the store has many rows twice.
+SIZES = {"roomy": (4096, 6144, 2), "tight": (3072, 3072, 1)}
 GAP_S = 5.0  # simulated seconds between turns, so that each is over before the next
 THINK = 30.0  # turns of others between two of a conversation, in the mean
 
@@ -85,12 +87,12 @@ def trace(talks: int, seed: int) -> list[Said]:
 def measured(arm: Arm, said: Sequence[Said], count: int, size: str, folder: Path, seed: int) -> tuple[float, Capacity]:
     """The hit share of real engines, and the capacity of one of them."""
     row, scale = PRESETS[MODEL].kv_bytes_per_token("float32"), count // arm.engines
-    host, disk = SIZES[size]
+    host, disk, store = SIZES[size]
     cache = {
         "device_cache": DEVICE * scale * row,
         "host_cache": host * scale * row,
         "disk_cache": disk * scale * row,
-        "shared_cache": disk * count * row,
+        "shared_cache": store * disk * count * row,
         "source": "load",
     }
     rng, route = random.Random(seed), router(arm.routing, seed)
@@ -141,7 +143,8 @@ def simulated(arm: Arm, said: Sequence[Said], count: int, size: str, capacity: C
         model=shape, hardware=hardware("CPU-2"), dtype="float32", device_rows=capacity.device_rows,
         more={"capacity": capacity, "options": options},
     )  # fmt: skip
-    network = Network(12.5e9, SIZES[size][1] * count * row if arm.shared else 0)
+    _, disk, store = SIZES[size]
+    network = Network(12.5e9, store * disk * count * row if arm.shared else 0)
     workload = Workload(_conversations(said), pace="open")
     values = summary(Cluster(setup, workload, arm.engines, arm.routing, network, seed).run())
     return float(values["hit_rate"])

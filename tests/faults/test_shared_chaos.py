@@ -1,6 +1,6 @@
 """kill -9 of servers over one store that has faults of its own, under conversations that change their server at every turn.
 
-Every answer is computed again afterwards by a server that reuses nothing.
+Every answer, in the short form some of them, is computed again afterwards by a server that reuses nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _alike(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def chaos(folder: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SharedChaos, dict[str, int]]:
+def chaos(folder: Path, kills: int, looks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SharedChaos, dict[str, int]]:
     seed = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
     print(f"CHAOS_SEED={seed}")
     with bad_store(seed, monkeypatch) as store:
@@ -59,7 +59,7 @@ def chaos(folder: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Sh
     exact = Exact(folder)
     try:
         verifier = Verifier(load_model(BUNDLED, dtype="float32", device="cpu", max_model_len=None), exact, 0)
-        for answer in run.answers:
+        for answer in random.Random(seed).sample(run.answers, min(looks, len(run.answers))):
             verifier.look(answer)
     finally:
         exact.server.kill()
@@ -75,13 +75,13 @@ def chaos(folder: Path, kills: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Sh
 
 
 @pytest.mark.timeout(300)
-def test_a_few_kills_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chaos(tmp_path, 2, monkeypatch)
+def test_a_kill_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chaos(tmp_path, 1, 40, monkeypatch)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_thirty_kills_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, faults = chaos(tmp_path, 30, monkeypatch)
+    run, faults = chaos(tmp_path, 30, 10**9, monkeypatch)
     assert run.retried > 0
     assert all(faults.values()), faults

@@ -174,16 +174,27 @@ def simulate(
 
 @command(app, "plan")
 def plan(
-    options: PlanOptions, report: ReportOptions, goal: GoalConfig, source: WorkloadConfig, engine: EngineModel
+    options: PlanOptions,
+    report: ReportOptions,
+    goal: GoalConfig,
+    source: WorkloadConfig,
+    engine: EngineModel,
+    cluster: ClusterConfig,
 ) -> int:
     """Find the cheapest host memory, disk and number of devices that meet a goal for a workload, and say why.
 
-    Each size that is tried is a simulation of the whole workload: --conversations makes it shorter.
+    Each size that is tried is a simulation of the whole workload: --conversations makes it shorter. With --engines, up to so many are tried
+    behind --router, without a store in common and with one of --shared-tier.
     """
     from afterglow.cli.plan import plan as run
 
-    tiers, cluster = TierConfig(), ClusterConfig()
-    scenario = Scenario(workload=options.workload, source=source, engine=engine, tiers=tiers, cluster=cluster)
+    scenario = Scenario(workload=options.workload, source=source, engine=engine, tiers=TierConfig(), cluster=cluster)
+    if cluster.engines > 1:
+        from afterglow.cli.plan_fleet import plan_fleet
+
+        return plan_fleet(scenario, goal, report)
+    if cluster.shared_tier:
+        raise ConfigError("--shared-tier is a store of several engines: give --engines too")
     return run(scenario, goal, report)
 
 

@@ -103,6 +103,8 @@ class Search:
         everything = self.working_set.all_rows * self._row_bytes * PADDING
         drams = sizes(self._smallest, everything, self.goal.max_dram)
         disks = [0, *sizes(GIB, everything, self.goal.max_disk)] if self.goal.max_disk else [0]
+        if self.scenario.cluster.shared_tier:
+            del disks[0]  # the shared store is read and written through it
 
         def met(dram: int, disk: int) -> bool:
             return self._trial(devices, drams[dram], disks[disk]).met

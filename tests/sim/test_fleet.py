@@ -18,7 +18,7 @@ TIB = 2**40
 def scenario(**values: Any) -> Scenario:
     made = Scenario(
         workload="sharegpt-atc",
-        source=WorkloadConfig(conversations=24, think=10.0),
+        source=WorkloadConfig(conversations=8, think=10.0),
         engine=EngineModel(retain=False),
         tiers=TierConfig(),
         cluster=ClusterConfig(engines=2, router="random", shared_tier=TIB),
@@ -37,7 +37,7 @@ def test_one_engine_is_cheapest_where_it_meets_the_goal() -> None:
 
 def test_what_is_found_meets_the_goal_when_it_is_simulated() -> None:
     """Turns go to any engine: without a store the history is elsewhere."""
-    search = FleetSearch(scenario(), GoalConfig(hit_rate=0.7))
+    search = FleetSearch(scenario(), GoalConfig(hit_rate=0.8))
     search.run()
     _, alone, shared = search.trials
     assert alone.best is None
@@ -46,7 +46,7 @@ def test_what_is_found_meets_the_goal_when_it_is_simulated() -> None:
     assert found is not None
     assert found.disk > 0, "the store is read through it"
     again = Running(scenario(devices=found.devices, dram=found.dram, disk=found.disk))
-    assert hit_rate(again.run()) == found.hit_rate >= 0.7
+    assert hit_rate(again.run()) == found.hit_rate >= 0.8
     assert shared.hourly == 2 * found.hourly.total
 
 

@@ -261,6 +261,52 @@ def test_a_prefill_in_turns_of_its_queries(way: int | str, heads: tuple[int, int
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(native() is None, reason="nothing has been built for this machine")
+@pytest.mark.parametrize("width", [16, 8])
+@pytest.mark.parametrize(("heads", "window", "cap"), [((9, 3), 0, 0.0), ((8, 1), 0, 5.0), ((4, 4), 300, 0.0)])
+def test_a_row_has_the_same_bits_however_it_is_computed(
+    heads: tuple[int, int], window: int, cap: float, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefilled at once, in chunks, row by row, with guesses; alone or beside others; behind rows that are read by themselves, up to any
+    multiple of 64; on any number of threads."""
+    use(width, monkeypatch)
+    generator = torch.Generator().manual_seed(7)
+    rows, number = 700, torch.get_num_threads()
+    data, other = context(rows, heads[1], 32, generator), context(300, heads[1], 32, generator)
+    q = torch.randn(rows + 3, heads[0], 32, generator=generator)
+
+    def found(
+        start: int, stop: int, edges: tuple[int, ...] = (), beside: int = 0, threads: int = 2
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with rows [start, stop), whose context is read up to each of the edges by itself."""
+        own = range(stop - start)
+        cuts = [0, *edges]
+        reads = [Read(data, a, b, own) for a, b in pairwise(cuts)]
+        reads.append(Read(data, cuts[-1], stop, own, len(own) > 1 or window > 0, window))
+        reads += [Read(other, 0, 250 + 7 * i, (len(own) + i,)) for i in range(beside)]
+        batch = torch.cat((q[start:stop], q[rows : rows + beside]))
+        out, lse = torch.zeros(batch.shape), torch.full(batch.shape[:2], -torch.inf)
+        torch.set_num_threads(threads)
+        try:
+            Reads(reads, cap=cap).attend(1, batch, SCALE, out, lse)
+        finally:
+            torch.set_num_threads(number)
+        return out[: len(own)], lse[: len(own)]
+
+    whole = found(0, rows)
+    assert whole[0].isfinite().all()
+    pieces = [(0, 47), (47, 300), (300, 301), (301, 317), (317, 319), (319, 320), (320, 640), (640, 699), (699, 700)]
+    for threads in (1, 2, 5):
+        for beside in (0, 3):
+            for start, stop in pieces:
+                out, lse = found(start, stop, (), beside, threads)
+                assert torch.equal(out, whole[0][start:stop]), (start, stop, threads, beside)
+                assert torch.equal(lse, whole[1][start:stop])
+    for edges in () if window else ((64,), (256,), (64, 128, 192), (192, 576)):
+        for start, stop in ((600, 700), (650, 658), (699, 700)):
+            assert torch.equal(found(start, stop, edges, 2)[0], whole[0][start:stop]), (start, stop, edges)
+
+
 def test_what_was_found_before_is_kept(way: int | str) -> None:
     """Queries that are rows of a fused projection, merged into what there is; others are left alone."""
     generator = torch.Generator().manual_seed(2)

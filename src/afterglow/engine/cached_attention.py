@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
@@ -183,18 +184,18 @@ class RelayGroup:
 
 def groups_of(shares: Sequence[Share], entries: Sequence[BatchEntry], costs: RelayCosts | None) -> list[RelayGroup]:
     """Choose the shares that are faster to read together; without costs, all shares. Where an outer share is not chosen, the
-    shares within read its rows."""
+    shares within read its rows. Shares end with a whole block, so that what attention is rounded to does not depend on them."""
     by_job = {entry.job: entry for entry in entries}
     own_from: dict[int, int] = {}
     found: list[RelayGroup] = []
     for share in shares:
         members = [by_job[job] for job in share.jobs]
-        start = own_from.get(share.jobs[0], 0)
+        start, stop = own_from.get(share.jobs[0], 0), share.stop // BLOCK_ROWS * BLOCK_ROWS
         queries = sum(entry.stop - entry.start for entry in members)
-        if costs is not None and costs.gain(share.stop - start, len(members), queries) <= 0:
+        if stop <= start or (costs is not None and costs.gain(stop - start, len(members), queries) <= 0):
             continue
-        own_from.update(dict.fromkeys(share.jobs, share.stop))
-        found.append(RelayGroup(members, start, share.stop, sorted(row for entry in members for row in _rows(entry))))
+        own_from.update(dict.fromkeys(share.jobs, stop))
+        found.append(RelayGroup(members, start, stop, sorted(row for entry in members for row in _rows(entry))))
     for entry in entries:
         entry.own_from = own_from.get(entry.job, 0)
     return found
@@ -277,7 +278,7 @@ class RelayAttend(CachedAttend):
         return out.to(q.dtype)
 
     def _prepared(self, layer: int, attention: Attention) -> Reads | None:
-        """Prepare the reads, in such a layer, of entries that have not failed: the groups' rows, the largest first, and each entry's own rows.
+        """Prepare the reads, in such a layer, of entries that have not failed: the groups' rows, in order, and each entry's own rows.
 
         A window that an entry's context does not outgrow changes nothing. Other entries read what their windows show them by
         themselves, since each sees another part of shared rows, and soon none.
@@ -285,7 +286,7 @@ class RelayAttend(CachedAttend):
         window = attention.window
         reads, found = [], [entry for entry in self.whole if entry.failed is None]
         inside = {entry.job for entry in found if not window or entry.stop <= window}
-        for group in sorted(self._groups, key=lambda group: group.start - group.stop):
+        for group in sorted(self._groups, key=lambda group: group.start):
             members = [entry for entry in group.entries if entry.job in inside]
             if len(members) == len(group.entries):
                 reads.append(_read(members[0], layer, group.start, group.stop, group.queries))

@@ -40,25 +40,31 @@ INLINE vec NAME(sums)(vec *a) {
 #define AHEAD(keys, values, step) __builtin_prefetch(((step) & 1 ? (values) : (keys)) + (step) / 2 * 16, 0, 2)
 
 /* scores[row][lane] = keys[row] . q[][lane] for `rows` rows (a constant), `apart` floats apart, and `vectors` (1 or 2) vectors of
-   queries. `more` says that as many rows from `next_keys` and `next_values` on will be wanted soon. */
+   queries. Added up in the order that `few` needs: the products of each quarter of a vector's dimensions one after another, then quarters. `more`
+   says that as many rows from `next_keys` and `next_values` on will be wanted soon. */
 INLINE void NAME(products)(const float *keys, int64_t apart, const float *q, int64_t d, int rows, int vectors, float *scores, int more,
                            const float *next_keys, const float *next_values) {
-    vec a[ROWS][2];
+    for (int64_t quarter = 0; quarter < V; quarter += 4) {
+        vec a[ROWS][2];
 UNROLL(8)
-    for (int i = 0; i < rows; i++) a[i][0] = a[i][1] = (vec){0};
-    for (int64_t x = 0; x < d; x++) {
-        if (more) AHEAD(next_keys, next_values, x * ROWS / 8);
-        vec q0 = load(q + x * TILE), q1 = vectors == 2 ? load(q + x * TILE + V) : q0;
+        for (int i = 0; i < rows; i++) a[i][0] = a[i][1] = (vec){0};
+        for (int64_t from = quarter; from < d; from += V)
+UNROLL(4)
+            for (int64_t x = from; x < from + 4; x++) {
+                if (more) AHEAD(next_keys, next_values, x * ROWS / 8);
+                vec q0 = load(q + x * TILE), q1 = vectors == 2 ? load(q + x * TILE + V) : q0;
+UNROLL(8)
+                for (int i = 0; i < rows; i++) {
+                    a[i][0] = fused(q0, all(keys[i * apart + x]), a[i][0]);
+                    if (vectors == 2) a[i][1] = fused(q1, all(keys[i * apart + x]), a[i][1]);
+                }
+            }
 UNROLL(8)
         for (int i = 0; i < rows; i++) {
-            a[i][0] += q0 * keys[i * apart + x];
-            if (vectors == 2) a[i][1] += q1 * keys[i * apart + x];
+            float *to = scores + i * TILE;
+            store(to, quarter ? load(to) + a[i][0] : a[i][0]);
+            if (vectors == 2) store(to + V, quarter ? load(to + V) + a[i][1] : a[i][1]);
         }
-    }
-UNROLL(8)
-    for (int i = 0; i < rows; i++) {
-        store(scores + i * TILE, a[i][0]);
-        if (vectors == 2) store(scores + i * TILE + V, a[i][1]);
     }
 }
 
@@ -81,15 +87,15 @@ INLINE void NAME(score)(const float *keys, const float *q, int64_t d, int64_t n,
     }
 }
 
-/* out[query] = out[query] * factor[query] + sum over n rows of scores[row * stride + query * apart] * values[row], for `queries`
-   queries and `wide` vectors of dimensions (constants). */
-INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *factor, int64_t d,
-                        int64_t n, int queries, int wide, float *out) {
+/* part[query] = sum over n rows of scores[row * stride + query * apart] * values[row], row after row; out[query] = out[query] *
+   before[query] + part[query] * after[query]: for `queries` queries and `wide` vectors of dimensions (constants). */
+INLINE void NAME(weigh)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *before, const float *after,
+                        int64_t d, int64_t n, int queries, int wide, float *out) {
     vec a[QUERIES][WIDE];
 UNROLL(4)
     for (int i = 0; i < queries; i++)
 UNROLL(4)
-        for (int j = 0; j < wide; j++) a[i][j] = load(out + i * d + j * V) * factor[i];
+        for (int j = 0; j < wide; j++) a[i][j] = (vec){0};
     for (int64_t row = 0; row < n; row++) {
         vec value[WIDE];
 UNROLL(4)
@@ -97,19 +103,19 @@ UNROLL(4)
 UNROLL(4)
         for (int i = 0; i < queries; i++)
 UNROLL(4)
-            for (int j = 0; j < wide; j++) a[i][j] += value[j] * scores[row * stride + i * apart];
+            for (int j = 0; j < wide; j++) a[i][j] = fused(value[j], all(scores[row * stride + i * apart]), a[i][j]);
     }
 UNROLL(4)
     for (int i = 0; i < queries; i++)
 UNROLL(4)
-        for (int j = 0; j < wide; j++) store(out + i * d + j * V, a[i][j]);
+        for (int j = 0; j < wide; j++) store(out + i * d + j * V, fused(load(out + i * d + j * V), all(before[i]), a[i][j] * all(after[i])));
 }
 
 /* The same for any number of queries, all dimensions. */
-INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *factor, int64_t d,
-                            int64_t n, int64_t queries, float *out) {
+INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t stride, int64_t apart, const float *before,
+                            const float *after, int64_t d, int64_t n, int64_t queries, float *out) {
 #define PART(number, wide) \
-    NAME(weigh)(values + x, scores + i * apart, stride, apart, factor + i, d, n, number, wide, out + i * d + x)
+    NAME(weigh)(values + x, scores + i * apart, stride, apart, before + i, after + i, d, n, number, wide, out + i * d + x)
 #define WEIGH(number)                                           \
     {                                                           \
         int64_t x = 0;                                          \
@@ -123,7 +129,7 @@ INLINE void NAME(weigh_all)(const float *values, const float *scores, int64_t st
     if (queries - i == 1) WEIGH(1)
 }
 
-/* Scores of the rows that a query does not see, minus infinity: its weight is 10^-38 of the largest one's, which is nothing. */
+/* Scores of the rows that a query does not see, minus infinity: see `weights`. */
 static void NAME(hide)(float *scores, int64_t n, int64_t queries, int64_t row, const int32_t *seen, int32_t window) {
     for (int64_t lane = 0; lane < queries; lane += V) {
         const bits until = *(const NAME(loose_bits) *)(seen + lane);
@@ -187,97 +193,221 @@ UNROLL(16)
     }
 }
 
-/* Queries in the lanes of vectors: each key is loaded once for 32 queries, and the softmax needs no sums over lanes. */
-static void NAME(many)(const float *keys, const float *values, int64_t rows, softmax s) {
-    float factor[TILE];
-    const int64_t d = s.d;
-    for (int64_t block = 0; block < rows; block += BLOCK) {
-        const int64_t end = rows - block < BLOCK ? rows : block + BLOCK;
-        for (int64_t first = 0; first < s.queries; first += TILE) {
-            const int64_t queries = s.queries - first < TILE ? s.queries - first : TILE;
-            const float *q = s.q + first * d;
-            /* Rows before all of the tile's windows are not touched: there may be nothing in them. */
-            const int64_t seen_from = s.seen ? s.seen[first] - s.window : 0, row = block > seen_from ? block : seen_from, n = end - row;
-            if (n <= 0 || (s.seen && row >= s.seen[first + queries - 1])) continue;
-            NAME(score)(keys + row * d, q, d, n, queries > V ? 2 : 1, s.scores, first == 0, values + row * d);
-            if (s.cap > 0)
-                for (int64_t i = 0; i < n; i++)
-                    for (int64_t lane = 0; lane < queries; lane += V)
-                        store(s.scores + i * TILE + lane, NAME(capped)(load(s.scores + i * TILE + lane), s.cap));
-            if (s.seen && (end > s.seen[first] || row < s.seen[first + queries - 1] - s.window))
-                NAME(hide)(s.scores, n, queries, row, s.seen + first, s.window);
-            for (int64_t lane = 0; lane < queries; lane += V) {
-                float *scores = s.scores + lane, *most = s.most + first + lane, *sum = s.sum + first + lane;
-                const vec before = load(most);
-                vec m = before, total = {0};
-                for (int64_t i = 0; i < n; i++) m = NAME(larger)(load(scores + i * TILE), m);
-                for (int64_t i = 0; i < n; i++) {
-                    vec weight = NAME(exponential)(load(scores + i * TILE) - m);
-                    store(scores + i * TILE, weight);
-                    total += weight;
-                }
-                vec f = NAME(exponential)(before - m);
-                store(factor + lane, f);
-                store(most, m);
-                store(sum, load(sum) * f + total);
-            }
-            NAME(weigh_all)(values + row * d, s.scores, TILE, 1, factor, d, n, queries, s.out + first * d);
+/* Scores to weights, given the largest one. What is not seen weighs nothing at all. */
+INLINE vec NAME(weights)(vec scores, vec most) {
+    const bits seen = scores >= -FLT_MAX;
+    return (vec)((bits)NAME(exponential)(scores - most) & seen);
+}
+
+/* Joins the largest score and the sum of weights of V queries so far with those of further rows. `before` and `after`: what the sums of
+   weighted values so far, and those of the further rows, are then multiplied by. Without rows so far, 0 and 1. */
+INLINE void NAME(join)(float *most, float *sum, vec further_most, vec further_sum, float *before, float *after) {
+    const vec m = NAME(larger)(load(most), further_most);
+    const vec a = NAME(exponential)(load(most) - m), b = NAME(exponential)(further_most - m);
+    store(sum, fused(load(sum), a, further_sum * b));
+    store(most, m);
+    store(before, a);
+    store(after, b);
+}
+
+/* Joins the results of `queries` queries so far with those of further rows. */
+static void NAME(merge)(int64_t queries, int64_t d, state now, state further) {
+    float most[V], sum[V], further_most[V] = {0}, further_sum[V] = {0}, before[V], after[V];
+    for (int64_t first = 0; first < queries; first += V) {
+        const int64_t n = queries - first < V ? queries - first : V;
+        memset(most, 0, sizeof most), memset(sum, 0, sizeof sum);
+        memcpy(most, now.most + first, n * sizeof *most), memcpy(further_most, further.most + first, n * sizeof *most);
+        memcpy(sum, now.sum + first, n * sizeof *sum), memcpy(further_sum, further.sum + first, n * sizeof *sum);
+        NAME(join)(most, sum, load(further_most), load(further_sum), before, after);
+        memcpy(now.most + first, most, n * sizeof *most), memcpy(now.sum + first, sum, n * sizeof *sum);
+        for (int64_t i = 0; i < n; i++) {
+            float *out = now.out + (first + i) * d;
+            const float *part = further.out + (first + i) * d;
+            for (int64_t x = 0; x < d; x += V) store(out + x, fused(load(out + x), all(before[i]), load(part + x) * all(after[i])));
         }
     }
 }
 
-/* A head's dimensions in the lanes of vectors; scores one query after another, at most MAX_FEW queries. */
-static void NAME(few)(const float *keys, const float *values, int64_t rows, softmax s) {
-    float factor[MAX_FEW];
+/* Queries in the lanes of vectors: each key is loaded once for 32 queries, and the softmax needs no sums over lanes. */
+static void NAME(many)(const float *keys, const float *values, int64_t from, int64_t to, softmax s) {
+    float before[TILE], after[TILE];
     const int64_t d = s.d;
-    for (int64_t row = 0; row < rows; row += BLOCK) {
-        const int64_t n = rows - row < BLOCK ? rows - row : BLOCK;
-        const float *k = keys + row * d;
-        for (int64_t query = 0; query < s.queries; query++) {
-            const float *q = s.q + query * d;
-            float *scores = s.scores + query * BLOCK;
-            int64_t i = 0;
-            for (; i + V <= n; i += V) {
-                if (query == 0)
-                    for (int64_t x = 0; x < V * d; x += 16) {
-                        __builtin_prefetch(values + (row + i) * d + x, 0, 2);
-                        __builtin_prefetch(k + (BLOCK + i) * d + x, 0, 2);
-                    }
-                vec a[V];
+    for (int64_t block = from / BLOCK * BLOCK; block < to; block += BLOCK)
+        for (int64_t first = 0; first < s.queries; first += TILE) {
+            const int64_t queries = s.queries - first < TILE ? s.queries - first : TILE;
+            const float *q = s.q + first * d;
+            /* Rows that no query of the tile sees are not touched: there may be nothing in them. */
+            const int64_t seen_from = s.seen ? s.seen[first] - s.window : 0, seen_to = s.seen ? s.seen[first + queries - 1] : to;
+            const int64_t begin = block > from ? block : from, row = begin > seen_from ? begin : seen_from;
+            const int64_t last = block + BLOCK < to ? block + BLOCK : to, end = last < seen_to ? last : seen_to, n = end - row;
+            if (n <= 0) continue;
+            float *scores = s.scores + (row - block) * TILE;
+            memset(s.scores, 0, (row - block) * TILE * sizeof *scores);
+            memset(scores + n * TILE, 0, (block + BLOCK - end) * TILE * sizeof *scores);
+            NAME(score)(keys + row * d, q, d, n, queries > V ? 2 : 1, scores, first == 0, values + row * d);
+            if (s.cap > 0)
+                for (int64_t i = 0; i < n; i++)
+                    for (int64_t lane = 0; lane < queries; lane += V)
+                        store(scores + i * TILE + lane, NAME(capped)(load(scores + i * TILE + lane), s.cap));
+            if (s.seen && (end > s.seen[first] || row < s.seen[first + queries - 1] - s.window))
+                NAME(hide)(scores, n, queries, row, s.seen + first, s.window);
+            for (int64_t lane = 0; lane < queries; lane += V) {
+                vec m = (vec){0} - FLT_MAX, total[V];
+                for (int64_t i = 0; i < n; i++) m = NAME(larger)(load(scores + i * TILE + lane), m);
+                for (int64_t i = 0; i < n; i++)
+                    store(scores + i * TILE + lane, NAME(weights)(load(scores + i * TILE + lane), m));
 UNROLL(16)
                 for (int j = 0; j < V; j++) {
-                    a[j] = (vec){0};
-                    for (int64_t x = 0; x < d; x += V) a[j] += load(k + (i + j) * d + x) * load(q + x);
+                    total[j] = load(s.scores + j * TILE + lane);
+UNROLL(8)
+                    for (int i = V; i < BLOCK; i += V) total[j] += load(s.scores + (i + j) * TILE + lane);
                 }
-                store(scores + i, NAME(sums)(a));
+UNROLL(4)
+                for (int half = V / 2; half; half /= 2)
+UNROLL(8)
+                    for (int j = 0; j < half; j++) total[j] += total[j + half];
+                NAME(join)(s.now.most + first + lane, s.now.sum + first + lane, m, total[0], before + lane, after + lane);
             }
-            for (; i < n; i++) {
-                vec a = {0};
-                for (int64_t x = 0; x < d; x += V) a += load(k + i * d + x) * load(q + x);
-                scores[i] = 0;
-                for (int j = 0; j < V; j++) scores[i] += a[j];
-            }
-            if (s.cap > 0)
-                for (int64_t j = 0; j < n; j += V) store(scores + j, NAME(capped)(load(scores + j), s.cap));
-            for (; i % V; i++) scores[i] = -FLT_MAX; /* weighs 10^-38 */
-            const float before = s.most[query];
-            vec m = load(scores), total = {0};
-            for (int64_t j = V; j < i; j += V) m = NAME(larger)(load(scores + j), m);
-            float most = before;
-            for (int j = 0; j < V; j++) most = m[j] > most ? m[j] : most;
-            for (int64_t j = 0; j < i; j += V) {
-                vec weight = NAME(exponential)(load(scores + j) - most);
-                store(scores + j, weight);
-                total += weight;
-            }
-            factor[query] = expf(before - most);
-            float sum = s.sum[query] * factor[query];
-            for (int j = 0; j < V; j++) sum += total[j];
-            s.sum[query] = sum;
-            s.most[query] = most;
+            NAME(weigh_all)(values + row * d, scores, TILE, 1, before, after, d, n, queries, s.now.out + first * d);
         }
-        NAME(weigh_all)(values + row * d, s.scores, 1, BLOCK, factor, d, n, s.queries, s.out);
+}
+
+/* Four vectors become the first numbers of each of their quarters, side by side, the second ones, and so on. */
+INLINE void NAME(turn)(vec *a) {
+#if V == 16
+#define LOW LANES(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH LANES(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#else
+#define LOW LANES(0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH LANES(2, 10, 3, 11, 6, 14, 7, 15)
+#endif
+#define ZIP(a, b, lanes) __builtin_shufflevector(a, b, lanes)
+    const vec b[4] = {ZIP(a[0], a[2], LOW), ZIP(a[1], a[3], LOW), ZIP(a[0], a[2], HIGH), ZIP(a[1], a[3], HIGH)};
+    a[0] = ZIP(b[0], b[1], LOW), a[1] = ZIP(b[0], b[1], HIGH), a[2] = ZIP(b[2], b[3], LOW), a[3] = ZIP(b[2], b[3], HIGH);
+}
+
+/* The sums over the quarters of V / 4 vectors: a quarter of each vector, side by side, then the next ones, are added up. */
+INLINE vec NAME(quarters)(const vec *a) {
+#if V == 16
+    const vec low = __builtin_shufflevector(a[0], a[1], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const vec more_low = __builtin_shufflevector(a[2], a[3], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const vec high = __builtin_shufflevector(a[0], a[1], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const vec more_high = __builtin_shufflevector(a[2], a[3], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+#define FIRST LANES(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#define SECOND LANES(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+    return ZIP(low, more_low, FIRST) + ZIP(low, more_low, SECOND) + ZIP(high, more_high, FIRST) + ZIP(high, more_high, SECOND);
+#undef FIRST
+#undef SECOND
+#else
+    return __builtin_shufflevector(a[0], a[1], 0, 1, 2, 3, 8, 9, 10, 11) + __builtin_shufflevector(a[0], a[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+
+/* scores[query][lane] = keys[lane] . q[query] for V rows and `queries` queries (a constant), as `products` adds them up. Rows outside
+   [from, to) are taken to be the nearest one inside, unless all are inside (`whole`, a constant). q [queries][d / V][4][V]: numbers of
+   each quarter, four times. */
+INLINE void NAME(row_products)(const float *keys, int64_t row, int64_t from, int64_t to, int whole, const float *q, int64_t d, int queries,
+                               float *scores) {
+    vec sum[QUERIES][V / 4];
+UNROLL(4)
+    for (int i = 0; i < queries; i++)
+UNROLL(4)
+        for (int four = 0; four < V / 4; four++) sum[i][four] = (vec){0};
+    for (int64_t x = 0; x < d; x += V) {
+        vec a[V / 4][4];
+UNROLL(4)
+        for (int four = 0; four < V / 4; four++) {
+UNROLL(4)
+            for (int j = 0; j < 4; j++) {
+                const int64_t i = row + 4 * four + j, own = whole ? i : i < from ? from : i < to ? i : to - 1;
+                a[four][j] = load(keys + own * d + x);
+            }
+            NAME(turn)(a[four]);
+        }
+UNROLL(4)
+        for (int j = 0; j < 4; j++)
+UNROLL(4)
+            for (int i = 0; i < queries; i++) {
+                const vec numbers = load(q + (i * d + x) * 4 + j * V);
+UNROLL(4)
+                for (int four = 0; four < V / 4; four++) sum[i][four] = fused(a[four][j], numbers, sum[i][four]);
+            }
     }
+UNROLL(4)
+    for (int i = 0; i < queries; i++) store(scores + i * BLOCK, NAME(quarters)(sum[i]));
+}
+
+/* The largest of a vector's lanes, and their sum as `many` adds up: halves, then their halves, and so on. */
+#if V == 16
+#define ROUND(a, by) __builtin_shufflevector(a, a, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, 0, 1, 2, 3, 4, 5, 6, 7)
+#define HALVES(step) step(8) step(4) step(2) step(1)
+#else
+#define ROUND(a, by) __builtin_shufflevector(a, a, by, by + 1, by + 2, by + 3, 0, 1, 2, 3)
+#define HALVES(step) step(4) step(2) step(1)
+#endif
+INLINE float NAME(largest)(vec a) {
+#define STEP(by) a = NAME(larger)(ROUND(a, by), a);
+    HALVES(STEP)
+#undef STEP
+    return a[0];
+}
+
+INLINE float NAME(sum)(vec a) {
+#define STEP(by) a += ROUND(a, by);
+    HALVES(STEP)
+#undef STEP
+    return a[0];
+}
+
+/* Rows in the lanes of vectors, at most MAX_FEW queries, which see all of them. */
+static void NAME(few)(const float *keys, const float *values, int64_t from, int64_t to, softmax s) {
+    float most[V], sum[V] = {0}, before[V], after[V], block_most[V] = {0}, block_sum[V] = {0};
+    const int64_t d = s.d;
+    memset(most, 0, sizeof most);
+    memcpy(most, s.now.most, s.queries * sizeof *most), memcpy(sum, s.now.sum, s.queries * sizeof *sum);
+    for (int64_t block = from / BLOCK * BLOCK; block < to; block += BLOCK) {
+        const int64_t row = block > from ? block : from, end = block + BLOCK < to ? block + BLOCK : to;
+        const int64_t first = (row - block) / V * V, last = (end - block + V - 1) / V * V;
+        for (int64_t i = first; i < last; i += V) {
+            for (int64_t x = 0; x < V * d; x += 16) {
+                __builtin_prefetch(values + (block + i) * d + x, 0, 2);
+                __builtin_prefetch(keys + (block + BLOCK + i) * d + x, 0, 2);
+            }
+            const int whole = block + i >= row && block + i + V <= end;
+#define SCORE(number)                                                                                                                \
+    {                                                                                                                                \
+        const float *q = s.q + query * 4 * d;                                                                                        \
+        float *to = s.scores + query * BLOCK + i;                                                                                    \
+        if (whole) NAME(row_products)(keys, block + i, row, end, 1, q, d, number, to);                                               \
+        else NAME(row_products)(keys, block + i, row, end, 0, q, d, number, to);                                                     \
+    }
+            int64_t query = 0;
+            for (; query + QUERIES <= s.queries; query += QUERIES) SCORE(QUERIES)
+            if (s.queries - query == 3) SCORE(3)
+            if (s.queries - query == 2) SCORE(2)
+            if (s.queries - query == 1) SCORE(1)
+        }
+        for (int64_t query = 0; query < s.queries; query++) {
+            float *scores = s.scores + query * BLOCK;
+            vec m = (vec){0} - FLT_MAX, total = {0};
+            if (s.cap > 0)
+                for (int64_t i = first; i < last; i += V) store(scores + i, NAME(capped)(load(scores + i), s.cap));
+            for (int64_t i = first; i < row - block; i++) scores[i] = -INFINITY;
+            for (int64_t i = end - block; i < last; i++) scores[i] = -INFINITY;
+            for (int64_t i = first; i < last; i += V) m = NAME(larger)(load(scores + i), m);
+            m = all(NAME(largest)(m));
+            for (int64_t i = first; i < last; i += V) {
+                const vec weights = NAME(weights)(load(scores + i), m);
+                store(scores + i, weights);
+                total += weights;
+            }
+            block_most[query] = m[0];
+            block_sum[query] = NAME(sum)(total);
+        }
+        NAME(join)(most, sum, load(block_most), load(block_sum), before, after);
+        NAME(weigh_all)(values + row * d, s.scores + row - block, 1, BLOCK, before, after, d, end - row, s.queries, s.now.out);
+    }
+    memcpy(s.now.most, most, s.queries * sizeof *most), memcpy(s.now.sum, sum, s.queries * sizeof *sum);
 }
 
 #undef V
@@ -291,3 +421,9 @@ UNROLL(16)
 #undef PRODUCTS
 #undef PART
 #undef WEIGH
+#undef LOW
+#undef HIGH
+#undef ZIP
+#undef SCORE
+#undef ROUND
+#undef HALVES

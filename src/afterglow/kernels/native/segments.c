@@ -1,39 +1,53 @@
-/* Attention of a few queries over each of many segments, merged by log-sum-exp: float32, natural logarithm.
+/* Attention of queries over each of many segments, decoding and prefills, private and shared rows, in one call: float32.
 
    Decoding is one query for each job over rows that only this job has: hundreds of short products, for which a library call
-   each costs more than the product. Here a step's segments, private and shared, are one list of tasks (a segment's rows of
-   one KV head, in chunks), which one team of threads works off; the results of several tasks for a query are merged afterwards.
+   each costs more than the product. Here a step's segments are one list of tasks (a segment's rows of one KV head, or a chunk of
+   them), which one team of threads works off; the results of several tasks for a query are merged afterwards.
+
+   A query's result depends on nothing but the query and the rows that it sees: bit for bit, it is the same in any batch, prefilled or
+   decoded, with any threads, and wherever its rows are cut at a multiple of BLOCK. Rows are divided at multiples of BLOCK and CHUNK
+   of their number in the context. A block's scores are products added up dimension by dimension; its weights are relative to its own
+   largest score, and are added up as `many` does. Blocks are joined one after another to a chunk's result, and chunks to the whole.
+   What a task leaves is either all that a query sees, or a whole chunk's beginning, or one block.
 
    Compiled without Python or torch headers, and called with addresses (see afterglow.h). */
 
 #include "team.h"
 
 #include <float.h>
+#include <immintrin.h>
 #include <math.h>
 
 #define BLOCK 64   /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
-#define MAX_FEW 6  /* up to so many queries of one KV head are faster one by one */
-#define CHUNK 256  /* rows of a task at least */
+#define CHUNK 256  /* rows of a task at least, a multiple of BLOCK */
+#define MAX_FEW 6  /* up to so many queries of one KV head are faster with rows in the lanes of vectors */
+#define MAX_CUT 64 /* batch rows of a segment that is cut into chunks, unless others read on: there is not more to merge than to read */
 #define TASKS 4    /* for each thread, of a segment that many batch rows read */
-#define DECODED 16 /* a causal segment of at most so many batch rows is a decode step's: one token's row, and those of guesses */
 #define NO_WAKE 16384 /* below so many rows of a KV head no thread is woken */
 #define MAX_LANES 32
-#define ALL (INT64_MAX / 2)
 #define NO_WINDOW (1 << 30)
 #define MANY_PARTS 64 /* parts to merge before a second thread is used */
 
-/* Queries of one KV head while its rows pass by. `q` is scaled; [queries][d], or tiles of
-   [d][2 V]. */
+/* The softmax of some queries over rows so far: weighted sums out [queries][d], not yet divided by the sums of weights, sum [queries];
+   weights are relative to e^most [queries]. */
+typedef struct {
+    float *out, *most, *sum;
+} state;
+
+/* Queries of one KV head while its rows pass by. `q` is scaled; tiles of [d][2 V], or, for `few`, see `row_products`. */
 typedef struct {
     int64_t queries, d;
-    float *q, *out, *most, *sum; /* out [queries][d], most and sum [queries]: the softmax so far, not yet divided */
-    float *scores;               /* [BLOCK][MAX_LANES] */
-    int32_t *seen;               /* [queries]: the row after a query's last one, growing; null: it sees all rows. `many` only */
-    int32_t window;              /* how many rows before `seen` a query sees */
-    float cap;                   /* of scores, 0 for none */
+    float *q;
+    state now;
+    float *scores;  /* [BLOCK][MAX_LANES] */
+    int32_t *seen;  /* [queries]: the row after a query's last one, growing; null: it sees all rows. `many` only */
+    int32_t window; /* how many rows before `seen` a query sees */
+    float cap;      /* of scores, 0 for none */
 } softmax;
 
-typedef void kernel(const float *keys, const float *values, int64_t rows, softmax s);
+/* Joins rows [from, to), given the first row of the context in a head. */
+typedef void kernel(const float *keys, const float *values, int64_t from, int64_t to, softmax s);
+typedef void merge_kernel(int64_t queries, int64_t d, state now, state further);
 typedef void column_kernel(const float *keys, int64_t apart, int64_t rows, const float *own_keys, int64_t own_apart, int64_t own,
                            const float *q, int64_t d, int64_t queries, const int32_t *seen, const float *rest, float *scores,
                            float *sums);
@@ -63,21 +77,32 @@ int afterglow_width(void) {
 
 /* Rows of a segment, and those of its batch rows whose queries see them. */
 typedef struct {
-    int64_t segment, head, row, rows, part, first, count;
+    int64_t segment, head, row, end, part, first, count;
 } task;
 
-/* Does a decode step read this segment? Then what a query's attention is rounded to depends on nothing but the rows that it sees: not
-   on the other segments, nor on the rows of guesses behind its own. A reply is the same with them, alone, and in a batch. */
-static int decoded(const afterglow_segment *g) {
-    return g->count == 1 || (g->causal && g->count <= DECODED);
-}
+/* A part of a batch row's result: where it is, and the chunk that it begins in. */
+typedef struct {
+    int64_t part, chunk;
+} belonging;
 
-/* Rows of a task of this segment: about `chunk`, but never fewer than it has queries, so that there is not more to merge than to
-   read. One thread takes all rows at once. */
-static int64_t piece(int64_t chunk, const afterglow_segment *g) {
-    if (decoded(g) && chunk != ALL) return CHUNK;
-    int64_t least = g->count > CHUNK ? g->count : CHUNK;
-    return ((chunk > least ? chunk : least) + BLOCK - 1) / BLOCK * BLOCK;
+/* A layer's attention, while it is computed. */
+typedef struct {
+    kernel *few, *many;
+    merge_kernel *merge;
+    const afterglow_table *table;
+    const afterglow_queries *batch;
+    int64_t layer, tile, scratch_size;
+    const task *tasks;
+    const int64_t *begin; /* of each batch row's links, and behind the last one's */
+    const belonging *links;
+    state parts;    /* [parts][heads] */
+    float *scratch; /* `scratch_size` floats for each thread */
+} attention;
+
+/* Where rows from `row` on are cut: a part is one block, or begins with a chunk, so that parts can be joined in the order of rows. */
+static int64_t cut(const afterglow_segment *g, int whole, int64_t row) {
+    const int64_t stop = g->start + g->rows, size = row % CHUNK ? BLOCK : CHUNK, end = row / size * size + size;
+    return whole || end > stop ? stop : end;
 }
 
 /* Batch rows of a task: all, unless the segment has so many and so few tasks that threads would end at different times. A prefill of 512
@@ -88,29 +113,39 @@ static int64_t turn(int64_t pieces, int64_t kv_heads, const afterglow_segment *g
     return count < MAX_LANES ? MAX_LANES : (count + MAX_LANES - 1) / MAX_LANES * MAX_LANES;
 }
 
-/* Merges a part (out [d], lse) into the result so far. */
-static void merge(float *out, float *lse, const float *part, float part_lse, int64_t d) {
-    if (*lse == -INFINITY) {
-        memcpy(out, part, d * sizeof *out);
-        *lse = part_lse;
-        return;
-    }
-    float most = *lse > part_lse ? *lse : part_lse;
-    float a = expf(*lse - most), b = expf(part_lse - most), sum = a + b;
-    a /= sum, b /= sum;
-    for (int64_t x = 0; x < d; x++) out[x] = out[x] * a + part[x] * b;
-    *lse = most + logf(sum);
+static state state_at(state s, int64_t query, int64_t d) {
+    return (state){s.out + query * d, s.most + query, s.sum + query};
 }
 
-/* A layer's attention, while it is computed. */
-typedef struct {
-    kernel *few, *many;
-    const afterglow_table *table;
-    const afterglow_queries *batch;
-    int64_t layer, tile, chunk, scratch_size;
-    const task *tasks;
-    float *parts, *part_lse, *scratch; /* results of each task; `scratch_size` floats for each thread */
-} attention;
+static void clear(state s, int64_t queries, int64_t d) {
+    memset(s.out, 0, queries * d * sizeof *s.out);
+    for (int64_t i = 0; i < queries; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
+}
+
+/* A query as a lane of a tile. */
+static void spread_lane(const float *q, float scale, int64_t d, int64_t tile, float *to) {
+    for (int64_t x = 0; x < d; x++) to[x * tile] = q[x] * scale;
+}
+
+/* A query as `row_products` reads it. */
+static void spread_quarters(const float *q, float scale, int64_t d, int64_t lanes, float *to) {
+    for (int64_t x = 0; x < d; x++)
+        for (int64_t i = 0; i < 4; i++) to[x / lanes * 4 * lanes + x % 4 * lanes + x % lanes / 4 * 4 + i] = q[x] * scale;
+}
+
+/* Joins rows [from, to) of a chunk. */
+static void attend_chunk(const attention *job, const float *keys, const float *values, int64_t from, int64_t to, int64_t group, int tiled,
+                         softmax s) {
+    if (tiled || !s.seen) {
+        (tiled ? job->many : job->few)(keys, values, from, to, s);
+        return;
+    }
+    for (int64_t i = 0; i < s.queries; i += group) { /* batch row by batch row */
+        softmax own = {.queries = group, .d = s.d, .q = s.q + i * 4 * s.d, .now = state_at(s.now, i, s.d), .scores = s.scores, .cap = s.cap};
+        const int64_t first = s.seen[i] - s.window, end = to < s.seen[i] ? to : s.seen[i];
+        job->few(keys, values, from > first ? from : first, end, own);
+    }
+}
 
 static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
     const attention job = *(const attention *)what;
@@ -120,105 +155,162 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
     for (int64_t t = from; t < to; t++) {
         const task now = job.tasks[t];
         const afterglow_segment *segment = table.segments + now.segment;
-        const float *keys =
-            segment->context + ((job.layer * 2 * table.kv_heads + now.head) * segment->capacity + segment->start + now.row) * d;
+        const float *keys = segment->context + (job.layer * 2 * table.kv_heads + now.head) * segment->capacity * d;
+        const float *values = keys + table.kv_heads * segment->capacity * d;
         const int64_t queries = now.count * group, full = (queries + tile - 1) / tile * tile;
-        const int one_by_one = segment->causal && decoded(segment) && group <= MAX_FEW; /* as a row that is alone */
-        const int tiled = !one_by_one && (segment->count * group > MAX_FEW || segment->causal);
-        softmax s = {.queries = queries, .d = d, .scores = job.scratch + worker * job.scratch_size};
-        s.window = segment->window ? segment->window : NO_WINDOW, s.cap = batch.cap;
-        s.q = s.scores + BLOCK * MAX_LANES, s.out = s.q + full * d, s.most = s.out + full * d, s.sum = s.most + full;
-        s.seen = segment->causal ? (int32_t *)(s.sum + full) : 0;
+        const int tiled = queries > MAX_FEW;
+        softmax s = {.queries = queries, .d = d, .scores = job.scratch + worker * job.scratch_size, .cap = batch.cap};
+        s.window = segment->window ? segment->window : NO_WINDOW, s.q = s.scores + BLOCK * MAX_LANES;
+        state whole = {.out = s.q + (tiled ? full : 4 * queries) * d};
+        whole.most = whole.out + 2 * full * d, whole.sum = whole.most + full;
+        s.now = (state){whole.out + full * d, whole.sum + full, whole.sum + 2 * full};
+        s.seen = segment->causal ? (int32_t *)(s.now.sum + full) : 0;
         for (int64_t i = 0; segment->causal && i < full; i++) {
             int64_t own = now.first + (i < queries ? i / group : now.count - 1);
-            s.seen[i] = segment->rows - segment->count + 1 + own - now.row;
+            s.seen[i] = segment->start + segment->rows - segment->count + 1 + own;
         }
         if (tiled) memset(s.q, 0, full * d * sizeof *s.q);
-        memset(s.out, 0, full * d * sizeof *s.out);
-        for (int64_t i = 0; i < full; i++) s.most[i] = -FLT_MAX, s.sum[i] = 0;
         for (int64_t i = 0; i < queries; i++) {
             const int64_t row = table.batch_rows[segment->first + now.first + i / group];
             const float *q = batch.queries + row * batch.stride + (now.head * group + i % group) * d;
-            float *own = tiled ? s.q + i / tile * tile * d + i % tile : s.q + i * d;
-            for (int64_t x = 0; x < d; x++) own[tiled ? x * tile : x] = q[x] * batch.scale;
+            if (tiled) spread_lane(q, batch.scale, d, tile, s.q + i / tile * tile * d + i % tile);
+            else spread_quarters(q, batch.scale, d, tile / 2, s.q + i * 4 * d);
         }
-        const float *values = keys + table.kv_heads * segment->capacity * d;
-        for (int64_t i = 0; one_by_one && i < queries; i += group) {
-            softmax own = {.queries = group, .d = d, .q = s.q + i * d, .out = s.out + i * d, .most = s.most + i, .sum = s.sum + i};
-            own.scores = s.scores, own.cap = s.cap;
-            const int64_t begin = s.seen[i] > s.window ? s.seen[i] - s.window : 0, end = s.seen[i] < now.rows ? s.seen[i] : now.rows;
-            if (end > begin) job.few(keys + begin * d, values + begin * d, end - begin, own);
+        for (int64_t row = now.row, end; row < now.end; row = end) {
+            const int64_t next = row / CHUNK * CHUNK + CHUNK;
+            const state other = whole;
+            end = next < now.end ? next : now.end;
+            clear(s.now, full, d);
+            attend_chunk(&job, keys, values, row, end, group, tiled, s);
+            if (row > now.row) job.merge(queries, d, whole, s.now);
+            else whole = s.now, s.now = other;
         }
-        if (!one_by_one) (tiled ? job.many : job.few)(keys, values, now.rows, s);
         for (int64_t i = 0; i < queries; i++) {
-            int64_t at = (now.part + now.first + i / group) * batch.heads + now.head * group + i % group;
-            float whole = s.sum[i] > 0 ? 1 / s.sum[i] : 0; /* a query that sees none of a task's rows: lse of -infinity */
-            for (int64_t x = 0; x < d; x++) job.parts[at * d + x] = s.out[i * d + x] * whole;
-            job.part_lse[at] = s.most[i] + logf(s.sum[i]);
+            const int64_t at = (now.part + now.first + i / group) * batch.heads + now.head * group + i % group;
+            memcpy(job.parts.out + at * d, whole.out + i * d, d * sizeof *whole.out);
+            job.parts.most[at] = whole.most[i], job.parts.sum[at] = whole.sum[i];
         }
     }
 }
 
-static void merge_heads(const void *what, int64_t from, int64_t to, int worker) {
-    const attention job = *(const attention *)what;
-    const afterglow_table table = *job.table;
-    const int64_t d = table.head_dim, heads = job.batch->heads;
-    (void)worker;
-    for (int64_t head = from; head < to; head++) {
-        int64_t at = head;
-        for (const afterglow_segment *segment = table.segments; segment < table.segments + table.count; segment++)
-            for (int64_t row = 0; row < segment->rows; row += piece(job.chunk, segment))
-                for (int64_t i = 0; i < segment->count; i++, at += heads) {
-                    int64_t own = table.batch_rows[segment->first + i] * heads + head;
-                    merge(job.batch->out + own * d, job.batch->lse + own, job.parts + at * d, job.part_lse[at], d);
-                }
+/* Merges a result into what was found before, by log-sum-exp. */
+static void merge_into(float *out, float *lse, state found, int64_t d) {
+    const float whole = *found.sum > 0 ? 1 / *found.sum : 0, own = *found.most + logf(*found.sum); /* -infinity where nothing was seen */
+    if (*lse == -INFINITY) {
+        for (int64_t x = 0; x < d; x++) out[x] = found.out[x] * whole;
+        *lse = own;
+        return;
     }
+    const float most = *lse > own ? *lse : own, before = expf(*lse - most), after = expf(own - most), sum = before + after;
+    for (int64_t x = 0; x < d; x++) out[x] = out[x] * (before / sum) + found.out[x] * (whole * after / sum);
+    *lse = most + logf(sum);
+}
+
+static void merge_rows(const void *what, int64_t from, int64_t to, int worker) {
+    const attention job = *(const attention *)what;
+    const int64_t d = job.table->head_dim, heads = job.batch->heads;
+    (void)worker;
+    for (int64_t row = from; row < to; row++) {
+        state whole = {0};
+        for (int64_t i = job.begin[row], end = job.begin[row + 1]; i < end;) {
+            const belonging first = job.links[i++];
+            const state chunk = state_at(job.parts, first.part * heads, d);
+            for (; i < end && job.links[i].chunk == first.chunk; i++)
+                job.merge(heads, d, chunk, state_at(job.parts, job.links[i].part * heads, d));
+            if (whole.out) job.merge(heads, d, whole, chunk);
+            else whole = chunk;
+        }
+        for (int64_t head = 0; whole.out && head < heads; head++)
+            merge_into(job.batch->out + (row * heads + head) * d, job.batch->lse + row * heads + head, state_at(whole, head, d), d);
+    }
+}
+
+/* A step's tasks, and which of their results belong together. */
+typedef struct {
+    task *tasks;
+    belonging *links;
+    int64_t *begin; /* as in `attention` */
+    uint8_t *whole; /* of each segment: is it one part? */
+    int64_t rows, count, parts;
+} division;
+
+/* Counts tasks, parts and links; where there is memory for them, writes them. */
+static void divide(const afterglow_table *table, division *w, int threads) {
+    w->count = w->parts = 0;
+    for (int64_t s = 0; s < table->count; s++) {
+        const afterglow_segment *g = table->segments + s;
+        const int64_t stop = g->start + g->rows, *rows = table->batch_rows + g->first;
+        int64_t pieces = 0;
+        for (int64_t row = g->start; row < stop; row = cut(g, w->whole[s], row)) pieces++;
+        const int64_t own = turn(pieces, table->kv_heads, g, threads);
+        for (int64_t row = g->start, end; row < stop; row = end, w->parts += g->count) {
+            end = cut(g, w->whole[s], row);
+            for (int64_t i = 0; i < g->count; i++)
+                if (w->links) w->links[w->begin[rows[i] + 1]++] = (belonging){w->parts + i, row / CHUNK};
+                else w->begin[rows[i] + 2]++;
+            /* The last rows first: where a query sees no row after its own, they take the longest. */
+            for (int64_t first = (g->count - 1) / own * own; first >= 0; first -= own)
+                for (int64_t head = 0; head < table->kv_heads; head++, w->count++)
+                    if (w->tasks) w->tasks[w->count] = (task){s, head, row, end, w->parts, first, g->count - first < own ? g->count - first : own};
+        }
+    }
+}
+
+/* Plans a step. Returns 1 if there was no memory; what there is must be freed. */
+static int plan(const afterglow_table *table, division *w, int threads) {
+    int64_t rows = 0;
+    for (int64_t s = 0; s < table->count; s++) {
+        const afterglow_segment *g = table->segments + s;
+        rows += g->rows * table->kv_heads;
+        for (int64_t i = g->first; i < g->first + g->count; i++)
+            if (table->batch_rows[i] >= w->rows) w->rows = table->batch_rows[i] + 1;
+    }
+    w->begin = calloc(w->rows + 2, sizeof *w->begin), w->whole = malloc(table->count + 1);
+    if (!w->begin || !w->whole) return 1;
+    for (const afterglow_segment *g = table->segments; g < table->segments + table->count; g++)
+        for (int64_t i = 0; g->rows && i < g->count; i++) w->begin[table->batch_rows[g->first + i]]++; /* at first, how many it reads */
+    for (int64_t s = 0; s < table->count; s++) {
+        const afterglow_segment *g = table->segments + s;
+        w->whole[s] = threads == 1 || g->count > MAX_CUT || g->rows <= CHUNK || g->rows <= rows / (8 * threads);
+        for (int64_t i = 0; i < g->count && w->whole[s]; i++) w->whole[s] = w->begin[table->batch_rows[g->first + i]] == 1;
+    }
+    memset(w->begin, 0, w->rows * sizeof *w->begin);
+    divide(table, w, threads);
+    for (int64_t i = 2; i < w->rows + 2; i++) w->begin[i] += w->begin[i - 1];
+    w->tasks = malloc((w->count + 1) * sizeof *w->tasks), w->links = malloc((w->parts + 1) * sizeof *w->links);
+    if (!w->tasks || !w->links) return 1;
+    divide(table, w, threads);
+    return 0;
 }
 
 int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglow_queries *batch, int threads, int width) {
-    const afterglow_segment *segments = table->segments;
-    const int64_t d = table->head_dim, kv_heads = table->kv_heads, heads = batch->heads, group = heads / kv_heads;
-    int64_t rows = 0, effort = 0, widest = 1, count = 0, parts = 0;
+    const int64_t d = table->head_dim, heads = batch->heads, group = heads / table->kv_heads;
+    int64_t effort = 0, widest = 1;
     for (int64_t s = 0; s < table->count; s++) {
-        rows += segments[s].rows * kv_heads;
-        effort += segments[s].rows * kv_heads * (8 + segments[s].count * group) / 8;
-        if (segments[s].count * group > widest) widest = segments[s].count * group;
+        const int64_t queries = table->segments[s].count * group;
+        effort += table->segments[s].rows * table->kv_heads * (8 + queries) / 8;
+        if (queries > widest) widest = queries;
     }
-    const int64_t chunk = threads == 1 ? ALL : rows / (8 * threads);
-    for (int64_t s = 0; s < table->count; s++) {
-        int64_t pieces = (segments[s].rows + piece(chunk, segments + s) - 1) / piece(chunk, segments + s);
-        const int64_t own = turn(pieces, kv_heads, segments + s, threads);
-        count += pieces * kv_heads * ((segments[s].count + own - 1) / own);
-        parts += pieces * segments[s].count;
-    }
-    if (count == 0) return 0;
     attention job = {.few = width == 16 ? few_16 : few_8, .many = width == 16 ? many_16 : many_8, .tile = 2 * width};
-    job.table = table, job.batch = batch, job.layer = layer, job.chunk = chunk;
-    job.scratch_size = (widest + MAX_LANES) * (2 * d + 3) + BLOCK * MAX_LANES;
-    task *tasks = malloc(count * sizeof *tasks);
-    job.parts = malloc(parts * heads * (d + 1) * sizeof *job.parts), job.part_lse = job.parts + parts * heads * d;
-    job.scratch = malloc(threads * job.scratch_size * sizeof *job.scratch);
-    if (!tasks || !job.parts || !job.scratch) {
-        free(tasks), free(job.parts), free(job.scratch);
-        return 1;
+    job.merge = width == 16 ? merge_16 : merge_8, job.table = table, job.batch = batch, job.layer = layer;
+    job.scratch_size = (widest + MAX_LANES) * (3 * d + 5) + BLOCK * MAX_LANES;
+    division w = {0};
+    int failed = plan(table, &w, threads);
+    if (!failed) {
+        const int64_t results = w.parts * heads;
+        job.parts.out = malloc((results * (d + 2) + 1) * sizeof *job.parts.out);
+        job.parts.most = job.parts.out + results * d, job.parts.sum = job.parts.most + results;
+        job.scratch = malloc(threads * job.scratch_size * sizeof *job.scratch);
+        job.tasks = w.tasks, job.links = w.links, job.begin = w.begin;
+        failed = !job.parts.out || !job.scratch;
     }
-    int64_t at = 0, first_part = 0;
-    for (int64_t s = 0; s < table->count; s++) {
-        const int64_t all = segments[s].rows, size = piece(chunk, segments + s);
-        const int64_t own = turn((all + size - 1) / size, kv_heads, segments + s, threads);
-        for (int64_t row = 0; row < all; row += size, first_part += segments[s].count)
-            /* The last rows first: where a query sees no row after its own, they take the longest. */
-            for (int64_t first = (segments[s].count - 1) / own * own; first >= 0; first -= own)
-                for (int64_t head = 0; head < kv_heads; head++) {
-                    const int64_t left = segments[s].count - first;
-                    tasks[at++] = (task){s, head, row, all - row < size ? all - row : size, first_part, first, left < own ? left : own};
-                }
+    if (!failed) {
+        const int64_t step = w.parts < MANY_PARTS ? w.rows : (w.rows + 4 * threads - 1) / (4 * threads);
+        team_share(run_tasks, &job, w.count, 1, threads, effort >= NO_WAKE);
+        team_share(merge_rows, &job, w.rows, step, threads, effort >= NO_WAKE);
     }
-    job.tasks = tasks;
-    team_share(run_tasks, &job, count, 1, threads, effort >= NO_WAKE);
-    team_share(merge_heads, &job, heads, parts < MANY_PARTS ? heads : 1, threads, effort >= NO_WAKE);
-    free(tasks), free(job.parts), free(job.scratch);
-    return 0;
+    free(w.tasks), free(w.links), free(w.begin), free(w.whole), free(job.parts.out), free(job.scratch);
+    return failed;
 }
 
 void afterglow_append(const afterglow_table *table, int64_t layer, const float *keys, int64_t key_stride, const float *values,

@@ -5,6 +5,8 @@
 #undef bits
 #undef load
 #undef store
+#undef fused
+#undef all
 #define vec NAME(vec)
 #define loose NAME(loose)
 #define bits NAME(bits)
@@ -14,6 +16,15 @@
 typedef float vec __attribute__((vector_size(4 * V)));
 typedef float loose __attribute__((vector_size(4 * V), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * V)));
+
+/* a * b + c, rounded once; a vector of one number. */
+#if V == 16
+#define fused(a, b, c) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define all(x) ((vec)_mm512_set1_ps(x))
+#else
+#define fused(a, b, c) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define all(x) ((vec)_mm256_set1_ps(x))
+#endif
 
 INLINE vec NAME(larger)(vec a, vec b) {
     bits which = a > b;

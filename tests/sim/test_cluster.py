@@ -93,9 +93,10 @@ def test_a_shared_store_brings_rows_after_their_conversations() -> None:
     assert shared["bytes_moved"]["host to disk"] >= moved["network_out_bytes"] + moved["network_in_bytes"]
 
 
-def test_truncated_conversations_go_on_elsewhere() -> None:
+def test_truncated_conversations_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a conversation was cut is known to the engine that goes on with it: nothing is computed that an engine that
-    had it from the start would not compute."""
+    had it from the start would not compute, where a few rows are looked up too."""
+    monkeypatch.setattr("afterglow.sim.cluster.engines.MIN_LOOKUP_ROWS", 1)
     cut = scenario(window=2048, engines=3)
     stays = clustered(cut)[1]
     moves = clustered(cut.with_values(router="random"))[1]

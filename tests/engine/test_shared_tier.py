@@ -143,7 +143,7 @@ def test_what_two_engines_computed_at_the_same_time_is_found_by_a_third(cluster:
     assert c.ask([*other, 1]).cached.total >= len(other)
 
 
-def test_tenants_and_models_never_meet(cluster: Cluster, model_of: Models) -> None:
+def test_tenants_and_models_never_meet(cluster: Cluster, model_of: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = rows_of(8, 200)
     a, b = cluster.engine("a"), cluster.engine("b")
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -156,12 +156,21 @@ def test_tenants_and_models_never_meet(cluster: Cluster, model_of: Models) -> No
     assert done.cached.total == 0
     (done,) = b.engine.generate([Request("again", prompt, params, salt="tenant/one")])
     assert done.cached.shared == len(prompt) - 1
+    reads: list[str] = []
+
+    class Watched(ObstoreObjects):
+        def get(self, path: str, start: int, length: int) -> bytes:
+            reads.append(path)
+            return super().get(path, start, length)
+
+    monkeypatch.setattr("afterglow.store.shared.objects.ObstoreObjects", Watched)
     other = cluster.engine("c", model=model_of("qwen2"))
     (done,) = other.engine.generate([Request("other model", prompt, params, salt="tenant/one")])
     assert done.cached.total == 0
     rounded = cluster.engine("d", kv_dtype="int8")
     (done,) = rounded.engine.generate([Request("other dtype", prompt, params, salt="tenant/one")])
     assert done.cached.total == 0
+    assert reads == []
 
 
 def test_an_extent_that_says_it_is_another_is_not_taken(cluster: Cluster) -> None:

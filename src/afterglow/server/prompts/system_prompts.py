@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from afterglow.engine.requests import owner_of
@@ -184,5 +185,7 @@ class SystemPrompts:
     async def _again(self, prompt: RegisteredPrompt) -> None:
         try:
             await PROMPTS(self._register, prompt)
+            if prompt.salt is not None and owner_of(prompt.salt) not in self._own:  # unregistered meanwhile
+                await PROMPTS(partial(self._engine.forget_prefix, prompt.name, salt=prompt.salt))
         except RequestError as error:
             log.warning("a system prompt is not kept: %s", error)

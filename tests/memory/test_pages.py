@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from afterglow.memory import pages
-from afterglow.memory.pages import HUGE_PAGE, allocate, keep_freed_memory
+from afterglow.memory.pages import HUGE_PAGE, allocate, give_back, keep_freed_memory
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000, HUGE_PAGE // 4 - 1, HUGE_PAGE // 4, 1 << 20, (3 << 20) + 1])
@@ -99,3 +100,12 @@ def test_another_c_library_is_left_alone(library: object, monkeypatch: pytest.Mo
     assert asked == [None]
     monkeypatch.undo()
     assert ctypes.CDLL(None) is not library
+
+
+def test_no_bytes_are_no_page() -> None:
+    memory = allocate(2 * mmap.PAGESIZE)
+    memory[:] = 1
+    give_back(memory.ctypes.data + 100, 0)
+    assert memory.all()
+    give_back(memory.ctypes.data, mmap.PAGESIZE)
+    assert memory[mmap.PAGESIZE :].all()

@@ -76,7 +76,7 @@ def _advise(address: int, num_bytes: int, advice: int | None) -> None:
     except (OSError, AttributeError):
         return
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    if advice is not None:
+    if advice is not None and num_bytes:
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), ctypes.c_int(advice))
 
 

@@ -172,6 +172,9 @@ def test_a_named_conversation_is_listed_pinned_and_deleted_on_the_other_server(t
     looks(two)
     pinned = b.engine.sessions(salt_of(b, "one"))
     assert [each.name for each in pinned if each.pinned] == ["mine"], "it was pinned before it was here"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(b.engine.parts.scheduler, "pin_session", None)
+        looks(two)  # what is pinned is not pinned once more
     a.call("POST", "/v1/cache/sessions/mine/unpin")
     looks(two)
     assert not any(sessions(each)["mine"]["pinned"] for each in two)

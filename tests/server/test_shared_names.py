@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from afterglow.request import Request, SamplingParams
+from afterglow.server.blocking import FILES
 from afterglow.server.sharing.shared_names import SharedNames
 from afterglow.store.shared import remote
 from afterglow.store.shared.counters import SharedCounters
@@ -28,8 +30,11 @@ class Ids:
         self.records = Records(Remote(lambda: bucket), "digest", SharedCounters())
         self.notices = Notices(self.records, folder)
 
-    def pin(self, sessions: list[tuple[str, str]], pinned: bool = True) -> list[str]:
-        return []
+        self.asked: list[list[tuple[str, str]]] = []
+
+    def pin(self, sessions: list[tuple[str, str]], pinned: bool = True) -> dict[tuple[str, str], str]:
+        self.asked.append(sessions)
+        return {session: "no room" for session in sessions if session[1] == "large"}
 
 
 class Prompts:
@@ -121,3 +126,30 @@ def test_where_the_store_fails_each_server_goes_by_what_it_knows(
     assert names(b, "one/") == []
     use(a, "one/")
     wait_for(lambda: names(b, "one/"))
+
+
+def test_a_look_asks_the_engine_once_for_all_pins(two: list[SharedNames], bucket: Bucket, tmp_path: Path) -> None:
+    parts: list[Any] = [ids := Ids(bucket, tmp_path / "c"), None, Prompts(), None]
+    at = SharedNames(*parts)
+    for name in ("large", "other", "third"):
+        assert two[0].pin_session("one/", name, True, here=True)
+    at.look()
+    at.look()
+    assert [sorted(name for _, name in asked) for asked in ids.asked] == [
+        ["large", "other", "third"],
+        ["other", "third"],
+    ]
+
+
+def test_a_slow_store_takes_no_place_of_the_file_of_responses(
+    two: list[SharedNames], bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(bucket, "put", lambda *args, **more: answers.wait(20))
+    use(two[0], *(f"{number}/" for number in range(100)))
+    done = threading.Event()
+    try:
+        FILES.start(done.set)
+        assert done.wait(20)
+    finally:
+        answers.set()

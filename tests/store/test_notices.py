@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from afterglow.errors import StoreError
-from afterglow.store.shared import notices, remote
+from afterglow.store.shared import notices, records, remote
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.notices import FILE, HOUR_S, Notices
+from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
 from tests.store.bucket import Bucket
@@ -29,8 +32,8 @@ class World:
         """Start an engine, or start it again."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        records = Records(Remote(lambda: self.bucket), "digest", SharedCounters())
-        return Notices(records, folder, lambda: self.now + skew)
+        found = Records(Remote(lambda: self.bucket), "digest", SharedCounters())
+        return Notices(found, folder, lambda: self.now + skew)
 
 
 @pytest.fixture
@@ -134,6 +137,69 @@ def test_too_much_that_cannot_be_told_is_left_out(world: World, monkeypatch: pyt
     assert sorted(names(b)) == ["one", "two"]
 
 
+def test_what_is_told_late_is_found_by_those_who_have_looked_meanwhile(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    world.bucket.down = True
+    a.tell({"name": "one"})
+    world.bucket.down = False
+    world.now += HOUR_S
+    assert names(b) == []
+    a.do_late()
+    assert names(b) == ["one"]
+    world.now += 1
+    assert names(b) == []
+
+
+def test_an_event_that_could_not_be_acted_upon_comes_again(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    names(b)
+    a.tell({"name": "one"})
+    world.now += 1
+    a.tell({"name": "two"})
+    for event in b.events():
+        if event["name"] == "two":
+            break  # the engine has stopped
+    b.save()
+    assert names(world.engine("b")) == ["two"]
+
+
+def test_a_fact_survives_that_its_earlier_value_could_not_be_removed_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    a.state("prompt", {"text": "one"})
+    world.now += 1
+
+    def fails(path: str) -> None:
+        raise ConnectionRefusedError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.bucket, "delete", fails)
+        a.state("prompt", {"text": "two"})
+    a.do_late()
+    assert b.facts()["prompt"]["text"] == "two"
+    assert len(world.bucket.objects) == 1
+
+
+def test_facts_are_whole_where_two_threads_read_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, read = world.engine("a"), Records.load
+    a.state("one", {})
+    assert [*a.facts()] == ["one"]
+    world.engine("b").state("two", {})
+
+    def load(*args: Any) -> Any:
+        found = read(*args)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Records, "load", read)
+            patch.setattr(Records, "marks", lambda *args: set())
+            assert a.facts() == {}, "another thread, whose listing is an earlier one"
+        return found
+
+    monkeypatch.setattr(Records, "load", load)
+    assert sorted(a.facts()) == ["one", "two"]
+
+
 def test_an_event_is_not_lost_where_reading_it_fails(world: World) -> None:
     a, b = world.engine("a"), world.engine("b")
     names(b)
@@ -167,3 +233,31 @@ def test_a_damaged_file_of_what_was_seen_is_as_none(world: World, tmp_path: Path
     assert names(again) == []
     a.tell({"name": "two"})
     assert names(again) == ["two"]
+
+
+def test_however_many_facts_there_are_no_call_reads_or_lists_many(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call has its deadline, which a store that answers meets."""
+    pages, most, call, every = 0, 0, Remote.call, world.bucket.list
+
+    def paged(prefix: str) -> Iterator[list[Listed]]:
+        nonlocal pages
+        for each in next(every(prefix)):
+            pages += 1
+            yield [each]
+
+    def counted(*args: Any) -> Any:
+        nonlocal most
+        before, calls = pages, world.bucket.calls
+        found = call(*args)
+        most = max(most, pages - before, (world.bucket.calls - calls) // records.BATCH)
+        return found
+
+    a, kept = world.engine("a"), Records(Remote(lambda: world.bucket), "digest", SharedCounters())
+    for number in range(2 * records.BATCH + 1):
+        kept.put(notices.FACTS, "", str(number), {"fact": str(number), "at": number})
+    monkeypatch.setattr(world.bucket, "list", paged)
+    monkeypatch.setattr(Remote, "call", counted)
+    assert len(a.facts()) == 2 * records.BATCH + 1
+    assert most == 1

@@ -164,6 +164,18 @@ def test_a_store_that_is_down_costs_no_local_turn(a: Replica, b: Replica, bucket
 
 
 @pytest.mark.usefixtures("no_rest")
+def test_a_turn_does_not_clean_the_store(tmp_path: Path, bucket: Bucket) -> None:
+    now = [1000.0]
+    replica = Replica(tmp_path / "c", bucket, clock=lambda: now[0])
+    now[0] += CLEAN_S + 1
+    replica.say("one", None)
+    assert bucket.calls == 1, "it is written, no more"
+    replica.kept.sweep()
+    assert bucket.calls > 1
+    replica.kept.close()
+
+
+@pytest.mark.usefixtures("no_rest")
 def test_a_deletion_that_others_cannot_learn_of_is_not_confirmed(a: Replica, b: Replica, bucket: Bucket) -> None:
     a.say("one", None)
     assert b.kept.get("one", "t") is not None

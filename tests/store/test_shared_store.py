@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from afterglow.plan.prefix.published import Published, listed_under
 from afterglow.plan.step import Load, MoveDone
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.shared import budget, extent_publisher, fetcher, remote
+from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.finder import Prompt, SharedExtent
 from afterglow.store.shared.kept_threads import KEPT, KeptThreads
 from afterglow.store.shared.objects import Listed
+from afterglow.store.shared.paths import Paths
+from afterglow.store.shared.remote import Remote
 from afterglow.store.shared.shared_store import SharedStore
 from tests.store.store_kit import ALIGNED, EIGHT_BITS, ODD, Kit, contents, extent_name, record
 from tests.waiting import wait_for
@@ -527,6 +531,27 @@ def test_however_long_a_count_of_all_objects_takes_extents_are_published(
         path = a.share(1)
         assert path in objects.objects
         assert a.shared.stats().failures == {}
+
+
+def test_a_deletion_does_not_look_at_all_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset deletes thousands of extents at once, on the engine's thread."""
+    looks = 0
+
+    class Watched(deque):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[object]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    monkeypatch.setattr(extent_publisher, "deque", Watched)
+    resting = Remote(Memory)
+    resting.close()
+    counters, paths = SharedCounters(), Paths("digest")
+    publisher = extent_publisher.ExtentPublisher(resting, paths, budget.Budget(resting, paths, 1, counters), counters)
+    for number in range(10):
+        publisher.delete(extent_name(number))
+    assert (publisher.pending, looks) == (10, 0)
+    publisher.close(0)
 
 
 def test_threads_are_kept_for_what_comes_next() -> None:

@@ -41,16 +41,18 @@ class SharedIds:
         """Forget all rows of a salt, of a tenant (`everything_of`) or of all."""
         self._inbox.send(lambda: self._loop.reset(whose))
 
-    def pin(self, sessions: Sequence[tuple[str, str]], pinned: bool = True) -> list[str]:
+    def pin(self, sessions: Sequence[tuple[str, str]], pinned: bool = True) -> dict[tuple[str, str], str]:
         """Pin the conversations that are here, or unpin them. Returns why some could not be pinned."""
 
-        def work() -> list[str]:
-            refused = []
+        def work() -> dict[tuple[str, str], str]:
+            refused = {}
             for owner, name in sessions:
+                if self._plan.cache.sessions.is_pinned(owner, name) in (None, pinned):
+                    continue  # each input of the plan has its line in the journal
                 try:
                     self._plan.pin_session(owner, name, pinned)
                 except RequestError as error:
-                    refused.append(str(error))
+                    refused[owner, name] = str(error)
             return refused
 
         return self._inbox.ask(work)

@@ -120,6 +120,11 @@ class Sessions:
             self._drop_if_empty(session)
         return True
 
+    def is_pinned(self, tenant: str, name: str) -> bool | None:
+        """Tell whether a conversation is pinned. None: there is none of that name."""
+        session = self._sessions.get((tenant, name))
+        return session.pinned if session is not None else None
+
     def forget(self, tenant: str, name: str) -> bool:
         """Remove a conversation and all that only it has used, from all tiers. False: there is none of that name."""
         session = self._sessions.get((tenant, name))

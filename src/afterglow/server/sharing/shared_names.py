@@ -21,7 +21,7 @@ from afterglow.engine.shared_ids import SharedIds
 from afterglow.errors import RequestError, StoreError
 from afterglow.plan.prefix.salts import covers, everything_of
 from afterglow.request import PrefixInfo, Request, SessionInfo
-from afterglow.server.blocking import FILES
+from afterglow.server.blocking import BlockingCalls
 from afterglow.server.engine_like import EngineLike
 from afterglow.server.prompts.system_prompts import SystemPrompts
 from afterglow.store.shared.records import LIVES_S
@@ -33,6 +33,7 @@ T = TypeVar("T")
 LOOK_S: Final = 2.0  # between two looks at what others have told
 AGAIN_S: Final = 600.0  # after which the use of a conversation is noted again
 MAX_NOTED: Final = 65_536
+MAX_NOTES: Final = 16  # that are written at a time
 MAX_LISTED: Final = 1000  # of a tenant's conversations that other servers know
 
 
@@ -45,6 +46,7 @@ class SharedNames:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._noted: OrderedDict[tuple[str, str], float] = OrderedDict()  # when, by salt and name
+        self._notes = BlockingCalls("the shared store", MAX_NOTES)
         self._refused: set[str] = set()  # pins of others that there is no room for
         self._facts: Mapping[str, Mapping[str, Any]] = {}
         self._looking = threading.Lock()
@@ -84,8 +86,9 @@ class SharedNames:
                 log.warning("other servers do not know the name of a conversation: %s", error)
 
         try:
-            FILES.start(work)
+            self._notes.start(work)
         except RequestError as error:
+            self._noted.pop((salt, name), None)
             log.warning("other servers do not know the name of a conversation: %s", error)
 
     def sessions(self, salt: str, here: list[SessionInfo]) -> list[SessionInfo]:
@@ -217,14 +220,16 @@ class SharedNames:
         """
         self._facts = facts
         self._refused &= facts.keys()
+        pins: dict[tuple[str, str], str] = {}
         with self._change_lock:
             for key, fact in facts.items() if changes == self._changes else ():
                 if _is(key, "prompt"):
                     self._prompts.know(str(fact["owner"]), str(fact["name"]), str(fact["text"]))
                 elif key not in self._refused:
-                    for reason in self._ids.pin([(str(fact["owner"]), str(fact["name"]))]):
-                        self._refused.add(key)
-                        log.warning("a conversation that was pinned on another server is not pinned here: %s", reason)
+                    pins[str(fact["owner"]), str(fact["name"])] = key
+            for session, reason in (self._ids.pin([*pins]) if pins else {}).items():
+                self._refused.add(pins[session])
+                log.warning("a conversation that was pinned on another server is not pinned here: %s", reason)
 
     @contextmanager
     def _changing(self, again: Callable[[], object]) -> Iterator[None]:

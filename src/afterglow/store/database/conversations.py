@@ -132,7 +132,7 @@ class Conversations:
 
         self.file.run(work)
         if self._clock() - self._swept >= SWEEP_SECONDS:
-            self.sweep()
+            self._drop_expired()
 
     def get(self, response: str, tenant: str) -> StoredResponse | None:
         """Find a response of this tenant; None for any other id, an expired one, and damage.
@@ -261,8 +261,11 @@ class Conversations:
         Raises:
             StoreError: they cannot be deleted.
         """
-        self._swept = self._clock()
+        return self._drop_expired()
 
+    def _drop_expired(self) -> int:
+        """Drop what has expired from the file; return the number of responses. Raises: StoreError."""
+        self._swept = self._clock()
         gone = 0
         while some := self.file.run(lambda db: self._drop_some(db, f"root IN ({_DUE})", self._swept)):
             gone += some

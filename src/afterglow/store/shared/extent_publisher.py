@@ -87,9 +87,10 @@ class ExtentPublisher:
         another engine, it is removed when it is found to lead nowhere.
         """
         with self._changed:
-            kept = [job for job in self._jobs if not isinstance(job, Publication) or job.published.id != extent]
-            self._extents -= len(self._jobs) - len(kept)
-            self._jobs = deque(kept)
+            if self._extents:  # many may be deleted at once
+                kept = [job for job in self._jobs if not isinstance(job, Publication) or job.published.id != extent]
+                self._extents -= len(self._jobs) - len(kept)
+                self._jobs = deque(kept)
             kid = self._kids.pop(extent, None)
         self._counters.count(deleted=1)
         if kid is not None:

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +47,7 @@ class Notices:
         self._lock = threading.Lock()
         self._untold: deque[Callable[[], object]] = deque()
         self._doing = threading.Lock()
+        self._saving = threading.Lock()
         self._seen: dict[int, set[str]] = {}  # marks of events by hour
         self._until = 0.0  # events before that have been seen; 0: none is to be acted upon yet
         self._saved = float("-inf")
@@ -83,38 +84,51 @@ class Notices:
                 self._untold[0]()
                 self._untold.popleft()
 
-    def events(self) -> list[Value]:
-        """Return the events that others have told since the last call, the earliest first. Raises: StoreError."""
+    def events(self) -> Iterator[Value]:
+        """Yield the events that others have told, the earliest first. One counts as seen when the next is asked for. Raises: StoreError."""
         now = self._clock()
-        found: list[Value] = []
+        found: list[tuple[int, str, Value]] = []
         until = self._until or now
         first, last = int((min(until, now) - SKEW_S) // HOUR_S), int((now + SKEW_S) // HOUR_S)
         first = max(first, int((now - LIVES_S[EVENTS]) // HOUR_S))
         for hour in range(first, last + 1):
-            seen = self._seen.get(hour, set())
-            new = self._records.marks(EVENTS, str(hour)) - seen
-            if new and self._until:
-                found += self._records.load(EVENTS, str(hour), new).values()
-            with self._lock:
-                self._seen.setdefault(hour, set()).update(new)
+            new = self._records.marks(EVENTS, str(hour)) - self._seen.get(hour, set())
+            read = self._records.load(EVENTS, str(hour), new) if new and self._until else {}
+            found += [(hour, mark, event) for mark, event in read.items()]
+            self._saw(hour, new - read.keys())
+        for hour, mark, event in sorted(found, key=lambda each: float(each[2]["at"])):
+            yield event
+            self._saw(hour, {mark})
         with self._lock:
             self._seen = {hour: marks for hour, marks in self._seen.items() if hour >= first}
             self._until = now
         if found or now - self._saved >= SAVE_S:
             self.save()
-        return sorted(found, key=lambda event: float(event["at"]))
+
+    def _saw(self, hour: int, marks: set[str]) -> None:
+        with self._lock:
+            self._seen.setdefault(hour, set()).update(marks)
 
     def facts(self) -> dict[str, Value]:
         """Return all facts. Raises: StoreError."""
-        marks = self._records.marks(FACTS, "")
-        new = self._records.load(FACTS, "", marks - self._facts.keys())
-        with self._lock:
-            self._facts = {mark: value for mark, value in (self._facts | new).items() if mark in marks}
-            latest = sorted(self._facts.values(), key=lambda value: float(value["at"]))
+        latest = sorted(self._read_facts().values(), key=lambda value: float(value["at"]))
         return {str(value["fact"]): value for value in latest}
+
+    def _read_facts(self) -> dict[str, Value]:
+        """Return all facts by mark. Raises: StoreError."""
+        known = self._facts  # another call may put one of its own in its place
+        marks = self._records.marks(FACTS, "")
+        new = self._records.load(FACTS, "", marks - known.keys())
+        found = {mark: value for mark, value in (known | new).items() if mark in marks}
+        self._facts = found
+        return found
 
     def save(self) -> None:
         """Write down which events were seen."""
+        with self._saving:
+            self._save()
+
+    def _save(self) -> None:
         with self._lock:
             text = json.dumps({"until": self._until, "seen": {hour: sorted(m) for hour, m in self._seen.items()}})
         self._saved = self._clock()
@@ -124,18 +138,18 @@ class Notices:
             os.replace(new, self._file)
 
     def _tell(self, name: str, event: Value) -> None:
-        hour = int(event["at"] // HOUR_S)
-        with self._lock:
-            self._seen.setdefault(hour, set()).add(self._records.mark(str(hour), name))
+        """Write an event in the folder of the hour that it is now, where others look, however late that is. Raises: StoreError."""
+        hour = int(self._clock() // HOUR_S)
+        self._saw(hour, {self._records.mark(str(hour), name)})
         self._records.put(EVENTS, str(hour), name, event)
 
     def _state(self, fact: str, value: Value | None) -> None:
         """Write a fact under a name of its own, then remove its earlier values. Raises: StoreError."""
-        self.facts()
-        with self._lock:
-            old = [mark for mark, other in self._facts.items() if other["fact"] == fact]
+        old = {mark for mark, other in self._read_facts().items() if other["fact"] == fact}
         if value is not None:
-            self._records.put(FACTS, "", f"{fact}\n{value['at']}", value)
+            name = f"{fact}\n{value['at']}"
+            self._records.put(FACTS, "", name, value)
+            old.discard(self._records.mark("", name))  # an earlier try has written it
         for mark in old:
             self._records.drop(FACTS, "", mark)
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
 from afterglow.errors import StoreError
 from afterglow.store.shared.counters import SharedCounters
-from afterglow.store.shared.objects import Objects
+from afterglow.store.shared.objects import Listed, Objects
 from afterglow.store.shared.remote import Remote
 
 CALL_S: Final = 2.0  # for a call, and
 RATE: Final = 1 << 20  # bytes/s that a store has at least to take
-LIST_S: Final = 60.0  # for a listing of all records of a kind
+LIST_S: Final = 10.0  # for some records of a listing of a kind, a thousand at most
 MAX_BYTES: Final = 1 << 26  # of a record
 DAY_S: Final = 24 * 3600.0
 LIVES_S: Final = {
@@ -32,6 +32,7 @@ LIVES_S: Final = {
     "events": 7 * DAY_S,
 }  # by kind
 PARALLEL: Final = 8  # records read at a time
+BATCH: Final = 64  # records read in a call
 
 
 class Records:
@@ -50,9 +51,10 @@ class Records:
     def load(self, kind: str, owner: str, marks: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Return the records that are listed as these marks, and are sound, by mark."""
         paths = {f"{self._folder(kind, owner)}/{mark}": mark for mark in marks}
-        if not paths:
-            return {}
-        raw = self._call("reading a record", partial(_get_all, [*paths]), CALL_S)
+        raw: dict[str, bytes] = {}
+        wanted = [*paths]
+        for start in range(0, len(wanted), BATCH):  # each with a deadline of its own
+            raw |= self._call("reading a record", partial(_get_all, wanted[start : start + BATCH]), CALL_S)
         found = {mark: self._decoded(raw[path], owner, path) for path, mark in paths.items() if path in raw}
         return {mark: value for mark, value in found.items() if value is not None}
 
@@ -73,9 +75,8 @@ class Records:
 
     def marks(self, kind: str, owner: str) -> set[str]:
         """List the names of an owner's records, as `mark` writes them."""
-        folder = self._folder(kind, owner)
-        found: set[str] = self._call("listing records", partial(_names, folder), CALL_S)
-        return found
+        found = self._list("listing records", self._folder(kind, owner), CALL_S)
+        return {each.path.rsplit("/", 1)[-1] for each in found}
 
     def clean(self) -> None:
         """Remove the records that have expired."""
@@ -85,8 +86,8 @@ class Records:
     def drop_older(self, kind: str, seconds: float) -> None:
         """Remove all records of a kind, or of a folder of a kind, that were written so many seconds ago."""
         end = time.time() - seconds
-        found = self._call("listing old records", partial(_older, f"{self._root}/{kind}", end), LIST_S)
-        for path in found:
+        found = self._list("listing old records", f"{self._root}/{kind}", LIST_S)
+        for path in [each.path for each in found if each.modified <= end]:
             self._call("removing an old record", partial(_delete, path), CALL_S)
 
     def mark(self, owner: str, name: str) -> str:
@@ -102,6 +103,12 @@ class Records:
 
     def _path(self, kind: str, owner: str, name: str) -> str:
         return f"{self._folder(kind, owner)}/{self.mark(owner, name)}"
+
+    def _list(self, what: str, folder: str, seconds: float) -> Iterator[Listed]:
+        """Yield all objects below a folder; each step has its own deadline, however many there are."""
+        steps = self._call(what, lambda objects: objects.list(folder), seconds)
+        while (some := self._call(what, lambda _: next(steps, None), seconds)) is not None:
+            yield from some
 
     def _call(self, what: str, work: Any, seconds: float) -> Any:
         try:
@@ -146,14 +153,6 @@ def _put(path: str, data: bytes, objects: Objects) -> None:
 
 def _delete(path: str, objects: Objects) -> None:
     objects.delete(path)
-
-
-def _older(folder: str, end: float, objects: Objects) -> list[str]:
-    return [each.path for some in objects.list(folder) for each in some if each.modified <= end]
-
-
-def _names(folder: str, objects: Objects) -> set[str]:
-    return {each.path.rsplit("/", 1)[-1] for some in objects.list(folder) for each in some}
 
 
 def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:

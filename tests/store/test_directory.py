@@ -204,10 +204,25 @@ def test_only_the_holder_of_the_lease_copies(server: RedisServer, bucket: Bucket
         assert 0 < client.ttl(f"afterglow:whole:{MODEL}") <= directory.WHOLE_S
 
 
-@pytest.mark.parametrize("url", ["redis://", "http://host:1", "host:6379", "unix://", "rediss:///0"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://",
+        "http://host:1",
+        "host:6379",
+        "unix://",
+        "rediss:///0",
+        "redis://user:se/cret@host",  # a port "se" for the library, which would name it
+        "redis://host:se",
+        "redis://host/se",
+        "redis://[host",
+    ],
+)
 def test_a_url_that_names_no_directory_is_refused_without_showing_it(url: str) -> None:
     pytest.importorskip("redis")
     with pytest.raises(ConfigError, match="--shared-directory") as error:
         check_directory(url)
-    assert "6379" not in str(error.value).replace("host:port", "")
-    check_directory("redis://:password@host:6379/0")
+    for part in ("6379", "user", "'se'"):
+        assert part not in str(error.value).replace("host:6379", "")
+    for right in ("redis://:password@host:6379/0", "redis://host", "rediss://[::1]:1/", "unix:///run/redis.sock?db=1"):
+        check_directory(right)

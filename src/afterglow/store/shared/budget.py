@@ -87,9 +87,17 @@ class Budget:
     def _list(self, folder: str) -> Iterator[Listed]:
         """Yield all objects below a folder; each step has its own deadline, however many there are."""
         call = partial(self._remote.call, "counting extents", seconds=LIST_S)
-        steps = call(lambda objects: objects.list(folder))
-        while (some := call(lambda _: next(steps, None))) is not None:
+
+        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
+            steps = objects.list(folder)
+            return steps, next(
+                steps, None
+            )  # one call: nothing is asked before the first step, so that a call without it never fails
+
+        steps, some = call(begin)
+        while some is not None:
             yield from some
+            some = call(lambda _: next(steps, None))
 
     def _remove(self, name: ExtentId, found: _Found) -> None:
         """Remove what lists an extent, then the extent: nothing leads to an extent that is gone."""

@@ -42,11 +42,11 @@ def check_directory(url: str) -> None:
     Raises:
         ConfigError: it does not, or the package that speaks to such servers is missing. The URL, which may hold a password, is not shown.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "unix") or not (
-        parts.path if parts.scheme == "unix" else parts.hostname
-    ):
-        raise ConfigError("--shared-directory is no redis://host:port/0, rediss:// or unix:// URL")
+    if not _names_server(url):
+        raise ConfigError(
+            "--shared-directory is no URL of a Redis or Valkey server (not shown: it may hold a password); write redis://host:6379/0, "
+            "rediss://host:6379/0 or unix:///path/of/socket, with %2F for / in a password"
+        )
     if find_spec("redis") is None:
         raise ConfigError("--shared-directory needs the package redis: pip install 'afterglow-llm[shared]'")
 
@@ -170,6 +170,24 @@ class DirectoryObjects:
         self._counters.count(directory_failures=1)
         self._rests_until = max(self._rests_until, time.monotonic() + REST_S)
         log.warning("the directory fails, and is left alone for %g s: %s: %.200s", REST_S, type(error).__name__, error)
+
+
+def _names_server(url: str) -> bool:
+    """Tell whether a URL names a server; what cannot be read as a port or a database could be part of a password."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is no number, or an address that is none
+        return False
+    if parts.scheme == "unix":
+        return parts.path not in ("", "/")
+    database = parts.path.strip("/")
+    return (
+        parts.scheme in ("redis", "rediss")
+        and bool(parts.hostname)
+        and port != 0
+        and (not database or database.isdecimal())
+    )
 
 
 def _add(redis: Any, names: Iterable[tuple[str, str, float]]) -> None:

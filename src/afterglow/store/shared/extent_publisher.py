@@ -142,7 +142,9 @@ class ExtentPublisher:
             self._counters.count(unpublished=self._extents)
             left = len(self._removals) + sum(isinstance(job, _Removal) for job in self._jobs)
             if left:
-                log.warning("%d objects that were deleted here are still in the shared store: it does not answer", left)
+                log.warning(
+                    "%d objects that were deleted here may still be in the shared store: it does not answer", left
+                )
             self._jobs.clear()
             self._changed.notify_all()
 

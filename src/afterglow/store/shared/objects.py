@@ -59,13 +59,19 @@ def check_url(url: str) -> None:
     Raises:
         ConfigError: it does not, or the package that speaks to such stores is missing.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that are not closed
+        parts = urlsplit("")
     if parts.scheme not in SCHEMES:
-        raise ConfigError(f"--shared {url!r} is no {', '.join(f'{each}://' for each in SCHEMES)} URL")
-    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        raise ConfigError(
+            f"--shared {url!r} is no URL of a store; write file:///folder, s3://bucket/folder, gs://bucket/folder or az://container/folder"
+        )
+    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
         raise ConfigError(f"--shared {url!r} names no folder; write file:///folder/on/a/shared/disk")
     if parts.scheme != "file" and not parts.netloc:
-        raise ConfigError(f"--shared {url!r} names no bucket; write {parts.scheme}://bucket/folder")
+        what = "container" if parts.scheme == "az" else "bucket"
+        raise ConfigError(f"--shared {url!r} names no {what}; write {parts.scheme}://{what}/folder")
     if find_spec("obstore") is None:
         raise ConfigError("--shared needs the package obstore: pip install 'afterglow-llm[shared]'")
 

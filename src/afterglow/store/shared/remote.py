@@ -7,6 +7,8 @@ each has a thread for itself, which is left behind when the call is late. After 
 from __future__ import annotations
 
 import errno
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +19,15 @@ from afterglow.errors import RefusedError, StoreError
 from afterglow.store.shared.kept_threads import KeptThreads
 from afterglow.store.shared.objects import Closeable, Objects
 
+log = logging.getLogger("afterglow.store")
 T = TypeVar("T")
 
 MAX_FAILURES: Final = 3  # in a row, before the store is left alone
 REST_S: Final = 30.0  # for so long
+NO_BUCKET: Final = (
+    "NoSuchBucket",
+    "ContainerNotFound",
+)  # then all objects are missing, which says nothing of any of them
 MAX_HUNG: Final = 8  # calls that do not come back, before no more are made
 
 
@@ -42,6 +49,7 @@ class Remote:
         self._threads = KeptThreads("afterglow-shared-call")
         self._objects: Objects | None = None
         self._failures = 0
+        self._told = False  # was it logged that the store fails?
         self._rests_until = 0.0
         self._hung = 0
         self._closed = False
@@ -86,19 +94,18 @@ class Remote:
                     answer.late = True
                     self._hung += 1
             if answer.late:
-                self._failed()
-                raise StoreError(f"{what}: no answer for {seconds:.2f} s") from TimeoutError()
+                reason = f"{what}: no answer for {seconds:.2f} s"
+                self._failed(reason)
+                raise StoreError(reason) from TimeoutError()
         if answer.error is None:
-            with self._lock:
-                self._failures = 0
+            self._answered()
             return answer.value[0]
-        cause = _cause(answer.error)
-        if isinstance(cause, FileNotFoundError):  # it did answer
-            with self._lock:
-                self._failures = 0
+        cause, reason = _cause(answer.error), f"{what}: {_reason(answer.error)}"
+        if isinstance(cause, FileNotFoundError):
+            self._answered()
         else:
-            self._failed()
-        raise StoreError(f"{what}: {_reason(answer.error)}") from cause
+            self._failed(reason)
+        raise StoreError(reason) from cause
 
     def _run(self, work: Callable[[Objects], T], answer: _Answer[T]) -> None:
         try:
@@ -116,19 +123,31 @@ class Remote:
                 answer.there.set()
                 self._hung -= answer.late
 
-    def _failed(self) -> None:
+    def _answered(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self._told = False
+
+    def _failed(self, reason: str) -> None:
+        """Count a failure. The reason why the store is left alone is logged once, until it has answered again."""
         with self._lock:
             self._failures += 1
-            if self._failures >= MAX_FAILURES:
-                self._failures = 0
-                self._rests_until = self._clock() + REST_S
+            if self._failures < MAX_FAILURES:
+                return
+            self._failures = 0
+            self._rests_until = self._clock() + REST_S
+            told, self._told = self._told, True
+        if not told:
+            log.warning("the shared store fails, and is left alone for %g s at a time: %s", REST_S, reason)
 
 
 def _cause(error: BaseException) -> BaseException:
     """Turn an error of a store into one whose kind is known (see `faults.kind_of`)."""
+    text = str(error)
+    if any(f"<Code>{code}</Code>" in text for code in NO_BUCKET):
+        return OSError(errno.EIO, "the shared store has no such bucket")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "missing")
-    text = str(error)
     if "status code: 401" in text or "status code: 403" in text:
         return PermissionError(errno.EACCES, "the shared store's credentials")
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
@@ -139,4 +158,7 @@ def _cause(error: BaseException) -> BaseException:
 
 def _reason(error: BaseException) -> str:
     """Shorten an error to its reason: stores' errors begin with the whole URL, and end with pages."""
-    return (str(error) or repr(error)).splitlines()[0].rsplit(" - ", 1)[-1].strip(": ")[:200]
+    text = str(error) or repr(error)
+    reason = text.splitlines()[0].rsplit(" - ", 1)[-1].partition("<?xml")[0].strip(": ")
+    said = re.search("<Message>([^<]+)</Message>", text)
+    return (f"{reason}: {' '.join(said[1].split())}" if said is not None else reason)[:200]

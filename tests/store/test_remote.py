@@ -1,0 +1,95 @@
+"""A store that fails: its URL is refused by name, and the reason why it is left alone is logged once."""
+
+from __future__ import annotations
+
+import pytest
+
+from afterglow.errors import ConfigError, RefusedError, StoreError
+from afterglow.store.faults import kind_of
+from afterglow.store.shared.budget import Budget
+from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.objects import Objects, check_url
+from afterglow.store.shared.paths import Paths
+from afterglow.store.shared.remote import MAX_FAILURES, REST_S, Remote
+from tests.store.bucket import Bucket
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("ftp://host/x", "write file:///folder, s3://bucket/folder, gs://bucket/folder or az://container/folder"),
+        ("/folder", "write file:///folder, "),
+        ("", "write file:///folder, "),
+        ("s3://[bucket", "write file:///folder, "),
+        ("file://folder/below", "names no folder; write file:///folder/"),
+        ("file:///", "names no folder; write file:///folder/"),
+        ("s3:///folder", "names no bucket; write s3://bucket/folder"),
+        ("az://", "names no container; write az://container/folder"),
+    ],
+)
+def test_a_url_that_names_no_store_is_refused_with_what_to_write(url: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_url(url)
+    assert f"--shared {url!r} " in str(error.value)
+    assert remedy in str(error.value)
+
+
+def test_the_reason_of_a_rest_is_logged_once_until_the_store_answers(caplog: pytest.LogCaptureFixture) -> None:
+    now, bucket = 0.0, Bucket()
+    remote = Remote(lambda: bucket, lambda: now)
+
+    def remove() -> None:
+        remote.call("removing", lambda objects: objects.delete("a"), 20)
+
+    def fail_until_it_rests() -> None:
+        bucket.down = True
+        for _ in range(MAX_FAILURES):
+            with pytest.raises(StoreError, match="removing: down"):
+                remove()
+        with pytest.raises(RefusedError):
+            remove()
+
+    told = f"the shared store fails, and is left alone for {REST_S:g} s at a time: removing: down"
+    fail_until_it_rests()
+    assert caplog.messages == [told]
+    now += REST_S
+    fail_until_it_rests()
+    assert caplog.messages == [told], "an outage is told once"
+    now, bucket.down = now + REST_S, False
+    remove()
+    fail_until_it_rests()
+    assert caplog.messages == [told, told]
+    remote.close()
+
+
+def test_a_store_that_cannot_be_listed_is_left_alone() -> None:
+    bucket = Bucket()
+    bucket.down = True
+    remote = Remote(lambda: bucket)
+    budget = Budget(remote, Paths("digest"), 100, SharedCounters())
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(StoreError, match="counting extents: down"):
+            budget.make_room(1)
+    assert remote.rests
+    remote.close()
+
+
+@pytest.mark.parametrize("code", ["NoSuchBucket", "ContainerNotFound"])
+def test_a_missing_bucket_is_no_missing_object(code: str) -> None:
+    """As `obstore` says it: the same class as for an object, and the store's own words on the lines below."""
+
+    def missing(_: Objects) -> None:
+        raise FileNotFoundError(
+            "Object at location x/a not found: Error performing GET http://h/b/x/a in 1ms - Server returned non-2xx status code: 404 Not "
+            f'Found: <?xml version="1.0"?>\n<Error><Code>{code}</Code><Message>It does not exist</Message></Error>\n\nDebug source:'
+        )
+
+    remote = Remote(Bucket)
+    reason = "reading: Server returned non-2xx status code: 404 Not Found: It does not exist"
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(StoreError) as error:
+            remote.call("reading", missing, 20)
+        assert str(error.value) == reason
+        assert kind_of(error.value) == "io"
+    assert remote.rests
+    remote.close()

@@ -124,6 +124,15 @@ def test_sums_of_groups_in_one_call(
     torch.testing.assert_close(found, grouped(by_formula(q, keys, own, 0.3)[:, 1:], kv_heads))
 
 
+@pytest.mark.parametrize("head_dim", [2, 4, 6, 10, 12, 18, 20, 30])
+def test_heads_of_any_size(head_dim: int) -> None:
+    """The compiled kernel takes four dimensions at a time."""
+    generator = torch.Generator().manual_seed(head_dim)
+    q, keys, own = (torch.randn(n, heads, head_dim, generator=generator) for n, heads in ((9, 4), (40, 2), (9, 2)))
+    found = group_sums(q, keys, own, scale=0.3)
+    torch.testing.assert_close(found, grouped(by_formula(q, keys, own, 0.3), 2))
+
+
 def test_sums_that_are_not_numbers_become_0() -> None:
     q, keys, own = random(3, 20, 4, 4)
     keys[4, 1] = torch.nan

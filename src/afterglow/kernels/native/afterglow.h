@@ -258,7 +258,7 @@ void afterglow_pick(const void *pieces, const int64_t *strides, const int64_t *w
 
 /* Queries [count][heads][head_dim] whose softmax over past rows and own rows is summed up for each past row. Own rows end with the
    rows of the queries themselves, and a query sees no row after its own. other_lse [count][heads], or null: log-sum-exp of the rows
-   that the queries attend to besides. sums [kv_heads][past_rows]. */
+   that the queries attend to besides. sums [kv_heads][past_rows]. head_dim is a multiple of 4. */
 typedef struct {
     const float *queries;
     int64_t query_stride;

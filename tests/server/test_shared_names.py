@@ -128,6 +128,15 @@ def test_where_the_store_fails_each_server_goes_by_what_it_knows(
     wait_for(lambda: names(b, "one/"))
 
 
+def test_a_store_whose_clock_is_ahead_keeps_no_name_over_a_reset(two: list[SharedNames], bucket: Bucket) -> None:
+    a, b = two
+    use(a, "one/")
+    wait_for(lambda: names(b, "one/"))
+    bucket.modified = {path: at + 60 for path, at in bucket.modified.items()}
+    b.reset(tenant="one")
+    assert names(a, "one/") == []
+
+
 def test_a_look_asks_the_engine_once_for_all_pins(two: list[SharedNames], bucket: Bucket, tmp_path: Path) -> None:
     parts: list[Any] = [ids := Ids(bucket, tmp_path / "c"), None, Prompts(), None]
     at = SharedNames(*parts)

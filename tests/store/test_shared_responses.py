@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +175,26 @@ def test_a_turn_does_not_clean_the_store(tmp_path: Path, bucket: Bucket) -> None
     replica.kept.sweep()
     assert bucket.calls > 1
     replica.kept.close()
+
+
+HANGING_READS = """
+import threading
+from afterglow.errors import StoreError
+from afterglow.store.shared import counters, records, remote
+class Hanging:
+    def get(self, *args):
+        threading.Event().wait()
+records.CALL_S = 0.1
+try:
+    records.Records(remote.Remote(Hanging), "digest", counters.SharedCounters()).get("kind", "owner", ["one", "two"])
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_reads_that_hang_keep_no_process_from_its_end() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING_READS], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.startswith("reading a record: no answer")
 
 
 @pytest.mark.usefixtures("no_rest")

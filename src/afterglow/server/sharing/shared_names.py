@@ -24,6 +24,7 @@ from afterglow.request import PrefixInfo, Request, SessionInfo
 from afterglow.server.blocking import BlockingCalls
 from afterglow.server.engine_like import EngineLike
 from afterglow.server.prompts.system_prompts import SystemPrompts
+from afterglow.store.shared.notices import SKEW_S
 from afterglow.store.shared.records import LIVES_S
 from afterglow.text import Tokenizer
 
@@ -174,7 +175,7 @@ class SharedNames:
             folder = "sessions"
         else:
             folder = f"{self._kind(salt)}/{self._ids.records.folder_of(salt)}"
-        self._ids.notices.do(partial(self._ids.records.drop_older, folder, 0.0))
+        self._ids.notices.do(partial(self._ids.records.drop_older, folder, -SKEW_S))
         self._ids.notices.tell({"event": "reset", "owner": whose})
 
     # ------------------------------------------------------------------------------------------------ what others tell

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -157,16 +157,29 @@ def _delete(path: str, objects: Objects) -> None:
 
 def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
     """Read objects by path; those that are not there are left out."""
+    found: dict[str, bytes] = {}
+    errors: list[Exception] = []
+    left = iter(paths)
 
-    def one(path: str) -> bytes | None:
-        try:
-            return objects.get(path, 0, MAX_BYTES)
-        except FileNotFoundError:
-            return None
+    def work() -> None:
+        for path in left:
+            try:
+                found[path] = objects.get(path, 0, MAX_BYTES)
+            except FileNotFoundError:
+                continue
+            except Exception as error:
+                errors.append(error)
+            if errors:
+                return
 
     if len(paths) == 1:
-        found = [one(paths[0])]
-    else:
-        with ThreadPoolExecutor(PARALLEL, "afterglow-records") as threads:
-            found = list(threads.map(one, paths))
-    return {path: raw for path, raw in zip(paths, found, strict=True) if raw is not None}
+        work()
+    else:  # daemons, not an executor's threads, for whose end the end of a process would wait
+        threads = [threading.Thread(target=work, name="afterglow-records", daemon=True) for _ in paths[:PARALLEL]]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    if errors:
+        raise errors[0]
+    return found

@@ -224,7 +224,7 @@ def test_a_small_budget_holds_for_the_whole_folder(tmp_path):
         assert extents_bytes > budget // 2
         most = extents_bytes // ALIGNED.file_bytes(64)
         largest = 0
-        with closing(setup.open_conversations(budget, kit.namespace)) as talk:
+        with closing(setup.open_conversations(budget, kit.namespace, kit.store)) as talk:
             for n in range(most + most // 4):
                 if n >= most:
                     assert kit.move(Drop(10**6 + n, extent_name(n - most))).ok

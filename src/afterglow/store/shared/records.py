@@ -158,7 +158,7 @@ def _delete(path: str, objects: Objects) -> None:
 def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
     """Read objects by path; those that are not there are left out."""
     found: dict[str, bytes] = {}
-    errors: list[Exception] = []
+    failed: list[Exception] = []
     left = iter(paths)
 
     def work() -> None:
@@ -168,8 +168,8 @@ def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
             except FileNotFoundError:
                 continue
             except Exception as error:
-                errors.append(error)
-            if errors:
+                failed.append(error)
+            if failed:
                 return
 
     if len(paths) == 1:
@@ -180,6 +180,6 @@ def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
             each.start()
         for each in threads:
             each.join()
-    if errors:
-        raise errors[0]
+    if failed:
+        raise failed[0]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,3 +56,10 @@ def test_a_goal_that_none_meets_is_told_for_each_number() -> None:
     with pytest.raises(ConfigError, match=r"1 engine: .* cannot be met: .*; 2 engines: .* cannot be met"):
         search.run()
     assert search.best is None
+
+
+def test_a_workload_that_is_not_there_is_told_once() -> None:
+    search = FleetSearch(replace(scenario(), workload="nothing.jsonl"), GoalConfig(hit_rate=0.8))
+    with pytest.raises(ConfigError, match=r"^unknown workload 'nothing.jsonl'"):
+        search.run()
+    assert search.trials == []

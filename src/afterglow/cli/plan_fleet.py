@@ -56,7 +56,7 @@ def plan_fleet(scenario: Scenario, goal: GoalConfig, report: ReportOptions) -> i
 def _show(search: FleetSearch) -> None:
     best, wanted = search.best, search.scenario
     print(
-        f"{model(wanted.engine.model).name} on {hardware(wanted.engine.hardware).name}, {wanted.workload}, routed by {wanted.cluster.router}"
+        f"{model(wanted.engine.model).name} on {hardware(wanted.engine.hardware).name}, {wanted.workload}, router: {wanted.cluster.router}"
     )
     if best is not None and best.best is not None:
         each = best.best
@@ -75,6 +75,10 @@ def _show(search: FleetSearch) -> None:
         )
     print("\nthe cheapest of each number of engines:")
     table(HEADS, [_row(trial, trial is best) for trial in search.trials], numbers=True)
+    if best is not None:  # otherwise the error says it
+        for trial in search.trials:
+            if trial.best is None:
+                print(f"{trial.name}: {trial.why}")
 
 
 def _row(trial: FleetTrial, best: bool) -> tuple[str, ...]:

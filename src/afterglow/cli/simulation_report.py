@@ -127,7 +127,7 @@ def _cost(f: Figures) -> str:
 
 def _cluster(c: Figures) -> str:
     text = (
-        f"{c['engines']}, routed by {c['router']}: {number(c['moved_turns'])} turns came to another engine than the one "
+        f"{c['engines']}, router {c['router']}: {number(c['moved_turns'])} turns came to another engine than the one "
         f"before, the busiest engine computed {c['busiest_over_mean']:.2f} times the mean"
     )
     if c["network_out_bytes"]:

@@ -26,6 +26,11 @@ class FleetTrial:
     simulated: int = 0  # engines of other sizes that were tried
 
     @property
+    def name(self) -> str:
+        """Return what it is in words."""
+        return f"{self.engines} engine{'s' * (self.engines > 1)}{', shared store' * bool(self.shared_tier)}"
+
+    @property
     def hourly(self) -> float:
         """Return the dollars per hour of all engines and the store."""
         return self.engines * self.best.hourly.total if self.best is not None else float("inf")
@@ -54,7 +59,7 @@ class FleetSearch:
                 self._try(engines, shared, progress)
         best = self.best
         if best is None:
-            raise ConfigError("; ".join(f"{_named(trial)}: {trial.why}" for trial in self.trials))
+            raise ConfigError("; ".join(f"{trial.name}: {trial.why}" for trial in self.trials))
         return best
 
     def _try(self, engines: int, shared: int, progress: Progress | None) -> None:
@@ -63,10 +68,8 @@ class FleetSearch:
         try:
             found = search.run((lambda _, part: progress(self, part)) if progress is not None else None)
         except ConfigError as error:
+            if not search.trials:
+                raise  # the workload cannot be read, say: other numbers of engines do not help
             why = str(error)
         self.made += len(search.trials)
         self.trials.append(FleetTrial(engines, shared, found, why, len(search.trials)))
-
-
-def _named(trial: FleetTrial) -> str:
-    return f"{trial.engines} engine{'s' * (trial.engines > 1)}{', shared store' * bool(trial.shared_tier)}"

@@ -177,6 +177,15 @@ def test_a_turn_does_not_clean_the_store(tmp_path: Path, bucket: Bucket) -> None
     replica.kept.close()
 
 
+def test_a_store_that_cannot_be_listed_is_left_alone(a: Replica, bucket: Bucket) -> None:
+    bucket.down = True
+    for _ in range(remote.MAX_FAILURES):
+        with pytest.raises(StoreError, match="down"):
+            a.records.marks("kind", "owner")
+    with pytest.raises(StoreError, match="left alone"):
+        a.records.marks("kind", "owner")
+
+
 HANGING_READS = """
 import threading
 from afterglow.errors import StoreError

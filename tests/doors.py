@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from afterglow.kernels import attention
+from afterglow.kernels import attention, gate
 from afterglow.model import keeping
 
 # ---- model and kernels
@@ -22,6 +22,11 @@ def forget_trials_of_matrices() -> None:
 def fused_merge() -> Any:
     """Return the cached function that returns the merge as one kernel."""
     return attention._fused
+
+
+def kernel_modules() -> Any:
+    """Return the cached function that imports a kernel of Triton's."""
+    return gate._module
 
 
 def attention_by_formula() -> Callable[..., Any]:
@@ -179,7 +184,12 @@ def waiting_saves(saver: Any) -> Any:
 
 
 def limit_saves(saver: Any, bytes: int) -> None:
-    saver._limit = bytes
+    saver.limit = bytes
+
+
+def copied(saver: Any, size: int, seconds: float) -> None:
+    """Let a saver know that copying `size` bytes has taken so long."""
+    saver._copied = (float(size), seconds)
 
 
 def wrap_arena(saver: Any, wrap: Callable[[Any], Any]) -> None:

@@ -2,7 +2,7 @@
 
 Conversations change their replica at every turn (the bundled model); a turn behind 1,024 rows comes from the shared store or from the own
 disk, both at 100 MB/s (bench-100m); a trace is served by one engine with all memory, routed by session, and at random, measured and simulated;
-and a store that nothing is found in is weighed against none.
+and a store that nothing is found in is weighed against none, as is a directory, by the length of prompts.
 
     python -m benchmarks.cluster [--quick] [--json FILE]
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 from afterglow.bench.report import COUNTED, arguments, finish, goal, show
 from afterglow.library.locate import BUNDLED, find_model
-from benchmarks.cluster import hits, latency, turns
+from benchmarks.cluster import hits, idle, latency, lookups, turns
 
-PARTS = ("turns", "moving", "hits", "idle")
+PARTS = ("turns", "moving", "hits", "idle", "cold", "lookup")
 COST = 0.01  # part of the throughput that a store may cost, and
 LATE_S = 0.002  # seconds by which a cold prompt's first token may come later
 
@@ -51,9 +51,17 @@ def main(args: list[str]) -> int:
                 rows += found
                 goals += _hits(size, found)
         if "idle" in options.parts:
-            costs = latency.idling(small, 8 if options.quick else 20, folder, options.seed, options.threads)
+            costs = idle.measure(small, 15 if options.quick else 50, folder, options.seed, options.threads)
             rows += costs
-            goals += _costs(*costs)
+            goals += _costs(costs)
+        if "cold" in options.parts:
+            late = latency.cold(small, 64 if options.quick else 160, folder, options.seed, options.threads)
+            rows.append(late)
+            goals.append(_late(late))
+        if "lookup" in options.parts:
+            asked = lookups.measure(15 if options.quick else 40, folder, options.seed, options.threads)
+            rows += asked
+            goals += _looked_up(asked)
     finish(options, rows, goals, load_average={"before": load, "after": os.getloadavg()[0]})
     return 0
 
@@ -108,23 +116,94 @@ def _hits(size: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _costs(speed: dict[str, Any], cold: dict[str, Any]) -> list[dict[str, Any]]:
-    names = ("without", "without again", "with")
+def _costs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`spread` of these goals is half the interval's width, or what two servers without a store are apart."""
+    *costs, rest = rows
+    cores = rest["cores"]
     show(
-        "a store in which nothing is found",
-        ("", *names),
+        "the part of a core that a server takes at rest",
+        ("", *cores),
+        [("", *(f"{each:.3%}" for each in cores.values()))],
+    )
+    show(
+        "what a token costs a server with a store, over one without: medians of paired rounds, and 95 % intervals",
+        ("", "by", "tokens/s", "with", "low", "high", "the same again", "low", "high"),
         [
-            ("tokens/s", *(speed[name]["median"] for name in names)),
-            ("spread", *(f"{speed[name]['spread']:.1%}" for name in names)),
-            ("cold prompt, TTFT ms", *(1e3 * cold[name]["median"] for name in names)),
-            ("spread", *(f"{cold[name]['spread']:.1%}" for name in names)),
+            (
+                row["kind"],
+                by,
+                f"{row[by]['tokens_per_s']['without']:.0f}",
+                *(
+                    f"{row[by][arm][part]:.4f}"
+                    for arm in ("with", "without again")
+                    for part in ("ratio", "low", "high")
+                ),
+            )
+            for row in costs
+            for by in ("wall", "cpu")
         ],
     )
-    slower, later = speed["slower"], cold["later"]
+    idle_row = costs[0]
+    found = [
+        goal(
+            f"idle: part of the {what} per token that a store costs",
+            idle_row[by]["with"]["ratio"] - 1,
+            COST,
+            least=False,
+            spread=(idle_row[by]["with"]["high"] - idle_row[by]["with"]["low"]) / 2 / COST,
+        )
+        for by, what in (("wall", "time"), ("cpu", "processor time"))
+    ]
+    apart = abs(cores["without again"] - cores["without"]) / COST
+    taken = cores["with"] - cores["without"]
+    return [*found, goal("at rest: part of a core that a store takes", taken, COST, least=False, spread=apart)]
+
+
+def _late(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("without", "without again", "with")
+    show(
+        "a prompt that is found nowhere",
+        ("", *names),
+        [
+            ("TTFT ms", *(1e3 * row[name]["median"] for name in names)),
+            ("spread", *(f"{row[name]['spread']:.1%}" for name in names)),
+        ],
+    )
+    later = row["later"]
+    return goal(
+        "seconds later of a cold prompt's first token",
+        later["with"],
+        LATE_S,
+        least=False,
+        spread=later["spread"] / LATE_S,
+    )
+
+
+def _looked_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    show(
+        "milliseconds by which a directory's lookup delays prompts that are found nowhere (and without a store again)",
+        ("tokens", "the lookup", "the first step", "again", "the first token", "again", "token without"),
+        [
+            (
+                row["prompt"],
+                1e3 * row["lookup"]["median"],
+                *(1e3 * row[what]["later"][arm] for what in ("first step", "first token") for arm in ("with", "again")),
+                1e3 * row["first token"]["without"]["median"],
+            )
+            for row in rows
+        ],
+    )
     return [
-        goal("part of the throughput that a store costs", slower["with"], COST, least=False, spread=slower["spread"] / COST),
-        goal("seconds later of a cold prompt's first token", later["with"], LATE_S, least=False, spread=later["spread"] / LATE_S),
-    ]  # fmt: skip
+        goal(
+            f"directory, {row['prompt']} tokens: seconds later of a cold prompt's {what}",
+            row[what]["later"]["with"],
+            LATE_S,
+            least=False,
+            spread=row[what]["later"]["spread"] / LATE_S,
+        )
+        for row in rows
+        for what in ("first step", "first token")
+    ]
 
 
 if __name__ == "__main__":

@@ -88,13 +88,14 @@ def measured(arm: Arm, said: Sequence[Said], count: int, size: str, folder: Path
     """The hit share of real engines, and the capacity of one of them."""
     row, scale = PRESETS[MODEL].kv_bytes_per_token("float32"), count // arm.engines
     host, disk, store = SIZES[size]
-    cache = {
+    cache: dict[str, Any] = {
         "device_cache": DEVICE * scale * row,
         "host_cache": host * scale * row,
         "disk_cache": disk * scale * row,
-        "shared_cache": store * disk * count * row,
         "source": "load",
     }
+    if arm.shared:
+        cache["shared_cache"] = store * disk * count * row
     rng, route = random.Random(seed), router(arm.routing, seed)
     texts: dict[int, list[int]] = {}
     hits = history = 0
@@ -113,7 +114,12 @@ def measured(arm: Arm, said: Sequence[Said], count: int, size: str, folder: Path
         for each, told in zip(said, _turns(said), strict=True):
             engine: Engine = engines[route.choose(told, [0] * arm.engines)]
             before = len(texts.get(each.talk, ()))
-            text = [*texts.get(each.talk, ()), *words(rng, engine, each.new)]
+            new = words(rng, engine, each.new)
+            if (
+                not each.index
+            ):  # by chance two would begin alike: of this model's few tokens, and not of the simulator's 2^32
+                new[0] = each.talk
+            text = [*texts.get(each.talk, ()), *new]
             done = turn(engine, text, each.reply)
             texts[each.talk] = text + done.tokens
             hits, history = hits + min(before, done.cached.total), history + before

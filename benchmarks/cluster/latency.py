@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from afterglow.bench.report import interleaved, spread
-from afterglow.bench.timed_requests import ask, asked, words
+from afterglow.bench.timed_requests import asked, words
 from afterglow.engine.engine import Engine
 from afterglow.store.extents.throttle import Throttle
-from benchmarks.cluster.replicas import idle, replicas, slow_store, turn
+from benchmarks.cluster.replicas import replicas, slow_store, turn
 
 ROWS, NEW = 1024, 16  # tokens of a conversation's history, and of its next turn
 RATE = 100e6  # bytes/s of the store, and of the disk
 BIG = {"device_cache": 512 << 20, "host_cache": 512 << 20, "disk_cache": 4 << 30, "source": "load"}
 SMALL = {"device_cache": 64 << 20, "host_cache": 64 << 20, "disk_cache": 1 << 30, "write_policy": "write_through"}
-STREAMS, REPLY = 4, 64  # requests that decode together, and the tokens of their replies
 COLD = 128  # tokens of a prompt that is found nowhere
 
 
@@ -65,41 +63,27 @@ def moving(model: str, repeats: int, folder: Path, seed: int, threads: int | Non
     return {"what": "moving", "rows": ROWS, "bytes_per_s": RATE, **_medians(found)}
 
 
-def idling(model: str, repeats: int, folder: Path, seed: int, threads: int | None) -> list[dict[str, Any]]:
-    """Two rows: tokens per second of replies, and the time to the first token of cold prompts, without a store, again, and with one.
-
-    All write their extents to disk at once; the third publishes them too. Short prompts are not looked up, cold ones are.
-    """
+def cold(model: str, repeats: int, folder: Path, seed: int, threads: int | None) -> dict[str, Any]:
+    """One row: the time to the first token of prompts that are found nowhere, without a store, again, and with one, which is asked."""
     rng = random.Random(seed)
     with (
         replicas(2, model, None, SMALL, threads=threads) as plain,
-        replicas(1, model, folder / "idling", SMALL, threads=threads) as shared,
+        replicas(1, model, folder / "cold", SMALL, threads=threads) as shared,
     ):
         arms = dict(zip(("without", "without again", "with"), (*plain, *shared), strict=True))
-        speed = interleaved({name: partial(_speed, engine, rng) for name, engine in arms.items()}, repeats)
-        cold = interleaved({name: partial(_cold, engine, rng) for name, engine in arms.items()}, 8 * repeats)
-    return [
-        {"what": "idle", "unit": "tokens/s", **_medians(speed), "slower": _apart(speed, lambda a, b: 1 - b / a)},
-        {"what": "cold", "unit": "s", "prompt": COLD, **_medians(cold), "later": _apart(cold, lambda a, b: b - a)},
-    ]
+        found = interleaved({name: partial(_cold, engine, rng) for name, engine in arms.items()}, repeats)
+    return {"what": "cold", "unit": "s", "prompt": COLD, **_medians(found), "later": _later(found)}
 
 
-def _apart(found: dict[str, list[float]], compare: Callable[[float, float], float]) -> dict[str, float]:
-    """Medians over the rounds of what an arm differs by from the first one; `spread`: half the interquartile range of what the same thing
-    differs by from itself.
+def _later(found: dict[str, list[float]]) -> dict[str, float]:
+    """Medians over the rounds of the seconds by which an arm is later than the first one; `spread`: half the interquartile range of what
+    the same thing differs by from itself.
     """
-    with_store, again = (list(map(compare, found["without"], found[arm])) for arm in ("with", "without again"))
+    with_store, again = (
+        [b - a for a, b in zip(found["without"], found[arm], strict=True)] for arm in ("with", "without again")
+    )
     low, _, high = statistics.quantiles(again, n=4)
     return {"with": statistics.median(with_store), "again": statistics.median(again), "spread": (high - low) / 2}
-
-
-def _speed(engine: Engine, rng: random.Random) -> float:
-    """Tokens per second of a few replies that are made together."""
-    turns = [ask(engine, words(rng, engine, 32), REPLY) for _ in range(STREAMS)]
-    for each in turns:
-        each.ended.wait()
-    idle(engine)
-    return STREAMS * REPLY / (max(each.last for each in turns) - min(each.asked for each in turns))
 
 
 def _cold(engine: Engine, rng: random.Random) -> float:

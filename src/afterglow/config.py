@@ -20,9 +20,12 @@ from afterglow.choices import (
     PolicyName,
     Preload,
     QuantizationName,
+    ReadBuffer,
+    ReadBufferForm,
     RelayMode,
     SpeculateMode,
     TruncationPolicy,
+    WriteBuffer,
     WritePolicy,
 )
 from afterglow.errors import ConfigError
@@ -113,6 +116,22 @@ def check_choices(config: object) -> None:
             )
 
 
+def check_read_buffer(layers: ReadBuffer, preload: Preload) -> None:
+    """Check the size of a read buffer.
+
+    Raises: ConfigError.
+    """
+    sized = layers is None or (isinstance(layers, int) and not isinstance(layers, bool) and layers >= 0)
+    if not sized and layers not in get_args(ReadBufferForm):
+        raise ConfigError(f"--read-buffer is auto, paper, or a number of layers, 0 or more, got {layers!r}")
+    if isinstance(layers, str) and preload == "whole":
+        raise ConfigError(
+            f"--read-buffer {layers} is for --preload layerwise: whole waits for all layers; leave one of them out"
+        )
+
+
+SHARED_CACHE = 100 * 1024**3  # bytes of one model's KV in a shared store, if the operator says nothing
+WRITE_BUFFER = 256 * 1024**2  # bytes of new rows that wait to be saved, at most
 PINNED = 0.5  # of the last tier, at most, for what all tenants pin together, if the operator says nothing
 
 
@@ -146,8 +165,17 @@ class CacheConfig:
         "layerwise",
         "layerwise: a layer's compute waits for that layer's KV only. whole: for the KV of all layers (a baseline).",
     )
-    read_buffer: int | None = option(
-        None, "Layers that may be loaded before a request's turn comes (a baseline); default: all layers."
+    read_buffer: ReadBuffer = option(
+        None,
+        "Layers that are loaded before a request's turn comes. auto: so many that it need not wait for the others, by measured rates; "
+        "paper: by CachedAttention's formula, one layer's computing fewer. A number is a baseline. Default: all layers.",
+        metavar="LAYERS",
+    )
+    write_buffer: WriteBuffer = option(
+        WRITE_BUFFER,
+        "Bytes of new KV that may wait to be saved before computing waits for it. auto: by CachedAttention's formula, from measured rates, "
+        "for the prompts that are being computed; at most the default.",
+        size=True,
     )
     ttl: float | None = option(
         None,
@@ -169,10 +197,9 @@ class CacheConfig:
         "URL of a store that several servers share (file:///nfs/folder, s3://, gs:// or az://bucket/folder): each finds there the KV "
         "that the others have computed. Needs a disk tier, and writes through to it. Default: none.",
     )
-    shared_cache: int = option(
-        100 * 1024**3, "Bytes of one model's KV in the shared store, of all servers together.", size=True
+    shared_cache: int | None = option(
+        None, "Bytes of one model's KV in the shared store, of all servers together; default: 100G.", size=True
     )
-
     shared_directory: str | None = option(
         None,
         "Redis or Valkey server (redis://host:6379/0, rediss://, unix://) that answers where extents of the shared store are, faster than "
@@ -182,8 +209,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
-        if self.read_buffer is not None and self.read_buffer < 0:
-            raise ConfigError(f"--read-buffer is a number of layers, 0 or more, got {self.read_buffer}")
+        check_read_buffer(self.read_buffer, self.preload)
+        if self.write_buffer != "auto" and (type(self.write_buffer) is not int or self.write_buffer < 1):
+            raise ConfigError(f"--write-buffer is auto, or a size of at least 1 byte, got {self.write_buffer!r}")
         if self.ttl is not None and not self.ttl > 0:
             raise ConfigError(f"--ttl must be more than 0 seconds, got {self.ttl}")
         if self.tenant_pins is not None and not 0 <= self.tenant_pins <= 1:
@@ -196,10 +224,14 @@ class CacheConfig:
             )
         if self.shared is not None and self.shared_cache == 0:
             raise ConfigError("--shared-cache 0 leaves the shared store no room; give it more, or leave --shared out")
+        if self.shared_cache is not None and self.shared is None:
+            raise ConfigError(
+                "--shared-cache is the room in a shared store: name that with --shared, or leave --shared-cache out"
+            )
         if self.shared_directory is not None and self.shared is None:
             raise ConfigError("--shared-directory tells where extents of a shared store are: name that with --shared")
         for name in ("device_cache", "host_cache", "disk_cache", "shared_cache"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be negative, got {getattr(self, name)}")
 
 
@@ -211,7 +243,7 @@ class EngineConfig:
     dtype: DtypeName = option("auto", "Compute dtype; auto is float32 on CPU and the checkpoint's on CUDA.")
     quantization: QuantizationName = option(
         "auto",
-        "int8 or int4: weights in so many bits, and what they are multiplied with in 8; on CPU, faster and not exact. auto: as the "
+        "int8 or int4: weights in so many bits, and on CPU what they are multiplied with in 8; faster and not exact. auto: as the "
         "files have them. none: as numbers of the compute dtype, whatever the files have.",
     )
     kv_dtype: KVDtypeName = option(
@@ -258,7 +290,8 @@ class EngineConfig:
     )
     truncation_policy: TruncationPolicy = option(
         "oldest",
-        "Tokens to cut away. oldest: whole turns. sinks_and_recent: all but the first few and the most recent tokens. "
+        "Tokens to cut away. oldest: whole turns. oldest_tokens: that part of the window and no more, wherever turns end (the "
+        "papers'). sinks_and_recent: all but the first few and the most recent tokens. "
         "importance: likewise, but half of the kept tokens are those that were attended to most; slower, as attention is "
         "recorded.",
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
+import random
+import time
 from pathlib import Path
 
 import pytest
-from benchmarks.cluster import hits, latency, turns
+from benchmarks.cluster import hits, idle, latency, lookups, turns
 
 from afterglow.library.locate import BUNDLED, find_model
+from tests.store.redis_server import binary
 
 pytest.importorskip("obstore")
 SMALL = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -37,3 +42,29 @@ def test_turns_after_a_change_of_replica_come_from_the_store(tmp_path: Path, mon
     monkeypatch.setattr(latency, "ROWS", 128)
     row = latency.moving("tiny", 2, tmp_path, 0, 1)
     assert row["moved"]["median"] > 0
+
+
+def test_prompts_are_looked_up_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn checks that the directory answered, and that nothing was found."""
+    binary()
+    monkeypatch.setattr(lookups, "LENGTHS", (128,))
+    (row,) = lookups.measure(2, tmp_path, 0, 1)
+    assert 0 < row["lookup"]["median"] < row["first step"]["with"]["median"]
+    assert row["first step"]["with"]["median"] < row["first token"]["with"]["median"]
+
+
+def test_the_interval_of_a_median_has_it_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    for number in (6, 15, 50):
+        found = [idle.interval([rng.expovariate(1.0) for _ in range(number)]) for _ in range(2000)]
+        share = sum(low <= math.log(2) <= high for _, low, high in found) / len(found)  # log 2: the median of all
+        assert share >= idle.SURE - 0.015, "three standard errors of 2,000 draws below it"
+        assert all(low <= median <= high for median, low, high in found)
+    assert idle.interval([float(each) for each in range(1, 51)]) == (25.5, 18.0, 33.0), "the table of the sign test"
+
+
+def test_processor_time_is_that_of_the_process() -> None:
+    before, own = idle.cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() < own + 0.05:
+        pass
+    assert idle.cpu_seconds(os.getpid()) - before >= 0.05

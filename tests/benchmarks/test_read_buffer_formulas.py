@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.papers.cachedattention.read_buffer import read_buffer_layers, stall
+from benchmarks.papers.cachedattention.read_buffer import stall
 from hypothesis import given
 from hypothesis import strategies as st
+
+from afterglow.plan.tiers.buffers import read_buffer_layers
 
 LAYERS = st.integers(1, 60)
 SECONDS = st.floats(0.01, 10)

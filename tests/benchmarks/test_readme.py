@@ -42,7 +42,7 @@ def test_a_stale_region_is_found_and_mended() -> None:
     )
     assert mended.endswith("\n```\n<!-- end of generated -->\nb\n")
     assert readme.stale("x.md", mended) == []
-    with pytest.raises(ValueError, match="no generated text of kind 'other'; there are command, table"):
+    with pytest.raises(ValueError, match="no generated text of kind 'other'; there are command, table, papers"):
         readme.regenerate("<!-- generated: other: x -->\n<!-- end of generated -->")
     with pytest.raises(ValueError, match="only afterglow's own commands"):
         readme.command("rm -r x")

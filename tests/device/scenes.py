@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
+from torch import Tensor
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine import hardware, token_outputs
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
+from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+from afterglow.model.decoder import PlainAttend
+from afterglow.model.names import Names
+from afterglow.model.presets import PRESETS, RandomSource
+from afterglow.model.weights import WeightAssembler
 from afterglow.request import Request, SamplingParams
+from tests.device import pretend
+from tests.device.counts import measure
 
 MiB = 2**20
 
@@ -30,11 +42,11 @@ def load(device: str, folder: Path, **options: Any) -> Engine:
     return engine
 
 
-def ask(engine: Engine, prompts: list[list[int]], **more: Any) -> list[Any]:
-    sampling = SamplingParams(max_tokens=6, temperature=0, logprobs=2, ignore_eos=True)
+def ask(engine: Engine, prompts: list[list[int]], tokens: int = 6, logprobs: int | None = 2, **more: Any) -> list[Any]:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, logprobs=logprobs, ignore_eos=True)
     numbers = [f"r{random.random()}" for _ in prompts]
     done = engine.generate([Request(n, p, sampling, **more) for n, p in zip(numbers, prompts, strict=True)])
-    return [[list(each.tokens), each.cached.total, [lp.logprob for lp in each.logprobs]] for each in done]
+    return [[list(each.tokens), each.cached.total, [lp.logprob for lp in each.logprobs or ()]] for each in done]
 
 
 def draw(seed: int, rows: int) -> list[int]:
@@ -55,6 +67,33 @@ def reuse(device: str, folder: Path) -> list[Any]:
     found += ask(engine, [[*prefix, *draw(100 + i, 5 + i)] for i in range(4)])
     engine.close()
     return found
+
+
+def kernels(device: str, folder: Path) -> list[Any]:
+    """A prompt, then a batch that shares its rows; and how often Triton's kernels were launched."""
+    from tests.device.watching import watch
+
+    engine = load(device, folder, relay="on")
+    prefix = draw(3, 140)
+    found = ask(engine, [prefix])
+    found += ask(engine, [[*prefix, *draw(200 + i, 3 + i)] for i in range(3)])
+    engine.close()
+    return [*found, watch.counts["launches of Triton"]]
+
+
+def stored(device: str, folder: Path) -> list[Any]:
+    """Rows in 8 bits that come from host memory and disk; and how often Triton's kernel read them."""
+    from tests.device.watching import watch
+
+    engine = load(device, folder, kv_dtype="int8")
+    prefix = draw(6, 80)
+    found = ask(engine, [prefix], tokens=2)
+    for tier in ("host", "disk"):
+        engine.settle()
+        engine.demote(tier)
+        found += ask(engine, [[*prefix[: 79 - len(found)], *draw(300 + len(found), 5)]], tokens=2)
+    engine.close()
+    return [*found, watch.counts["launches of _gather"]]
 
 
 def importance(device: str, folder: Path) -> list[Any]:
@@ -89,8 +128,9 @@ def choice(device: str, folder: Path) -> list[Any]:
 
 def memory(device: str, folder: Path) -> list[Any]:
     """How much memory is locked, whether it is let go, and what a limit says."""
-    from tests.device.pretend import runtime
+    from tests.device.watching import watch
 
+    runtime = watch.runtime
     arena = hardware.allocate(3 * MiB + 4096, pin=True)
     found: list[Any] = [list(runtime.locked.values())]
     del arena
@@ -100,4 +140,109 @@ def memory(device: str, folder: Path) -> list[Any]:
         hardware.allocate(2 * MiB, pin=True)
     except ConfigError as error:
         found.append(str(error))
+    return found
+
+
+def counts(device: str, folder: Path) -> Any:
+    """What steps ask of the device."""
+    return measure(device, folder)
+
+
+def few_counts(device: str, folder: Path) -> Any:
+    """The same of two small batches."""
+    return measure(device, folder, (2, 8))
+
+
+def races(device: str, folder: Path) -> Any:
+    """Which streams use memory that others write, while rows leave, come back from host memory and disk, and are shared."""
+    from tests.device.watching import watch
+
+    watch.racing = device == "cuda"
+    engine = load(device, folder, relay="on", prefill_chunk=48)
+    if watch.racing:
+        watch.look_for_races()
+    prefix = draw(1, 70)
+    found = ask(engine, [prefix], tokens=18)
+    for tier in ("host", "disk"):
+        engine.settle()
+        engine.demote(tier)
+        found += ask(engine, [[*prefix, *draw(len(found) + i, 9 + 50 * i)] for i in range(2)], tokens=3)
+        found += ask(engine, [[*prefix, *draw(200 + len(found), 60)]], tokens=2)  # its first step draws nothing
+    found += ask(engine, [draw(9, 100)], tokens=1, reuse=False)  # steps that save nothing either
+    engine.close()
+    return {"races": watch.races, "answers": found}
+
+
+def scores(device: str, folder: Path) -> list[Any]:
+    """Attention that is recorded, and decides what a conversation that grows too long keeps."""
+    engine = load(device, folder, max_model_len=256, truncation_policy="importance")
+    prompt = draw(3, 180)
+    found = []
+    for turn in range(3):
+        found += ask(engine, [prompt], truncation=True)
+        prompt = [*prompt, *found[-1][0], *draw(30 + turn, 40)]
+    engine.close()
+    return found
+
+
+def renewing(device: str, folder: Path) -> list[Any]:
+    """Selections that replies renew, of rows in host memory and on disk, by head and as a whole."""
+    found = []
+    for fallback in ("per_head", "all"):
+        options: dict[str, Any] = {"importance_fallback": fallback, "importance_exact": "never"}
+        engine = load(device, folder / fallback, importance=0.3, importance_renew=2, **options)
+        prefix = draw(4, 200)
+        ask(engine, [prefix], tokens=1)
+        for tier in ("host", "disk"):
+            engine.settle()
+            engine.demote(tier)
+            found += ask(engine, [[*prefix, *draw(50 + len(found), 6)]])
+        engine.close()
+    return found
+
+
+def drawing(device: str, folder: Path) -> list[Any]:
+    """Replies with and without a grammar, biases and penalties side by side. Greedy ones alone are the CPU's."""
+    engine = load(device, folder)
+    shaped = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logit_bias={7: 3.0}, repetition_penalty=1.2)
+    drawn = SamplingParams(max_tokens=4, temperature=1.0, seed=1, top_p=0.9, ignore_eos=True)
+    plain = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=1, ignore_eos=True)
+    done = engine.generate([Request(f"d{i}", draw(60 + i, 30), each) for i, each in enumerate((shaped, drawn, plain))])
+    engine.close()
+    return [list(each.tokens) for each in done]
+
+
+class Widened(RandomSource):
+    """Random weights, of which matrices have been rounded, to the last detail as they are for CUDA, and widened again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(3)
+        self._kind = kind
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        exact = super().get(name, shape)
+        table = "embed" in name
+        if len(shape) < 2 or "norm" in name or name.endswith(".bias") or (table and self._kind == "int8"):
+            return exact
+        head, grouped = table or "lm_head" in name, self._kind == "int4" and shape[1] % 32 == 0
+        numbers, scale = rounded_rows(exact, 4 if grouped and not head else 8, grouped)
+        return RoundedMatrix(numbers, scale, shape[1]).widened(0, shape[0], torch.float32)
+
+
+def rounded(device: str, folder: Path) -> list[Any]:
+    """Logits of models whose weights alone are rounded: one row, and more than the kernel takes. A width that is no whole blocks."""
+    tiny = PRESETS["tiny"]
+    found = []
+    for kind in ("int8", "int4"):
+        for spec in (tiny, replace(tiny, tied_embeddings=kind == "int4", qkv_bias=True, ffn=72)):
+            source = RandomSource(3) if device == "cuda" else Widened(kind)
+            how: Any = kind if device == "cuda" else "none"
+            with pretend.active() if device == "cuda" else contextlib.nullcontext():
+                on = torch.device(device)
+                model = WeightAssembler(spec, Names(), source, torch.float32, on, how).decoder()
+                for rows in (1, 70):
+                    ids, positions = ((torch.arange(rows) * by).to(on) for by in (7, 1))
+                    logits = model.logits(model.forward(ids, positions, PlainAttend(model, positions, [rows])))
+                    found.append(logits[-1].cpu().tolist())
+            found.append(model.quantization)
     return found

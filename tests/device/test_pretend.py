@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -35,6 +36,56 @@ def test_answers_are_those_of_the_cpu(scene: str, tmp_path: Path) -> None:
         assert a[2] == pytest.approx(b[2], abs=1e-4)
     assert "Traceback" not in log
     assert max(each[1] for each in ours) >= 200, "nothing was reused"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_answers_of_tritons_kernels_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding, guesses and shared rows through the engine, by kernels in Triton's interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    theirs, _ = play("kernels", "cpu", tmp_path / "cpu")
+    ours, log = play("kernels", "cuda", tmp_path / "cuda")
+    assert [each[:2] for each in ours[:-1]] == [each[:2] for each in theirs[:-1]]
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        assert a[2] == pytest.approx(b[2], abs=1e-4)
+    assert (theirs[-1], ours[-1] > 40) == (0, True)
+    assert "is not used" not in log
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        False,
+        pytest.param(
+            True, id="triton", marks=pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+        ),
+    ],
+)
+def test_rounded_weights_are_multiplied_as_what_they_stand_for(
+    kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a model of the widened weights on the CPU."""
+    theirs, _ = play("rounded", "cpu", tmp_path / "cpu")
+    if kernels:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ours, log = play("rounded", "cuda", tmp_path / "cuda")
+    assert ours[2::3] == ["int8 alone", "int8 alone", "int4 alone", "int4 alone"]
+    for which in (0, 1):
+        for a, b in zip(ours[which::3], theirs[which::3], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+    assert "is not used" not in log
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_rows_that_tritons_kernel_gathers_are_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for a request and layer, and one to try the kernel."""
+    theirs, _ = play("stored", "cpu", tmp_path / "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ours, log = play("stored", "cuda", tmp_path / "cuda")
+    assert [each[:2] for each in ours[:-1]] == [each[:2] for each in theirs[:-1]]
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        assert a[2] == pytest.approx(b[2], abs=1e-3)  # a sum in another order may round to the next of 127 steps
+    assert (theirs[-1], ours[-1]) == (0, 2 * 2 + 1)
+    assert "is not used" not in log
 
 
 def test_auto_takes_a_device_that_answers_as_the_cpu_does(tmp_path: Path) -> None:

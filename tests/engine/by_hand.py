@@ -40,8 +40,8 @@ class Growing:
         self.rows[layer] = (k.clone(), v.clone())
         rope = self.decoder.rope
         assert rope is not None
-        q = attention.rotate(q, rope.cos_sin(torch.arange(len(k) - len(q), len(k))))
-        k = attention.rotate(k, rope.cos_sin(torch.arange(len(k))))
+        q = attention.rotate(q, rope.cos_sin(torch.arange(len(k) - len(q), len(k), device=k.device)))
+        k = attention.rotate(k, rope.cos_sin(torch.arange(len(k), device=k.device)))
         self.sums = self.sums + sums(q, k, attention)
         return attention.attend(q, k, v).flatten(1)
 
@@ -50,7 +50,7 @@ def sums(q: Tensor, k: Tensor, attention: Attention) -> Tensor:
     """Column sums of the attention weights, [rows]."""
     keys = k.repeat_interleave(attention.heads // attention.kv_heads, 1)
     weights = torch.einsum("qhd,khd->hqk", q, keys) * attention.scale
-    ahead = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+    ahead = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
     return weights.masked_fill(ahead, -torch.inf).softmax(-1).sum((0, 1))
 
 
@@ -58,7 +58,7 @@ def sums(q: Tensor, k: Tensor, attention: Attention) -> Tensor:
 def importance(decoder: Decoder, seen: Sequence[int]) -> Tensor:
     """The attention that each token gets in all of a text."""
     full = Growing(decoder)
-    decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
+    decoder.forward(torch.tensor(seen, device=decoder.device), torch.arange(len(seen), device=decoder.device), full)
     assert isinstance(full.sums, Tensor)
     return full.sums
 
@@ -100,8 +100,8 @@ def behind(decoder: Decoder, cut: Cut, prompt: Sequence[int], reply: Sequence[in
     """Log-probabilities of each token of a reply to a prompt that goes on from where it was cut: [tokens, vocabulary]."""
     new = [*cut.compact(prompt)[cut.kept :], *reply[:-1]]
     kept = rows_of(decoder, cut) if cut.kept else None
-    positions = torch.arange(cut.kept, cut.kept + len(new))
-    hidden = decoder.forward(torch.tensor(new), positions, Growing(decoder, kept))
+    positions = torch.arange(cut.kept, cut.kept + len(new), device=decoder.device)
+    hidden = decoder.forward(torch.tensor(new, device=decoder.device), positions, Growing(decoder, kept))
     return torch.log_softmax(decoder.logits(hidden[-len(reply) :]).float(), dim=-1)
 
 
@@ -109,11 +109,11 @@ def behind(decoder: Decoder, cut: Cut, prompt: Sequence[int], reply: Sequence[in
 def reference(decoder: Decoder, seen: Sequence[int], dropped: Sequence[Rows], new: Sequence[int]) -> Tensor:
     """Log-probabilities after `new`, when `dropped` was cut out of `seen` after all rows were computed."""
     full = Growing(decoder)
-    decoder.forward(torch.tensor(seen), torch.arange(len(seen)), full)
-    left = torch.tensor([row for a, b in complement(dropped, len(seen)) for row in range(a, b)])
+    decoder.forward(torch.tensor(seen, device=decoder.device), torch.arange(len(seen), device=decoder.device), full)
+    left = torch.tensor([row for a, b in complement(dropped, len(seen)) for row in range(a, b)], device=decoder.device)
     kept = {i: (k[left], v[left]) for i, (k, v) in full.rows.items()}
-    positions = torch.arange(len(left), len(left) + len(new))
-    hidden = decoder.forward(torch.tensor(new), positions, Growing(decoder, kept))
+    positions = torch.arange(len(left), len(left) + len(new), device=decoder.device)
+    hidden = decoder.forward(torch.tensor(new, device=decoder.device), positions, Growing(decoder, kept))
     return torch.log_softmax(decoder.logits(hidden[-1:])[0].float(), dim=-1)
 
 

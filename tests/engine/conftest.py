@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,13 @@ class Handle:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Handle]]:
     """Start engines that are closed, and whose plan is checked, when the test ends."""
+    with starting() as begin:
+        yield begin
+
+
+@contextmanager
+def starting() -> Iterator[Callable[..., Handle]]:
+    """Start engines as `start` does, in a process without fixtures."""
     engines: list[Engine] = []
 
     def begin(model: str | Path, cache_dir: Path | None = None, **options: Any) -> Handle:

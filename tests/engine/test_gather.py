@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from afterglow.engine import runner
+from afterglow.engine import gather, runner
+from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.tee import Tee
 from afterglow.plan.step import Gather
@@ -94,3 +95,43 @@ def test_pieces_are_the_rows_in_order(slots: tuple[int, ...]) -> None:
     if slots == tuple(range(slots[0], slots[0] + len(slots))):  # copied straight from the slots
         (piece,) = pieces
         assert piece.data_ptr() == arena[1, 0, slots[0], 5].data_ptr()
+
+
+class Marks:
+    """Pretend to be a device module whose events write down what happens to them, among the copies."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.Stream, self.stream, self.current_stream = torch.cpu.Stream, torch.cpu.stream, torch.cpu.current_stream
+
+    def Event(self) -> Marks:
+        return self
+
+    def record(self, stream: object) -> None:
+        self.said.append("mark")
+
+    def synchronize(self) -> None:
+        self.said.append("wait")
+
+
+def test_copies_before_a_lack_of_memory_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read slots, which other rows may take after the step."""
+    marks = Marks()
+
+    def put(rows: torch.Tensor, place: torch.Tensor, angles: object = None) -> None:
+        if "copy" in marks.said:
+            raise torch.OutOfMemoryError
+        marks.said.append("copy")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: marks)
+    monkeypatch.setattr(gather, "_put", put)
+    arena = torch.zeros(2, 2, 1, 64, 1, 4)
+    host = HostRows(arena, None, 1.0, torch.device("cpu"))  # type: ignore[arg-type]
+    gatherer = Gatherer(host, 2)
+    context = DeviceContext(KVShape(2, 1, 4, torch.float32, torch.device("cpu")), 64)
+    entry = BatchEntry(1, slice(0, 1), 64, 65, context, (Gather("x", 0, 64, (0,), None),))
+    gatherer.begin([entry], None)
+    with pytest.raises(torch.OutOfMemoryError):
+        gatherer.layer(0)
+    gatherer.end()
+    assert marks.said == ["copy", "mark", "wait"]

@@ -9,8 +9,9 @@ import pytest
 
 from afterglow.config import CacheConfig
 from afterglow.errors import ConfigError
-from afterglow.store.shared import directory
+from afterglow.store.shared import directory, shared_store
 from afterglow.store.shared.counters import SharedStats
+from afterglow.store.shared.directory import DirectoryObjects
 from tests.engine.conftest import Handle
 from tests.engine.test_shared_tier import Cluster, failures, published, rows_of, same
 from tests.store.redis_server import RedisServer
@@ -28,12 +29,26 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     found.kill()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has much to do answers late, which is another test's."""
+    monkeypatch.setattr(directory, "CALL_S", 5.0)
+    monkeypatch.setattr(shared_store, "LOOKUP_S", 20.0)
+
+
 @pytest.fixture
-def two(start: Start, model_of: Callable[[str], Path], tmp_path: Path, server: RedisServer) -> list[Handle]:
-    cluster = Cluster(start, model_of("llama"), tmp_path)
-    found = [cluster.engine(name, shared_directory=server.url) for name in "ab"]
-    for seed, handle in enumerate(found):
-        handle.ask(rows_of(900 + seed, 70))  # the lookup that has the listings copied
+def cluster(start: Start, model_of: Callable[[str], Path], tmp_path: Path) -> Cluster:
+    return Cluster(start, model_of("llama"), tmp_path)
+
+
+@pytest.fixture
+def two(cluster: Cluster, server: RedisServer) -> list[Handle]:
+    return engines(cluster, server)
+
+
+def engines(cluster: Cluster, server: RedisServer, **options: object) -> list[Handle]:
+    """Start two engines over a directory that has all extents."""
+    found = [cluster.engine(name, shared_directory=server.url, **options) for name in "ab"]
     with server.client as client:
         wait_for(lambda: client.keys("afterglow:whole:*"))
     return found
@@ -80,10 +95,82 @@ def test_a_conversation_that_changes_its_engine_is_found_through_the_directory(t
         assert failures(handle) == {}
 
 
+def test_a_prompt_is_one_round_trip(two: list[Handle], server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no listing: of a cold prompt, of one of many extents, and of one that goes on in the middle of another."""
+    a, b = two
+    long = rows_of(800, 100)
+    for turn in range(4):
+        done = a.ask(long, max_tokens=20)
+        published(a)
+        long = [*long, *done.tokens, *rows_of(801 + turn, 80)]
+    other = rows_of(805, 300)
+    a.ask(other, max_tokens=1)
+    published(a)
+    listings: list[str] = []
+    lists = DirectoryObjects.list
+    monkeypatch.setattr(DirectoryObjects, "list", lambda *args: listings.append(args[1]) or lists(*args))
+    with server.client as client, client.monitor() as monitor:
+        sent = (each["command"] for each in monitor.listen() if each["client_type"] != "lua")
+        client.ping()
+        while next(sent) != "PING":  # what the client says first
+            pass
+        for prompt, shared in (
+            (rows_of(810, 400), 0),
+            (long, len(long) - 81),
+            ([*other[:200], *rows_of(811, 90)], 200),
+        ):
+            done = b.ask(prompt)
+            assert shared <= done.cached.total <= shared + 3, "a small vocabulary: prompts may begin alike"
+            published(b)
+            client.ping()
+            commands = [*iter(lambda: next(sent), "PING")]
+            publishes = (
+                "-- KEYS: the extent's  ARGV: prefix, id",
+                "afterglow:used:",
+                "afterglow:lease:budget:",
+                "HELLO",  # its connection's first word
+            )
+            others = [each for each in commands if not any(part in each for part in publishes)]
+            assert len(others) == 1, others
+            assert "-- KEYS: whole" in others[0]
+            assert not [each for each in listings if "/kids/" in each]
+
+
+@pytest.mark.parametrize("same", [2, 130])
+def test_a_prompt_that_leaves_another_within_a_block_is_found(two: list[Handle], same: int) -> None:
+    """Its own rows hang below the other's, of which no block of 64 tokens tells that both agree, or only the first ones."""
+    a, b = two
+    other = rows_of(830, 300)
+    mine = [*other[:same], (other[same] + 1) % 16, *rows_of(831, 150)]
+    for prompt in (other, mine):
+        a.ask(prompt, max_tokens=1)
+        published(a)
+    assert b.ask([*mine, *rows_of(832, 40)]).cached.shared == len(mine)
+    assert failures(b) == {}
+
+
+def test_rows_that_expire_leave_the_directory(cluster: Cluster, server: RedisServer) -> None:
+    a, b = engines(cluster, server, ttl=3600.0)
+    prompt = rows_of(820, 200)
+    with server.client as client:
+        a.ask(prompt)
+        published(a)
+        entries = client.keys("afterglow:*/extent/*")
+        assert entries
+        for each in entries:
+            assert 0 < client.ttl(each) <= 3601
+        client.delete(*entries)
+    done = b.ask(prompt)
+    assert done.cached.shared == 0
+    same(done, b, prompt)
+
+
 def test_it_may_be_killed_restarted_and_stopped_at_any_time(
-    two: list[Handle], server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(directory, "CALL_S", 0.5)
     monkeypatch.setattr(directory, "REST_S", 0.2)
+    two = engines(cluster, server)
     server.kill()
     converse(two, 100, finds_all=False)  # a name that one engine could not write may be missing for the other
     server.start()  # empty
@@ -97,6 +184,11 @@ def test_it_may_be_killed_restarted_and_stopped_at_any_time(
         server.pause(False)
     recovered(two, server)
     converse(two, 400)
+    with server.client as client:
+        client.flushall()
+    converse(two, 500, finds_all=False)
+    recovered(two, server)
+    converse(two, 600)
     assert all(stats(each).directory_failures > 0 for each in two)
     assert all(failures(each) == {} for each in two), "those of the object store"
 
@@ -108,10 +200,10 @@ def test_a_directory_that_lies_costs_time_alone(two: list[Handle], server: Redis
         a.ask(prompt)
     published(a)
     with server.client as client:
-        keys = client.keys("afterglow:*/kids/*")
+        keys = client.keys("afterglow:*/block/*")
         names = {name for key in keys for name in client.zrange(key, 0, -1)}
-        assert len(keys) >= 4
-        for key in keys:  # every name under every key but its own
+        assert len(keys) >= 6
+        for key in keys:  # every extent under every key but its own
             right = set(client.zrange(key, 0, -1))
             client.delete(key)
             client.zadd(key, dict.fromkeys(names - right, 1.0))

@@ -456,9 +456,25 @@ def test_journals_replay_what_was_taken_over(cluster: Cluster, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("url", ["/folder", "ftp://host/folder", "file://host/folder", "file:", "s3:///folder"])
-def test_a_url_that_names_no_store_is_refused(cluster: Cluster, url: str) -> None:
+def test_a_url_that_names_no_store_is_refused_before_the_model_is_read(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setattr("afterglow.engine.setup.load_model", None)  # it is not called
     with pytest.raises(ConfigError, match="--shared"):
         cluster.engine("a", shared=url)
+
+
+@pytest.mark.parametrize("package", ["obstore", "redis"])
+def test_what_is_missing_is_said_before_the_model_is_read(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setattr("afterglow.engine.setup.load_model", None)  # it is not called
+    for module in ("objects", "directory"):
+        monkeypatch.setattr(
+            f"afterglow.store.shared.{module}.find_spec", lambda name: None if name == package else name
+        )
+    with pytest.raises(ConfigError, match=rf"package {package}: pip install 'afterglow-llm\[shared\]'"):
+        cluster.engine("a", shared=f"file://{tmp_path}", shared_directory="redis://127.0.0.1:1/0")
 
 
 def test_options_that_do_not_go_with_a_shared_store_are_refused(tmp_path: Path) -> None:
@@ -466,5 +482,8 @@ def test_options_that_do_not_go_with_a_shared_store_are_refused(tmp_path: Path) 
     for options in ({"disk_cache": 0}, {"reuse": False}, {"shared_cache": 0}):
         with pytest.raises(ConfigError, match="--shared"):
             CacheConfig(shared=url, **options)  # type: ignore[arg-type]
+    for alone in ({"shared_cache": 1024**3}, {"shared_cache": 100 * 1024**3}, {"shared_directory": "redis://host"}):
+        with pytest.raises(ConfigError, match="with --shared"):
+            CacheConfig(**alone)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--importance"):
         EngineConfig(cache=CacheConfig(shared=url), importance=0.5)

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from afterglow.config import CacheConfig, EngineConfig
+from afterglow.config import WRITE_BUFFER, CacheConfig, EngineConfig
 from afterglow.engine import gather
 from afterglow.engine.engine import Engine
+from afterglow.plan.tiers.cost import Work
 from afterglow.store.extents.throttle import Throttle
 from afterglow.store.moving import move_work
 from tests import doors
@@ -144,6 +145,44 @@ def test_a_layer_waits_for_its_own_rows_and_a_read_buffer_takes_the_first_ones_e
     scene.check("B", text)
 
 
+@pytest.mark.parametrize(("form", "buffered"), [("auto", 2), ("paper", 1)])
+def test_the_read_buffer_has_the_formulas_size(
+    make: Make, monkeypatch: pytest.MonkeyPatch, form: str, buffered: int
+) -> None:
+    """Three layers that load in 1 s and compute in 0.8 s: 3 - 2 x 0.8 = 1.4 layers by the exact form, 3 - 3 x 0.8 = 0.6 by the
+    paper's, in whole layers."""
+    scene = make(read_buffer=form)
+    line = scene.timeline
+    text = [*history(scene), 1]
+    known = scene.engine.ask(lambda: scene.engine.parts.scheduler.cache.cost)
+
+    def measure() -> None:  # often enough to be believed; what follows is not to change it
+        for move in range(-3, 0):
+            known.started(move, 1, now=0.0)
+            known.ended(move, 1, 1.0, now=0.0)
+            known.passed(Work(rows=1), 0.8)
+        monkeypatch.setattr(known, "read", lambda size, far=False: 1.0 if size else 0.0)
+        monkeypatch.setattr(known, "compute", lambda rows, start, gathered=0: 0.8)
+
+    scene.engine.ask(measure)
+    late = range(buffered, LAYERS)
+    line.hold(("reaches", "A", 2, 0), ("reaches", "A", 5, 0), *(("load", 0, layer) for layer in late))
+    scene.submit("A", words(9, 20), max_tokens=8)
+    line.wait_held("reaches", "A", 2, 0)
+    scene.submit("B", text)
+    line.let_go(("reaches", "A", 2, 0))
+    line.wait("load", 0, buffered - 1)
+    line.wait_held("reaches", "A", 5, 0)
+    assert ("ask", 0, buffered) not in line, "the load stops there"
+    line.let_go()
+    line.wait("ended", "B")
+    for layer in range(LAYERS):
+        assert line.ordered(("load" if layer < buffered else "ask", 0, layer), ("ended", "A")) == (layer < buffered)
+    assert scene.engine.stats().plan.read_buffer_layers == buffered
+    assert scene.cached("B").total == 100
+    scene.check("B", text)
+
+
 def test_a_layer_of_all_extents_comes_before_the_next_layer_of_any(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of several turns lies in as many files and more, and its layers wait for their own rows all the same."""
     monkeypatch.setattr(move_work, "MIN_READ_BYTES", 1)  # of a model this small a whole extent would be read at once
@@ -222,6 +261,23 @@ def test_a_full_write_buffer_makes_computing_wait_and_loses_nothing(make: Make) 
     scene.run("A2", text, 4)
     assert scene.cached("A2").host == 40 + 23
     scene.check("A2", text)
+
+
+def test_the_write_buffer_has_the_formulas_size(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 rows that 0.9 s are computed for, two layers of three behind the first: at a rate that saves them in 2 s, 1.4 s are left."""
+    scene = make(write_buffer="auto")
+    store = scene.engine.parts.store
+    size = 40 * store.layout.row_bytes * 2 * LAYERS
+    assert scene.engine.stats().store.write_buffer_bytes == WRITE_BUFFER
+    known = scene.engine.ask(lambda: scene.engine.parts.scheduler.cache.cost)
+    monkeypatch.setattr(known, "compute", lambda rows, start, gathered=0: 0.9)
+    doors.copied(doors.saver_of(store), size // 2, 1.0)
+    scene.run("A", words(1, 40), 4)
+    assert scene.engine.stats().store.write_buffer_bytes == pytest.approx(size * 1.4 / 2, abs=2)
+    scene.engine.settle()
+    scene.engine.demote("host")
+    scene.run("A2", [*words(1, 40), 1], 4)
+    assert scene.cached("A2").host == 40
 
 
 def test_the_next_job_does_not_wait_for_the_disk(make: Make) -> None:

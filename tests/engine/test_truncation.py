@@ -15,7 +15,7 @@ from afterglow.errors import RequestError
 from afterglow.model.loader import load_model
 from afterglow.request import Output
 from tests import doors
-from tests.engine.by_hand import ask_truncated, logprobs, reference
+from tests.engine.by_hand import Cut, ask_truncated, behind, logprobs, reference
 from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
 
 Start = Callable[..., Handle]
@@ -70,6 +70,37 @@ def test_what_survives_is_embedded_at_new_positions(
     assert (logprobs(outputs) - plain).abs().max() > 1e-4, "surviving rows have seen the dropped ones"
     again = ask(handle, text + new + [1] * TURN, turns_of(len(text) + 2 * TURN))
     assert again[0].cached.total >= survived + TURN, "the next turn goes on from there"
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_the_oldest_half_goes_wherever_turns_end(start: Start, model_of: Models, tmp_path: Path, tier: str) -> None:
+    """The papers' truncation, twice: half of the window, through the middle of turns."""
+    rng = random.Random(tier)
+    model = model_of("llama")
+    handle = start(model, tmp_path, max_model_len=WINDOW, truncation_policy="oldest_tokens")
+    decoder = load_model(model, dtype="float32", device="cpu", max_model_len=None)
+    text = [rng.randrange(VOCAB) for _ in range(SYSTEM)]
+    before: Cut | None = None
+    for _ in range(9):
+        if tier == "disk":
+            handle.engine.settle()
+            handle.engine.demote("disk")
+        seen = len(text)
+        text += [rng.randrange(VOCAB) for _ in range(TURN)]
+        outputs = ask(handle, text, turns_of(len(text)))
+        told = outputs[0].truncation
+        dropped = before.dropped if before is not None else 0
+        if told is None:
+            continue
+        assert told.policy == "oldest_tokens"
+        if told.dropped > dropped:
+            assert (told.dropped, outputs[0].cached.total) == (dropped + WINDOW // 2, seen - told.dropped)
+            before = Cut(text[:seen], SYSTEM, told.dropped, seen - told.dropped, before)
+        assert before is not None
+        (expected,) = behind(decoder, before, text, [outputs[0].tokens[0]])
+        assert (logprobs(outputs) - expected).abs().max() < 1e-4
+    assert before is not None
+    assert before.before is not None, "it was cut twice"
 
 
 def test_learned_positions_are_recomputed_and_say_so(start: Start, model_of: Models, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An S3 server on a bad day: moto's, behind a proxy that answers 500, stalls, is late, and flips bits on the way in and out."""
+"""An S3 server on a bad day: moto's, behind a proxy that answers 500, stalls, is late, and flips bits on the way in and out, and a bad line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.faults.bad_line import BadLine, bad_line
+
 BUCKET = "afterglow-chaos"
 LATE_S = 0.02  # at most, of any answer
 STALL_S = 6.0  # longer than any deadline of a read
 # Of so many calls one goes wrong. Three failures in a row and the store is left alone for a while, so most calls have to go well.
-ONE_OF = {"500": 40, "stalled": 250, "flipped in the store": 12, "flipped on the way": 12}
+STORE_FAULTS = {"500": 40, "stalled": 250, "flipped in the store": 12, "flipped on the way": 12}
 
 
 class BadStore:
-    """`faults` counts what went wrong, by kind; `calls` all calls."""
+    """`faults` counts what went wrong, by kind; `calls` all calls. `line`: that all of them come by."""
+
+    line: BadLine
 
     def __init__(self, host: str, port: int, seed: int) -> None:
         self.host, self.port = host, port
@@ -41,7 +45,7 @@ class BadStore:
     def goes_wrong(self, kind: str) -> bool:
         """Draw whether a call goes wrong."""
         with self._lock:
-            wrong = self._rng.randrange(ONE_OF[kind]) == 0
+            wrong = self._rng.randrange(STORE_FAULTS[kind]) == 0
             self.faults[kind] += wrong
             return wrong
 
@@ -64,17 +68,17 @@ def bad_store(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[BadStore]:
     proxy.daemon_threads = True
     proxy.handle_error = lambda *_: None  # type: ignore[method-assign]  # a killed server resets its connections
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    environment = {
-        "AWS_ENDPOINT": f"http://127.0.0.1:{proxy.server_address[1]}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     try:
-        yield store
+        with bad_line(proxy.server_address[1], seed) as store.line:
+            for name, value in {
+                "AWS_ENDPOINT": f"http://127.0.0.1:{store.line.port}",
+                "AWS_ALLOW_HTTP": "true",
+                "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+            }.items():
+                monkeypatch.setenv(name, value)
+            yield store
     finally:
         proxy.shutdown()
         proxy.server_close()
@@ -86,7 +90,11 @@ def _handler(store: BadStore) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            length = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(length)
+            if len(body) < length:  # the line broke off: no store keeps half an object
+                self.close_connection = True
+                return
             time.sleep(store.late())
             if store.goes_wrong("500"):
                 self.say(500, {}, b"")

@@ -64,10 +64,10 @@ class Answer:
 
 
 class Server:
-    """`afterglow serve` on one cache folder: one process after another."""
+    """`afterglow serve` on one cache folder: one process after another. `program`: what Python runs as `afterglow`."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder, self.options = folder, options
+    def __init__(self, folder: Path, *options: str, program: tuple[str, ...] = ("-m", "afterglow.cli")) -> None:
+        self.folder, self.options, self.program = folder, options, program
         self.log = folder / f"log-{random.getrandbits(32):08x}"
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -78,8 +78,7 @@ class Server:
             port = probe.getsockname()[1]
         command = [
             sys.executable,
-            "-m",
-            "afterglow.cli",
+            *self.program,
             "serve",
             "afterglow-small",
             "--port",

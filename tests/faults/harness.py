@@ -768,9 +768,9 @@ def place(part: str, rows: int) -> int:
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
     """Reads and writes go layer by layer, so that there is something between the first and the last call."""
-    before = pieces.READ_BYTES, pieces.WRITE_BYTES
-    pieces.READ_BYTES = pieces.WRITE_BYTES = 1  # type: ignore[misc]
+    before = pieces.READ_BYTES, pieces.SUMMED_READ_BYTES, pieces.WRITE_BYTES
+    pieces.READ_BYTES = pieces.SUMMED_READ_BYTES = pieces.WRITE_BYTES = 1  # type: ignore[misc]
     try:
         yield
     finally:
-        pieces.READ_BYTES, pieces.WRITE_BYTES = before  # type: ignore[misc]
+        pieces.READ_BYTES, pieces.SUMMED_READ_BYTES, pieces.WRITE_BYTES = before  # type: ignore[misc]

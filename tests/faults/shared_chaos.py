@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,9 @@ from tests.faults.chaos import Answer, Server, drawn, said
 
 TALKS = 4  # conversations at the same time, each of a tenant of its own; two say the same
 TURNS = 7
+MOST_AHEAD = (
+    24  # answers after those that are waited for: on a slow machine, starts would else leave time for thousands
+)
 
 
 @dataclass
@@ -22,6 +26,7 @@ class SharedChaos:
 
     servers: list[Server]
     seed: int
+    trouble: Callable[[int], object]  # made before each kill, by its number
     answers: list[Answer] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     retried: int = 0
@@ -30,19 +35,21 @@ class SharedChaos:
         self._changed = threading.Condition()
         self._up: dict[int, int] = {}  # servers that live: which process of theirs
         self._over = False
+        self._most = 0  # answers, for now
 
     def play(self, kills: int) -> None:
         """Start the servers; kill one in the middle of its turns, and start it again, so many times."""
         rng = random.Random(self.seed)
         talks = [threading.Thread(target=self._talk, args=(number,)) for number in range(TALKS)]
         try:
-            for number in range(len(self.servers)):
-                self._start(number)
+            for server in range(len(self.servers)):
+                self._start(server)
             for talk in talks:
                 talk.start()
             self._wait(TALKS)
-            for _ in range(kills):
+            for number in range(kills):
                 self._wait(rng.randrange(2, 8))
+                self.trouble(number)
                 time.sleep(rng.uniform(0.0, 0.3))
                 victim = rng.randrange(len(self.servers))
                 with self._changed:
@@ -75,6 +82,8 @@ class SharedChaos:
     def _wait(self, answers: int) -> None:
         with self._changed:
             wanted = len(self.answers) + answers
+            self._most = wanted + MOST_AHEAD
+            self._changed.notify_all()
             there = self._changed.wait_for(lambda: len(self.answers) >= wanted or bool(self.failures), 180)
             assert there, "answers do not come"
         if self.failures:
@@ -133,7 +142,7 @@ class SharedChaos:
         again = False
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._up or self._over)
+                self._changed.wait_for(lambda: (self._up and len(self.answers) < self._most) or self._over)
                 if self._over:
                     return None
                 number = chosen.choice(sorted(self._up))

@@ -21,6 +21,7 @@ from afterglow.errors import ConfigError, RequestError
 from afterglow.store import admin
 from tests.engine.conftest import VOCAB, Handle, model_of, start  # noqa: F401  (fixtures)
 from tests.engine.test_exact_reuse import same
+from tests.store.store_kit import patch_reads
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -217,7 +218,7 @@ def test_read_error(start: Start, stored: tuple[Path, Path], monkeypatch: pytest
     def broken(*args: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", broken)
+    patch_reads(monkeypatch, lambda _: broken)
     first = handle.ask(PROMPT, max_tokens=8)
     monkeypatch.undo()
     same(first, handle.ask(PROMPT, reuse=False, max_tokens=8))

@@ -1,25 +1,32 @@
-"""kill -9 of servers over one store that has faults of its own, under conversations that change their server at every turn.
+"""kill -9 of servers over one store and one directory, both with faults of their own and on bad lines, under conversations that change
+their server at every turn.
 
-Every answer, in the short form some of them, is computed again afterwards by a server that reuses nothing.
+Every answer, in the short form some of them, is computed again afterwards by a server that reuses nothing. `CHAOS_SEED=N` asks the same,
+and draws the same faults; when they come the system decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from afterglow.model.loader import load_model
-from tests.faults.bad_store import BUCKET, bad_store
+from tests.faults.bad_line import LINE_FAULTS, BadLine, bad_line
+from tests.faults.bad_store import BUCKET, STORE_FAULTS, bad_store
 from tests.faults.chaos import Answer, Server
 from tests.faults.shared_chaos import SharedChaos
 from tests.faults.test_chaos import BUNDLED, Exact, Verifier
+from tests.store.redis_server import RedisServer, found_binary
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+PROGRAM = Path(__file__).with_name("resilient_server.py")
 OPTIONS = (
     "--max-model-len", "1024", "--device-cache", "8M", "--host-cache", "8M", "--disk-cache", "16M", "--source", "load",
     "--shared", f"s3://{BUCKET}/kv", "--shared-cache", "48M",
@@ -44,16 +51,57 @@ def _alike(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def chaos(folder: Path, kills: int, looks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[SharedChaos, dict[str, int]]:
+class BadDirectory:
+    """A Redis server on a bad line, that is killed and comes back empty."""
+
+    def __init__(self, server: RedisServer, line: BadLine) -> None:
+        self.server, self.line = server, line
+        self.options = ("--shared-directory", f"redis://127.0.0.1:{line.port}/0")
+
+    def restart(self, number: int) -> None:
+        """Kill the server; every second time it is back at once, else at the next call."""
+        self.server.kill()
+        self.server.start()
+        if number % 2:
+            self.server.kill()
+
+
+@contextlib.contextmanager
+def bad_directory(folder: Path, seed: int) -> Iterator[BadDirectory | None]:
+    """Run such a server; None: there is none here."""
+    if found_binary() is None:
+        yield None
+        return
+    server = RedisServer(folder)
+    try:
+        with bad_line(server.port, seed) as line:
+            yield BadDirectory(server, line)
+    finally:
+        server.kill()
+
+
+def chaos(
+    folder: Path, kills: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[SharedChaos, Counter[str], int]:
+    """Play so many kills, and look at so many answers. Returns the run, the faults that were met, and the rows that came from the store."""
     seed = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
     print(f"CHAOS_SEED={seed}")
-    with bad_store(seed, monkeypatch) as store:
+    rng = random.Random(seed)
+    with bad_store(seed, monkeypatch) as store, bad_directory(folder, seed) as directory:
+
+        def trouble(number: int) -> None:
+            store.line.cut(rng.uniform(0, 3))
+            if directory is not None:
+                directory.restart(number)
+
         for name in ("a", "b"):
             (folder / name).mkdir()
-        servers = [Server(folder / name, *OPTIONS) for name in ("a", "b")]
-        run = SharedChaos(servers, seed)
+        options = OPTIONS if directory is None else (*OPTIONS, *directory.options)
+        servers = [Server(folder / name, *options, program=(str(PROGRAM),)) for name in ("a", "b")]
+        run = SharedChaos(servers, seed, trouble)
         run.play(kills)
-        faults = dict(store.faults)
+        faults = store.faults + store.line.faults
+        print(f"directory: {None if directory is None else dict(directory.line.faults)}")
     for server in servers:
         assert "Traceback" not in server.log.read_text()
     exact = Exact(folder)
@@ -68,10 +116,10 @@ def chaos(folder: Path, kills: int, looks: int, monkeypatch: pytest.MonkeyPatch)
     print(
         f"{kills} kills, {len(run.answers)} answers, {run.retried} asked again, {cached} rows cached, {shared} from the store"
     )
-    print(f"{store.calls} calls of the store, {faults}; {verifier.furthest}")
+    print(f"{store.calls} calls of the store, {dict(faults)}; {verifier.furthest}")
     assert not verifier.wrong, "\n".join(verifier.wrong[:10])
     assert not others_rows(run.answers)
-    return run, faults | {"rows from the store": shared}
+    return run, faults, shared
 
 
 @pytest.mark.timeout(300)
@@ -82,6 +130,7 @@ def test_a_kill_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_thirty_kills_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, faults = chaos(tmp_path, 30, 10**9, monkeypatch)
+    run, faults, shared = chaos(tmp_path, 30, 10**9, monkeypatch)
     assert run.retried > 0
-    assert all(faults.values()), faults
+    assert shared > 0
+    assert set(faults) == {*STORE_FAULTS, *LINE_FAULTS, "cut"}

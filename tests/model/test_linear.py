@@ -221,7 +221,7 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="not on cpu in bfloat16"):
         Keeping(torch.bfloat16, CPU, "int8")
     with pytest.raises(ConfigError, match="--device cpu"):
-        Keeping(torch.float32, torch.device("cuda"), "int8")
+        Keeping(torch.float32, torch.device("mps"), "int8")
     monkeypatch.setattr(keeping, "int8_levels", lambda: 0)
     monkeypatch.setattr(keeping, "has_bytes", lambda: False)
     with pytest.raises(ConfigError, match="--quantization none"):

@@ -186,7 +186,7 @@ def test_anything_in_any_order(seed: int) -> None:
     """Conversations that grow, are discarded from, overflow, are cancelled and meet failing moves, in tiny tiers. Each step
     is checked; so is, by the executor, that rows are those of the tokens they are taken for."""
     rng = random.Random(seed)
-    policy = rng.choice(["oldest", "sinks_and_recent", "importance"])
+    policy = rng.choice(["oldest", "oldest_tokens", "sinks_and_recent", "importance"])
     sizes = {"device_rows": 160, "host_slots": rng.randrange(16, 60), "disk_bytes": rng.choice([0, 4000, 100_000])}
     server = Server(max_model_len=64, truncation_policy=policy, **sizes)  # type: ignore[arg-type]
     server.faults.delay, server.faults.load, server.faults.store = 2, 0.1, 0.1

@@ -102,7 +102,7 @@ def test_the_journal_names_every_input() -> None:
 
 
 def test_every_method_of_a_scheduler_that_changes_it_is_an_input() -> None:
-    looks = {"knows", "stats", "check", "flushed", "unfinished", "queued", "open_step"}
+    looks = {"knows", "stats", "check", "flushed", "unfinished", "unsaved", "queued", "open_step"}
     public = {name for name in vars(Scheduler) if not name.startswith("_")}
     assert public == looks | INPUTS.keys()
     for name, kind in INPUTS.items():

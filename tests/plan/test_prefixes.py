@@ -316,7 +316,7 @@ def talk(turns: int) -> list[int]:
     return [*PROMPT, *words(12 * turns, 5000)]
 
 
-@pytest.mark.parametrize("policy", ["oldest", "sinks_and_recent"])
+@pytest.mark.parametrize("policy", ["oldest", "oldest_tokens", "sinks_and_recent"])
 @pytest.mark.parametrize("salt", [OPERATOR, "a"])
 def test_truncation_leaves_it_and_does_not_copy_it(policy: str, salt: str) -> None:
     server = Prompting(max_model_len=64, truncation_policy=policy, truncation_ratio=0.2)

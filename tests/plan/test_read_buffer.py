@@ -412,9 +412,10 @@ def test_whole_and_a_buffer_together_do_not_wait_for_each_other() -> None:
 def test_nothing_ever_waits_for_ever(seed: int) -> None:
     """Jobs, cancellations, deletions and changes of baseline, on a disk that keeps to the gates."""
     rng = random.Random(seed)
+    buffer = rng.choice([0, 1, 3, "auto", "paper"])
     server = on_disk(
-        4, rows=20, policy=rng.choice(["lru", "lookahead"]), read_buffer=rng.choice([0, 1, 3]),
-        host_slots=rng.choice([12, 60]), preload=rng.choice(["layerwise", "whole"]),
+        4, rows=20, policy=rng.choice(["lru", "lookahead"]), read_buffer=buffer,
+        host_slots=rng.choice([12, 60]), preload=rng.choice(["layerwise", "whole"]) if buffer in (0, 1, 3) else "layerwise",
         source=rng.choice(["auto", "load"]), max_batch=rng.choice([1, 2, 5]),
         device_rows=rng.choice([64, 400]), prefill_chunk=rng.choice([0, 8, 64]), warm_start=True,
     )  # fmt: skip
@@ -435,9 +436,9 @@ def test_nothing_ever_waits_for_ever(seed: int) -> None:
             if rng.random() < 0.05:
                 server.scheduler.reset(server.now)
             if rng.random() < 0.1:
-                server.scheduler.baseline(
-                    rng.choice(["layerwise", "whole"]), rng.choice([None, 0, 2]), rng.choice(["auto", "load"])
-                )
+                preload = rng.choice(["layerwise", "whole"])
+                sizes = [None, 0, 2] if preload == "whole" else [None, 0, 2, "auto"]
+                server.scheduler.baseline(preload, rng.choice(sizes), rng.choice(["auto", "load"]))
         server.finish()
         assert all(job in server.ends for job in jobs)
         if rng.random() < 0.3:

@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 
+from afterglow.plan.prefix.block_keys import Lead, block_keys, lead_to
 from afterglow.plan.prefix.published import Published, expiry, listed_under
 from tests.plan.fake_executor import Text, pack
 from tests.plan.server_kit import Server, words
@@ -139,3 +140,37 @@ def test_tenants_and_beginnings_are_listed_apart() -> None:
     tokens = pack([1, 2, 3])
     assert len({listed_under(salt, tokens[:at]) for salt in ("", "a", "a.b") for at in (4, 8, 12)}) == 9
     assert listed_under("a", b"b") != listed_under("ab", b"")
+
+
+def test_blocks_are_hashes_of_all_before_them_and_of_the_tenant() -> None:
+    tokens = pack(words(300, 5))
+    keys = block_keys("a", tokens)
+    assert len(keys) == len(set(keys)) == 5
+    assert block_keys("a", tokens[: 4 * 200]) == keys[:4]
+    for known in range(6):
+        assert block_keys("a", tokens, keys[:known]) == keys
+    assert not set(block_keys("b", tokens)) & set(keys)
+    changed = bytearray(tokens)
+    changed[4 * 64] ^= 1
+    assert block_keys("a", bytes(changed))[:2] == keys[:2]
+    assert not set(block_keys("a", bytes(changed))[2:]) & set(keys)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "blocks"),
+    [(0, 64, [1]), (0, 63, [0]), (63, 64, [1]), (64, 127, [1]), (64, 129, [2]), (100, 300, [2, 3, 4]), (130, 190, [2])],
+)
+def test_an_extent_is_found_under_the_blocks_that_end_in_it(first: int, end: int, blocks: list[int]) -> None:
+    tokens = pack(words(300, 5))
+    keys = block_keys("a", tokens)
+    for parent in (None, "12" * 20):
+        lead = lead_to(Published("ab" * 20, first, end - first), parent, block_keys("a", tokens[: 4 * end]))
+        assert lead == Lead(parent, [keys[each] for each in blocks])
+        assert Lead.parse(str(lead)) == lead
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "- ", "- 12", f"{'12' * 20}", f"- {'1G' * 16}", f"- {'12' * 16} ", f"-\n{'12' * 16}"]
+)
+def test_what_is_no_lead_is_none(text: str) -> None:
+    assert Lead.parse(text) is None

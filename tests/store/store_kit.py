@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from afterglow.plan.step import ExtentRecord, Load, MoveDone, Store, TransferDone
+from afterglow.store.extents import pieces, summed_reads
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.tier import HostArena, arena_bytes
 from afterglow.store.kvstore import KVStore
@@ -132,3 +134,17 @@ def rest(thing: Any, timeout: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.002)
+
+
+def patch_reads(monkeypatch: Any, wrap: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
+    """Put `wrap(call)` in place of both calls that read files: the system's, and that of the compiled kernels. Both take a
+    descriptor, buffers and an offset, and return bytes.
+    """
+    monkeypatch.setattr(os, "preadv", wrap(os.preadv))
+    monkeypatch.setattr(summed_reads, "preadv", wrap(summed_reads.preadv))
+
+
+def limit_reads(monkeypatch: Any, num_bytes: int) -> None:
+    """Let one call read so many bytes, but at least a layer."""
+    monkeypatch.setattr(pieces, "READ_BYTES", num_bytes)
+    monkeypatch.setattr(pieces, "SUMMED_READ_BYTES", num_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -17,7 +16,7 @@ from afterglow.store.moving import mover as mover_module
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.task import Task
 from tests import doors
-from tests.store.store_kit import Kit, contents, extent_name, record, rest
+from tests.store.store_kit import Kit, contents, extent_name, patch_reads, record, rest
 from tests.waiting import wait_for
 
 LAYOUT = KVLayout(4, 2, 8, "F32")
@@ -40,16 +39,18 @@ class Reads:
         self.gate = threading.Event()
         self.gate.set()
         self.there = threading.Semaphore(0)  # a read has come to the gate
-        real = os.preadv
 
-        def preadv(*args):
-            self.there.release()
-            assert self.gate.wait(20)
-            moved = real(*args)
-            self.bytes += moved
-            return moved
+        def held_back(real):
+            def call(*args):
+                self.there.release()
+                assert self.gate.wait(20)
+                moved = real(*args)
+                self.bytes += moved
+                return moved
 
-        monkeypatch.setattr(os, "preadv", preadv)
+            return call
+
+        patch_reads(monkeypatch, held_back)
 
 
 def load(kit, number, *, ahead=None, into=TARGET, priority=DEMAND):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -17,7 +16,7 @@ from afterglow.store.moving.move_work import layers_at_once
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.task import Task
 from tests import doors
-from tests.store.store_kit import Kit, contents, extent_name, record, rest
+from tests.store.store_kit import Kit, contents, extent_name, patch_reads, record, rest
 
 LAYOUT = KVLayout(4, 2, 8, "F32")
 BENCH = KVLayout(12, 4, 64, "F32")
@@ -112,8 +111,7 @@ def side_by_side(*numbers):
 
 def test_loads_that_come_together_go_on_side_by_side(kit, monkeypatch):
     heads = []
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: heads.append(at == 0) or real(fd, buffers, at))
+    patch_reads(monkeypatch, lambda real: lambda fd, buffers, at: heads.append(at == 0) or real(fd, buffers, at))
     reads = Reads(kit)
     loads(kit)
     done = kit.settle()

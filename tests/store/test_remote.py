@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from afterglow.errors import ConfigError, RefusedError, StoreError
@@ -10,8 +12,9 @@ from afterglow.store.shared.budget import Budget
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.objects import Objects, check_url
 from afterglow.store.shared.paths import Paths
-from afterglow.store.shared.remote import MAX_FAILURES, REST_S, Remote
+from afterglow.store.shared.remote import MAX_ASIDE, MAX_FAILURES, REST_S, Remote
 from tests.store.bucket import Bucket
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,27 @@ def test_a_missing_bucket_is_no_missing_object(code: str) -> None:
         assert kind_of(error.value) == "io"
     assert remote.rests
     remote.close()
+
+
+def test_a_call_aside_says_nothing_about_the_store() -> None:
+    """Neither does it make good for failures of the store, nor count as one, and one that hangs is left behind."""
+    bucket = Bucket()
+    bucket.down = True
+    remote = Remote(lambda: bucket)
+    gate = threading.Event()
+    try:
+        for _ in range(MAX_FAILURES):
+            with pytest.raises(StoreError):
+                remote.call("listing", lambda objects: [*objects.list("")], 5)
+            if not remote.rests:
+                assert remote.aside(lambda: 1, 5) == 1
+        assert remote.rests
+        assert remote.aside(lambda: 1 // 0, 5) is None
+        assert [remote.aside(gate.wait, 0.0) for _ in range(MAX_ASIDE)] == [None] * MAX_ASIDE
+        assert remote.aside(lambda: 1, 5) is None, "too many hang"
+        assert remote.hung == 0
+        gate.set()
+        wait_for(lambda: remote.aside(lambda: 1, 5) == 1)
+    finally:
+        gate.set()
+        remote.close()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from afterglow.errors import StoreError
+from afterglow.store.database import unpublished
 from afterglow.store.database.conversations import TTL_S
 from afterglow.store.shared import remote
 from afterglow.store.shared.counters import SharedCounters
@@ -189,6 +190,7 @@ def test_a_store_that_cannot_be_listed_is_left_alone(a: Replica, bucket: Bucket)
 HANGING_READS = """
 import threading
 from afterglow.errors import StoreError
+from afterglow.store.database import unpublished
 from afterglow.store.shared import counters, records, remote
 class Hanging:
     def get(self, *args):
@@ -228,6 +230,68 @@ def test_a_response_that_was_deleted_before_it_could_be_written_stays_deleted(a:
     bucket.down = False
     a.kept.sweep()
     assert bucket.objects == {}
+
+
+LATE = """
+import os, signal, sys
+from pathlib import Path
+from afterglow.store.shared import counters, records, remote, shared_responses
+class Hanging:
+    def __getattr__(self, name):
+        if sys.argv[2] == "hangs":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("down")
+far = records.Records(remote.Remote(Hanging), "digest", counters.SharedCounters())
+kept = shared_responses.SharedConversations(Path(sys.argv[1]), far)
+for name, previous in (("one", None), ("two", "one"), ("three", "two")):
+    kept.add(name, "t", previous, "m", {"id": name}, [{"text": f"in {name}"}])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("how", "known"), [("down", 3), ("hangs", 1)])
+def test_what_could_not_be_written_is_written_after_a_kill(
+    how: str, known: int, tmp_path: Path, b: Replica, bucket: Bucket
+) -> None:
+    """`hangs`: the process is killed while the first response is on its way to the store."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    ended = subprocess.run([sys.executable, "-c", LATE, str(folder), how], capture_output=True, timeout=60)
+    assert ended.returncode == -9, ended.stderr
+    again = Replica(folder, bucket)
+    assert bucket.calls == 0, "a start waits for no store"
+    bucket.down = True
+    again.kept.sweep()
+    bucket.down = False
+    assert b.kept.chain("one", "t") is None
+    again.kept.sweep()
+    names = ["one", "two", "three"][:known]
+    assert texts(b.kept.chain(names[-1], "t")) == [f"in {name}" for name in names]
+    calls = bucket.calls
+    again.kept.sweep()
+    assert bucket.calls == calls, "each is written once"
+    again.kept.close()
+
+
+def test_what_others_have_deleted_is_not_written_again(a: Replica, b: Replica, bucket: Bucket) -> None:
+    """A process that was killed when the store had a response, but before that was noted, writes it again."""
+    a.say("one", None)
+    a.kept.unpublished.add("one", "t")
+    assert b.kept.delete("one", "t")
+    there = {*bucket.objects}
+    a.kept.sweep()
+    assert {*bucket.objects} == there
+    assert a.kept.get("one", "t") is None
+
+
+def test_so_many_are_kept_that_could_not_be_written(
+    a: Replica, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpublished, "MAX_UNPUBLISHED", 2)
+    bucket.down = True
+    for name in ("one", "two", "three"):
+        a.say(name, None)
+    assert [name for name, _ in a.kept.unpublished.read()] == ["two", "three"]
 
 
 def test_an_id_that_is_no_text_is_unknown(a: Replica) -> None:

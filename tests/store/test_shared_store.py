@@ -353,7 +353,7 @@ def test_what_is_published_comes_before_what_it_replaces_goes(tmp_path: Path) ->
 
         objects.put = watched  # type: ignore[method-assign]
         a.shared.publish(Published(extent_name(2), 0, ROWS), "0" * 40)
-        a.shared.delete(extent_name(1))
+        a.shared.replaced(extent_name(1))
         assert a.shared.rest(20)
         assert there == [True, True]
         assert old not in objects.objects

@@ -20,9 +20,10 @@ from afterglow.errors import StoreError
 from afterglow.plan.step import Drop, Load, MoveDone
 from afterglow.store import admin
 from afterglow.store.database import rows as catalog_rows
+from afterglow.store.extents import summed_reads
 from afterglow.store.namespace.namespace import Namespace
 from tests import doors
-from tests.store.store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, name_of
+from tests.store.store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, limit_reads, name_of, patch_reads
 
 _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 MS_RDONLY, MS_REMOUNT, MNT_DETACH = 1, 32, 2
@@ -81,7 +82,7 @@ def test_a_damaged_extent_is_a_miss_and_leaves(tmp_path, harm):
 
 
 def test_layers_before_the_damage_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr("afterglow.store.extents.pieces.READ_BYTES", 1)
+    limit_reads(monkeypatch, 1)
     with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         raw = bytearray(kit.file(1).read_bytes())
@@ -97,7 +98,7 @@ def test_a_read_error_is_a_miss_that_may_pass(tmp_path, monkeypatch, number):
     with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", _raise(number))
+            patch_reads(patch, lambda _: _raise(number))
             assert not kit.get(1, 64, (1,)).ok
         assert kit.store.stats().errors == {"io": 1}
         assert kit.get(1, 64, (1,)).ok
@@ -166,19 +167,21 @@ def test_a_read_only_disk_can_be_looked_at_but_not_served(tmp_path):
 
 def test_a_read_that_hangs_is_a_miss_and_its_slots_stay_busy(tmp_path, monkeypatch):
     gate = threading.Event()
-    real = os.preadv
     with Kit(tmp_path, read_timeout=0.3) as kit:
         kit.put(1, 64, (0,))
         kit.put(2, 64, (1,))
         hang = {"on": True}
 
-        def preadv(*args):
-            if hang["on"]:
-                hang["on"] = False
-                gate.wait(20)
-            return real(*args)
+        def hanging(real):
+            def call(*args):
+                if hang["on"]:
+                    hang["on"] = False
+                    gate.wait(20)
+                return real(*args)
 
-        monkeypatch.setattr(os, "preadv", preadv)
+            return call
+
+        patch_reads(monkeypatch, hanging)
         kit.store.start([Load(50, extent_name(1), 64, (5,))])
         start = time.monotonic()
         assert not kit.store.wait_layer(50, 0, 10)
@@ -255,7 +258,8 @@ def test_a_read_that_returns_late_with_an_error_removes_nothing_newer(tmp_path, 
     with Kit(tmp_path, read_timeout=0.3) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
-            _hang_once(patch, os, "preadv", gate, then=_raise(errno.ENOENT))
+            for module in (os, summed_reads):
+                _hang_once(patch, module, "preadv", gate, then=_raise(errno.ENOENT))
             kit.store.start([Load(60, extent_name(1), 64, (5,))])
             assert _collect(kit, 1)[0].slots_busy
             kit.store.start([Drop(61, extent_name(1)), _store(1, 62)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 
@@ -20,7 +19,18 @@ from afterglow.store.extents.throttle import ArtificiallySlowTier, Throttle, _Li
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.moving.task import Abandoned
 from tests.store import test_tiers
-from tests.store.store_kit import ALIGNED, DIGEST, ODD, Kit, arena_of, contents, extent_name, record
+from tests.store.store_kit import (
+    ALIGNED,
+    DIGEST,
+    ODD,
+    Kit,
+    arena_of,
+    contents,
+    extent_name,
+    limit_reads,
+    patch_reads,
+    record,
+)
 
 
 def slow(folder, layout=ALIGNED, **speeds):
@@ -54,13 +64,15 @@ class Clock:
 
     def __init__(self, monkeypatch, real=0.0):
         self.now = 1000.0
-        preadv = os.preadv
 
-        def slowly(*args):
-            self.now += real
-            return preadv(*args)
+        def slowly(preadv):
+            def call(*args):
+                self.now += real
+                return preadv(*args)
 
-        monkeypatch.setattr(os, "preadv", slowly)
+            return call
+
+        patch_reads(monkeypatch, slowly)
         monkeypatch.setattr(throttle_module, "time", self)
 
     def perf_counter(self):
@@ -110,7 +122,7 @@ def test_the_parts_of_a_load_take_the_time_of_the_whole_and_a_latency_each(tmp_p
 
 
 def test_a_tier_that_is_slower_by_itself_is_not_held_back(tmp_path, arena, monkeypatch):
-    monkeypatch.setattr(pieces, "READ_BYTES", 1)
+    limit_reads(monkeypatch, 1)
     tier = slow(tmp_path, LAYOUT, read_bytes_per_s=1e9, latency_s=0.5)
     clock = Clock(monkeypatch, real=2.0)
     start = clock.now

@@ -239,3 +239,34 @@ def test_a_closed_store_is_not_blocked_by_a_full_buffer():
         closer.join(20)
         assert not closer.is_alive()
         assert kit.store.finished() == [SaveDone(0, 0, ROWS), SaveDone(1, 0, ROWS)]
+
+
+def test_the_buffer_takes_the_size_of_the_formula(bench):
+    """100 rows of ODD take S bytes. At a rate that saves S in 1 s, a job that computes for 0.2 s behind its first layer leaves 0.8 S."""
+    most = 1000 * SIZE
+    b = bench(most)
+    b.gate.set()
+    size = 100 * SIZE // ROWS
+    b.saver.expect(100, 0.4)
+    assert b.saver.limit == most, "no rate is known yet"
+    doors.copied(b.saver, size, 1.0)
+    for computing, wanted in ((0.2, 0.8), (0.1, 0.9), (5.0, 2 / ODD.layers), (0.0, 1000 * SIZE / size)):
+        b.saver.expect(100, computing)
+        assert b.saver.limit == pytest.approx(wanted * size, abs=2), "at least two layers; all without a prediction"
+    b.saver.expect(10**6, 0.001)
+    assert b.saver.limit == most, "never more than it may be"
+
+
+def test_a_buffer_that_becomes_larger_lets_a_save_in(bench):
+    b = bench(10 * SIZE)
+    doors.copied(b.saver, SIZE, 1.0)
+    b.saver.expect(ROWS, 10.0)
+    b.occupy()
+    b.save_blocked(1)
+    b.saver.expect(0, 0.0)
+    wait_for(lambda: b.saver.pending() == 2)
+    b.threads[0].join(20)
+    assert not b.threads[0].is_alive(), "it is queued while the first one is still being reported"
+    b.gate.set()
+    assert rest(b.saver, 20)
+    b.check([0, 1])

@@ -101,10 +101,15 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def allowed(name: str, length: int, rate: float) -> float:
+    """See `allowed_by`."""
+    hidden, heads, kv_heads = MODELS[name][:3]
+    return allowed_by(hidden, heads, kv_heads, length, rate)
+
+
+def allowed_by(hidden: int, heads: int, kv_heads: int, length: int, rate: float) -> float:
     """What the multiplications of attention allow at a hit rate: a hit has values, map x values and the output projection left
     of queries, keys, values, queries x keys, map x values and the output projection. Exponentials, rotation and moving rows
     about are not counted, nor looking up."""
-    hidden, heads, kv_heads = MODELS[name][:3]
     head_dim = hidden // heads
     queries, values, core = hidden * heads * head_dim, hidden * kv_heads * head_dim, length * heads * head_dim
     hit = values + core + queries
@@ -145,13 +150,15 @@ class Repeated:
 
 
 class Batch:
-    """Ten sentences in one layer; some have maps in half precision, packed as in the store."""
+    """Ten sentences in one layer; some have maps in half precision, packed as in the store. Nothing waits for a device."""
 
     def __init__(self, model: Decoder, length: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.model, self.layer = model, model.layers[0]
-        self.x = torch.randn(SENTENCES * length, model.spec.hidden, generator=generator)
-        self._positions, self._lengths = torch.arange(length).repeat(SENTENCES), [length] * SENTENCES
+        x = torch.randn(SENTENCES * length, model.spec.hidden, generator=generator)
+        self.x = x.to(model.device, model.dtype)
+        self._positions = torch.arange(length).repeat(SENTENCES).to(model.device)
+        self._lengths = [length] * SENTENCES
         scores = torch.randn(SENTENCES, 1, model.spec.heads, length, length, generator=generator)
         maps = scores.masked_fill_(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
         self._packed = torch.from_numpy(pack(maps.numpy(), causal=True)).half()

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterator
 from random import Random
 from statistics import fmean
 
+from afterglow.plan.tiers.buffers import read_buffer_layers
 from afterglow.sim.engine_setup import Mode, Setup
 from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.machine.timing import Roofline
 from afterglow.sim.simulator import Outcome, Simulation
 from afterglow.sim.workload.sharegpt import ShareGPTLaw, preset
 from afterglow.sim.workload.turns import Conversation, StreamSegment, TraceTurn, Workload
-from benchmarks.papers.cachedattention.read_buffer import read_buffer_layers, stall
+from benchmarks.papers.cachedattention.read_buffer import stall
 from benchmarks.papers.cachedattention.runs import DECODE_EFFICIENCY, DEVICE, PREFILL_EFFICIENCY, STEP_OVERHEAD_S
 from benchmarks.papers.cachedattention.table import Paper, Row, holds, row
 

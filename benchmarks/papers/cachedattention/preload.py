@@ -17,9 +17,10 @@ from typing import Any, Literal
 from afterglow.bench.report import COUNTED, arguments, finish, goal, show, spread
 from afterglow.bench.timed_requests import ask, asked, words
 from afterglow.engine.engine import Engine
+from afterglow.plan.tiers.buffers import read_buffer_layers
 from afterglow.store.extents.throttle import Throttle
 from benchmarks.common.engines import engine_of
-from benchmarks.papers.cachedattention.read_buffer import read_buffer_layers, stall
+from benchmarks.papers.cachedattention.read_buffer import stall
 
 RATIO = 0.6376  # compute over load, per layer, that fits Figure 19 (spec A4)
 PAPER_LAYERS = 40

@@ -1,20 +1,6 @@
-"""How many layers to load before a job starts (CachedAttention §3.2.1): by the printed formula, by the exact one, and step by step."""
+"""What a read buffer saves (CachedAttention §3.2.1), step by step."""
 
 from __future__ import annotations
-
-import math
-
-
-def read_buffer_layers(layers: int, load: float, compute: float, *, exact: bool = True) -> int:
-    """Layers that must be loaded before a job starts, so that it never waits. `load` and `compute` are per layer.
-
-    The paper's formula (§3.2.1) is one layer's compute short; `exact` adds it. At least one layer, because the first
-    cannot be loaded while nothing is computed.
-    """
-    if load <= 0:
-        return 0
-    lead = layers * load - (layers - 1 if exact else layers) * compute
-    return min(layers, max(1, math.ceil(lead / load - 1e-9)))
 
 
 def stall(layers: int, load: float, compute: float, buffered: int) -> float:

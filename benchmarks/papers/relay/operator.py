@@ -24,19 +24,34 @@ from afterglow.bench.report import arguments, finish, goal, interleaved, show, s
 from afterglow.kernels.built import native
 from afterglow.kernels.decode import Read, Reads
 
+CPU = torch.device("cpu")
 SCALE = 0.125
 WAYS = ("plain", "shared", "relay", "torch")
 
 
 class Batch:
-    """Queries, prefix and contexts of `requests` requests; stored as the engine does."""
+    """Queries, prefix and contexts of `requests` requests; stored as the engine does. `options`: `seed`, `heads`, `kv_heads` and
+    `head_dim`."""
 
-    def __init__(self, options: Any, requests: int, prefix: int, context: int) -> None:
-        generator = torch.Generator().manual_seed(options.seed)
+    def __init__(
+        self,
+        options: Any,
+        requests: int,
+        prefix: int,
+        context: int,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator(device)
+        generator.manual_seed(options.seed)
         kv, d = options.kv_heads, options.head_dim
-        self.q = torch.randn(requests, options.heads, d, generator=generator)
-        shared = torch.randn(1, 2, kv, prefix, d, generator=generator)
-        own = [torch.randn(1, 2, kv, context, d, generator=generator) for _ in range(requests)]
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+        self.q = draw(requests, options.heads, d)
+        shared = draw(1, 2, kv, prefix, d)
+        own = [draw(1, 2, kv, context, d) for _ in range(requests)]
         private = [Read(data, 0, context, (i,)) for i, data in enumerate(own)]
         together = [Read(shared, 0, prefix, range(requests)), *private]
         self._reads = {
@@ -50,8 +65,8 @@ class Batch:
 
     def __call__(self, way: str) -> Tensor:
         """Attention of all, in one of the ways."""
-        out = torch.zeros_like(self.q)
-        lse = torch.full(self.q.shape[:2], -torch.inf)
+        out = torch.zeros_like(self.q, dtype=torch.float32)
+        lse = torch.full(self.q.shape[:2], -torch.inf, device=self.q.device)
         self._reads[way].attend(0, self.q, SCALE, out, lse)
         return out
 

@@ -151,15 +151,15 @@ def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict
     system = words(rng, engines["shared"], workload.system)
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     for name in CACHED:  # the system prompt is in the cache, and everything has run once
-        _rate(engines[name], workload.drawn(engines[name], rng, workload.batch, system), workload.batch)
+        tokens_per_second(engines[name], workload.drawn(engines[name], rng, workload.batch, system), workload.batch)
     for turn in range(options.rounds):
         asked = workload.drawn(engines["shared"], rng, workload.count, system)
         # No way is always the first: load from outside would count against it.
         for name in (*CACHED[turn % 3 :], *CACHED[: turn % 3]):
-            found[name].append(_rate(engines[name], asked, workload.batch))
+            found[name].append(tokens_per_second(engines[name], asked, workload.batch))
     few = max(2, min(workload.count, RECOMPUTED_ROWS // workload.system))
     asked = workload.drawn(engines["shared"], rng, few, system)
-    found["recompute"].append(_rate(engines["recompute"], asked, workload.batch, reuse=False))
+    found["recompute"].append(tokens_per_second(engines["recompute"], asked, workload.batch, reuse=False))
     rates = {name: statistics.median(values) for name, values in found.items()}
     _say(f"{workload.name}, batch {workload.batch}, prefix {workload.system}: {rates}")
     better = "relay" if rates["relay"] > rates["shared"] else "shared"
@@ -181,7 +181,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _rate(engine: Engine, asked: Asked, batch: int, reuse: bool = True) -> float:
+def tokens_per_second(engine: Engine, asked: Asked, batch: int, reuse: bool = True) -> float:
     """All requests, `batch` at a time; output tokens per second."""
     began = time.perf_counter()
     running: list[Turn] = []
@@ -207,7 +207,7 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
         prompt = words(rng, engines["shared"], system)
         asked = workload.drawn(engines["shared"], rng, count, prompt)
         for name in CACHED:  # the system prompt is in the cache, and everything has run once
-            tokens = _rate(engines[name], asked, 32)
+            tokens = tokens_per_second(engines[name], asked, 32)
         most = tokens * len(asked) / sum(reply for _, reply in asked)
         for part in (0.5, 1.0) if options.quick else (0.25, 0.5, 0.75, 1.0, 1.25):
             asked = workload.drawn(engines["shared"], rng, count, prompt)

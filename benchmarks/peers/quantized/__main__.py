@@ -2,7 +2,8 @@
 
 Afterglow opens each GGUF file as it is, and rounds the unquantised checkpoint itself (int8, int4). llama.cpp opens the same files,
 each with those of its flags that are quickest for it. An engine runs alone, in a process of its own, for one life: it opens the model, goes on
-with the conversation of its last life, answers one prompt and eight at once, goes on with a conversation, and closes. Lives take turns.
+with the conversation of its last life, answers one prompt and eight at once, goes on with a conversation, and closes. Lives take turns. Decoding
+of one sequence is measured once more with both engines open, in turns of a second.
 
     python -m benchmarks.peers.quantized [--model NAME ...] [--environments DIR] [--work DIR] [--quick] [--json FILE]
 
@@ -28,6 +29,7 @@ from benchmarks.peers.quantized.bounds import bandwidth, bytes_per_token
 from benchmarks.peers.quantized.flags import tried
 from benchmarks.peers.quantized.lives import BUDGETS, Arm, Lived, live
 from benchmarks.peers.quantized.models import MODELS, ModelFiles
+from benchmarks.peers.quantized.pairs import decoded_in_turns
 from benchmarks.peers.rounds import measured, turns
 
 LLAMA = "llama-cpp"
@@ -112,6 +114,8 @@ def _model(
         arms.append(arm)
         sets += found
     lived, left_out = _lives(doing, arms, lives or ROUNDS[doing.quick])
+    both = {kind: [arm for arm in arms if arm.kind == kind and arm.name in lived] for kind in formats}
+    in_turns = {kind: decoded_in_turns(doing, pair[0], pair[1]) for kind, pair in both.items() if len(pair) == 2}
     doing.say(f"{files.name}: {len(lived)} arms")
     rows = [
         measured("quantized", samples, model=files.name, engine=arm.engine, kind=arm.kind, measure=measure)
@@ -128,6 +132,7 @@ def _model(
         "bytes": {kind: path.stat().st_size for kind, path in paths.items()},
         "read": {kind: bytes_per_token(path) for kind, path in paths.items()},
         "first tokens": _agreement(lived, formats),
+        "decode in turns": in_turns,
         "settings": {name: found.settings for name, found in lived.items()},
         "left out": left_out,
     }

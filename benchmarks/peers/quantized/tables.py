@@ -26,7 +26,9 @@ ORDER = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "int4", "int8")
 SHAPE, KIND = "1.1b", "Q4_0"
 LOADS = {"load, first": 4.0, "load": 2.0}  # seconds
 BESIDE = 0.5e9  # bytes in memory besides the weights
-TIMES = {"prefill": 2.0, "decode 1": 1.5, "decode 8": 2.5}  # as fast as llama.cpp
+TIMES = {"prefill": 2.0, "decode 8": 2.5}  # as fast as llama.cpp
+DECODE = 1.5  # as well, in turns
+RATES = ("prefill", "decode 1", "decode 8")
 
 
 def show_all(rows: Rows, bounds: dict[str, dict[str, float]]) -> None:
@@ -89,6 +91,9 @@ def goals(rows: Rows, models: dict[str, Any]) -> list[dict[str, Any]]:
         if ("llama-cpp", measure) in by:
             value, noise = ratio(by["afterglow", measure], by["llama-cpp", measure])
             found.append(goal(f"{name}: {measure} / llama.cpp", value, wanted, least=True, spread=noise))
+    if pairs := models[SHAPE]["decode in turns"].get(KIND):
+        what = f"{name}: decode 1 in turns / llama.cpp"
+        found.append(goal(what, pairs["quotient"], DECODE, least=True, spread=pairs["spread"]))
     return found
 
 
@@ -108,6 +113,11 @@ def markdown(found: dict[str, Any]) -> str:
         )
         parts.append(_lines(("", *HEADS), cells(found["rows"], model, found["bounds"][model]), f"**{model}**"))
         parts.append(f"llama.cpp is ahead in: {'; '.join(behind(found['rows'], model)) or 'nothing'}.\n")
+        in_turns = ", ".join(
+            f"{kind} {pairs['quotient']:.2f} times ± {100 * pairs['spread']:.0f} %"
+            for kind, pairs in facts["decode in turns"].items()
+        )
+        parts.append(f"Decode of one sequence in turns of a second, Afterglow's rate over llama.cpp's: {in_turns}.\n")
         parts.append(f"llama.cpp's flags: {chosen}. First tokens that are the same: {agreement}.\n")
         parts += [f"Left out: {name} ({reason}).\n" for name, reason in facts["left out"].items()]
     verdicts = [
@@ -125,7 +135,7 @@ def behind(rows: Rows, model: str) -> list[str]:
     for (measure, kind, engine), theirs in by.items():
         ours = by.get((measure, kind, "afterglow"))
         if engine == "llama-cpp" and ours is not None:
-            ahead = theirs / ours if measure in TIMES else ours / theirs  # rates are better the larger they are
+            ahead = theirs / ours if measure in RATES else ours / theirs  # rates are better the larger they are
             if ahead > 1:
                 found.setdefault(measure, []).append(f"{kind} {ahead:.2f} times")
     return [f"{measure} ({', '.join(kinds)})" for measure, kinds in found.items()]

@@ -22,6 +22,7 @@ class Turn:
     asked: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    waited: float = 0.0  # seconds until its first step
     cached: CachedTokens = CachedTokens()
     tokens: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -38,7 +39,7 @@ def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> 
     def take(output: Output) -> None:
         now = time.perf_counter()
         turn.first = turn.first or now
-        turn.cached = output.cached
+        turn.cached, turn.waited = output.cached, output.waited
         turn.tokens += output.tokens
         if output.finish_reason is not None:
             turn.last = now

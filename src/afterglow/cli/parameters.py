@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from afterglow.choices import ReadBuffer, WriteBuffer
 from afterglow.cli.option_sources import NAMES, Given, given_in, read_sources
 from afterglow.config import parse_size
 from afterglow.errors import ConfigError, UserError
@@ -153,7 +154,12 @@ def _from_field(field: Field[Any], kind: Any, panel: str | None) -> inspect.Para
     more: dict[str, Any] = {"help": about["help"], "rich_help_panel": panel, "metavar": about.get("metavar")}
     if default in (None, (), "", inspect.Parameter.empty) or isinstance(kind, types.UnionType):
         more["show_default"] = False
-    if about.get("size"):
+    if kind == WriteBuffer:
+        more["parser"], more["metavar"], more["show_default"] = _size_or_auto, "SIZE", True
+        kind, default = str, _written(default) if isinstance(default, int) else default
+    elif kind == ReadBuffer:
+        more["parser"], kind = _layers, str | None
+    elif about.get("size"):
         more["parser"] = _size
         more["metavar"] = more["metavar"] or "SIZE"
         kind = str | None if isinstance(kind, types.UnionType) else str
@@ -213,6 +219,19 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _layers(text: str) -> int | str:
+    """Read a number of layers, or the name of a formula, which the configuration checks."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _size_or_auto(text: str) -> int | str:
+    """Read a size, or the word auto. Raises: BadParameter."""
+    return text if text == "auto" else _size(text)
 
 
 def _written(size: int) -> str:

@@ -24,8 +24,10 @@ from afterglow.engine.context import KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.tee import Tee
 from afterglow.kernels.decode import DECODED, Appends, Read, Reads
+from afterglow.kernels.device_rows import DeviceRows
+from afterglow.kernels.layers import LayerRows
 from afterglow.kernels.rope import LayerRotations
-from afterglow.model.decoder import Attention
+from afterglow.model.decoder import Attention, Decoder, Hidden
 from afterglow.plan.options import STRIDE
 from afterglow.plan.step import Share
 
@@ -62,14 +64,25 @@ class CachedAttend:
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x)
         self._tee.layer(layer, k, v)
-        q, k = attention.rotate_both(q, k, self._angles)
-        self._gatherer.layer(layer)
-        self._append(layer, k, v)
+        q = self._place(layer, attention, q, k, v)
         out = self._attention(layer, attention, q)
         if self.beside is not None:
             self.beside.attend(layer, attention.scale, q, out)
         self._gatherer.computed(layer)
         return out.flatten(1)
+
+    def _place(self, layer: int, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rotate queries and keys, bring in the layer's cached rows, and put the new ones into their contexts. Returns the rotated
+        queries."""
+        q, k = attention.rotate_both(q, k, self._angles)
+        self._gatherer.layer(layer)
+        self._append(layer, k, v)
+        return q
+
+    def go_through(self, decoder: Decoder, hidden: Hidden) -> bool:
+        """Take a pass that has begun through all layers in one call, and save its rows, if compiled kernels can do so and no layer
+        waits for rows: in a step that decodes alone. Returns whether that is done."""
+        return False
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Copy the step's new rows [rows, kv_heads, head_dim] to their contexts."""
@@ -100,6 +113,7 @@ class CachedAttend:
         return torch.cat(each)
 
 
+MOST_AT_ONCE = 64  # rows of a step that is one call: with more of them, calls for each layer do not count
 PROBE_ROWS, PROBE_LAYERS, PROBE_ROUNDS = 1024, 8, 2
 PROBE_QUERIES = (1, 2, 4, 8, 16, 32)
 MIN_PROBE_ROWS = 16
@@ -243,26 +257,62 @@ class RelayAttend(CachedAttend):
         self._reads: dict[tuple[bool, int], Reads | None] = {}  # by group of layers and window
         self._found: tuple[Tensor, Tensor] | None = None  # outputs and log-sum-exps, in the same memory for each layer
         self._appends: dict[bool, Appends | None] = {}  # by group of layers
+        self._device_rows: dict[bool, DeviceRows] = {}  # by group of layers
 
-    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        recent, number = self._shape.place(layer)
+    def go_through(self, decoder: Decoder, hidden: Hidden) -> bool:
+        if not decoder.whole or len(hidden.x) > MOST_AT_ONCE or self.beside is not None:
+            return False
+        if self._gatherer.gathering or self._tee.prefilling:
+            return False
+        own = []
+        for layer, of_layer in enumerate(decoder.layers):
+            appends, reads = self._appends_of(layer), self._reads_of(layer, of_layer.attention)
+            if appends is None or reads is None or reads.table is None:
+                return False
+            rotation = None if self._angles is None else self._angles.at(layer)
+            own.append(LayerRows(appends, reads, self._shape.place(layer)[1], rotation))
+        qkv = decoder.go_through(hidden, own)
+        self._tee.layers(qkv[:, :, decoder.spec.heads :].view(len(qkv), len(hidden.x), 2, decoder.spec.kv_heads, -1))
+        return True
+
+    def _place(self, layer: int, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.device.type == "cuda":
+            self._gatherer.layer(layer)
+            recent, number = self._shape.place(layer)
+            if recent not in self._device_rows:
+                new = [_read(entry, layer, entry.start, entry.stop, ()) for entry in self.entries]
+                self._device_rows[recent] = DeviceRows([(read.data, read.start, read.stop) for read in new])
+            rotation = None if self._angles is None else self._angles.at(layer)
+            placed = self._device_rows[recent].place(number, q, k, v, rotation)
+            if placed is not None:
+                return placed
+        return super()._place(layer, attention, q, k, v)
+
+    def _appends_of(self, layer: int) -> Appends | None:
+        recent = self._shape.place(layer)[0]
         if recent not in self._appends:
             new = [_read(entry, layer, entry.start, entry.stop, _rows(entry)) for entry in self.entries]
             self._appends[recent] = Appends(new) if Appends.possible(new) else None
-        appends = self._appends[recent]
-        if appends is None:
-            super()._append(layer, k, v)
-        else:  # failed entries too: their rows do not count
-            appends.write(number, k, v)
+        return self._appends[recent]
 
-    def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
-        # Entries fail while layers are gathered, which is rare.
+    def _reads_of(self, layer: int, attention: Attention) -> Reads | None:
+        """Prepare the reads of the entries that have not failed. Entries fail while layers are gathered, which is rare."""
         failed = [entry.job for entry in self.whole if entry.failed is not None]
         if failed != self._failed:
             self._failed, self._reads = failed, {}
-        recent, number = self._shape.place(layer)
-        if (recent, attention.window) not in self._reads:
-            self._reads[recent, attention.window] = self._prepared(layer, attention)
+        which = self._shape.place(layer)[0], attention.window
+        if which not in self._reads:
+            self._reads[which] = self._prepared(layer, attention)
+        return self._reads[which]
+
+    def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        appends = self._appends_of(layer)
+        if appends is None:
+            super()._append(layer, k, v)
+        else:  # failed entries too: their rows do not count
+            appends.write(self._shape.place(layer)[1], k, v)
+
+    def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         if self._found is None:
             out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -272,9 +322,9 @@ class RelayAttend(CachedAttend):
         else:  # what all segments are merged into: a row of zeros
             out.zero_()
             lse.copy_(attention.sinks)
-        reads = self._reads[recent, attention.window]
+        reads = self._reads_of(layer, attention)
         if reads is not None:
-            reads.attend(number, q, attention.scale, out, lse)
+            reads.attend(self._shape.place(layer)[1], q, attention.scale, out, lse)
         return out.to(q.dtype)
 
     def _prepared(self, layer: int, attention: Attention) -> Reads | None:

@@ -5,13 +5,16 @@ An engine joins the plan, the store and the model. It knows token ids only: text
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from afterglow.choices import KVSource, Preload
-from afterglow.config import EngineConfig
+from afterglow.choices import KVSource, Preload, ReadBuffer
+from afterglow.config import EngineConfig, check_read_buffer
 from afterglow.engine import selftest
 from afterglow.engine.hardware import choose_device
 from afterglow.engine.inbox import OutputQueue
@@ -32,6 +35,20 @@ from afterglow.store.extents.throttle import Throttle
 T = TypeVar("T")
 
 CLOSE_SECONDS = 10.0  # how long closing waits for calls of the store to return
+_open: set[Engine] = set()  # closed when the program ends
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """See to it that engines that are still open are closed when the program ends. Not by `atexit`, whose turn comes when the threads
+    that write to disk take no work any more; the standard library has no public name for this."""
+
+    def close() -> None:
+        for engine in list(_open):
+            engine.close()
+
+    os.register_at_fork(after_in_child=_open.clear)  # a child process has none of the threads
+    threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
 class Engine:
@@ -86,7 +103,10 @@ class Engine:
         return self._inbox.is_open
 
     def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread. An engine that is still open when the program ends is closed then: a thread in the middle of a
+        step would abort the program."""
+        _close_at_exit()
+        _open.add(self)
         self.loop.start()
 
     def close(self, flush: bool = True) -> None:
@@ -94,6 +114,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        _open.discard(self)
         self.loop.stop(flush)
         self.parts.store.close(CLOSE_SECONDS if self.loop.disk_answers else 1.0)
         self._free_host_cache()
@@ -282,10 +303,14 @@ class Engine:
         self._inbox.ask(self.loop.settle)
 
     def baseline(
-        self, *, preload: Preload = "layerwise", read_buffer: int | None = None, source: KVSource = "load"
+        self, *, preload: Preload = "layerwise", read_buffer: ReadBuffer = None, source: KVSource = "load"
     ) -> None:
         """Go on as one of CachedAttention's baselines: without pre-loading, with a read buffer of `read_buffer` layers, or
-        with only one way to cached rows."""
+        with only one way to cached rows.
+
+        Raises: ConfigError.
+        """
+        check_read_buffer(read_buffer, preload)
         self._inbox.ask(lambda: self.parts.scheduler.baseline(preload, read_buffer, source))
 
     def demote(self, tier: Literal["host", "disk"]) -> None:

@@ -2,7 +2,7 @@
 
 Each row is copied once, and its key is rotated in the same pass. On a device with its own queues of work the copies run in
 a second one, ahead of the layer that is being computed, as far as the rows have come; each layer has an event, and the
-computing queue waits for just that. On a CPU both are the calling thread, and a layer is gathered when it is its turn.
+computing queue waits for just that. With Triton a layer's rows are one launch (`kernels.device_gather`). On a CPU both are the calling thread, and a layer is gathered when it is its turn.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.stats import GatherCounters
+from afterglow.kernels.device_gather import DeviceGather, SlotRows
 from afterglow.kernels.rope import LayerRopes, LayerRotations, Rotation, rotate_into
 from afterglow.kernels.stored_rows import widen_into
 from afterglow.plan.step import ExtentId, Gather
@@ -42,6 +43,7 @@ class BatchEntry:
     gathers: tuple[Gather, ...] = ()
     gather_from: int = 0  # first row of the context that the gathers fill
     gather_angles: LayerRotations | None = None
+    gather_at_once: DeviceGather | None = None  # on CUDA
     failed: ExtentId | None = None
     late: bool = False  # the failed extent is still on its way
     own_from: int = 0  # rows before are read together with other entries (see `engine.relay_attention`)
@@ -130,6 +132,18 @@ def _put(rows: Tensor, place: Tensor, angles: Rotation | None = None) -> None:
         place.copy_(rows, non_blocking=True)
 
 
+def _pieces(entry: BatchEntry) -> Iterator[SlotRows]:
+    """Yield what an entry's context gets, slot by slot."""
+    at = entry.gather_from
+    for gather in entry.gathers:
+        row = gather.start
+        while row < gather.stop:
+            block, first = divmod(row, BLOCK_ROWS)
+            stop = min(BLOCK_ROWS, gather.stop - block * BLOCK_ROWS)
+            yield SlotRows(gather.slots[block], first, stop, at)
+            at, row = at + stop - first, row + stop - first
+
+
 def _angles(entry: BatchEntry, layer: int, where: slice) -> Rotation | None:
     """Return the rotation of some rows of an entry's context in one layer."""
     rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
@@ -169,6 +183,7 @@ class Gatherer:
         self._all: Sequence[BatchEntry] = ()
         self._entries: list[BatchEntry] = []
         self._events: dict[int, list[Any]] = {}  # by job: of each layer whose copies have been queued
+        self._last: Any = None  # of these, the one that was queued last
 
     def begin(self, entries: Sequence[BatchEntry], rope: LayerRopes | None) -> None:
         """Begin a step. The entries' contexts have been reserved."""
@@ -178,12 +193,19 @@ class Gatherer:
             return
         for entry in self._entries:
             self._events[entry.job] = []
+            if self._host.device.type == "cuda":
+                entry.gather_at_once = DeviceGather(list(_pieces(entry)), entry.gather_from)
             if rope is not None:
                 positions = torch.arange(entry.gather_from, entry.start, device=self._host.device)
                 entry.gather_angles = rope.cos_sin(positions)
         # Earlier work in the computing queue may still read the contexts' memory, and the angles have to be there.
         self._stream.wait_stream(self._device.current_stream(self._host.device))
         self._look_ahead(0)
+
+    @property
+    def gathering(self) -> bool:
+        """Tell whether layers of this step wait for rows."""
+        return bool(self._entries)
 
     def layer(self, layer: int) -> None:
         """Make this layer's rows available to all that is computed from now on. Entries whose rows do not come have failed."""
@@ -201,11 +223,9 @@ class Gatherer:
 
     def end(self) -> None:
         """End a step. No slot is being read any more, and no context written."""
-        if self._entries:
-            self._device.current_stream(self._host.device).wait_stream(self._stream)
-            for entry in self._entries:
-                for event in self._events[entry.job][-1:]:
-                    event.synchronize()
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
         self._all, self._entries = (), []
         self._events.clear()
         self._host.waited.clear()
@@ -223,9 +243,11 @@ class Gatherer:
 
     def _queue(self, entry: BatchEntry, layer: int) -> None:
         with self._device.stream(self._stream):
-            self._copy(entry, layer)
-            event = self._device.Event()
-            event.record(self._stream)
+            try:
+                self._copy(entry, layer)
+            finally:  # where no memory is left, too: copies that have been queued read slots
+                self._last = event = self._device.Event()
+                event.record(self._stream)
         self._events[entry.job].append(event)
 
     def _copy(self, entry: BatchEntry, layer: int) -> None:
@@ -238,15 +260,31 @@ class Gatherer:
                 entry.failed = gather.extent
                 entry.late = self._host.stalls and self._host.comes(gather, layer)
                 return
-            at = start
-            for rows in self._host.rows(gather, layer, 0):
-                where = slice(at, at + len(rows))
-                _put(rows, entry.context.keys(layer, where.start, where.stop), _angles(entry, layer, where))
-                at += len(rows)
-            at = start
-            for rows in self._host.rows(gather, layer, 1):
-                _put(rows, entry.context.values(layer, at, at + len(rows)))
-                at += len(rows)
+            if entry.gather_at_once is None:
+                self._put_each(entry, layer, start, gather)
+        if needed and entry.gather_at_once is not None:
+            self._put_at_once(entry, entry.gather_at_once, layer, needed)
+
+    def _put_at_once(
+        self, entry: BatchEntry, pieces: DeviceGather, layer: int, needed: Sequence[tuple[int, Gather]]
+    ) -> None:
+        group, place = entry.context.group_of(layer), entry.context.shape.place(layer)[1]
+        rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
+        if not pieces.put(self._host.arena[layer], group.data[place], rotation, needed[0][0], group.first):
+            entry.gather_at_once = None
+            for start, gather in needed:
+                self._put_each(entry, layer, start, gather)
+
+    def _put_each(self, entry: BatchEntry, layer: int, start: int, gather: Gather) -> None:
+        at = start
+        for rows in self._host.rows(gather, layer, 0):
+            where = slice(at, at + len(rows))
+            _put(rows, entry.context.keys(layer, where.start, where.stop), _angles(entry, layer, where))
+            at += len(rows)
+        at = start
+        for rows in self._host.rows(gather, layer, 1):
+            _put(rows, entry.context.values(layer, at, at + len(rows)))
+            at += len(rows)
 
     def _needed(self, entry: BatchEntry, layer: int) -> list[tuple[int, Gather]]:
         """List what queries of the entry see in a layer: the first row of the context, and the rows that come there."""

@@ -240,6 +240,8 @@ class EngineLoop:
             self.parts.store.urge(step.urged)
             for move in step.urged:
                 self.parts.store.release(move)
+        if self.parts.config.cache.write_buffer == "auto" and any(run.admit is not None for run in step.runs):
+            self.parts.store.expect_saves(*self.parts.scheduler.unsaved())
         live = self.requests.by_job
         ran = time.perf_counter()
         for run in step.runs:

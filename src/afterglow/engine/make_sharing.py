@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from afterglow.config import CacheConfig
+from afterglow.config import SHARED_CACHE, CacheConfig
 from afterglow.engine.inbox import Inbox
 from afterglow.plan.options import Capacity
 from afterglow.plan.scheduler import Scheduler
@@ -46,7 +46,8 @@ def shared_tier(cache: CacheConfig) -> Callable[[DiskTier], SharedStore] | None:
 
         return DirectoryObjects(objects, directory, counters)
 
-    return lambda disk: SharedStore(open_objects, disk, cache.shared_cache, counters)
+    size = SHARED_CACHE if cache.shared_cache is None else cache.shared_cache
+    return lambda disk: SharedStore(open_objects, disk, size, counters)
 
 
 def make_sharing(

@@ -25,8 +25,10 @@ from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
+from afterglow.engine.transfers import StepInputs, on_device
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.kernels.built import native
+from afterglow.kernels.device_reads import possible
 from afterglow.memory.pool import Pool
 from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
@@ -77,6 +79,7 @@ class TorchRunner:
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
         self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered)
         self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
+        self._inputs = StepInputs(decoder.device)
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
         self._pool = Pool(self._prefault)
@@ -176,9 +179,8 @@ class TorchRunner:
         entry = self._entry(run, slice(0, len(run.tokens)))
         job.selection = self._selective.begin(run.admit.selectable, job.retention, run.admit.exact)
         entry.own_from = job.selection.rows
-        device = self.decoder.device
-        positions = torch.arange(entry.start, entry.stop, device=device)
-        hidden = self.decoder.begin(torch.tensor(run.tokens, device=device), positions)
+        positions = torch.arange(entry.start, entry.stop, device=self.decoder.device)
+        hidden = self.decoder.begin(on_device(run.tokens, self.decoder.device), positions)
         job.separate = SeparatePass(job.selection, entry, hidden)
         return job.separate
 
@@ -230,7 +232,6 @@ class TorchRunner:
 
     def _forward(self, step: Step, runs: Sequence[Run], budget: WaitBudget, whole: bool) -> RunOutput:
         """Run the decoder once for `runs`. `whole`: they are all runs of the step that share a pass."""
-        device = self.decoder.device
         entries: list[BatchEntry] = []
         ids: list[int] = []
         positions: list[Tensor] = []
@@ -245,7 +246,10 @@ class TorchRunner:
             self._slot_prefault.reach(
                 max((save.slots[-1] + 1 for run in step.runs for save in run.saves if save.slots), default=0)
             )
-        places = torch.cat(positions).to(device)
+        rows = self._outputs.logit_rows(runs, entries, len(ids))
+        numbers = torch.tensor(ids), torch.cat(positions), torch.tensor(rows or [], dtype=torch.int64)
+        there, places, wanted, *index = self._inputs.send(*numbers, *self._tee.index)
+        self._tee.use(index)
         selecting = self._selective_decoding(entries, budget)
         exact = entries if selecting is None else [e for e in entries if self._jobs[e.job].selection is None]
         apart = self._relay == "off" or not whole
@@ -253,13 +257,13 @@ class TorchRunner:
         self._gatherer.begin(entries, self.decoder.rope)
         attend = self._attend(entries, places, groups, exact)
         attend.beside = selecting
-        rows = self._outputs.logit_rows(runs, entries, len(ids))
-        hidden = self.decoder.begin(torch.tensor(ids, device=device), places)
+        hidden = self.decoder.begin(there, places)
         if selecting is not None:
             selecting.hidden = hidden
-        self.decoder.go_on(
-            hidden, attend, None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device)
-        )
+        if rows is not None:
+            self.decoder.go_on(hidden, attend, wanted)
+        elif not attend.go_through(self.decoder, hidden):
+            self.decoder.go_on(hidden, attend)
         if isinstance(attend, ScoringAttend):
             attend.finish(runs)
         for group in groups:
@@ -308,11 +312,18 @@ class TorchRunner:
     ) -> CachedAttend:
         """Choose how to attend. `whole`: the entries that attend to all of their context."""
         angles = self.decoder.rotation(places)
-        if groups or (self._scores is None and self.decoder.device.type == "cpu" and native() is not None):
+        if groups or (self._scores is None and self._reads_in_one_call()):
             return RelayAttend(entries, angles, self._gatherer, self._tee, groups, whole)
         if self._scores is None:
             return CachedAttend(entries, angles, self._gatherer, self._tee, whole)
         return ScoringAttend(entries, angles, self._gatherer, self._tee, self._scores, whole)
+
+    def _reads_in_one_call(self) -> bool:
+        """Tell whether a kernel attends for all requests of a step at once."""
+        shape, spec = self.shape, self.decoder.spec
+        if shape.device.type == "cpu":
+            return native() is not None
+        return possible(shape.device, shape.dtype, shape.head_dim, spec.heads, shape.kv_heads, spec.score_cap or 0.0)
 
     def _entry(self, run: Run, where: slice) -> BatchEntry:
         """Prepare a run's context on the device, with the rows that the plan wants in it before the forward pass."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from afterglow.engine.transfers import fetched, on_device
 from afterglow.request import SamplingParams, TokenLogprob
 
 NEG_INF = float("-inf")
@@ -76,7 +78,8 @@ class _Tables:
         tables = cls(_ids(stops, row), None, None, None)
         if params.logit_bias:
             tables.bias = torch.zeros_like(row)
-            tables.bias[_ids(list(params.logit_bias), row)] = row.new_tensor(list(params.logit_bias.values()))
+            values = on_device(list(params.logit_bias.values()), row.device, row.dtype)
+            tables.bias[_ids(list(params.logit_bias), row)] = values
         if params.repetition_penalty != 1:
             tables.seen = torch.zeros_like(row, dtype=torch.bool)
             tables.seen[_ids(prompt, row)] = True
@@ -86,7 +89,7 @@ class _Tables:
 
 
 def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
-    return torch.tensor(list(tokens), dtype=torch.int64, device=row.device)
+    return on_device(list(tokens), row.device)
 
 
 @dataclass(slots=True)
@@ -134,16 +137,18 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     if all(s.generator is None for s in samplers):
-        return [int(t) for t in logits.argmax(dim=-1).tolist()]
-    greedy = logits.argmax(dim=-1)
+        return cast("list[int]", fetched(logits.argmax(dim=-1))[0])
     drawn = [i for i, s in enumerate(samplers) if s.generator is not None]
-    probs = _filtered(logits[drawn], [samplers[i].params for i in drawn])
+    rows = None if len(drawn) == len(samplers) else on_device(drawn, logits.device)
+    probs = _filtered(logits if rows is None else logits[rows], [samplers[i].params for i in drawn])
     # The exponential race draws from `probs` without normalising them; argmax of p/E is a categorical draw.
     noise = torch.empty_like(probs)
     for row, i in enumerate(drawn):
         noise[row].exponential_(generator=samplers[i].generator)
-    greedy[drawn] = (probs / noise.clamp_min_(1e-30)).argmax(dim=-1)
-    return [int(t) for t in greedy.tolist()]
+    tokens = (probs / noise.clamp_min_(1e-30)).argmax(dim=-1)
+    if rows is not None:
+        tokens = logits.argmax(dim=-1).index_copy_(0, rows, tokens)
+    return cast("list[int]", fetched(tokens)[0])
 
 
 def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -152,21 +157,25 @@ def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     logits [rows, vocab] -> [rows, vocab], zeros where a token is cut. The most likely token always stays.
     """
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device, dtype=torch.float32).unsqueeze(1)
-
-    probs = torch.softmax(logits / column([max(p.temperature, 1e-5) for p in params]), dim=-1)
     vocab = logits.shape[-1]
     top_k = [p.top_k if p.top_k > 0 else vocab for p in params]
+    columns = [
+        [max(p.temperature, 1e-5) for p in params],
+        [float(min(k, vocab)) for k in top_k],
+        [p.top_p if p.top_p < 1 else 2.0 for p in params],
+        [p.min_p for p in params],
+    ]
+    temperature, most, mass, least = on_device(columns, logits.device, torch.float32).unsqueeze(2)
+    probs = torch.softmax(logits / temperature, dim=-1)
     if min(top_k) >= vocab and all(p.top_p >= 1 and p.min_p <= 0 for p in params):
         return probs
     ordered, order = probs.sort(dim=-1, descending=True)
     rank = torch.arange(vocab, device=logits.device)
-    ordered = torch.where(rank < column([float(min(k, vocab)) for k in top_k]), ordered, 0.0)
+    ordered = torch.where(rank < most, ordered, 0.0)
     ordered = ordered / ordered.sum(dim=-1, keepdim=True)
     before = ordered.cumsum(dim=-1) - ordered  # mass of the more likely tokens
-    ordered = torch.where(before < column([p.top_p if p.top_p < 1 else 2.0 for p in params]), ordered, 0.0)
-    ordered = torch.where(ordered >= column([p.min_p for p in params]) * ordered[:, :1], ordered, 0.0)
+    ordered = torch.where(before < mass, ordered, 0.0)
+    ordered = torch.where(ordered >= least * ordered[:, :1], ordered, 0.0)
     return torch.zeros_like(probs).scatter_(1, order, ordered)
 
 
@@ -175,16 +184,15 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> l
     [rows, vocab], before penalties, bias, temperature and filters (vLLM's `raw_logprobs`, its default). Tokens that a
     grammar forbids are no alternatives."""
     logp = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logp.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    ranks = ((logp > chosen).sum(dim=-1) + 1).tolist()
-    most = max(tops, default=0)
-    if most:
-        values, ids = logp.topk(min(most, logits.shape[-1]), dim=-1)
-        pairs = (zip(i, v, strict=True) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
+    chosen = logp.gather(1, on_device(tokens, logits.device).unsqueeze(1))
+    ranks = (logp > chosen).sum(dim=-1) + 1
+    most = min(max(tops, default=0), logits.shape[-1])
+    of_tokens, ranked, *top = fetched(chosen.squeeze(1), ranks, *(logp.topk(most, dim=-1) if most else ()))
+    best: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    if top:
+        pairs = (zip(i, v, strict=True) for v, i in zip(*top, strict=True))
         best = [[(token, value) for token, value in row if value > NEG_INF] for row in pairs]
-    else:
-        best = [[] for _ in tokens]
     return [
         TokenLogprob(token, value, rank, tuple(best[i][: tops[i]]))
-        for i, (token, value, rank) in enumerate(zip(tokens, chosen.squeeze(1).tolist(), ranks, strict=True))
+        for i, (token, value, rank) in enumerate(zip(tokens, of_tokens, ranked, strict=True))
     ]

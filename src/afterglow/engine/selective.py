@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from afterglow.engine.transfers import fetched
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.loaded_rows import LoadedRows, Pair
 from afterglow.importance.prefix_loader import PrefixLoader
@@ -77,7 +78,9 @@ class PrefixSelection:
         kept = sum(selection.kept for selection in self.selections) / max(1, layers)
         similar = sum(selection.kind == "shared" for selection in self.selections)
         whole = sum(selection.similarity is None for selection in self.selections)
-        taken = [self.rows if loaded is None else int(loaded.ever.sum()) for loaded in self._loaded]
+        ever = [loaded.ever.sum() for loaded in self._loaded if loaded is not None]
+        counts = iter(fetched(torch.stack(ever))[0] if ever else ())
+        taken = [self.rows if loaded is None else next(counts) for loaded in self._loaded]
         return Selected(
             self.rows, kept, layers, layers - similar - whole, sum(taken) / layers if taken else kept, self.renewals
         )

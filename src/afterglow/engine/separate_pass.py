@@ -16,6 +16,7 @@ from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.selective import PrefixSelection
+from afterglow.engine.transfers import on_device
 from afterglow.importance.chunk_loader import ImportanceStats, RowsLost
 from afterglow.importance.waits import Waits
 from afterglow.kernels.attention import attend, merge
@@ -121,7 +122,7 @@ def go_on(passes: Sequence[SeparatePass], work: int, budget: WaitBudget) -> int:
     while passes:
         for each in passes:
             rows = len(each.hidden.x)
-            last = torch.tensor([rows - 1], device=each.hidden.x.device)
+            last = on_device([rows - 1], each.hidden.x.device)
             while work > 0 and not each.over and each.waits_for is None:
                 work -= rows * max(1, each.go_on(max(1, work // rows), last))
         passes = [each for each in passes if not each.over]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from afterglow.choices import SpeculateMode
-from afterglow.config import BLOCK_ROWS, PINNED, EngineConfig, default_cache_dir
+from afterglow.config import BLOCK_ROWS, PINNED, WRITE_BUFFER, EngineConfig, default_cache_dir
 from afterglow.engine.context import KVShape
 from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
@@ -117,6 +117,7 @@ def build(
         from afterglow.engine.kv_events.publisher import KVEvents, check_installed
 
         check_installed()
+    open_shared = shared_tier(config.cache)  # what is wrong with its URL is said before the model is read
     name = name or (file_stem(Path(model)) if is_gguf(model) else Path(model).name) or "model"
     device = choose_device(config.device)
     use_device(device)
@@ -150,10 +151,11 @@ def build(
         notify=inbox.wake,
         threads=MOVER_THREADS,
         read_timeout=READ_TIMEOUT,
+        write_buffer=WRITE_BUFFER if config.cache.write_buffer == "auto" else config.cache.write_buffer,
         throttle=throttle,
         shares=catalog.CatalogShares.of(config.cache.disk_cache),
         windowed=windowed,
-        open_shared=shared_tier(config.cache),
+        open_shared=open_shared,
     )
     with undisturbed():
         store, namespace = open_store(name, digest, layout, make_store, config)

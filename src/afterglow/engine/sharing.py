@@ -6,12 +6,14 @@ The engine's thread calls everything here. What was looked up enters the plan as
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from afterglow.engine.inbox import Inbox
 from afterglow.errors import StoreError
 from afterglow.plan.options import MERGED_ROWS, Capacity
+from afterglow.plan.prefix.block_keys import BLOCK_ROWS, block_keys, lead_to
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import Match, extent_id
 from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS, Published, expiry, listed_under
@@ -24,6 +26,7 @@ from afterglow.store.shared.finder import Prompt, SharedExtent
 log = logging.getLogger("afterglow.engine")
 
 MAX_FORKS = 8  # of small extents that are looked at for a merged one
+MAX_KEYS = 64  # extents whose hashes of blocks are kept
 
 
 class Sharing:
@@ -42,6 +45,9 @@ class Sharing:
         self._inbox = inbox
         self._now = clock
         self._storing: dict[int, ExtentId] = {}  # by Store
+        self._keys: OrderedDict[ExtentId, Sequence[str]] = (
+            OrderedDict()
+        )  # of the tokens up to the end of what was published last
         self._waiting: dict[int, Callable[[], object]] = {}  # by job: what follows when its prompt has been looked up
 
     # ------------------------------------------------------------------------------------------- looking up
@@ -126,6 +132,8 @@ class Sharing:
                 self._publish(stored)
         for name in self._scheduler.cache.placement.take_deleted():
             self.shared.delete(name)
+        for name in self._scheduler.cache.placement.take_replaced():
+            self.shared.replaced(name)
 
     def _publish(self, name: ExtentId) -> None:
         """Publish an extent that can be matched; none of a context that was cut, and none whose name is not its rows' digest."""
@@ -137,8 +145,18 @@ class Sharing:
         if prefix is None or extent_id(cache.digest, extent.salt, prefix, extent.tokens) != name:
             return
         first = len(prefix) // 4 + extent.nodes[0].start
-        key = listed_under(extent.salt, (prefix + extent.tokens)[: 4 * (first + 1)])
-        self.shared.publish(Published(name, extent.first_row, extent.rows, expiry(extent.record().expires)), key)
+        tokens = prefix + extent.tokens
+        published = Published(name, extent.first_row, extent.rows, expiry(extent.record().expires))
+        lead = lead_to(published, extent.parent, self._block_keys(extent, tokens))
+        self.shared.publish(published, listed_under(extent.salt, tokens[: 4 * (first + 1)]), lead)
+
+    def _block_keys(self, extent: Extent, tokens: bytes) -> Sequence[str]:
+        """Hash an extent's tokens and those before it, which its parent's are the first of: a long prompt becomes many extents."""
+        parents = self._keys.get(extent.parent or "", ())[: extent.first_row // BLOCK_ROWS + 1]
+        keys = self._keys[extent.id] = block_keys(extent.salt, tokens, parents)
+        if len(self._keys) > MAX_KEYS:
+            self._keys.popitem(last=False)
+        return keys
 
 
 def _forks(match: Match) -> list[int]:

@@ -9,7 +9,7 @@ next layer does not wait for the copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,10 +59,10 @@ class _Exit:
 
     def hand_over(self, wait: bool) -> None:
         """Hand over the rows that have left the device, in order. `wait`: wait for all rows."""
+        if wait and self._leaving:
+            self._leaving[-1][0].synchronize()  # and so for all before it
         while self._leaving and (wait or self._leaving[0][0].query()):
-            event, hand_over = self._leaving.popleft()
-            event.synchronize()
-            hand_over()
+            self._leaving.popleft()[1]()
 
 
 def _bytes(rows: Tensor) -> Bytes:
@@ -108,7 +108,9 @@ class Tee:
         self._free = list(range(max_batch - 1, -1, -1))
         self._lanes: dict[int, _Lane] = {}
         self._prefills: list[_Leaving] = []
-        self._tail_index: tuple[Tensor, Tensor, Tensor] | None = None
+        self.index: Sequence[Tensor] = ()  # on the CPU: rows of the batch, lanes, and places there, of decoded rows
+        self._tail_index: Sequence[Tensor] = ()  # the same, where the rows are
+        self._in_order = True  # decoded rows are the first of the batch, one after another
         self._decoded: list[tuple[Tensor, Tensor]] = [(self._tail[:0], self._tail[:0])] * shape.layers  # of this step
 
     def begin(self, prefills: list[tuple[slice, Save]], decodes: list[tuple[int, int, Save]]) -> None:
@@ -132,26 +134,37 @@ class Tee:
             lanes += [lane.index] * save.rows
             places += range(lane.count, lane.count + save.rows)
             lane.count += save.rows
-        self._tail_index = None
-        if rows:
-            device = self._tail.device
-            self._tail_index = (
-                torch.tensor(rows, device=device),
-                torch.tensor(lanes, device=device),
-                torch.tensor(places, device=device),
-            )
+        self._in_order = rows == list(range(len(rows)))
+        self.index = tuple(map(torch.tensor, (rows, lanes, places))) if rows else ()
+        self._tail_index = ()
+
+    def use(self, index: Sequence[Tensor]) -> None:
+        """Take `index` as it has come to the device, before the first layer."""
+        self._tail_index = index
+
+    @property
+    def prefilling(self) -> bool:
+        """Tell whether rows of this step leave layer by layer."""
+        return bool(self._prefills)
+
+    def layers(self, rows: Tensor) -> None:
+        """Save keys (un-rotated) and values [layers, tokens, 2, kv_heads, head_dim] of the flattened batch of a step that decodes
+        alone."""
+        if self._tail_index:
+            self._keep(rows, self._in_order and rows.shape[1] == len(self._tail_index[0]))
 
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Save `keys` (un-rotated) and `values` [tokens, kv_heads, head_dim] of the step's flattened batch.
 
         The store copies later, so neither tensor may be written to afterwards.
         """
-        if self._tail_index is not None:
-            rows, _, _ = self._tail_index
+        if self._tail_index:
+            rows = self._tail_index[0]
             # A view keeps the rows of the whole batch, which are few where all of them decode.
             self._decoded[layer] = (keys, values) if len(rows) == len(keys) else (keys[rows], values[rows])
             if layer + 1 == len(self._decoded):
-                self._gather(len(rows) == len(keys))
+                found = torch.stack([torch.stack(of_layers) for of_layers in zip(*self._decoded, strict=True)], 2)
+                self._keep(found, self._in_order or len(rows) < len(keys))
         for each in self._prefills:
             if layer < each.layers:  # the layer left in an earlier attempt at this step
                 continue
@@ -160,17 +173,13 @@ class Tee:
             self._exit.take(partial(self._store.save, save.draft, layer, save.slots, save.draft_row), k, v)
             each.layers = layer + 1
 
-    def _gather(self, whole: bool) -> None:
-        """Copy the decoded rows of all layers to their lanes: a few calls for a step, where four for each layer took 250 us to
-        their 30 (22 layers, one row, one core). `whole`: the batch has no other rows."""
-        assert self._tail_index is not None
+    def _keep(self, found: Tensor, picked: bool) -> None:
+        """Copy keys and values of all layers [layers, rows, 2, kv_heads, head_dim] to their lanes: a few calls for a step, where four for
+        each layer took 250 us to their 30 (22 layers, one row, one core). `picked`: the rows are those that decode, in the order of the
+        lanes; otherwise those of the batch."""
         rows, lanes, places = self._tail_index
-        for which, of_layers in enumerate(zip(*self._decoded, strict=True)):
-            found = torch.stack(of_layers)
-            if whole:
-                found = found[:, rows]  # in the order of the lanes
-            stored = narrowed(found.flatten(0, 1), self._dtype)
-            self._tail[:, which, lanes, places] = stored.view(*found.shape[:3], -1)
+        stored = narrowed(found.flatten(0, 2), self._dtype).view(*found.shape[:4], -1).transpose(1, 2)
+        self._tail[:, :, lanes, places] = stored if picked else stored[:, :, rows]
 
     def cut(self, rows: int) -> None:
         """Cut the batch to its first `rows` rows, because the step is attempted again without the others. Zeros are saved for
@@ -182,10 +191,9 @@ class Tee:
             zeros = _bytes(torch.zeros((count, *self._tail.shape[-2:]), dtype=self._dtype))
             for layer in range(each.layers, self._tail.shape[0]):
                 self._store.save(save.draft, layer, save.slots, save.draft_row, zeros, zeros)
-        if self._tail_index is not None:
-            left = self._tail_index[0] < rows
-            sources, lanes, places = (index[left] for index in self._tail_index)
-            self._tail_index = (sources, lanes, places) if len(sources) else None
+        if self.index:
+            left = self.index[0] < rows
+            self.index = tuple(index[left] for index in self.index) if left.any() else ()
 
     def take_back(self, job: int, rows: int) -> None:
         """Forget the last `rows` rows of the step's rows of a decoding job: they are of guesses that were wrong, and are never

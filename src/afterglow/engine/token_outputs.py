@@ -6,7 +6,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
-import torch
 from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
@@ -14,6 +13,7 @@ from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
 from afterglow.engine.requests import stop_tokens
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.speculation.guesser import Guesser, Guesses
+from afterglow.engine.transfers import on_device
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, StepResult
 from afterglow.request import Request, Selected, TokenLogprob
@@ -124,8 +124,9 @@ class TokenOutputs:
         wanted = [_drawn_rows(run, entry) for run, entry in zip(runs, entries, strict=True)]
         every = [row for rows in wanted for row in rows]
         places = every if logit_rows is None else [logit_rows.index(row) for row in every]
-        rows = torch.tensor(places, device=hidden.device)
-        logits = self._decoder.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        logits = self._decoder.logits(
+            hidden if len(places) == len(hidden) else hidden[on_device(places, hidden.device)]
+        )
         firsts = [0, *accumulate(len(rows) for rows in wanted)]
         drawn = self._verified(runs, logits, firsts)
         of_rows: list[int] = []
@@ -136,7 +137,8 @@ class TokenOutputs:
             if self._requests[run.job][0].sampling.logprobs is not None:
                 of_rows += range(first, first + len(tokens))
         if of_rows:
-            self._add_logprobs(runs, drawn, logits[of_rows], out)
+            asked = logits if len(of_rows) == len(logits) else logits[on_device(of_rows, logits.device)]
+            self._add_logprobs(runs, drawn, asked, out)
         self._guess(runs, entries, drawn, out)
 
     def _verified(self, runs: Sequence[Run], logits: Tensor, firsts: Sequence[int]) -> list[list[int]]:
@@ -154,7 +156,8 @@ class TokenOutputs:
             rows = [firsts[i] + position for i in going]
             masked = [(row, each) for row, i in zip(rows, going, strict=True) if (each := limits[i]) is not None]
             self._masks.apply(logits, masked, position)
-            tokens = sample(logits if len(rows) == len(logits) else logits[rows], [samplers[i] for i in going])
+            of_rows = logits if len(rows) == len(logits) else logits[on_device(rows, logits.device)]
+            tokens = sample(of_rows, [samplers[i] for i in going])
             for i, token in zip(going, tokens, strict=True):
                 drawn[i].append(token)
             going = [i for i in going if _goes_on(runs[i], drawn[i], limits[i])]

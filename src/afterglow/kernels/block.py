@@ -79,7 +79,7 @@ class ExpertPanels(NamedTuple):
 class Block:
     """Attention's output matrix, an RMS norm, an MLP or a mixture of experts, and the RMS norm after it. Float32 on CPU."""
 
-    __slots__ = ("_layer", "_library", "_memory", "_width", "hidden", "inputs")
+    __slots__ = ("_library", "_memory", "_width", "hidden", "inputs", "layer")
 
     def __init__(
         self, out: Panelled, norm: tuple[Tensor, float], mlp: Pair | ExpertPanels, after: tuple[Tensor, float]
@@ -105,7 +105,7 @@ class Block:
                 raise ValueError(f"experts of {mlp.router.inputs} numbers cannot follow {self.hidden}")
             about["experts"], experts = mlp.described(library)
         self._memory = weights, out, mlp, about, experts
-        self._layer = library.new("afterglow_layer *", about)
+        self.layer = library.new("afterglow_layer *", about)
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
         """Turn `x` [rows, hidden], contiguous, the input of the layer, into its output, given `attended` [rows, inputs].
@@ -119,7 +119,7 @@ class Block:
         assert attended.shape == (rows, self.inputs)
         normed = torch.empty(rows, self.hidden, dtype=torch.float32)
         failed = self._library.lib.afterglow_finish_layer(
-            *(self._layer, x.data_ptr(), attended.data_ptr(), attended.stride(0), normed.data_ptr(), rows),
+            *(self.layer, x.data_ptr(), attended.data_ptr(), attended.stride(0), normed.data_ptr(), rows),
             *(torch.get_num_threads(), self._width),
         )
         if failed:

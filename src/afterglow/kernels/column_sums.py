@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from afterglow.kernels.gate import Gate
+from afterglow.kernels.paged_parts import suited
+
 MAX_WEIGHTS = 2**19  # weights at a time: 2 MiB stay in a core's cache (1,500 rows: 22 ms; 56 ms with 16 MiB)
 MAX_WEIGHTS_CUDA = 2**24
+
+_gate = Gate("triton_column_sums")
 
 
 def column_sums(q: Tensor, keys: Tensor, lse: Tensor, *, scale: float) -> Tensor:
@@ -14,8 +19,20 @@ def column_sums(q: Tensor, keys: Tensor, lse: Tensor, *, scale: float) -> Tensor
     those of the last n rows of `keys` [rows, kv_heads, head_dim].
 
     `lse` [n, heads] comes from `attend` (float32, natural log). Returns float32 [rows], whose sum is n * heads. The weights
-    are computed again, piece by piece: the fused operators do not return theirs.
+    are computed again, piece by piece: the fused operators do not return theirs. On CUDA a kernel of Triton's does so.
     """
+    heads, head_dim = q.shape[1:]
+    if q.device.type == "cuda" and suited(q.dtype, head_dim, 1) and q.dtype == keys.dtype:
+        if q.stride(2) == keys.stride(2) == 1:
+            kind = q.device, q.dtype, head_dim, heads, keys.shape[1]
+            fused: Tensor | None = _gate.run(lambda kernels: kernels.column_sums(q, keys, lse, scale), *kind)
+            if fused is not None:
+                return fused
+    return by_torch(q, keys, lse, scale)
+
+
+def by_torch(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Do what `column_sums` does by torch's operators."""
     n, heads, head_dim = q.shape
     rows, kv_heads = keys.shape[:2]
     group = heads // kv_heads

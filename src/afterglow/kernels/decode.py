@@ -2,8 +2,8 @@
 
 Decoding is one query for each request over rows that only this request has: as many small products as there are requests. Each
 takes less time than its call. On x86-64, in float32, `native/segments.c` computes all segments of a layer in one call: segments
-that one request reads, segments that several read together (RelayAttention), and the merge. Without the compiled kernels, and for
-other dtypes and devices, each segment is a call of `attend`.
+that one request reads, segments that several read together (RelayAttention), and the merge. On CUDA, `device_reads` does the same.
+Without these kernels, and for other dtypes and devices, each segment is a call of `attend`.
 
 Measured on one core, 12 heads of 64: 32 requests with 128 rows each 1.5 ms to 3.0 ms with a call for each; 32 queries over the
 same 2,048 rows 2.3 ms to 3.6 ms (flash operator) and 4.2 ms (matrix products). The kernel is ahead from 1 query to 128 and from
@@ -13,13 +13,15 @@ same 2,048 rows 2.3 ms to 3.6 ms (flash operator) and 4.2 ms (matrix products). 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from afterglow.kernels.attention import attend, merge_into
 from afterglow.kernels.built import Native, native
+from afterglow.kernels.device_reads import MOST_SHARED, DeviceReads
+from afterglow.kernels.paged_parts import PagedPart, part_of
 
 LANES = 16  # head_dim must be a multiple
 DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most
@@ -59,6 +61,13 @@ class Read(NamedTuple):
         for at, query in enumerate(self.queries):
             yield Read(self.data, self.start, first + at, (query,), self.window > 0, self.window)
 
+    def part(self) -> PagedPart | None:
+        """Return what a kernel for CUDA reads if few queries do, else None."""
+        n = len(self.queries)
+        if self.start >= self.stop or n > (DECODED if self.causal else MOST_SHARED):
+            return None
+        return part_of(*self)
+
 
 class Reads:
     """The segments of a step: prepared once, read in each layer. The contexts stay where they are meanwhile."""
@@ -72,7 +81,16 @@ class Reads:
         if library is not None:
             self._native = _NativeReads(library, [tile for read in reads for tile in read.tiles()], cap)
             return
-        self._rounds = _rounds([row for read in reads for row in read.decoded()])
+        parts = [read.part() if built and read.data.device.type == "cuda" else None for read in reads]
+        few = [part for part in parts if part is not None]
+        self._few = DeviceReads(few, cap) if few else None
+        self._reads = reads
+        self._rounds = _rounds([read for read, part in zip(reads, parts, strict=True) if part is None])
+
+    @property
+    def table(self) -> Any:
+        """Return the segments as the compiled kernels take them; None where those do not read them."""
+        return None if self._native is None else self._native.table
 
     def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
         """Merge attention of `q` [batch, heads, head_dim] over the segments in one layer into `out` [batch, heads,
@@ -80,6 +98,8 @@ class Reads:
         if self._native is not None:
             self._native.attend(layer, q, scale, out, lse)
             return
+        if self._few is not None and not self._few.attend(layer, q, scale, out, lse):
+            self._few, self._rounds = None, _rounds(self._reads)
         for rows, reads in self._rounds:
             asking = q[rows]
             size = asking.shape[0] // len(reads)
@@ -108,7 +128,8 @@ class Appends:
         library = _suited(rows)
         assert library is not None, "there are no compiled kernels"
         self._library = library
-        self._table = _Table(library, rows)
+        self._memory = _Table(library, rows)
+        self.table = self._memory.table
 
     @staticmethod
     def possible(rows: Sequence[Read]) -> bool:
@@ -119,7 +140,7 @@ class Appends:
         """Write `keys` and `values` [batch, kv_heads, head_dim], float32, to a layer."""
         keys, values = _flat(keys), _flat(values)
         self._library.lib.afterglow_append(
-            self._table.table, layer, keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0)
+            self.table, layer, keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0)
         )
 
 
@@ -153,7 +174,8 @@ class _NativeReads:
 
     def __init__(self, library: Native, reads: Sequence[Read], cap: float) -> None:
         self._library, self._width, self._cap = library, library.width, cap
-        self._table = _Table(library, reads)
+        self._memory = _Table(library, reads)
+        self.table = self._memory.table
         self._threads = torch.get_num_threads()
 
     def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
@@ -162,7 +184,7 @@ class _NativeReads:
             raise ValueError(f"out and lse must be contiguous and float32, got {out.dtype} and {lse.dtype}")
         fields = (q.data_ptr(), q.stride(0), q.shape[1], scale, self._cap, out.data_ptr(), lse.data_ptr())
         batch = self._library.new("afterglow_queries *", fields)
-        if self._library.lib.afterglow_attend(self._table.table, layer, batch, self._threads, self._width):
+        if self._library.lib.afterglow_attend(self.table, layer, batch, self._threads, self._width):
             raise MemoryError("no memory for the results of attention's tasks")
 
 
@@ -173,10 +195,10 @@ def _flat(x: Tensor) -> Tensor:
 
 def _rounds(reads: Sequence[Read]) -> list[tuple[slice | Tensor, list[Read]]]:
     """Group reads whose results can be merged at once, each group with its rows of the batch: reads of one query side by
-    side, other reads by themselves."""
+    side, other reads by themselves. A decode step's reads are divided first."""
     single: list[dict[int, Read]] = []
     found: list[tuple[slice | Tensor, list[Read]]] = []
-    for read in reads:
+    for read in (each for whole in reads for each in whole.decoded()):
         if read.stop == read.start:
             continue
         if len(read.queries) == 1:
@@ -187,12 +209,12 @@ def _rounds(reads: Sequence[Read]) -> list[tuple[slice | Tensor, list[Read]]]:
             turn[read.queries[0]] = read
         else:
             found.append((rows_at(read.queries, read.data.device), [read]))
-    device = reads[0].data.device
-    return [(rows_at(list(turn), device), list(turn.values())) for turn in single] + found
+    turns = [list(turn.values()) for turn in single]
+    return [(rows_at([read.queries[0] for read in turn], turn[0].data.device), turn) for turn in turns] + found
 
 
 def rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """Return an index of rows: a slice if the rows follow each other."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows, device=device)
+    return torch.tensor(rows).to(device, non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.kernels import device_passes
 from afterglow.kernels.built import Native, native
 
 
@@ -31,6 +32,8 @@ def gated_silu(x: Tensor) -> Tensor:
     """Multiply SiLU of the gates, the first half of `x` [rows, 2 * size], by the second half: [rows, size]."""
     library = suited(x)
     if library is None:
+        if x.device.type == "cuda" and (fused := device_passes.gated_silu(x)) is not None:
+            return fused
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
     size = x.shape[-1] // 2

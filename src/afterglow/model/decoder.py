@@ -17,6 +17,8 @@ from torch import Tensor
 from afterglow.choices import KeptWeights
 from afterglow.kernels.attention import attend, with_sinks
 from afterglow.kernels.block import Block, in_panels
+from afterglow.kernels.device_passes import add_rms_norm
+from afterglow.kernels.layers import LayerRows, Layers, WholeLayer
 from afterglow.kernels.passes import rms_norm
 from afterglow.kernels.rope import LayerRopes, LayerRotations, rotate
 from afterglow.model.experts import Experts, Mlp
@@ -104,6 +106,15 @@ class Attention:
             q, k = self._q_norm(q), self._k_norm(k)
         return q, k, v
 
+    def whole(self, block: Block) -> WholeLayer | None:
+        """Return the layer as one call, with `block` the part after attention; None if its operations must be called one by one."""
+        norms = [norm.rms for norm in (self._q_norm, self._k_norm) if norm is not None]
+        if not in_panels(self._qkv) or None in norms:
+            return None
+        return WholeLayer(
+            self._qkv, block, self.scale, self.cap, [norm for norm in norms if norm is not None], self.sinks
+        )
+
     def value(self, x: Tensor) -> Tensor:
         """Project to v alone, [tokens, kv_heads, head_dim], for attention whose map is known. The first call keeps the values'
         part of the fused weights apart; where the weights are packed, that part takes its memory twice."""
@@ -187,6 +198,7 @@ class Decoder:
     """A causal language model. Runs without autograd; its tensors live on `device`, computed in `dtype`."""
 
     divisible = True  # passes can be left between layers
+    _whole: Layers | None = None
 
     def __init__(
         self,
@@ -222,6 +234,7 @@ class Decoder:
         self._layers = layers
         self._norms = (*(layer.attn_norm for layer in layers), self._final_norm)
         self._blocks = [self._block(layer, after) for layer, after in zip(layers, self._norms[1:], strict=True)]
+        self._whole = self._all_layers()
 
     @property
     def arithmetic(self) -> str:
@@ -264,9 +277,34 @@ class Decoder:
             if block is not None:
                 normed = block(x, attended)
             else:
-                x = self._after_attention(layer, x, normed, attended)
-                normed = _normed(self._norms[index + 1], x)
+                x, normed = self._after_attention(layer, x, normed, attended, self._norms[index + 1])
             hidden.x, hidden.normed, hidden.layer = x, normed, index + 1
+
+    @torch.inference_mode()
+    def go_through(self, hidden: Hidden, own: Sequence[LayerRows]) -> Tensor:
+        """Take a pass that has begun through all layers in one call. Needs `whole`. Returns queries, keys and values
+        [layers, tokens, heads + 2 * kv_heads, head_dim], not rotated."""
+        assert self._whole is not None
+        qkv = self._whole(hidden.x, hidden.normed, own)
+        hidden.layer = len(self._layers)
+        return qkv
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether compiled kernels take rows through all layers in one call."""
+        return self._whole is not None
+
+    def _all_layers(self) -> Layers | None:
+        if self._norms[0] is None or self._norms[0].rms is None:
+            return None
+        found = [
+            None if block is None else layer.attention.whole(block)
+            for layer, block in zip(self._layers, self._blocks, strict=True)
+        ]
+        whole = [layer for layer in found if layer is not None]
+        if not whole or len(whole) < len(found):
+            return None
+        return Layers(whole, self.spec.heads, self.spec.kv_heads, self.spec.head_dim)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -287,15 +325,33 @@ class Decoder:
             return None
         return Block(layer.out, layer.mlp_norm.rms, mlp, after.rms)
 
-    def _after_attention(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output for `x` [rows, hidden], given its norm and attention's context."""
+    def _after_attention(
+        self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor, after: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's output for `x` [rows, hidden], given its norm and attention's context, and the output's norm `after`."""
         if self.spec.residual == "parallel":
             inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
             x = self._added(x, layer.out(attended), layer.attn_after)
         else:
-            x = self._added(x, layer.out(attended), layer.attn_after)
-            inner = _normed(layer.mlp_norm, x)
-        return self._added(x, layer.mlp(inner), layer.mlp_after)
+            x, inner = self._added_and_normed(x, layer.out(attended), layer.attn_after, layer.mlp_norm)
+        return self._added_and_normed(x, layer.mlp(inner), layer.mlp_after, after)
+
+    def _added_and_normed(
+        self, x: Tensor, part: Tensor, norm: Norm | None, after: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `x` with what attention or MLP add to it, and the norm `after` of that, all [rows, hidden]."""
+        if (
+            x.device.type == "cuda"
+            and norm is None
+            and self.spec.residual_scale == 1
+            and after is not None
+            and after.rms
+        ):
+            fused = add_rms_norm(x, part, *after.rms)
+            if fused is not None:
+                return fused
+        x = self._added(x, part, norm)
+        return x, _normed(after, x)
 
     def _added(self, x: Tensor, part: Tensor, norm: Norm | None) -> Tensor:
         """Return `x` with what attention or MLP add to it, all [rows, hidden]."""

@@ -66,8 +66,8 @@ class WeightAssembler:
         self._spec, self._names, self._source = spec, names, source
         self._dtype, self._device = dtype, device
         self._keeps_blocks = quantization == "auto" and blocks_work(dtype, device)
-        self._kept: KeptWeights = "none" if quantization == "auto" else quantization
         self._keeping = Keeping(dtype, device, quantization)
+        self._kept: KeptWeights = self._keeping.kept
 
     def decoder(self) -> Decoder:
         """Build the whole decoder. Raises: ModelError at the first tensor that is missing or has another shape."""

@@ -267,6 +267,8 @@ class Cache:
             read_rate=self.cost.read_rate,
             fetch_rate=self.cost.fetch_rate,
             prefill_rate=self.cost.prefill_rate,
+            read_buffer_layers=self.placement.loading.buffer_layers,
+            read_buffer_bytes=self.placement.loading.buffer_bytes,
             sessions=len(self.sessions),
             prefixes=len(self.registered),
             prefix_rows=self.registered.rows,

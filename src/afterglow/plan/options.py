@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from afterglow.choices import KVSource, PolicyName, Preload, TruncationPolicy, WritePolicy
+from afterglow.choices import KVSource, PolicyName, Preload, ReadBuffer, TruncationPolicy, WritePolicy
 
 MERGED_ROWS = 256  # extents with fewer rows are merged
 # Reads through a window begin at a multiple, and so do held rows: a query's rows are then always divided alike.
@@ -106,8 +106,8 @@ class Capacity:
 class SchedulerOptions:
     """The options of one plan.
 
-    `digest`: names the model; a part of every extent's name. `read_buffer`: layers that are loaded before a job joins (a
-    baseline; None: all). `relative_positions`: can cached rows move to other positions? `tenant_quota`: bytes of extents that
+    `digest`: names the model; a part of every extent's name. `read_buffer`: layers that are loaded before a job joins (None:
+    all), or the form of the formula for them (see `buffers`). `relative_positions`: can cached rows move to other positions? `tenant_quota`: bytes of extents that
     a tenant may have in all tiers (None: any number). `tenant_pins`: the part of the last tier that a tenant may pin (None:
     all). `ttl`: seconds for which extents found at a restart are kept, where no job has named an end (None: for ever).
     `retain`: keep the contexts of finished jobs on the device while there is room. `relay`: tell in each step which rows its
@@ -124,7 +124,7 @@ class SchedulerOptions:
     digest: str = ""
     source: KVSource = "auto"
     preload: Preload = "layerwise"
-    read_buffer: int | None = None
+    read_buffer: ReadBuffer = None
     relative_positions: bool = True
     truncation_ratio: float = 0.5
     truncation_policy: TruncationPolicy = "oldest"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from afterglow.choices import KVSource, Preload
+from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.batching.admission import Admission
 from afterglow.plan.batching.commit import Committer, most_repeats
 from afterglow.plan.batching.compaction import Compaction
@@ -157,7 +157,7 @@ class Scheduler:
         self._queue.version += 1
         return self.cache.registered.forget(salt, name)
 
-    def baseline(self, preload: Preload, read_buffer: int | None, source: KVSource) -> None:
+    def baseline(self, preload: Preload, read_buffer: ReadBuffer, source: KVSource) -> None:
         """Change how jobs come to their rows, between jobs (a measurement's baseline, A21)."""
         self._admission.decision.source = source
         self._admission.decision.whole, self._composer.layerwise = preload == "whole", preload == "layerwise"
@@ -231,7 +231,7 @@ class Scheduler:
             tuple(self._batch.releases),
             tuple(self.cache.device.frees),
             tuple(self.cache.moves.take()),
-            tuple(self.cache.loading.take_promoted()),
+            tuple(self.cache.loading.take_promoted(now)),
             tuple(runs),
             wake if wake < inf else None,
             repeats,
@@ -284,6 +284,17 @@ class Scheduler:
                 self._batch.settle(job, now)
 
     # ------------------------------------------------------------------------------------------- looking on
+
+    def unsaved(self) -> tuple[int, float]:
+        """Count the rows that running prefills have still to compute and to save, and predict the seconds that this takes after
+        their first layer (0: not known yet). Changes nothing."""
+        rows, seconds = 0, 0.0
+        for job in self._batch.running:
+            start = max(job.rows, job.covered)
+            if job.state == "prefilling" and job.saving and start < job.target:
+                rows += job.target - start
+                seconds += self.cache.cost.compute(job.target - start, start)
+        return rows, seconds * (self.capacity.layers - 1) / self.capacity.layers
 
     def stats(self) -> Stats:
         """Numbers for metrics. Changes nothing; the thread that owns the plan calls it, and may hand the result on."""

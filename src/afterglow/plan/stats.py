@@ -87,6 +87,8 @@ class Stats:
     read_rate: float | None = None  # bytes/s from disk, as measured; None: not yet
     fetch_rate: float | None = None  # bytes/s from the shared tier
     prefill_rate: float | None = None  # rows/s of a prefill of 512 rows, as measured
+    read_buffer_layers: int = 0  # of the last job whose rows were loaded, where the size is a formula's
+    read_buffer_bytes: int = 0
     sessions: int = 0  # conversations with a name
     prefixes: int = 0  # registered, and their tokens
     prefix_rows: int = 0

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
+from afterglow.config import WRITE_BUFFER
 from afterglow.plan.step import (
     BACKGROUND,
     Copy,
@@ -29,7 +30,7 @@ from afterglow.store.extents.tier import Buffer, HostArena, Tier
 from afterglow.store.moving.move_work import CopyWork, DropWork, LoadWork, StoreWork, SweepWork
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.reading import ChunkIO
-from afterglow.store.moving.saver import WRITE_BUFFER, RowSaver
+from afterglow.store.moving.saver import RowSaver
 from afterglow.store.moving.store_stats import StoreCounters, StoreStats
 from afterglow.store.moving.stored_extents import StoredExtents
 from afterglow.store.moving.task import Task
@@ -244,6 +245,10 @@ class KVStore:
         """The same for all layers at once: `block` is uint8 [layers, 2, rows, row_bytes]."""
         self._saver.save_block(draft, slots, first_row, block)
 
+    def expect_saves(self, rows: int, computing: float) -> None:
+        """Size the write buffer for `rows` rows that are about to be computed, in `computing` seconds after their first layer."""
+        self._saver.expect(rows, computing)
+
     # ------------------------------------------------------------------------------------------ completions
 
     def finished(self) -> list[TransferDone]:
@@ -282,6 +287,7 @@ class KVStore:
         stats.disk_bytes = self.on_disk.bytes
         stats.queue = self._mover.pending() + self._saver.pending()
         stats.hung = self._mover.hung
+        stats.write_buffer_bytes = self._saver.limit
         stats.save_waits, stats.save_wait_seconds = self._saver.waits, self._saver.wait_seconds
         if self.on_disk.catalog is not None:
             stats.catalog_bytes = self.on_disk.catalog.bytes

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +49,9 @@ class Answers:
 
 
 def read(path: Path) -> list[Question]:
-    """Questions of a JSON-lines file: PIQA's goal, sol1, sol2, label; LongEval's prompt, topics; or question, choices
-    and answer (an index; MMLU is easily written so)."""
+    """Questions of a JSON-lines file: PIQA's goal, sol1, sol2, label; LongEval's prompt, topics; OpenBookQA's question_stem,
+    choices, label; COPA's premise, choice1, choice2, question, label; or question, choices and answer (an index; MMLU is easily
+    written so)."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -58,11 +60,23 @@ def read(path: Path) -> list[Question]:
         elif "topics" in row:
             found.append(_topics(row["prompt"], row["topics"]))
             continue
+        elif "premise" in row:
+            found.append(_cause_or_effect(row))
+            continue
+        elif "question_stem" in row:
+            text, choices, answer = row["question_stem"], row["choices"], row["label"]
         else:
             text, choices, answer = row["question"], row["choices"], row["answer"]
         question = f"\nQuestion: {text}\nAnswer:"
         found.append(Question(question, tuple(" " + choice.strip() for choice in choices), int(answer)))
     return found
+
+
+def _cause_or_effect(row: dict[str, Any]) -> Question:
+    """COPA as a sentence that goes on, which is how it is asked of language models."""
+    word = {"cause": "because", "effect": "so"}[row["question"]]
+    choices = tuple(" " + choice[:1].lower() + choice[1:] for choice in (row["choice1"], row["choice2"]))
+    return Question(f"\n{row['premise'].strip().rstrip('.')} {word}", choices, int(row["label"]))
 
 
 def _topics(prompt: str, topics: Sequence[str]) -> Question:

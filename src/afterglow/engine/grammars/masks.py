@@ -168,7 +168,7 @@ class Masks:
                 values = logits[row].numpy()
                 values += constraint.bias(position)
             else:
-                logits[row] += torch.from_numpy(constraint.bias(position)).to(logits.device)
+                logits[row] += torch.from_numpy(constraint.bias(position)).to(logits.device, non_blocking=True)
 
 
 def _take_in(drawn: Sequence[Drawn]) -> None:

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 12
+#define AFTERGLOW_ABI_VERSION 14
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -207,6 +207,46 @@ typedef struct {
 /* Writes the rotated rows. */
 void afterglow_rotate(const afterglow_rotation *rotation, int threads, int width);
 
+/* A layer of a decoder. `qkv` yields all query heads, then all key heads, then all value heads. Norms of queries and keys are of a head
+   each, or of all heads together, or null; `sinks` [heads] or null. `scale` and `cap`: see afterglow_queries. */
+typedef struct {
+    afterglow_matrix qkv;
+    const afterglow_layer *rest;
+    const afterglow_norm *query_norm;
+    const afterglow_norm *key_norm;
+    const float *sinks;
+    float scale;
+    float cap;
+} afterglow_whole_layer;
+
+/* A step's rows in a layer: where they are appended and what they read, in contexts where the layer has this number. cos and sin
+   [rows][rotary_dim], or null where the layer does not rotate. */
+typedef struct {
+    const afterglow_table *appends;
+    const afterglow_table *reads;
+    int64_t number;
+    const float *cos;
+    const float *sin;
+    int64_t rotary_dim;
+} afterglow_layer_rows;
+
+/* Rows on their way through layers. x [rows][hidden] is the input of the first layer and becomes the output of the last; normed, of
+   the same shape, is x after the norm that comes next. qkv [layers][rows][heads + 2 kv_heads][head_dim] gets what the layers project,
+   after norms and before rotation. */
+typedef struct {
+    float *x;
+    float *normed;
+    float *qkv;
+    int64_t rows;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+} afterglow_pass;
+
+/* Takes the rows through `count` layers. Contexts hold all other rows that are read. */
+int afterglow_go_through(const afterglow_whole_layer *layers, const afterglow_layer_rows *own, int64_t count, const afterglow_pass *pass,
+                         int threads, int width);
+
 /* A rounding of rows to bytes: x [rows][size] is about scales[row] * (numbers [row][size] - levels - 1). */
 typedef struct {
     const float *x;
@@ -295,3 +335,22 @@ typedef struct {
 
 /* Returns how many rows have a vote, or -1 if there was no memory. */
 int64_t afterglow_vote(const afterglow_ballot *ballot, int threads);
+
+/* A stretch of a file: `head_bytes` bytes that go to `head`, then `planes` times `blocks` chunks. Chunk b of plane p goes to
+   arena + p * plane_bytes + slots[b] * chunk_bytes, and its CRC32C to sums [planes][blocks]. */
+typedef struct {
+    int64_t offset;
+    const void *head;
+    int64_t head_bytes;
+    const void *arena;
+    int64_t plane_bytes;
+    int64_t planes;
+    const int64_t *slots;
+    int64_t blocks;
+    int64_t chunk_bytes;
+    const uint32_t *sums;
+} afterglow_reading;
+
+/* Reads the stretch and sums it up. Returns 0, an error number of the system, or -1 if the file ends early. `by_ring`: with an
+   io_uring if the system has one. */
+int afterglow_read(int fd, const afterglow_reading *reading, int by_ring);

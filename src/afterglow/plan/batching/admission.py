@@ -66,7 +66,7 @@ class Admission:
         kept = self.seen.choose(views, kept, device_rows, partial(self.seen.obtainable, mine=list(job.pins)))
         self._batch.pin(job, kept)
         firsts, brought = (self.seen.firsts(views, kept, device_rows, forks=forks) for forks in (False, True))
-        obtained = self._obtain(job, kept, firsts, brought, now)
+        obtained = self._obtain(job, kept, firsts, brought, now, device_rows)
         room = obtained is None or not may_join or self.may_save(job, match.rows, job.length, now)
         for extent in guarded:
             extent.ref_count -= 1
@@ -239,15 +239,18 @@ class Admission:
         return since + (self._cache.cost.compute(stop - start, start) if self._cache.cost.known else UNKNOWN_HOLD_S)
 
     def _obtain(
-        self, job: Job, views: list[View], firsts: list[int], brought: list[int], now: float
+        self, job: Job, views: list[View], firsts: list[int], brought: list[int], now: float, row: int = 0
     ) -> list[View] | None:
         """Start loads; returns the views whose rows are in host or on their way to it. None: wait for slots.
+        The device has the rows before `row`.
 
         Of an extent windows show the rows from `firsts` on, and a load brings those from `brought` on. Where a match may be cut short
         for want of slots, windows would show more: then loads bring all rows.
         """
         absent = dict.fromkeys(view.extent for view in views if view.extent.host == "absent")
         blocks = sum(self._cache.capacity.blocks(extent.rows) for extent in absent)  # others stay in their slots
+        cached = sum(view.stop - view.start for view in views)
+        ahead = self._cache.loading.buffered([view.extent for view in views], job.length - row - cached, row + cached)
         lean = any(brought) and self._cache.host.make_room(blocks, now, job.key)
         for i, (view, first, start) in enumerate(zip(views, firsts, brought, strict=True)):
             extent = view.extent
@@ -255,7 +258,7 @@ class Admission:
             if extent.host == "partial" and not view.shows(first):
                 self._cache.host.free(extent)
             skip = self.seen.skip(extent, start) if lean else 0
-            if extent.host == "absent" and not self._cache.loading.load(extent, now, job.key, skip):
+            if extent.host == "absent" and not self._cache.loading.load(extent, now, job.key, skip, ahead):
                 if self._cache.relief and job.rounds < MAX_ROUNDS:
                     job.rounds += 1
                     return None

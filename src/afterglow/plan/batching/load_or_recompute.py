@@ -90,7 +90,7 @@ class LoadOrRecompute:
 
     def may_begin(self, job: Job, stage: Stage, now: float) -> bool:
         """Beside running decodes: are the rows of a stage there, or so soon that no job has to wait for them?"""
-        if self._cache.loading.read_buffer is not None:
+        if isinstance(self._cache.loading.read_buffer, int):
             return True  # the loads go on only when the job has joined
         under_way = [move for move in stage.loads if self._cache.moves.is_under_way(move)]
         if not under_way:
@@ -99,13 +99,18 @@ class LoadOrRecompute:
             return False
         stop = stage.stop if stage.stop is not None else job.length
         computing = self._cache.cost.compute(stop - stage.start, stage.start)
-        return self._cache.cost.known and self._cache.cost.fits(*self._cache.cost.coming(under_way, (), now), computing)
+        cost = self._cache.cost
+        flowing = [move for move in under_way if not cost.is_held(move)]  # the others have the size of a formula
+        return cost.known and cost.held_at(under_way) <= now and cost.fits(*cost.coming(flowing, (), now), computing)
 
     def begins_at(self, job: Job, stage: Stage, now: float) -> float:
         """Return when a stage may begin that may not now, as far as that depends on time alone."""
         under_way = [move for move in stage.loads if self._cache.moves.is_under_way(move)]
         stop = stage.stop if stage.stop is not None else job.length
-        return self._cache.cost.fits_at(under_way, self._cache.cost.compute(stop - stage.start, stage.start), now)
+        cost = self._cache.cost
+        flowing = [move for move in under_way if not cost.is_held(move)]
+        fits = cost.fits_at(flowing, cost.compute(stop - stage.start, stage.start), now)
+        return max(fits, cost.held_at(under_way))
 
     def probe(self, views: list[View], now: float) -> None:
         """Read, now and then, the shortest extent on disk that is recomputed, beside the computation and for a part of its

@@ -186,18 +186,25 @@ class LookAhead:
             if job.whole == absences:
                 continue
             whole = True
+            ahead = self._buffered(job)
             for extent in job.path:
                 if extent.dead:
                     whole = False
                     break
                 if extent.host == "absent":
-                    if not self._cache.loading.prefetch(extent, now, job.key, reserve):
+                    if not self._cache.loading.prefetch(extent, now, job.key, reserve, ahead):
                         return
                     complete = whole = complete and extent.host != "absent"
             if whole:
                 job.whole = absences
         if complete:
             self._fetched = state
+
+    def _buffered(self, job: Job) -> int | None:
+        """Compute how many layers come before the job's turn; None: all. Rows that survive a truncation are copied as a whole."""
+        if job.origin is not None:
+            return None
+        return self._cache.loading.buffered(job.path, job.length - job.match.rows, job.match.rows)
 
     @property
     def fetched(self) -> Key | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from afterglow.choices import KVSource, Preload
+from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone, SaveDone, Step, StepResult, TransferDone
@@ -183,7 +183,7 @@ class ForgetPrefix(Input):
 class Baseline(Input):
     method = "baseline"
     preload: Preload
-    read_buffer: int | None
+    read_buffer: ReadBuffer
     source: KVSource
 
     def entry(self) -> Entry:

@@ -120,13 +120,16 @@ class Rules:
     ) -> tuple[Rows, ...]:
         """Choose rows to leave out of a prompt of `rows` rows, besides those in `gone`: whole turns where they are known,
         the oldest first, until at most the other part of the window remains; never the system prompt, nor the last turn.
+        `oldest_tokens` takes that part of the window away instead, once or until the rest fits.
 
         `scores`: how important its first rows are, for `importance`, which does as `sinks_and_recent` without.
         """
         first = min(turns[0], rows) if turns else 0
-        if self.policy != "oldest":
+        if self.policy in ("sinks_and_recent", "importance"):
             first = max(first, min(SINK_TOKENS, rows))
         dropped = union(gone)
+        if self.policy == "oldest_tokens":
+            return self._oldest_tokens(rows, first, turns[-1] if len(turns) > 1 else rows - 1, dropped)
         if self.policy == "importance" and scores:
             return self._unimportant(rows, first, dropped, scores)
         if len(turns) > 1 and self.policy == "oldest":
@@ -137,6 +140,18 @@ class Rules:
             return dropped
         recent = max(first, rows - max(self.most - first, 1))
         return union([*dropped, (first, recent)])
+
+    def _oldest_tokens(self, rows: int, first: int, stop: int, gone: tuple[Rows, ...]) -> tuple[Rows, ...]:
+        """Choose the oldest rows of [first, stop) that are left: a part of the window, as often as it takes until a prompt with
+        the reserve for its reply fits (CachedAttention §3.4: the first 2K tokens of a window of 4K)."""
+        part = self.window.limit - self.most
+        beyond = rows - count(gone) - self.window.longest(self.window.limit)
+        wanted, end = part * max(1, ceil(beyond / part)), first
+        for start, last in complement(gone, stop):
+            taken = min(wanted, max(0, last - max(start, first)))
+            if taken:
+                end, wanted = max(start, first) + taken, wanted - taken
+        return union([*gone, (first, end)])
 
     def _unimportant(self, rows: int, first: int, gone: tuple[Rows, ...], scores: Sequence[float]) -> tuple[Rows, ...]:
         """Choose rows to leave out (H2O; spec S2). The first rows stay; so do the most recent ones (half of the rows that

@@ -120,29 +120,46 @@ class Cost:
         self._free = [0.0] * readers  # when each reader is going to have read all that it was asked for
         self._far_free = [0.0]  # the same for the shared tier, to which there is one line
         self._times: dict[int, tuple[float, float]] = {}  # when first and last layers of loads under way will be there
+        self._held: dict[int, float] = {}  # loads that stop before their last layers, and the seconds of those
         self._far: set[int] = set()  # loads under way that come from the shared tier
 
     # ------------------------------------------------------------------------------------------- learning
 
-    def started(self, move: int, size: int, now: float, far: bool = False) -> None:
-        """Take note that a load was requested. `far`: from the shared tier."""
+    def started(self, move: int, size: int, now: float, far: bool = False, ahead: int | None = None) -> None:
+        """Take note that a load was requested. `far`: from the shared tier. `ahead`: layers that come before `resumed`."""
         if far:
             self._far.add(move)
         free = self._far_free if far else self._free
-        self._times[move] = self._line_up(free, self.read(size, far), now, far)
+        seconds, layers = self.read(size, far), self.layers
+        if ahead is not None and ahead < layers:
+            self._held[move] = seconds * (layers - ahead) / layers
+            seconds, layers = seconds - self._held[move], max(1, ahead)
+        self._times[move] = self._line_up(free, seconds, now, far, layers)
 
-    def _line_up(self, free: list[float], seconds: float, now: float, far: bool = False) -> tuple[float, float]:
-        """Predict when the first and the last layer of a load will be there: loads follow one another on whichever reader is
-        free first."""
+    def resumed(self, move: int, now: float) -> None:
+        """Take note that a load that was to stop before its last layers goes on."""
+        rest = self._held.pop(move, None)
+        if rest is not None:
+            far = move in self._far
+            first, held = self._times[move]
+            _, last = self._line_up(self._far_free if far else self._free, rest, max(now, held), far)
+            self._times[move] = first, last
+
+    def _line_up(
+        self, free: list[float], seconds: float, now: float, far: bool = False, layers: int | None = None
+    ) -> tuple[float, float]:
+        """Predict when the first and the last layer of a load (of all `layers` by default) will be there: loads follow one
+        another on whichever reader is free first."""
         reader = free.index(min(free))
         began = max(now, free[reader])
         free[reader] = began + seconds
         latency = min(self.read(0, far), seconds)
-        return began + latency + (seconds - latency) / self.layers, free[reader]
+        return began + latency + (seconds - latency) / (layers or self.layers), free[reader]
 
     def ended(self, move: int, size: int, seconds: float, now: float) -> None:
         """Take note that a load has ended after reading `size` bytes in `seconds` (0 bytes: it failed)."""
         self._times.pop(move, None)
+        self._held.pop(move, None)
         far = move in self._far
         self._far.discard(move)
         if not self._times:
@@ -235,10 +252,12 @@ class Cost:
     ) -> tuple[float, float]:
         """Seconds until the first, and the last, layers are there of these loads under way, and of further ones that
         are requested now and take so long each, `far` ones from the shared tier. An overdue load is taken to need as long
-        again."""
+        again; one that stops before its last layers goes on now."""
         first = last = 0.0
         for move in moves:
-            if (times := self._times.get(move)) is not None:
+            if (times := self._times.get(move)) is not None and (rest := self._held.get(move)) is not None:
+                first, last = max(first, times[0] - now), max(last, max(0.0, times[1] - now) + rest)
+            elif times is not None:
                 late = max(0.0, now - times[1])
                 first, last = max(first, times[0] - now, late), max(last, times[1] - now, late)
         free = list(self._free) if reads else []
@@ -250,6 +269,23 @@ class Cost:
             times = self._line_up(free, seconds, now, far=True)
             first, last = max(first, times[0] - now), max(last, times[1] - now)
         return first, last
+
+    def alone(self, sizes: Sequence[int], far: Sequence[int] = ()) -> float:
+        """Seconds that loads of these sizes, `far` ones from the shared tier, take when nothing else is read."""
+        free, away = [0.0] * len(self._free), [0.0]
+        for size in sizes:
+            self._line_up(free, self.read(size), 0.0)
+        for size in far:
+            self._line_up(away, self.read(size, True), 0.0, far=True)
+        return max(*free, *away)
+
+    def is_held(self, move: int) -> bool:
+        """Does a load stop before its last layers, until `resumed`?"""
+        return move in self._held
+
+    def held_at(self, moves: Sequence[int]) -> float:
+        """Return when those of these loads that stop before their last layers will have come so far."""
+        return max((self._times[move][1] for move in moves if move in self._held), default=-math.inf)
 
     def loads(self, sizes: Sequence[int], now: float, far: Sequence[int] = ()) -> float:
         """Seconds until loads of these sizes, `far` ones from the shared tier, asked for now, have ended."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from afterglow.choices import ReadBuffer
 from afterglow.plan.options import Capacity
 from afterglow.plan.prefix.extent import Extent, Key
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import BACKGROUND, DEMAND, PREFETCH, Load, MoveDone
+from afterglow.plan.tiers.buffers import read_buffer_layers
 from afterglow.plan.tiers.cost import Cost
 from afterglow.plan.tiers.host import Host
 from afterglow.plan.tiers.moves import Moves
@@ -38,7 +40,8 @@ class Loading:
         counters: Counters,
         cost: Cost,
     ) -> None:
-        self.read_buffer: int | None = None  # layers to be loaded before the job joins (a baseline); None: all
+        self.read_buffer: ReadBuffer = None  # layers to be loaded before the job joins, or their formula; None: all
+        self.buffer_layers = self.buffer_bytes = 0  # what the formula said last
         self._capacity = capacity
         self._candidates = candidates
         self._host = host
@@ -66,12 +69,31 @@ class Loading:
 
     # --------------------------------------------------------------------------------------- to begin
 
-    def load(self, extent: Extent, now: float, waiter: Key | None = None, skip: int = 0) -> bool:
-        """Start to bring an extent from disk to host; layers with a window leave out its first `skip` blocks. False: no slots
-        now (see `relief`)."""
-        return self._load(extent, now, waiter, DEMAND, "demand", skip=skip)
+    def buffered(self, extents: Iterable[Extent], rows: int, start: int) -> int | None:
+        """Compute how many layers of these extents, which a job that computes `rows` rows from row `start` on needs, are to be
+        there before its turn (spec A4), from measured rates. None: all, or as many as an operator has said.
+        """
+        if not isinstance(self.read_buffer, str):
+            return None
+        absent = [extent for extent in extents if extent.host != "ready"]
+        near = [extent.file_bytes for extent in absent if extent not in self._far]
+        far = [extent.file_bytes for extent in absent if extent in self._far]
+        if not absent or (near and not self._cost.known) or (far and not self._cost.far_known):
+            return None
+        layers = self._cost.layers
+        load, compute = self._cost.alone(near, far) / layers, self._cost.compute(rows, start) / layers
+        self.buffer_layers = read_buffer_layers(layers, load, compute, exact=self.read_buffer == "auto")
+        self.buffer_bytes = (sum(near) + sum(far)) * self.buffer_layers // layers
+        return self.buffer_layers if self.buffer_layers < layers else None
 
-    def prefetch(self, extent: Extent, now: float, waiter: Key, reserve: int = 0) -> bool:
+    def load(
+        self, extent: Extent, now: float, waiter: Key | None = None, skip: int = 0, ahead: int | None = None
+    ) -> bool:
+        """Start to bring an extent from disk to host; layers with a window leave out its first `skip` blocks. `ahead`: layers
+        that may come before its job joins, where the buffer's size is a formula's. False: no slots now (see `relief`)."""
+        return self._load(extent, now, waiter, DEMAND, "demand", skip=skip, ahead=ahead)
+
+    def prefetch(self, extent: Extent, now: float, waiter: Key, reserve: int = 0, ahead: int | None = None) -> bool:
         """Load an extent before its job's turn has come. `reserve` slots are to stay free."""
         if self.avoids(extent, now):
             return True
@@ -81,7 +103,7 @@ class Loading:
             self._host.evict(need, now, waiter)
             if pool.free < need:
                 return False
-        if not self._load(extent, now, waiter, PREFETCH, "prefetch"):
+        if not self._load(extent, now, waiter, PREFETCH, "prefetch", ahead=ahead):
             return False
         extent.prefetched = True
         self._counters.prefetches += 1
@@ -107,13 +129,15 @@ class Loading:
         why: str,
         most: float | None = None,
         skip: int = 0,
+        ahead: int | None = None,
     ) -> bool:
         slots = self._host.take_slots(self._capacity.blocks(extent.rows), now, waiter=waiter)
         if slots is None:
             return False
         far = extent in self._far
         skip = 0 if far else skip  # the whole file comes, and is verified before it is the disk's
-        ahead = self.read_buffer if priority != BACKGROUND else None
+        if isinstance(self.read_buffer, int) and priority != BACKGROUND:
+            ahead = self.read_buffer
         move = Load(self._moves.number(), extent.id, extent.rows, slots, priority, why, ahead, most, skip)
         if ahead is not None:
             self._gated[move.move] = extent
@@ -123,7 +147,7 @@ class Loading:
         extent.lacks = skip * self._capacity.block_rows
         self._moves.start(move, extent)
         size = extent.file_bytes - skip * self._capacity.window_block_bytes
-        self._cost.started(move.move, size, now, far)
+        self._cost.started(move.move, size, now, far, ahead)
         self._counters.loads += 1
         self._counters.thrashed += extent.left_host is not None and now - extent.left_host < THRASH_S
         return True
@@ -165,9 +189,11 @@ class Loading:
         """Were loads promoted since `take_promoted`?"""
         return bool(self._promoted)
 
-    def take_promoted(self) -> list[int]:
+    def take_promoted(self, now: float) -> list[int]:
         """Return the loads promoted since the last call, to be handed out with the moves."""
         urged, self._promoted = self._promoted, []
+        for move in urged:
+            self._cost.resumed(move, now)
         return urged
 
     # ------------------------------------------------------------------------------------ how they end

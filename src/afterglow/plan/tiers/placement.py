@@ -39,6 +39,7 @@ class Placement:
     ) -> None:
         self.shares = options.shared
         self.deleted: list[ExtentId] = []  # since the list was last taken; kept where there is a shared tier
+        self.replaced: list[ExtentId] = []  # by merged ones, likewise
         self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self.ghosts = Ghosts()
         self.cost = Cost(capacity.layers, capacity.readers)
@@ -132,7 +133,7 @@ class Placement:
         del self._dead[whole]
         for part in parts:
             if self.shares:
-                self.deleted.append(part.id)
+                self.replaced.append(part.id)
             self._bury(part)
         self.quota.add(whole)
         self.candidates.place(whole)
@@ -244,9 +245,14 @@ class Placement:
         return found
 
     def take_deleted(self) -> list[ExtentId]:
-        """Return the extents that were deleted or replaced, not evicted, since the last call; none without a shared tier."""
+        """Return the extents that were deleted, not evicted, since the last call; none without a shared tier."""
         deleted, self.deleted = self.deleted, []
         return deleted
+
+    def take_replaced(self) -> list[ExtentId]:
+        """Return the extents that merged ones have replaced since the last call; none without a shared tier."""
+        replaced, self.replaced = self.replaced, []
+        return replaced
 
     def drop_clean(self) -> None:
         """Free the slots of every extent that is also on disk and not in use."""

@@ -1,8 +1,8 @@
 """Limits of connections: how many may be open, and how long a client may take to send its request.
 
 A client that connects and sends nothing, or a byte a second, costs only a place, and loses it after a while. Beyond the
-limit a few more connections are accepted, answered with 503 (`/health` truly) and closed; beyond those the oldest one
-is closed. Replies have no time limit, but a client must read them.
+limit an idle connection gives way to a new one. Without an idle one a few more connections are accepted, answered with 503
+(`/health` truly) and closed; beyond those the oldest one is closed. Replies have no time limit, but a client must read them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import http
 import logging
+import operator
 import resource
 import socket
 import ssl
@@ -36,6 +37,7 @@ log = logging.getLogger("afterglow.server")
 MOST = 1000  # connections, where the limit on files allows them
 RESERVED_FILES = 128  # descriptors for the cache, its database, threads and the process itself
 SURPLUS = 16  # connections beyond the limit, that are answered with 503
+UNUSED_S = 1.0  # idle for so long, a connection may give way: a client in the middle of its work has sent by then
 SURPLUS_S = 3.0  # how long such a connection may live
 BODY_RATE = 16 * 1024  # bytes that earn another second for the rest of a body
 UNREAD_S = 120.0  # a client that reads no byte of its reply for so long has gone
@@ -75,7 +77,34 @@ class Connection(H11Protocol):
         self._phase: tuple[Any, ...] = ()
         self._since = 0.0
         self._received = 0  # bytes since then
+        self._idle_since = 0.0
         self.left: Callable[[], None] = lambda: None
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether the last reply has been sent and no other request has begun."""
+        return self.timeout_keep_alive_task is not None
+
+    @property
+    def idle_s(self) -> float:
+        """For how many seconds the connection has been idle, with nothing left to send; 0 while it is in use."""
+        if not self.idle or self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return 0.0
+        return time.monotonic() - self._idle_since
+
+    def has_request(self) -> bool:
+        """Tell whether bytes have arrived that the event loop has not read yet; the client's end is none."""
+        try:
+            with self.transport.get_extra_info("socket").dup() as sock:
+                return bool(sock.recv(1, socket.MSG_PEEK))
+        except (BlockingIOError, ConnectionError):
+            return False
+        except OSError:  # no descriptor is left
+            return True
+
+    def on_response_complete(self) -> None:
+        self._idle_since = time.monotonic()
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
@@ -103,9 +132,7 @@ class Connection(H11Protocol):
         if unread := self.transport.get_write_buffer_size():
             return ("read", unread), UNREAD_S
         state = self.conn.their_state
-        if (
-            state is h11.IDLE and self.timeout_keep_alive_task is None
-        ):  # otherwise uvicorn counts: the connection is idle
+        if state is h11.IDLE and not self.idle:  # uvicorn counts how long a connection is idle
             return ("headers", self.cycle), self._listener.header_timeout
         if state is h11.SEND_BODY and not self.flow.read_paused:
             return ("body", self.cycle), self._listener.body_timeout + self._received / BODY_RATE
@@ -212,7 +239,7 @@ class Listener:
         self._metrics = metrics
         self._sock = sock
         self._tls = tls
-        self._clients: set[_Client] = set()
+        self._clients: dict[_Client, None] = {}  # the oldest first
         self._surplus: dict[_Client, None] = {}  # the oldest first
         self._warned: dict[str, float] = {}
         self._open = False
@@ -268,8 +295,8 @@ class Listener:
     def _take_in(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         client = _Client()
-        surplus = len(self._clients) - len(self._surplus) >= self.limit
-        self._clients.add(client)
+        surplus = len(self._clients) - len(self._surplus) >= self.limit and not self._make_room()
+        self._clients[client] = None
         client.task = self._loop.create_task(self._admit(client, sock, surplus))
         client.task.add_done_callback(lambda task: self._admitted(task, client, sock))
         if surplus:
@@ -279,8 +306,22 @@ class Listener:
             if len(self._surplus) > SURPLUS:
                 oldest = next(iter(self._surplus))
                 del self._surplus[oldest]
-                self._clients.discard(oldest)
+                self._clients.pop(oldest, None)
                 oldest.end()
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been idle longest. Returns whether there was one."""
+        unused = [
+            (connection.idle_s, client, connection)
+            for client in self._clients
+            if client not in self._surplus and (connection := client.connection) and connection.idle_s > UNUSED_S
+        ]
+        for _, client, connection in sorted(unused, key=operator.itemgetter(0), reverse=True):
+            if not connection.has_request():
+                connection.transport.close()
+                self._left(client)
+                return True
+        return False
 
     async def _admit(self, client: _Client, sock: socket.socket, surplus: bool) -> None:
         tls = (
@@ -302,7 +343,7 @@ class Listener:
             self._left(client)
 
     def _left(self, client: _Client) -> None:
-        self._clients.discard(client)
+        self._clients.pop(client, None)
         self._surplus.pop(client, None)
 
     def _look(self) -> None:

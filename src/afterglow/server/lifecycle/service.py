@@ -39,6 +39,7 @@ log = logging.getLogger("afterglow.server")
 
 EXIT_IMPATIENT = 130  # after the second signal; the files on disk stay valid
 SAME_SIGNAL_SECONDS = 0.5  # `timeout`, for one, sends a signal to the process and again to its group
+IDLE_SECONDS = 75  # a connection is kept after a reply: longer than clients keep theirs, else both act at once and a request is lost
 LAST_WORDS_SECONDS = 2.0  # for sending the errors of aborted requests
 
 
@@ -148,6 +149,7 @@ class Service:
                 log_config=None,
                 access_log=False,
                 lifespan="on",
+                timeout_keep_alive=IDLE_SECONDS,
                 timeout_graceful_shutdown=int(config.grace + LAST_WORDS_SECONDS) + 1,
                 server_header=False,
                 ws="none",

@@ -60,6 +60,8 @@ _PLAN = (
     ("read_rate", "afterglow:read_bytes_per_second", "Disk rate that loads are predicted with."),
     ("fetch_rate", "afterglow:fetch_bytes_per_second", "Rate of the shared store that fetches are predicted with."),
     ("prefill_rate", "afterglow:prefill_tokens_per_second", "Rate that computing is predicted with."),
+    ("read_buffer_layers", "afterglow:read_buffer_layers", "Layers loaded before the last request's turn, by formula."),
+    ("read_buffer_bytes", "afterglow:read_buffer_bytes", "Bytes of these layers."),
     (
         "disk_over_bytes",
         "afterglow:disk_over_budget_bytes",
@@ -132,6 +134,7 @@ _ENGINE = (
 _STORE = (
     ("queue", "afterglow:store_queue", "Calls that wait for a thread of the store."),
     ("hung", "afterglow:store_hung", "Calls that have not come back for too long."),
+    ("write_buffer_bytes", "afterglow:write_buffer_bytes", "Bytes of new KV that may wait to be saved."),
     ("catalog_bytes", "afterglow:catalog_bytes", "Bytes of the catalog."),
     ("direct_io", "afterglow:direct_io", "1 where reads bypass the page cache."),
 )
@@ -188,7 +191,7 @@ _SHARED_COUNTERS = (
         "afterglow:shared_bad_records",
         "Records of conversations and names that were damaged or another's.",
     ),
-    ("directory_lookups", "afterglow:shared_directory_lookups", "Listings of extents that the directory answered."),
+    ("directory_lookups", "afterglow:shared_directory_lookups", "Prompts that the directory looked up."),
     ("directory_failures", "afterglow:shared_directory_failures", "Failed calls of the directory."),
     ("swept", "afterglow:shared_swept", "Extents removed for the budget, or because they had expired."),
     (

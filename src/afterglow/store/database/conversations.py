@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from afterglow.errors import StoreError
 from afterglow.store.database import replies
@@ -48,7 +48,7 @@ CREATE TABLE responses (
     "CREATE INDEX by_root ON responses (root)",
     "CREATE INDEX by_tenant ON responses (tenant)",
 )
-_SCHEMA: Final = Schema(1, _TABLES, later=replies.TABLES)
+SCHEMA: Final = Schema(1, _TABLES, later=replies.TABLES)
 _COLUMNS: Final = "r.id, r.tenant, r.previous, r.root, r.created, c.expires, r.model, r.body, r.items, r.crc32c"
 _DUE: Final = "SELECT root FROM conversations WHERE expires <= ?"
 _FROM: Final = "responses r JOIN conversations c ON c.root = r.root AND c.expires > ?"
@@ -71,6 +71,8 @@ class StoredResponse:
 class Conversations:
     """Safe to use from several threads. Calls read and write a file: not for an event loop."""
 
+    schema: ClassVar[Schema] = SCHEMA
+
     def __init__(
         self,
         folder: Path | None,
@@ -82,14 +84,14 @@ class Conversations:
         """`ttl_s`: how long after its last turn a conversation is kept. `max_bytes`: size of the file; beyond it the
         conversations that were not used for longest are dropped (`footprint`: with SQLite's files beside it)."""
         self.folder = folder
-        self.file = ConversationFile(None if folder is None else folder / FILE, _SCHEMA, max_bytes)
+        self.file = ConversationFile(None if folder is None else folder / FILE, self.schema, max_bytes)
         self.replies = StoredReplies(self.file, ttl_s, lambda: self._clock())
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
         self._swept = float("-inf")
         with contextlib.suppress(StoreError):
-            self.sweep()
+            self._drop_expired()
 
     @property
     def damaged(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -18,8 +21,11 @@ from afterglow.store.extents.files import Scratch, forget_pages, open_direct, re
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
 from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
 from afterglow.store.extents.pieces import Tensors, arena_buffers
+from afterglow.store.extents.summed_reads import kernels, read_summed
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.places import open_file
+
+HEADS: Final = 256  # that are kept, of a few KB each
 
 
 class ExtentReader:
@@ -33,13 +39,15 @@ class ExtentReader:
         self._checksums = checksums
         self._scratch = Scratch()
         self._heads = Scratch()
+        # By all its bytes: what is not exactly a head that has been verified is verified.
+        self._decoded = lru_cache(HEADS)(partial(decode_head, layout=layout, digest=digest))
 
     def read(self, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
         """Fill slots with consecutive layers of an extent's first blocks; return the bytes read. See `Tier.read`."""
         extent, rows = read.extent, read.rows
         try:
             self._folder.check(extent)
-            path, direct = read.file or str(self._folder.file(extent)), self._folder.direct and read.file is None
+            path, direct = read.file or self._folder.file_name(extent), self._folder.direct and read.file is None
             fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
             try:
                 self._check_size(fd, rows)
@@ -110,7 +118,7 @@ class ExtentReader:
             raise DamageError(f"{size} bytes long instead of the {wanted} of {rows} rows")
 
     def _decode(self, raw: Bytes, read: ExtentRead) -> Head:
-        return decode_head(raw.tobytes(), self._layout, self._digest, extent=read.extent, rows=read.rows)
+        return self._decoded(raw.tobytes(), extent=read.extent, rows=read.rows)
 
     def _read_file(self, fd: int, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
         layout, rows, slots = self._layout, read.rows, read.slots
@@ -123,7 +131,9 @@ class ExtentReader:
         whole = len(slots) == layout.blocks(rows)
         used = len(slots) * layout.chunk_bytes
         span = layout.tensor_bytes(rows) if whole else align_up(used) if layout.aligned else used
-        joined = pieces.pieces(layout, rows, span, slots, pieces.READ_BYTES)
+        summed = read.arena.aligned and kernels() is not None
+        limit = pieces.SUMMED_READ_BYTES if summed else pieces.READ_BYTES
+        joined = pieces.pieces(layout, rows, span, slots, limit)
         parts = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
         raw_head = self._heads.take(layout.head_bytes(rows))
         if (layers.start or read.skip) and read.head is None:
@@ -133,6 +143,8 @@ class ExtentReader:
             read.head = read.head or self._decode(raw_head, read)
             total = 0 if layers.start else layout.head_bytes(rows)
             parts = pieces.cut(parts, read)
+        if summed:
+            return total + self._read_summed(fd, read, parts, raw_head, layer_done, layers)
         settled: Callable[[], None] | None = None  # waits for the piece that is verified while the next one is read
         for part in parts:
             size, bounce = self._fetch(fd, read, part, span, raw_head)
@@ -147,6 +159,35 @@ class ExtentReader:
                 self._settle(read, part, raw_head, bounce)
                 settled = None
                 layer_done(done)
+        if done < layers.stop:  # the last layers leave out all
+            layer_done(layers.stop)
+        return total
+
+    def _read_summed(
+        self,
+        fd: int,
+        read: ExtentRead,
+        parts: list[Tensors],
+        raw_head: Bytes,
+        layer_done: Callable[[int], None],
+        layers: range,
+    ) -> int:
+        """Read and verify all pieces by one call each; return the bytes."""
+        library = kernels()
+        assert library is not None
+        total = done = 0
+        for part in parts:
+            (layer, kv), skipped = part[0], read.skipped(part[0][0])
+            slots, first = read.slots[skipped:], 2 * layer + kv
+            head = raw_head if first == 0 and not read.skip else None
+            offset = 0 if head is not None else self._layout.offset(read.rows, layer, kv, skipped)
+            moved, sums = read_summed(fd, library, read.arena, range(first, first + len(part)), slots, head, offset)
+            total += moved
+            if read.head is None:
+                read.head = self._decode(raw_head, read)
+            _compare_sums(sums, read.head, part, skipped)
+            done = part[-1][0] + part[-1][1]  # a piece that ends with keys leaves its layer open
+            layer_done(done)
         if done < layers.stop:  # the last layers leave out all
             layer_done(layers.stop)
         return total
@@ -208,3 +249,15 @@ def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int, first: in
     if found != wanted:
         chunk = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True), first) if a != b)
         raise DamageError(f"layer {layer}, {TENSORS[kv]}, chunk {chunk}")
+
+
+def _compare_sums(sums: array[int], head: Head, part: Tensors, first: int) -> None:
+    """Compare the checksums of the chunks from the `first` one on of each tensor with those of the head. Raises: DamageError."""
+    blocks = len(sums) // len(part)
+    start = 2 * part[0][0] + part[0][1]
+    tables = head.crcs.reshape(-1, head.crcs.shape[-1])
+    wanted = tables[start : start + len(part), first : first + blocks].tobytes()
+    if sums.tobytes() != wanted:
+        wrong = next(n for n, (a, b) in enumerate(zip(sums, array("I", wanted), strict=True)) if a != b)
+        layer, kv = part[wrong // blocks]
+        raise DamageError(f"layer {layer}, {TENSORS[kv]}, chunk {first + wrong % blocks}")

@@ -12,6 +12,7 @@ from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.tier import ExtentRead, HostArena, runs
 
 READ_BYTES: Final = 4 << 20  # small layers are read together up to this; more gains nothing and delays layer 0
+SUMMED_READ_BYTES: Final = 8 << 20  # where the compiled kernels read: they cut it up by themselves
 WRITE_BYTES: Final = 4 << 20
 
 Tensors = list[tuple[int, int]]  # (layer, kv) of tensors that lie side by side in the file and move in one call

@@ -50,7 +50,9 @@ class HostArena:
         # Direct I/O wants memory, length and file offset aligned; otherwise transfers pass through a bounce
         # buffer. So they do where a tensor in the file has more chunks than an extent's blocks.
         whole = layout.padded_rows(1) == BLOCK_ROWS
-        self.aligned = layout.aligned and whole and flat.ctypes.data % ALIGNMENT == 0
+        self.address = flat.ctypes.data
+        self.planes = layout.layers * 2
+        self.aligned = layout.aligned and whole and self.address % ALIGNMENT == 0
 
     def plane(self, layer: int, kv: int) -> Bytes:
         """One layer's keys (kv 0) or values (kv 1) in all slots: uint8 [slots, chunk_bytes], a view."""

@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from afterglow.config import BLOCK_ROWS
+from afterglow.config import BLOCK_ROWS, WRITE_BUFFER
 from afterglow.plan.step import SaveDone
+from afterglow.plan.tiers.buffers import write_buffer_bytes
 from afterglow.store.extents.head import Bytes
 from afterglow.store.extents.tier import HostArena
 from afterglow.store.worker import Worker
 
 log = logging.getLogger("afterglow.store")
 
-WRITE_BUFFER: Final = 256 * 1024**2
+FORGET: Final = 0.95  # weight of what a copy took after each later one
+LEAST_LAYERS: Final = 2  # of the rows that are computed: one is copied while the next one comes
 
 SaveReport = Callable[[SaveDone, int, float], None]
 
@@ -49,7 +51,8 @@ class RowSaver:
         self.wait_seconds = 0.0
         self._arena = arena
         self._report = report
-        self._limit = limit_bytes
+        self.limit = self._most = limit_bytes  # how large the buffer is, and may be
+        self._copied = (0.0, 0.0)  # bytes and seconds of copies, later ones counting more
         self._groups: dict[tuple[int, int], _Group] = {}  # by draft and first row
         self._groups_lock = threading.Lock()
         self._room = threading.Condition()
@@ -86,6 +89,21 @@ class RowSaver:
                 self._arena.rows[(slice(None), slice(None), *place)] = block[:, :, a:b]
 
         self._run(draft, first_row, rows, self._arena.layout.layers, copy, block.nbytes)
+
+    def expect(self, rows: int, computing: float) -> None:
+        """Give the buffer the size that `rows` rows need that are about to be computed, in `computing` seconds after their first
+        layer (spec A7), at the rate of the copies so far. All that it may have, before there is a rate or a time.
+        """
+        layout = self._arena.layout
+        with self._room:
+            size, (copied, seconds) = rows * layout.row_bytes * 2 * layout.layers, self._copied
+            if computing > 0 and seconds > 0:
+                least = size * LEAST_LAYERS // layout.layers
+                size = max(least, write_buffer_bytes(size, copied / seconds, computing))
+                self.limit = max(1, min(self._most, size))
+            else:
+                self.limit = self._most
+            self._room.notify_all()
 
     def pending(self) -> int:
         """Count the copies that wait for room, are queued, or run."""
@@ -136,7 +154,7 @@ class RowSaver:
         me = object()
 
         def room() -> bool:
-            fits = not self._buffered or self._buffered + size <= self._limit
+            fits = not self._buffered or self._buffered + size <= self.limit
             return self._closed or (fits and self._line[0] is me)
 
         with self._room:
@@ -168,6 +186,10 @@ class RowSaver:
             self._groups.pop((draft, first_row))
         ok = not group.failed
         moved = rows * layout.row_bytes * 2 * layout.layers if ok else 0
+        if ok and group.ns:
+            with self._room:
+                copied, seconds = self._copied
+                self._copied = FORGET * copied + moved, FORGET * seconds + group.ns / 1e9
         self._report(SaveDone(draft, first_row, rows, ok), moved, group.ns / 1e9)
 
     def _carry_out(self, copies: deque[tuple[Callable[[], None], int]]) -> None:

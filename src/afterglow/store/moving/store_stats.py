@@ -41,6 +41,7 @@ class StoreStats:
     notes_damaged: int = 0
     queue: int = 0
     hung: int = 0
+    write_buffer_bytes: int = 0  # new rows that may wait to be saved
     disk_bytes: int = 0  # of all extents
     catalog_bytes: int = 0
     direct_io: bool = False

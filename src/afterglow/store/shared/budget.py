@@ -1,18 +1,21 @@
 """Keeps one model's objects within a budget, together with the other engines that do.
 
-No engine knows what the others have written since it last counted. Each counts when it starts to publish, and again when it has written a
-sixteenth of the budget, so that n engines are over it by n sixteenths at most. The least recently used extents go first.
+With a directory all engines add up there what they write, and one at a time, which holds a lease, counts: once a day, when a sixteenth of the
+budget has been written, and when there is no room. Without one no engine knows what the others have written since it last counted. Each
+counts when it starts to publish, and again when it has written a sixteenth of the budget, so that n engines are over it by n sixteenths at
+most. The least recently used extents go first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, NamedTuple
 
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.ledger import Ledger, Tally
 from afterglow.store.shared.objects import Listed, Objects
 from afterglow.store.shared.paths import Paths, extent_of, published_at
 from afterglow.store.shared.remote import Remote
@@ -21,7 +24,13 @@ LIST_S: Final = 60.0  # for some objects of a listing, a thousand at most
 DELETE_S: Final = 10.0
 PARTS: Final = 16  # of the budget may be written before all is counted again
 LOW: Final = 0.9  # of the budget is left when something has to go
+WAIT_S: Final = 30.0  # for room that another engine makes
+POLL_S: Final = 0.5
 YOUNG_S: Final = 3600.0  # an object without its counterpart may still get it
+
+
+class _LostLease(Exception):
+    """Another engine keeps the budget now."""
 
 
 class _Found(NamedTuple):
@@ -30,15 +39,19 @@ class _Found(NamedTuple):
 
 
 class Budget:
-    """For the publisher's thread alone. `used`: bytes of all extents, as last counted, and what was written since."""
+    """For the publisher's thread alone. `used`: bytes of all extents, as last counted, and what was written since; `meanwhile` is called
+    again and again while room is made, or waited for.
+    """
 
     def __init__(self, remote: Remote, paths: Paths, size: int, counters: SharedCounters) -> None:
         self.used = 0
+        self.meanwhile: Callable[[], object] = lambda: None
         self._remote = remote
         self._paths = paths
         self._size = size
         self._counters = counters
         self._written: int | None = None  # since all was last counted; None: never counted
+        self._ledger = Ledger(remote, paths.digest)
 
     def make_room(self, size: int) -> bool:
         """Make room for an object of so many bytes. False: there is none.
@@ -48,6 +61,21 @@ class Budget:
         """
         if size > self._size:
             return False
+        end = time.monotonic() + WAIT_S
+        while (tally := self._ledger.read()) is not None:
+            self.used = self.used if tally.used is None else tally.used
+            full = tally.used is not None and tally.used + size > self._size
+            if not full and tally.used is not None and tally.since <= self._size // PARTS:
+                return True
+            if self._ledger.lead():
+                self._lead(size, tally)
+                return self.used + size <= self._size
+            if not full and (tally.used is not None or (self._written or 0) <= self._size // PARTS):
+                return True  # another engine is counting, and this one has not written much meanwhile
+            if time.monotonic() > end:
+                return False
+            self.meanwhile()
+            time.sleep(POLL_S)
         if self._written is None or self._written > self._size // PARTS or self.used + size > self._size:
             self._sweep(size)
         return self.used + size <= self._size
@@ -56,6 +84,17 @@ class Budget:
         """Count an object that was written."""
         self.used += size
         self._written = (self._written or 0) + size
+        self._ledger.wrote(size)
+
+    def _lead(self, size: int, tally: Tally) -> None:
+        """Count and make room for all engines, while the lease lasts."""
+        try:
+            self._sweep(size)
+            self._ledger.counted(self.used, tally)
+        except _LostLease:
+            pass
+        finally:
+            self._ledger.follow()
 
     def _sweep(self, size: int) -> None:
         """Count all objects; remove those that have expired or that nothing leads to, and the least recently used."""
@@ -96,11 +135,19 @@ class Budget:
 
         steps, some = call(begin)
         while some is not None:
+            self._go_on()
             yield from some
             some = call(lambda _: next(steps, None))
 
+    def _go_on(self) -> None:
+        """Keep the lease. Raises: _LostLease."""
+        self.meanwhile()
+        if not self._ledger.leads():
+            raise _LostLease
+
     def _remove(self, name: ExtentId, found: _Found) -> None:
         """Remove what lists an extent, then the extent: nothing leads to an extent that is gone."""
+        self._go_on()
         paths = [kid.path for kid in found.kids.pop(name, [])]
         there = found.objects.pop(name, None)
         for path in [*paths, *([there.path] if there is not None else [])]:

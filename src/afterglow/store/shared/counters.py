@@ -31,7 +31,7 @@ class SharedStats:
     swept: int = 0  # extents removed to make room, or because they had expired
     deleted: int = 0  # extents removed because a client asked for it, or because merged ones have replaced them
     bad_records: int = 0  # of conversations and names, damaged or another's: they count as missing
-    directory_lookups: int = 0  # listings that the directory answered
+    directory_lookups: int = 0  # prompts that the directory looked up
     directory_failures: int = 0  # calls of the directory that failed; it is left alone then
     failures: dict[str, int] = field(default_factory=dict)
     queue: int = 0  # extents that wait to be published or fetched

@@ -1,8 +1,8 @@
-"""A directory (Redis, Valkey) in front of an object store: it answers where extents are, faster than listings do.
+"""A directory (Redis, Valkey) in front of an object store: it answers in one call which extents a prompt may begin with.
 
-It holds the same names as the objects that list extents, in a sorted set for each folder, by when they were last used. It is a copy: all of
-it may be lost at any time. One server, which holds a lease, copies the listings into it anew when it is empty, and once a day; until that
-is done, and while the directory fails, listings are the object store's.
+It knows extents by hashes of blocks of tokens (see `plan.prefix.block_keys`), which the objects that list extents hold as well. It is a copy:
+all of it may be lost at any time. One server, which holds a lease, copies what is in the store into it when it is empty, and once a day
+what is not in it; until it has all, and while it fails, lookups are listings of the object store.
 """
 
 from __future__ import annotations
@@ -11,29 +11,61 @@ import logging
 import re
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from afterglow.errors import ConfigError
-from afterglow.plan.prefix.published import Published
+from afterglow.config import MAX_EXTENT_ROWS
+from afterglow.errors import ConfigError, StoreError
+from afterglow.plan.prefix.block_keys import BLOCK_ROWS
 from afterglow.store.shared.counters import SharedCounters
+from afterglow.store.shared.directory_changes import Change, DirectoryChanges
+from afterglow.store.shared.directory_copy import KID, DirectoryCopy
+from afterglow.store.shared.directory_names import DirectoryNames, store_id
+from afterglow.store.shared.directory_scripts import ADD, FIND, REMOVE
+from afterglow.store.shared.lease import Lease
 from afterglow.store.shared.objects import Listed, Objects
 
 log = logging.getLogger("afterglow.store")
 T = TypeVar("T")
 
 CALL_S: Final = 0.1  # for each answer
-COPY_S: Final = 5.0  # for each while listings are copied
+COPY_S: Final = 5.0  # for each while extents are copied
+LATE_S: Final = 10 * CALL_S  # after which a call counts as failed although it has not come back: a resolver may hang
+UNKNOWN_S: Final = 0.05  # it rests for so long while the store's id is being read
 REST_S: Final = 30.0  # for so long a directory that has failed is left alone
-LEASE_S: Final = 30  # a server that copies listings and says nothing for so long has gone
-WHOLE_S: Final = 24 * 3600  # until the listings are copied again
-KEEP_S: Final = 30 * 24 * 3600  # names that are neither written nor used for so long are forgotten
-MAX_LISTED: Final = 1000
-_FOLDER: Final = re.compile(r"([0-9a-f]+)/kids/[0-9a-f]{2}/[0-9a-f]{40}")
+WHOLE_S: Final = 24 * 3600  # until extents are copied again; it counts as whole for as long once more
+PIECE: Final = (
+    64  # blocks that one program looks for: others are held up for 20 ms at most, by a hundred extents at each
+)
+TRIP: Final = 8 * PIECE  # that are asked for in one round trip
+MAX_FOUND: Final = 100  # extents that a block leads to, the last used first
+_EXTENT: Final = re.compile(r"([0-9a-f]+)/extents/[0-9a-f]{2}/([0-9a-f]{40})\.safetensors")
+_ENTRY: Final = re.compile(
+    r"([0-9a-f]{2}/[0-9a-f]{40}/[0-9a-f]{40}-[0-9]+-[0-9]+-[0-9]+) (-|[0-9a-f]{40}) ([0-9]{1,12})"
+)
+
+
+class Question(NamedTuple):
+    """What a prompt may begin with: the hashes of its blocks from number `first` on. `patience`: how many of these may lead nowhere
+    before the rest is not looked for.
+    """
+
+    first: int
+    blocks: Sequence[str]
+    patience: int
+
+
+class Known(NamedTuple):
+    """An extent that a directory knows. `agrees`: so many of the prompt's first rows are its own and its beginning's, as far as the
+    directory knows; `parent`: the id of the one before it in its engine's tree, or "-".
+    """
+
+    listed: Listed
+    agrees: int
+    parent: str
 
 
 def check_directory(url: str) -> None:
@@ -49,127 +81,257 @@ def check_directory(url: str) -> None:
         )
     if find_spec("redis") is None:
         raise ConfigError("--shared-directory needs the package redis: pip install 'afterglow-llm[shared]'")
+    import redis
+
+    try:
+        redis.ConnectionPool.from_url(url)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            "--shared-directory has an option that the package redis does not take (behind ?; not shown: it may hold a password)"
+        ) from None
 
 
 class DirectoryObjects:
-    """An object store whose listings of extents come from a directory, as long as that answers. See `Objects`."""
+    """An object store, and a directory of its extents that is changed with it. See `Objects`."""
 
     def __init__(self, objects: Objects, url: str, counters: SharedCounters) -> None:
         """Connects with the first call."""
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
+        from redis.exceptions import ResponseError
+
+        from afterglow.store.shared.directory_clients import DirectoryClients
 
         self._objects = objects
-        self._redis: Any  # for calls that a request waits for
-        self._patient: Any  # for copies
-        self._redis, self._patient = (
-            redis.Redis.from_url(
-                url,
-                socket_timeout=seconds,
-                socket_connect_timeout=seconds,
-                retry=Retry(NoBackoff(), 0),
-                decode_responses=True,
-            )
-            for seconds in (CALL_S, COPY_S)
-        )
+        self._refusal = ResponseError
+        self._clients = DirectoryClients(url, CALL_S, COPY_S)
+        self._redis, self._patient = self._clients.quick, self._clients.patient
+        self._changes = DirectoryChanges(self)
+        self._copier = DirectoryCopy(objects, self._patient, counters)
         self._counters = counters
+        self._names: DirectoryNames | None = None
         self._rests_until = 0.0
+        self._calls: dict[object, float] = {}  # under way, and when they are late
         self._lacks: set[str] = set()  # models with names that could not be written
         self._lock = threading.Lock()
-        self._copying = False
+        self._busy = False  # in the background
+        self._store_rests_until = 0.0  # for what is done there: the store has failed
 
     def get(self, path: str, start: int, length: int) -> bytes:
         return self._objects.get(path, start, length)
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
         written = self._objects.put(path, data, replace=replace)
-        folder, _, name = path.rpartition("/")
-        if (found := _FOLDER.fullmatch(folder)) is not None:
-            self._change(found[1], lambda: _add(self._redis, [(folder, name, time.time())]))
+        if (found := KID.fullmatch(path)) is not None:
+            self._change(
+                found[1],
+                2 * CALL_S,
+                lambda names: self._add(names.entry(path), names.added(path, data, time.time(), MAX_FOUND)),
+            )
         return written
 
     def list(self, prefix: str) -> Iterator[list[Listed]]:
-        found = _FOLDER.fullmatch(prefix)
-        listed = self._ask(lambda: self._names(found[1], prefix)) if found is not None else None
-        if listed is not None:
-            yield [*listed]
-        else:
-            yield from self._objects.list(prefix)
+        return self._objects.list(prefix)
 
     def delete(self, path: str) -> None:
         self._objects.delete(path)
-        folder, _, name = path.rpartition("/")
-        if (found := _FOLDER.fullmatch(folder)) is not None:
-            self._change(found[1], lambda: self._redis.zrem(_key(folder), name))
+        self.forget(path, 2 * CALL_S)
+
+    def forget(self, path: str, seconds: float = 0.0) -> None:
+        """Forget an extent, by the path of its object or of what lists it. Waits for it, for so many seconds at most."""
+        if (found := KID.fullmatch(path) or _EXTENT.fullmatch(path)) is not None:
+            self._change(found[1], seconds, lambda names: self._remove(names.entry(path)))
+
+    def find(self, model: str, question: Question) -> Sequence[Known] | None:
+        """Ask for all extents that a prompt may begin with, in one call up to 32,768 tokens; None where the directory fails, or does not have all of the model's."""
+        found = self._ask(lambda names: (self._find(model, names, question),), LATE_S)
+        if found is None:
+            return None
+        if found[0] is None or model in self._lacks:
+            self._copy_later(model)
+            return None
+        return found[0]
+
+    def ask(self, work: Callable[[Any, DirectoryNames], T]) -> T | None:
+        """Return what `work` returns, given a client of the directory and its names; None, where that fails. Nothing waits for it."""
+        return self._ask(lambda names: work(self._patient, names), 2 * COPY_S)
+
+    def damaged(self, what: str) -> None:
+        """Count a value of the directory that cannot be."""
+        self._counters.count(directory_failures=1)
+        log.warning("the directory holds a damaged value, which is removed: %s", what)
+
+    def identify(self) -> None:
+        """Read the store's id, without which the directory is not asked; it is read when it is first needed, in the background, if not here.
+
+        Raises:
+            Exception: what the store raises.
+        """
+        self._names = DirectoryNames(store_id(self._objects))
 
     def close(self) -> None:
-        """Close the connections; the directory is asked no more."""
+        """Close the connections; the directory is asked no more, and a copy ends."""
         self._rests_until = inf
+        self._copier.stop()
+        self._changes.close()
         for client in (self._redis, self._patient):
             client.close()
 
     # -------------------------------------------------------------------------------------------- the directory
 
-    def _names(self, model: str, folder: str) -> Sequence[Listed] | None:
-        """Ask for a folder's names, the last used first; None where the directory does not have all of the model's."""
-        calls = self._redis.pipeline(transaction=False)
-        calls.get(_whole(model)).zrevrange(_key(folder), 0, MAX_LISTED - 1, withscores=True)
-        whole, names = calls.execute()
-        if whole is None or model in self._lacks:
-            self._copy_later(model)
-            return None
-        self._counters.count(directory_lookups=1)
-        return [Listed(f"{folder}/{name}", 0, float(used)) for name, used in names if Published.parse(name) is not None]
+    def _add(self, entry: str, added: tuple[object, ...] | None) -> None:
+        if added is not None:
+            self._redis.eval(ADD, 1, entry, *added)
+
+    def _remove(self, entry: str) -> None:
+        prefix, _, extent = entry.rpartition("extent/")
+        self._redis.eval(REMOVE, 1, entry, prefix, extent)
+
+    def _find(self, model: str, names: DirectoryNames, question: Question) -> Sequence[Known] | None:
+        """Ask for pieces of a prompt, for some in each round trip; what comes after `CALL_S` is left out."""
+        found: dict[str, Known] = {}
+        end, ends = time.monotonic() + CALL_S, False
+        for start in range(0, max(1, len(question.blocks)), TRIP):
+            if ends or (start and time.monotonic() > end):
+                break
+            pieces = range(start, max(1, min(start + TRIP, len(question.blocks))), PIECE)
+            replies = self._clients.together([_piece(model, names, question, each) for each in pieces])
+            for piece, reply in zip(pieces, replies, strict=True):
+                if reply is None:
+                    return None
+                if not piece:
+                    self._counters.count(directory_lookups=1)
+                    if reply[0] < WHOLE_S:  # it has them for a day more
+                        self._copy_later(model)
+                for known in _known(model, BLOCK_ROWS * (question.first + piece - 1), reply[2:]):
+                    before = found.setdefault(known.listed.path, known)
+                    found[known.listed.path] = max(before, known, key=lambda each: each.agrees)
+                if ends := bool(reply[1]):
+                    break
+        return [*found.values()]
 
     def _copy_later(self, model: str) -> None:
-        """Copy a model's listings in the background, unless this server or another does so already."""
-        with self._lock:
-            if self._copying:
-                return
-            self._copying = True
-        threading.Thread(target=self._copy, args=(model,), name="afterglow-directory", daemon=True).start()
+        """Copy a model's listings in the background, unless another server does so already."""
+        self._later(lambda: self._copy(model))
 
-    def _copy(self, model: str) -> None:
-        lease, mine = f"afterglow:lease:{model}", uuid.uuid4().hex
-        try:
-            if self._patient.set(lease, mine, nx=True, ex=LEASE_S) is None:
+    def _later(self, work: Callable[[], None]) -> None:
+        """Do something in the background, unless something is done there, or the store has failed not long ago."""
+        with self._lock:
+            if self._busy or time.monotonic() < self._store_rests_until:
                 return
-            self._lacks.discard(model)
-            for some in self._objects.list(f"{model}/kids"):
-                _add(self._patient, ((*_split(each.path), each.modified) for each in some))
-                self._patient.set(lease, mine, ex=LEASE_S)
-            self._patient.set(_whole(model), mine, ex=WHOLE_S)
-            self._patient.delete(lease)
+            self._busy = True
+        threading.Thread(target=self._do, args=(work,), name="afterglow-directory", daemon=True).start()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except StoreError as error:
+            self._counters.failed(error)
+            self._store_rests_until = time.monotonic() + REST_S
+            log.warning("the directory is not used for %g s: %s", REST_S, error)
         except Exception as error:
-            self._lacks.add(model)
             self._failed(error)
         finally:
             with self._lock:
-                self._copying = False
+                self._busy = False
 
-    def _change(self, model: str, work: Callable[[], object]) -> None:
-        """Change names; what fails is made up for by the next copy."""
-        if self._ask(lambda: (work(),)) is None:
-            self._lacks.add(model)
-        elif model in self._lacks:
+    def _identify(self) -> None:
+        try:
+            self.identify()
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"reading the shared store's id: {type(error).__name__}") from error
+
+    def _copy(self, model: str) -> None:
+        lacked, whole = model in self._lacks, False
+        try:
+            if (names := self._names) is not None and (lease := Lease(self._patient, names.within(model))).take():
+                self._lacks.discard(model)
+                try:
+                    whole = self._copier.run(model, names, lease, WHOLE_S, MAX_FOUND)
+                finally:
+                    lease.give_back()
+        finally:
+            if lacked and not whole:
+                self._lacks.add(model)
+
+    def _change(self, model: str, seconds: float, make: Callable[[DirectoryNames], object]) -> None:
+        self._changes.add(Change(model, make), seconds)
+        if model in self._lacks and not self.rests():
             self._copy_later(model)
 
-    def _ask(self, work: Callable[[], T | None]) -> T | None:
-        """Return what `work` returns; None, and a counter, where the directory fails, or has failed not long ago."""
-        if time.monotonic() < self._rests_until:
+    def change(self, change: Change) -> bool:
+        """Make a change; False: it has to be tried again. What the directory refuses is left to the next copy."""
+
+        def make(names: DirectoryNames) -> bool:
+            try:
+                change.make(names)
+            except self._refusal as error:
+                self._failed(error)
+                self.missed(change)
+            return True
+
+        return bool(self._ask(make, LATE_S))
+
+    def missed(self, change: Change) -> None:
+        """Have a model copied, since a change of it is not made."""
+        self._lacks.add(change.model)
+
+    def rests(self) -> float:
+        """Return for how many seconds the directory is left alone. A call that is late is its failure."""
+        now = time.monotonic()
+        with self._lock:
+            late = [call for call, until in self._calls.items() if until < now]
+            for call in late:
+                del self._calls[call]
+        if late:
+            self._failed(TimeoutError("no answer"))
+        if self._names is None:
+            return max(UNKNOWN_S, self._rests_until - now, self._store_rests_until - now)
+        return max(0.0, self._rests_until - now)
+
+    def _ask(self, work: Callable[[DirectoryNames], T | None], seconds: float) -> T | None:
+        """Return what `work` returns; None, and a counter, where the directory fails, or has failed not long ago; None while the store's id
+        is not known. While a call takes longer than its `seconds`, no other is made.
+        """
+        if (names := self._names) is None and time.monotonic() >= self._rests_until:
+            self._later(self._identify)
+        if names is None or self.rests():
             return None
+        call = object()
+        with self._lock:
+            self._calls[call] = time.monotonic() + seconds
         try:
-            return work()
+            return work(names)
         except Exception as error:
-            self._failed(error)
+            if call in self._calls:
+                self._failed(error)
             return None
+        finally:
+            with self._lock:
+                self._calls.pop(call, None)
 
     def _failed(self, error: Exception) -> None:
         """Leave the directory alone for a while. Its errors never hold its URL."""
         self._counters.count(directory_failures=1)
+        self._clients.return_home()
         self._rests_until = max(self._rests_until, time.monotonic() + REST_S)
         log.warning("the directory fails, and is left alone for %g s: %s: %.200s", REST_S, type(error).__name__, error)
+
+
+def _piece(model: str, names: DirectoryNames, question: Question, start: int) -> tuple[object, ...]:
+    """Return what asks for the blocks of a prompt from one on: parents matter within as many rows before it as an extent has at most."""
+    row = BLOCK_ROWS * question.first
+    parents = max(row, row + BLOCK_ROWS * start - MAX_EXTENT_ROWS) if start else row
+    hashes = "".join(question.blocks[start : start + PIECE])
+    return FIND, 1, names.whole(model), names.prefix(model), MAX_FOUND, question.patience - start, parents, hashes
+
+
+def _known(model: str, row: int, reply: Sequence[Any]) -> Iterator[Known]:
+    """Read what a directory says of blocks, the first of which ends a block after `row`."""
+    for entry, block in zip(reply[::2], reply[1::2], strict=True):
+        if (read := _ENTRY.fullmatch(entry)) is not None:
+            listed = Listed(f"{model}/kids/{read[1]}", 0, float(read[3]))
+            yield Known(listed, row + BLOCK_ROWS * block if block else 0, read[2])
 
 
 def _names_server(url: str) -> bool:
@@ -188,25 +350,3 @@ def _names_server(url: str) -> bool:
         and port != 0
         and (not database or database.isdecimal())
     )
-
-
-def _add(redis: Any, names: Iterable[tuple[str, str, float]]) -> None:
-    """Write names, by folder and when they were used."""
-    calls = redis.pipeline(transaction=False)
-    for folder, name, used in names:
-        calls.zadd(_key(folder), {name: used})
-        calls.expire(_key(folder), KEEP_S)
-    calls.execute()
-
-
-def _key(folder: str) -> str:
-    return f"afterglow:{folder}"
-
-
-def _whole(model: str) -> str:
-    return f"afterglow:whole:{model}"
-
-
-def _split(path: str) -> tuple[str, str]:
-    folder, _, name = path.rpartition("/")
-    return folder, name

@@ -1,7 +1,7 @@
 """Publishes extents in the background: the file of the disk tier as one object, then the object that lists it.
 
-Nothing waits for it. All is done in the order in which it was asked for, so that a merged extent is there before those that it replaces
-go. While the store does not answer the queue waits; what it has no room for is left out.
+Nothing waits for it. What a client deletes goes before all else, also while a publication waits for room. All other things are done in the
+order in which they were asked for, so that a merged extent is there before those that it replaces go. While the store does not answer the queue waits; what it has no room for is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from afterglow.errors import RefusedError, StoreError
+from afterglow.plan.prefix.block_keys import Lead
 from afterglow.plan.prefix.published import Published
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.budget import Budget
@@ -30,20 +31,23 @@ RETRY_S: Final = 30.0  # after which removals that failed are tried again
 PUT_S: Final = 10.0  # for an object, and
 PUT_RATE: Final = 1 << 20  # bytes/s that a store has at least to take
 MAX_KIDS: Final = 65536
+MAX_LEAD: Final = 65536  # bytes of a lead
 REFRESH_S: Final = 600.0  # an extent counts as used again only so long after its last use
 
 
 class Publication(NamedTuple):
-    """An extent to be published. `key`: what it is listed under."""
+    """An extent to be published. `key`: what it is listed under; `lead`: how a directory finds it."""
 
     published: Published
     key: str
     file: Path
+    lead: Lead | None = None
 
 
 class _Removal(NamedTuple):
     path: str
     again: bool  # later, if it fails
+    first: bool = False  # a client waits for it
 
 
 class _Use(NamedTuple):
@@ -60,6 +64,9 @@ class ExtentPublisher:
         self._counters = counters
         self._changed = threading.Condition()
         self._jobs: deque[Publication | _Removal | _Use] = deque()
+        self._first: deque[_Removal] = deque()  # go before the jobs
+        self._doing: Publication | _Removal | _Use | None = None
+        budget.meanwhile = self._delete_first
         self._extents = 0  # of the jobs, those that publish
         self._tries = 0  # of the first job
         self._removals: list[_Removal] = []  # that failed, to be tried again
@@ -82,9 +89,9 @@ class ExtentPublisher:
             self._remember(what.published.id, self._paths.kid(what.key, what.published))
             self._add(what)
 
-    def delete(self, extent: ExtentId) -> None:
+    def delete(self, extent: ExtentId, first: bool = True) -> None:
         """Queue the removal of an extent: its object, with all text, and what lists it. Where that was published long ago, or by
-        another engine, it is removed when it is found to lead nowhere.
+        another engine, it is removed when it is found to lead nowhere. `first`: before all that waits.
         """
         with self._changed:
             if self._extents:  # many may be deleted at once
@@ -94,26 +101,26 @@ class ExtentPublisher:
             kid = self._kids.pop(extent, None)
         self._counters.count(deleted=1)
         if kid is not None:
-            self._remove(kid, again=True)
-        self._remove(self._paths.extent(extent), again=True)
+            self._remove(_Removal(kid, again=True, first=first))
+        self._remove(_Removal(self._paths.extent(extent), again=True, first=first))
 
     def damaged(self, extent: ExtentId) -> None:
         """Queue the removal of a damaged object. One that cannot be removed now is found again, by the next that reads it; later there might be
         a good one.
         """
-        self._remove(self._paths.extent(extent), again=False)
+        self._remove(_Removal(self._paths.extent(extent), again=False))
 
     def missing(self, extent: ExtentId) -> None:
         """Queue the removal of what lists an extent that is not there."""
         with self._changed:
             kid = self._kids.pop(extent, None)
         if kid is not None:
-            self._remove(kid, again=False)
+            self._remove(_Removal(kid, again=False))
 
-    def _remove(self, path: str, again: bool) -> None:
+    def _remove(self, what: _Removal) -> None:
         with self._changed:
-            if len(self._jobs) < MAX_REMOVALS:
-                self._add(_Removal(path, again))
+            if len(self._jobs) + len(self._first) < MAX_REMOVALS:
+                self._add(what)
 
     def used(self, extent: ExtentId, kid: str, modified: float) -> None:
         """Note that an extent was used. `kid`: the path of what lists it, last written at `modified`."""
@@ -126,31 +133,40 @@ class ExtentPublisher:
     def pending(self) -> int:
         """Count what waits or runs."""
         with self._changed:
-            return len(self._jobs) + self._busy
+            return len(self._first) + len(self._jobs) + self._busy
 
     def rest(self, seconds: float) -> bool:
         """Wait until nothing is left to do; tell whether that was so within `seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._jobs or self._busy), seconds)
+            return self._changed.wait_for(lambda: not (self._waits or self._busy), seconds)
 
     def close(self, seconds: float) -> None:
         """Do what is left for at most so many seconds, then leave it out."""
         with self._changed:
             self._closing = True
-            self._changed.wait_for(lambda: not (self._jobs or self._busy) or self._remote.rests, seconds)
+            self._changed.wait_for(lambda: not (self._waits or self._busy) or self._remote.rests, seconds)
             self._closed = True
             self._counters.count(unpublished=self._extents)
-            left = len(self._removals) + sum(isinstance(job, _Removal) for job in self._jobs)
+            left = len(self._first) + len(self._removals) + sum(isinstance(job, _Removal) for job in self._jobs)
             if left:
                 log.warning(
                     "%d objects that were deleted here may still be in the shared store: it does not answer", left
                 )
             self._jobs.clear()
+            self._first.clear()
             self._changed.notify_all()
+
+    @property
+    def _waits(self) -> bool:
+        """Is there a job? The lock is held."""
+        return bool(self._first or self._jobs)
 
     def _add(self, job: Publication | _Removal | _Use) -> None:
         """Queue a job. The lock is held."""
-        self._jobs.append(job)
+        if isinstance(job, _Removal) and job.first:
+            self._first.append(job)
+        else:
+            self._jobs.append(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="afterglow-publisher", daemon=True)
             self._thread.start()
@@ -172,7 +188,7 @@ class ExtentPublisher:
                 if not self._wait():
                     return
                 self._busy = True
-                job = self._jobs.popleft()
+                job = self._doing = self._first.popleft() if self._first else self._jobs.popleft()
                 self._extents -= isinstance(job, Publication)
             try:
                 self._do(job)
@@ -188,12 +204,12 @@ class ExtentPublisher:
         """Wait for a job, and while the store is left alone; tell whether there is one. The lock is held."""
         while not self._closed:
             if self._removals and time.monotonic() >= self._retry_at:
-                self._jobs.extendleft(reversed(self._removals))  # before what waits to be published once more
+                self._first.extendleft(reversed(self._removals))  # before what waits to be published once more
                 self._removals.clear()
                 self._tries = 0
-            if self._jobs and not self._remote.rests:
+            if self._waits and not self._remote.rests:
                 return True
-            self._changed.wait(1.0 if self._jobs or self._removals else None)
+            self._changed.wait(1.0 if self._waits or self._removals else None)
         return False
 
     def _do(self, job: Publication | _Removal | _Use) -> None:
@@ -202,7 +218,7 @@ class ExtentPublisher:
         elif isinstance(job, _Removal):
             self._delete(job)
         else:
-            self._put(job.path, b"", replace=True)
+            self._use(job.path)
 
     def _failed(self, job: Publication | _Removal | _Use, error: StoreError) -> None:
         """Count a failure, and put the job back, to be tried again."""
@@ -212,7 +228,7 @@ class ExtentPublisher:
         with self._changed:
             self._tries += 1
             if self._tries < MAX_TRIES and not self._closing:
-                self._jobs.appendleft(job)
+                (self._first if isinstance(job, _Removal) and job.first else self._jobs).appendleft(job)  # type: ignore[arg-type]
                 self._extents += isinstance(job, Publication)
                 return
             self._tries = 0
@@ -239,10 +255,40 @@ class ExtentPublisher:
             self._counters.count(published=1, published_bytes=len(data))
         else:
             self._counters.count(published_before=1)
-        self._put(kid, b"")
+        self._put(kid, b"" if what.lead is None else str(what.lead).encode())
+
+    def _use(self, kid: str) -> None:
+        """Write what lists an extent once more, so that it says when that was used; nothing, where it has gone meanwhile."""
+        try:
+            lead = self._remote.call("reading a lead", lambda objects: objects.get(kid, 0, MAX_LEAD), PUT_S)
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return
+            raise
+        self._put(kid, lead, replace=True)
 
     def _delete(self, what: _Removal) -> None:
         self._remote.call("deleting an extent", lambda objects: objects.delete(what.path), PUT_S)
+
+    def _delete_first(self) -> None:
+        """Delete what clients wait for, while a publication waits for room; not the very extent, which is there afterwards."""
+        now = self._doing
+        mine = (
+            (self._paths.extent(now.published.id), self._paths.kid(now.key, now.published))
+            if isinstance(now, Publication)
+            else ()
+        )
+        while not self._remote.rests:
+            with self._changed:
+                job = next((each for each in self._first if each.path not in mine), None)
+                if job is None:
+                    return
+                self._first.remove(job)
+            try:
+                self._delete(job)
+            except StoreError as error:
+                self._failed(job, error)
+                return
 
     def _put(self, path: str, data: bytes, replace: bool = False) -> bool:
         seconds = PUT_S + len(data) / PUT_RATE

@@ -1,4 +1,5 @@
-"""Finds the extents of a prompt that other engines have published: by listings, one for each extent on the way.
+"""Finds the extents of a prompt that other engines have published: by one question to a directory, or else by listings, one for each
+extent on the way.
 
 Nothing that is found is believed: an extent counts only if its id is the digest of the prompt's own tokens, the salt and the model.
 """
@@ -6,20 +7,25 @@ Nothing that is found is believed: an extent counts only if its id is the digest
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from afterglow.config import MAX_EXTENT_ROWS
 from afterglow.errors import DamageError, StoreError
+from afterglow.plan.prefix.block_keys import BLOCK_ROWS, block_keys
 from afterglow.plan.prefix.index import common_rows, extent_id
 from afterglow.plan.prefix.published import Published, listed_under
 from afterglow.store.extents.head import decode_head
 from afterglow.store.extents.layout import KVLayout
+from afterglow.store.shared import directory
+from afterglow.store.shared.directory import DirectoryObjects, Known, Question
 from afterglow.store.shared.objects import Listed, Objects
 from afterglow.store.shared.paths import Paths, published_at
 from afterglow.store.shared.remote import Remote
 
 MAX_BRANCHES: Final = 4  # extents whose tokens are read, because a prompt may follow a part of them
+MAX_MISSING: Final = 8  # of them that are not there
+MOST: Final = 0.5  # of a lookup's time that a directory has
 MAX_LISTED: Final = 1000  # of the extents that begin alike
 
 
@@ -44,8 +50,16 @@ class Prompt(NamedTuple):
     forks: Sequence[int] = ()
 
 
+class _Candidate(NamedTuple):
+    """An extent that may be on a prompt's way. `agrees`: the prompt's rows up to which a directory says so; None: a listing says it."""
+
+    published: Published
+    listed: Listed
+    agrees: int | None = None
+
+
 class Finder:
-    """Follows prompts through the listings of one model."""
+    """Follows prompts through the published extents of one model."""
 
     def __init__(self, remote: Remote, paths: Paths, layout: KVLayout, digest: str) -> None:
         self._remote = remote
@@ -54,8 +68,11 @@ class Finder:
         self._digest = digest
 
     def find_nothing(self, objects: Objects) -> None:
-        """List what nothing is listed under: after it the store's client has all that a lookup takes."""
+        """Look for what is not there: after it the clients of the store and the directory have all that a lookup takes."""
         _some(objects, self._paths.under("0" * 40))
+        if isinstance(objects, DirectoryObjects):
+            objects.identify()
+            objects.find(self._digest, Question(0, ("0" * 32,), 0))
 
     def find(self, prompt: Prompt, seconds: float, found: Callable[[SharedExtent], object]) -> None:
         """Tell `found` of the published extents of a prompt, in order, for at most so many seconds.
@@ -71,45 +88,71 @@ class Finder:
         end = time.monotonic() + seconds
         rows = len(prompt.tokens) // 4
         starts = [prompt.known, *prompt.forks, *([0] if rows > 2 * prompt.known else [])]
+        known = self._ask(prompt, min(starts), end)
         for start in dict.fromkeys(starts):
             row = start
-            while row < rows and (step := self._step(prompt.salt, prompt.tokens, row, end)) is not None:
+            while row < rows and (step := self._step(prompt.salt, prompt.tokens, row, known, end)) is not None:
                 found(step)
                 first = step.published.first_row
                 row = first + common_rows(step.tokens, 0, prompt.tokens, first, min(step.published.rows, rows - first))
             if row > prompt.known:
                 return
 
-    def _step(self, salt: str, tokens: bytes, row: int, end: float) -> SharedExtent | None:
-        """Find the extent that goes on the farthest from a row."""
+    def _ask(self, prompt: Prompt, row: int, end: float) -> list[_Candidate] | None:
+        """Ask a directory for what follows a row; None: there is no directory, or it does not know."""
+        objects = self._remote.opened
+        if not isinstance(objects, DirectoryObjects):
+            return None
+        first = row // BLOCK_ROWS
+        blocks = block_keys(prompt.salt, prompt.tokens)[first:]
+        question = Question(first, blocks, prompt.known // BLOCK_ROWS + 1 - first)
+        known = self._remote.aside(
+            lambda: objects.find(self._digest, question), min(MOST * _left(end), 2 * directory.CALL_S)
+        )
+        return None if known is None else _candidates(_agreeing(known))
+
+    def _list(self, salt: str, tokens: bytes, row: int, end: float) -> list[_Candidate]:
         folder = self._paths.under(listed_under(salt, tokens[: 4 * (row + 1)]))
         listing = self._remote.call("listing extents", lambda objects: _some(objects, folder), _left(end))
+        return _candidates((each, None) for each in listing)
+
+    def _step(
+        self, salt: str, tokens: bytes, row: int, known: list[_Candidate] | None, end: float
+    ) -> SharedExtent | None:
+        """Find the extent that goes on the farthest from a row, of those that are known or listed."""
         rows = len(tokens) // 4
-        whole: list[tuple[Published, Listed]] = []
-        parts: list[tuple[Published, Listed]] = []
-        for each in listing:
-            published = published_at(each.path)
-            if published is None or published.rows > MAX_EXTENT_ROWS or not published.first_row <= row < published.end:
+        whole: list[_Candidate] = []
+        parts: list[_Candidate] = []
+        for each in self._list(salt, tokens, row, end) if known is None else known:
+            if each.published.first_row <= row < each.published.end:
+                (whole if each.published.end <= rows else parts).append(each)
+        for each in sorted(whole, key=lambda each: (-each.published.end, each.published.id)):
+            first, stop = each.published.first_row, each.published.end
+            own = tokens[4 * first : 4 * stop]
+            if extent_id(self._digest, salt, tokens[: 4 * first], own) == each.published.id:
+                return SharedExtent(each.published, own, each.listed)
+            parts.append(each)
+        parts = [each for each in parts if each.agrees is None or each.agrees > row]  # another brings less than a block
+        parts.sort(key=lambda each: (-(each.agrees or 0), -each.listed.modified, each.published.id))
+        best, most, read = None, row, 0
+        for part in parts[: MAX_BRANCHES + MAX_MISSING]:
+            if read == MAX_BRANCHES:
+                break
+            published, listed, _ = part
+            if (theirs := self._tokens(published, salt, tokens, end)) is None:
+                if known is not None:
+                    known.remove(part)
                 continue
-            if not published.lives(time.time()):
-                continue
-            (whole if published.end <= rows else parts).append((published, each))
-        for published, each in sorted(whole, key=lambda pair: (-pair[0].end, pair[0].id)):
-            own = tokens[4 * published.first_row : 4 * published.end]
-            if extent_id(self._digest, salt, tokens[: 4 * published.first_row], own) == published.id:
-                return SharedExtent(published, own, each)
-            parts.append((published, each))
-        parts.sort(key=lambda pair: (-pair[1].modified, pair[0].id))
-        best, most = None, row
-        for published, each in parts[:MAX_BRANCHES]:
-            own = self._tokens(published, salt, tokens, end)
-            same = common_rows(own, 0, tokens, published.first_row, min(len(own) // 4, rows - published.first_row))
+            read += 1
+            same = common_rows(
+                theirs, 0, tokens, published.first_row, min(len(theirs) // 4, rows - published.first_row)
+            )
             if published.first_row + same > most:
-                best, most = SharedExtent(published, own, each), published.first_row + same
+                best, most = SharedExtent(published, theirs, listed), published.first_row + same
         return best
 
-    def _tokens(self, published: Published, salt: str, tokens: bytes, end: float) -> bytes:
-        """Read the tokens of an extent from its head; none, where it is not there, damaged, or another's."""
+    def _tokens(self, published: Published, salt: str, tokens: bytes, end: float) -> bytes | None:
+        """Read the tokens of an extent from its head; none, where it is damaged, or another's; None: it is not there, which a directory is told."""
         size, path = self._layout.head_bytes(published.rows), self._paths.extent(published.id)
         try:
             raw = self._remote.call("reading a head", lambda objects: objects.get(path, 0, size), _left(end))
@@ -118,10 +161,36 @@ class Finder:
             return b""
         except StoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                return b""
+                if isinstance(objects := self._remote.opened, DirectoryObjects):
+                    objects.forget(path)
+                return None
             raise
         same = extent_id(self._digest, salt, tokens[: 4 * published.first_row], own) == published.id
         return own if same else b""
+
+
+def _candidates(found: Iterable[tuple[Listed, int | None]]) -> list[_Candidate]:
+    """Keep what lists extents that have not expired."""
+    now = time.time()
+    read = [(published_at(listed.path), listed, agrees) for listed, agrees in found]
+    return [
+        _Candidate(published, listed, agrees)
+        for published, listed, agrees in read
+        if published is not None and published.rows <= MAX_EXTENT_ROWS and published.lives(now)
+    ]
+
+
+def _agreeing(known: Iterable[Known]) -> list[tuple[Listed, int]]:
+    """Pair what lists extents with the prompt's rows that they agree with: an extent agrees as far as one that agrees begins behind it. Blocks alone
+    do not tell that of an extent which the prompt leaves within a block.
+    """
+    found = [(published, each) for each in known if (published := published_at(each.listed.path)) is not None]
+    found.sort(key=lambda each: -each[0].first_row)
+    agrees = {published.id: each.agrees for published, each in found}
+    for published, each in found:
+        if each.parent in agrees and agrees[published.id] > published.first_row:
+            agrees[each.parent] = max(agrees[each.parent], published.first_row)
+    return [(each.listed, agrees[published.id]) for published, each in found]
 
 
 def _left(end: float) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,6 +16,8 @@ from afterglow.errors import ConfigError
 SCHEMES = ("file", "s3", "gs", "az")
 READ_S = 30  # after which the client gives up a call whose caller has gone
 WRITE_S = 600  # and one that writes: a large object over a slow line takes its time
+PARALLEL = 8  # objects read at a time
+MAX_BYTES = 1 << 26  # of an object that is read whole
 
 
 class Listed(NamedTuple):
@@ -134,4 +137,35 @@ def _client_options() -> dict[str, object]:
             value = os.environ.get(f"{provider}_{name.upper()}")
             if value:
                 found[name] = value.lower() in ("1", "true", "yes", "on") if name.startswith("allow") else value
+    return found
+
+
+def get_all(
+    paths: Sequence[str], objects: Objects, failed: list[Exception], stops: Callable[[], bool]
+) -> dict[str, bytes]:
+    """Read objects by path; those that are not there are left out, and those that cannot be read: their errors are added to `failed`.
+    `stops` is asked before each.
+    """
+    found: dict[str, bytes] = {}
+    left = iter(paths)
+
+    def work() -> None:
+        for path in left:
+            if stops():
+                return
+            try:
+                found[path] = objects.get(path, 0, MAX_BYTES)
+            except FileNotFoundError:
+                continue
+            except Exception as error:
+                failed.append(error)
+
+    if len(paths) == 1:
+        work()
+    else:  # daemons, not an executor's threads, for whose end the end of a process would wait
+        threads = [threading.Thread(target=work, name="afterglow-objects", daemon=True) for _ in paths[:PARALLEL]]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
     return found

@@ -1,7 +1,8 @@
 """Where objects of the shared tier lie, below its URL. The digest names the model and all that its rows depend on.
 
 DIGEST/extents/ab/abcdef….safetensors     the very file of the disk tier
-DIGEST/kids/12/1234…/ID-FIRST-ROWS-EXPIRES   empty: says under which tokens an extent is found, and when it was last used
+DIGEST/kids/12/1234…/ID-FIRST-ROWS-EXPIRES   says under which tokens an extent is found, and when it was last used; holds its lead (see
+                                             `plan.prefix.block_keys`), from which a directory is filled
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ class Paths:
     """Names of one model's objects."""
 
     def __init__(self, digest: str) -> None:
+        self.digest = digest
         self.extents = f"{digest}/extents"
         self.kids = f"{digest}/kids"
 

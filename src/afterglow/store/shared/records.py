@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,13 +16,12 @@ from typing import Any, Final
 
 from afterglow.errors import StoreError
 from afterglow.store.shared.counters import SharedCounters
-from afterglow.store.shared.objects import Listed, Objects
+from afterglow.store.shared.objects import Listed, Objects, get_all
 from afterglow.store.shared.remote import Remote
 
 CALL_S: Final = 2.0  # for a call, and
 RATE: Final = 1 << 20  # bytes/s that a store has at least to take
 LIST_S: Final = 10.0  # for some records of a listing of a kind, a thousand at most
-MAX_BYTES: Final = 1 << 26  # of a record
 DAY_S: Final = 24 * 3600.0
 LIVES_S: Final = {
     "responses": 30 * DAY_S,
@@ -31,7 +29,6 @@ LIVES_S: Final = {
     "sessions": 30 * DAY_S,
     "events": 7 * DAY_S,
 }  # by kind
-PARALLEL: Final = 8  # records read at a time
 BATCH: Final = 64  # records read in a call
 
 
@@ -54,7 +51,7 @@ class Records:
         raw: dict[str, bytes] = {}
         wanted = [*paths]
         for start in range(0, len(wanted), BATCH):  # each with a deadline of its own
-            raw |= self._call("reading a record", partial(_get_all, wanted[start : start + BATCH]), CALL_S)
+            raw |= self._call("reading a record", partial(_read, wanted[start : start + BATCH]), CALL_S)
         found = {mark: self._decoded(raw[path], owner, path) for path, mark in paths.items() if path in raw}
         return {mark: value for mark, value in found.items() if value is not None}
 
@@ -153,39 +150,18 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def _read(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
+    """Read records by path; those that are not there are left out. Raises: the first error."""
+    failed: list[Exception] = []
+    found = get_all(paths, objects, failed, lambda: bool(failed))
+    if failed:
+        raise failed[0]
+    return found
+
+
 def _put(path: str, data: bytes, objects: Objects) -> None:
     objects.put(path, data, replace=True)
 
 
 def _delete(path: str, objects: Objects) -> None:
     objects.delete(path)
-
-
-def _get_all(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
-    """Read objects by path; those that are not there are left out."""
-    found: dict[str, bytes] = {}
-    failed: list[Exception] = []
-    left = iter(paths)
-
-    def work() -> None:
-        for path in left:
-            try:
-                found[path] = objects.get(path, 0, MAX_BYTES)
-            except FileNotFoundError:
-                continue
-            except Exception as error:
-                failed.append(error)
-            if failed:
-                return
-
-    if len(paths) == 1:
-        work()
-    else:  # daemons, not an executor's threads, for whose end the end of a process would wait
-        threads = [threading.Thread(target=work, name="afterglow-records", daemon=True) for _ in paths[:PARALLEL]]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    if failed:
-        raise failed[0]
-    return found

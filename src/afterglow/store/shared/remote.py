@@ -28,6 +28,7 @@ NO_BUCKET: Final = (
     "NoSuchBucket",
     "ContainerNotFound",
 )  # then all objects are missing, which says nothing of any of them
+MAX_ASIDE: Final = 32  # calls that are not the store's, at a time: more hang
 MAX_HUNG: Final = 8  # calls that do not come back, before no more are made
 
 
@@ -52,6 +53,7 @@ class Remote:
         self._told = False  # was it logged that the store fails?
         self._rests_until = 0.0
         self._hung = 0
+        self._aside = 0  # calls that are not the store's
         self._closed = False
 
     @property
@@ -64,6 +66,27 @@ class Remote:
     def hung(self) -> int:
         """Count the calls that have not come back by their deadline."""
         return self._hung
+
+    @property
+    def opened(self) -> Objects | None:
+        """Return the store, if it has been opened."""
+        return self._objects
+
+    def aside(self, work: Callable[[], T], seconds: float) -> T | None:
+        """Return what `work` returns, if it does within `seconds`; else None. It is no call of the store, and says nothing about it."""
+        with self._lock:
+            if self._aside >= MAX_ASIDE:
+                return None
+            self._aside += 1
+        answer: _Answer[T] = _Answer()
+
+        def run() -> None:
+            self._run(lambda _: work(), answer)
+            with self._lock:
+                self._aside -= 1
+
+        self._threads.run(run)
+        return answer.value[0] if answer.there.wait(max(0.0, seconds)) and answer.error is None else None
 
     def close(self) -> None:
         """Refuse all further calls; close what was opened, if that can be closed."""

@@ -2,7 +2,8 @@
 
 Each engine keeps what it needs in its own file. A response is written to the shared store as well, before its client has its id, and an
 engine that does not know an id fetches it and the responses before it. A deletion is a record of its own beside the conversation, which
-every engine looks for before it answers from its file. While the store fails engines go by what they have.
+every engine looks for before it answers from its file. While the store fails engines go by what they have; responses that it has not got
+yet are noted in the engine's file, and written when it answers, also after a restart.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from afterglow.errors import StoreError
-from afterglow.store.database.conversations import MAX_BYTES, MAX_DEPTH, TTL_S, Conversations, Item, StoredResponse
+from afterglow.store.database import unpublished
+from afterglow.store.database.connection import Schema
+from afterglow.store.database.conversations import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    SCHEMA,
+    TTL_S,
+    Conversations,
+    Item,
+    StoredResponse,
+)
+from afterglow.store.database.unpublished import Unpublished
 from afterglow.store.shared.records import Records
 
 log = logging.getLogger("afterglow.store")
@@ -27,11 +38,12 @@ RESPONSES: Final = "responses"
 DELETED: Final = "deleted"
 BATCH: Final = 64  # responses whose ids a response names, and that are fetched at a time
 CLEAN_S: Final = 6 * 3600.0  # between looks for records that have expired
-MAX_LATE: Final = 4096  # responses that wait to be written to the store
 
 
 class SharedConversations(Conversations):
     """Conversations of this engine's own file, and of a shared store."""
+
+    schema: ClassVar[Schema] = replace(SCHEMA, later=(*SCHEMA.later, *unpublished.TABLES))
 
     def __init__(
         self,
@@ -43,12 +55,11 @@ class SharedConversations(Conversations):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._records = records
-        self._late: OrderedDict[str, str] = OrderedDict()  # tenants by responses that could not be written to the store
-        self._late_lock = threading.Lock()
         self._next_clean = clock() + CLEAN_S * random.uniform(
             0.1, 1.0
         )  # servers that start together do not clean together
         super().__init__(folder, ttl_s=ttl_s, max_bytes=max_bytes, clock=clock)
+        self.unpublished = Unpublished(self.file)
 
     def add(
         self,
@@ -61,13 +72,10 @@ class SharedConversations(Conversations):
     ) -> None:
         super().add(response, tenant, previous, model, body, items)
         try:
+            self.unpublished.add(response, tenant)  # a store that hangs may outlive this process
             self._publish(response, tenant)
         except StoreError as error:
             log.warning("other servers do not know a response yet: %s", error)
-            with self._late_lock:
-                self._late[response] = tenant
-                if len(self._late) > MAX_LATE:
-                    self._late.popitem(last=False)
 
     def get(self, response: str, tenant: str) -> StoredResponse | None:
         self._bring(response, tenant, 1)
@@ -91,16 +99,8 @@ class SharedConversations(Conversations):
     def sweep(self) -> int:
         """Drop what has expired; write to the store what could not be written before."""
         gone = super().sweep()
-        while self._late:
-            with self._late_lock:
-                response, tenant = self._late.popitem(last=False)
-            try:
-                self._publish(response, tenant)
-            except StoreError:
-                with self._late_lock:
-                    self._late[response] = tenant
-                    self._late.move_to_end(response, last=False)
-                break
+        with contextlib.suppress(StoreError):
+            self._publish_late()
         if self._clock() >= self._next_clean:
             self._next_clean = self._clock() + CLEAN_S
             with contextlib.suppress(StoreError):
@@ -109,11 +109,23 @@ class SharedConversations(Conversations):
 
     # ------------------------------------------------------------------------------------------- the shared store
 
+    def _publish_late(self) -> None:
+        """Write to the store what it may not have yet, unless others have deleted it meanwhile: it may have got there. Raises: StoreError."""
+        for response, tenant in self.unpublished.read():
+            found = super().get(response, tenant)
+            if found is not None:
+                self._drop(found.root, tenant, self._records.marks(DELETED, _tree(tenant, found.root)))
+            self._publish(response, tenant)
+
     def _publish(self, response: str, tenant: str) -> None:
-        """Write a response to the store, if it is still there. Raises: StoreError."""
+        """Write a response to the store, if it is still there, and note that it is written. Raises: StoreError."""
         found = super().get(response, tenant)
-        if found is None:
-            return
+        if found is not None:
+            self._write(found, tenant)
+        self.unpublished.remove(response)
+
+    def _write(self, found: StoredResponse, tenant: str) -> None:
+        """Write a response to the store. Raises: StoreError."""
         before = [] if found.previous is None else self.line(found.previous, tenant, BATCH)
         value = {
             "previous": found.previous,
@@ -124,7 +136,7 @@ class SharedConversations(Conversations):
             "items": found.items,
             "before": before,
         }
-        self._records.put(RESPONSES, tenant, response, value)
+        self._records.put(RESPONSES, tenant, found.id, value)
 
     def _bring(self, response: str, tenant: str, most: int) -> None:
         """Fetch a response, and those before it, `most` in all, as far as they are not here; drop what others have deleted.
@@ -149,10 +161,14 @@ class SharedConversations(Conversations):
                 raise
             log.warning("a conversation is answered as it is known here: %s", error)
             return
-        if first is not None and deleted:
-            for each in self.names(first.root, tenant):
-                if self._records.mark(_tree(tenant, first.root), each) in deleted:
-                    super().delete(each, tenant)
+        if first is not None:
+            self._drop(first.root, tenant, deleted)
+
+    def _drop(self, root: str, tenant: str, deleted: set[str]) -> None:
+        """Drop responses of a conversation by the marks of their deletions. Raises: StoreError."""
+        for each in self.names(root, tenant) if deleted else ():
+            if self._records.mark(_tree(tenant, root), each) in deleted:
+                super().delete(each, tenant)
 
     def _fetch(self, response: str, tenant: str, most: int) -> bool:
         """Fetch a response and up to `BATCH` before it. False: it is not there. Raises: StoreError."""

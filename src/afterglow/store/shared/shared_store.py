@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from afterglow.errors import DamageError, SlowError, StoreError
+from afterglow.plan.prefix.block_keys import Lead
 from afterglow.plan.prefix.published import Published
 from afterglow.plan.step import ExtentId
 from afterglow.store.extents.disk_tier import DiskTier
@@ -113,13 +114,17 @@ class SharedStore:
         """Count a failure of one that uses what was found here."""
         self._counters.failed(error)
 
-    def publish(self, published: Published, key: str) -> None:
-        """Publish an extent whose file is on disk, when there is time; it is found under `key`."""
-        self._publisher.publish(Publication(published, key, self._disk.path(published.id)))
+    def publish(self, published: Published, key: str, lead: Lead | None = None) -> None:
+        """Publish an extent whose file is on disk, when there is time; listings find it under `key`, a directory by its lead."""
+        self._publisher.publish(Publication(published, key, self._disk.path(published.id), lead))
 
     def delete(self, extent: ExtentId) -> None:
-        """Remove an extent that a client has deleted, or that a merged one has replaced."""
+        """Remove an extent that a client has deleted, before all that is to be published."""
         self._publisher.delete(extent)
+
+    def replaced(self, extent: ExtentId) -> None:
+        """Remove an extent that a merged one has replaced, after what is to be published."""
+        self._publisher.delete(extent, first=False)
 
     def rest(self, seconds: float) -> bool:
         """Wait until nothing is to be published, deleted or fetched; tell whether that was so within `seconds`. For tests."""

@@ -1,0 +1,53 @@
+"""The engine's suites on the device, with the tokens that the CPU gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from afterglow.bench.report import COUNTED, goal
+from benchmarks.gpu.setting import ROOT, Ceilings, Found, Setting, table
+
+# As in tests/device/test_suites.py: families that differ in nothing that a device sees, kernels and files alone.
+LEFT_OUT = (
+    "mistral or qwen2 or qwen3 or falcon or opt or cohere or glm4 or smollm3 or gemma3_text or mixtral or compiled or True or "
+    "all_levels or kill_9 or finds_the_facts"
+)
+FEW = "test_room_that_cannot_be_had"  # of one suite, to see that the way there works
+
+
+def suite(setting: Setting, ceilings: Ceilings, path: str) -> Found:
+    """Run a suite with the device as the default, and compare replies with those of the CPU.
+
+    Raises: RuntimeError, where a test fails on the device.
+    """
+    if setting.tiny and "no_memory" not in path:
+        return Found([], [], f"{path}: left out of a tiny run")
+    only = setting.of(f"not ({LEFT_OUT})", FEW)
+    with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
+        ours = answers(path, only, Path(folder) / "device.json", setting.tests_on)
+        theirs = answers(path, only, Path(folder) / "cpu.json")
+    same = sum(theirs[test] == found for test, found in ours.items())
+    rows = [{"suite": path, "tests_with_replies": len(ours), "same_tokens": same}]
+    table("the engine's tests on the device", rows)
+    return Found(rows, [goal(f"{path}: tests whose tokens are the CPU's", same, len(ours), least=True, spread=COUNTED)])
+
+
+def answers(path: str, only: str, into: Path, *options: str) -> dict[str, Any]:
+    """Run a suite in a process of its own. Returns the tokens of its replies by test. Raises: RuntimeError."""
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "tests.device.plugin", "-p", "no:cacheprovider", "--answers", str(into),
+            *options, "-m", "not long", "-k", only, path,
+        ],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    print(ran.stdout[-6000:], flush=True)
+    if ran.returncode != 0:
+        raise RuntimeError(f"{path} {' '.join(options) or 'on the CPU'}: pytest ended with {ran.returncode}")
+    found: dict[str, Any] = json.loads(into.read_text())
+    return found

@@ -1,0 +1,41 @@
+"""The parts, in the order in which they run. Imports nothing that computes: the runner only needs their names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """A function of a module, which takes the setting, the ceilings, and these arguments."""
+
+    module: str
+    function: str
+    arguments: tuple[int | str, ...] = ()
+
+
+SUITES = (
+    "engine/test_exact_reuse",
+    "engine/test_relay",
+    "engine/test_selecting",
+    "engine/test_selecting_beside",
+    "engine/test_truncation",
+    "engine/test_no_memory",
+    "engine/test_quantized",
+    "faults/test_engine_faults",
+)
+SYSTEMS = (64, 512, 2048)
+
+PARTS: dict[str, Part] = {
+    **{f"tests-{name.split('test_')[1]}": Part("device_tests", "suite", (f"tests/{name}.py",)) for name in SUITES},
+    "decode": Part("decode", "decode"),
+    "prefill": Part("decode", "prefill"),
+    "reuse": Part("loading", "reuse"),
+    "preloading": Part("loading", "preloading"),
+    "saving": Part("loading", "saving"),
+    "documents": Part("documents", "documents"),
+    "relay-operator": Part("relay", "operator"),
+    **{f"relay-throughput-{system}": Part("relay", "throughput", (system,)) for system in SYSTEMS},
+    **{f"relay-lengths-{system}": Part("relay", "lengths", (system,)) for system in SYSTEMS},
+    "maps": Part("maps", "layers"),
+    "vllm": Part("vllm", "beside"),
+}

@@ -1,0 +1,312 @@
+"""Tables of docs/papers.md about what was measured: the paper's value, ours and on which model, the goal, where thresholds come from,
+and what repeats differ by. Each is made of files of benchmarks/results and of nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from afterglow.bench.report import verdict
+from benchmarks.common.paths import RESULTS
+from benchmarks.papers import page_simulated
+from benchmarks.papers.page_simulated import ARITHMETIC, COUNTS, FITTED, Found, markdown, number
+
+HEAD = ("figure", "what", "paper", "ours", "on", "goal", "", "thresholds from", "repeats differ by", "counts")
+REAL, BUNDLED, RANDOM = "SmolLM2-135M", "bundled, 2.6 M", "random weights"
+NONE = "needs none"
+PRINTED_PERPLEXITY = "within 0.02 of 4.9 to 8.5"
+PRINTED = {  # what a paper prints about a goal, by the beginning of the goal's name
+    "perplexity CA / TT": PRINTED_PERPLEXITY,
+    "perplexity NKVT / TT": "over 240",
+    "points that CA loses": "-0.3 to 0.9",
+    "Fig. 19, event simulation: PL-B0": "0.35",
+    "Fig. 19, event simulation: PL-B15": "0.61",
+    "backlog: hit rate, look-ahead - lru": "28",
+    "backlog: hit rate, look-ahead - fifo": "38",
+    "backlog: look-ahead's hits from host": "0.996",
+    "hit rate, as published": "0.3",
+    "attention speed-up at a hit rate of 0.3": "1.19 to 1.21",
+}
+
+
+CALCULATED = {
+    "Fig. 19, event simulation": FITTED,
+    "stall with": ARITHMETIC,
+}  # goals beside measured ones, by their beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of results, what of a paper it is about, and the model it was measured on."""
+
+    file: str
+    figure: str
+    model: str
+    thresholds: str = NONE
+    only: str = ""  # goals whose name has it
+
+
+MEASURED: dict[str, tuple[Source, ...]] = {
+    "CachedAttention": (
+        Source("overflow", "Tables 1, 2", REAL),
+        Source("truncation", "Tables 1, 2", f"{BUNDLED}; stories260k"),
+        Source("preload", "Fig. 18, 19", f"100 M, {RANDOM}"),
+        Source("saving", "Fig. 20", f"100 M, {RANDOM}"),
+        Source("placement", "Fig. 21", f"bench model, {RANDOM}"),
+        Source("load_or_recompute", "beyond", f"100 M, {RANDOM}"),
+    ),
+    "RelayAttention": (
+        Source("relay_operator", "Fig. 1, 5", "one layer"),
+        Source("relay_engine", "Fig. 6, 8", f"100 M, {RANDOM}"),
+    ),
+    "SPEC": (
+        Source("importance_quality", "Fig. 4, 8, 15, 22", f"{BUNDLED}; stories260k", "the paper: alpha 0.6", "points"),
+    ),
+    "AttnCache": (
+        Source("attncache_sts", "Tables 1, 2", "MiniLM, 22 M", "250 other pairs of each task"),
+        Source("attncache_shapes", "Table 1", f"large layers, {RANDOM}"),
+    ),
+}
+
+
+def read(file: str) -> Found:
+    found: Found = json.loads((RESULTS / f"{file}.json").read_text())
+    return found
+
+
+def measured(paper: str) -> str:
+    """All goals that were measured for a paper."""
+    lines = [line for source in MEASURED[paper] for line in goal_lines(source, read(source.file))]
+    return markdown(HEAD, lines)
+
+
+def goal_lines(source: Source, found: Found) -> Iterable[Sequence[str]]:
+    """A line for each goal of a file."""
+    for goal in found["goals"]:
+        if source.only in goal["name"]:
+            printed = next((text for start, text in PRINTED.items() if goal["name"].startswith(start)), "")
+            counts = next((kind for start, kind in CALCULATED.items() if goal["name"].startswith(start)), COUNTS)
+            yield (
+                source.figure,
+                goal["name"],
+                printed,
+                number(goal["value"]),
+                source.model if counts == COUNTS else "modelled",
+                goal["goal"],
+                verdict(goal).replace("MISSED", "**missed**"),
+                source.thresholds,
+                spread_of(goal),
+                counts,
+            )
+
+
+def spread_of(goal: Found) -> str:
+    """What repeats, or other samples of the same data, differ by."""
+    if goal.get("error") is not None:
+        return f"± {1.96 * goal['error']:.2g} (95 %)"
+    return f"{goal['spread']:.1%}" if goal["spread"] else "not repeated"
+
+
+def overflow_perplexity() -> str:
+    """Table 1, through the engine."""
+    found = read("overflow")
+    lines = []
+    for row in found["rows"]:
+        if row["table"] == "perplexity":
+            of = row["perplexity"]
+            lines.append(
+                (
+                    row["text"],
+                    f"{row['parts']}",
+                    f"{row['tokens']:,}",
+                    *(f"{of[arm]:.2f}" for arm in ("CA", "TT", "NKVT", "OF", "none")),
+                    pair(row["ratio"]["CA"], 4),
+                    pair(row["ratio"]["NKVT"], 1),
+                    f"{abs(row['ratio']['OF']['value'] - 1):.1e}",
+                )
+            )
+    head = f"{title(found)}: perplexity | parts | tokens | CA | TT | NKVT | OF | nothing | CA / TT | NKVT / TT | OF apart from TT"
+    printed = ("paper: LLaMA-7B, WikiText-2", "", "", "5.47", "5.48", "2198.7", "", "", "0.998", "401", "")
+    return markdown(head.split(" | "), [*lines, printed])
+
+
+def overflow_drift() -> str:
+    """CA over TT, overflow by overflow."""
+    found = read("overflow")
+    rows = [row for row in found["rows"] if row["table"] == "perplexity"]
+    last = found["settings"]["overflows"]
+    head = ["perplexity CA / TT after overflow", *(str(n + 1) for n in range(last))]
+    return markdown(head, [(row["text"], *(pair(each, 4) for each in row["by_overflow"]["CA"])) for row in rows])
+
+
+def overflow_accuracy() -> str:
+    """Table 2, through the engine."""
+    found = read("overflow")
+    arms = ("CA", "TT", "NKVT", "none")
+    lines = []
+    for row in found["rows"]:
+        if row["table"] == "accuracy":
+            shares = (pair(row["accuracy"][arm], 1) for arm in arms)
+            same = (f"{row['same_choice'][arm]:.0f}" for arm in ("CA", "NKVT"))
+            lines.append((row["text"], f"{row['questions']}", f"{row['chance']:g}", *shares, *same))
+    head = ["right after five overflows, %", "questions", "chance", "CA", "TT", "NKVT", "nothing"]
+    printed = [
+        ("paper: PIQA, LLaMA-7B", "", "50", "77.1", "77.2", "48.9", "", "", ""),
+        ("paper: LongEval, LLaMA-7B", "", "", "66.0", "65.9", "12.0", "", "", ""),
+    ]
+    return markdown([*head, "CA chooses as TT, %", "NKVT as TT, %"], [*lines, *printed])
+
+
+def title(found: Found) -> str:
+    of = found["settings"]
+    return f"{REAL}, a window of {of['window']:,}"
+
+
+def pair(of: Found, digits: int) -> str:
+    return f"{of['value']:,.{digits}f}" + ("" if of["error"] is None else f" ± {of['error']:.{digits}f}")
+
+
+def relay_rates() -> str:
+    """Fig. 7 on the engine."""
+    groups: dict[tuple[int, float], dict[str, Found]] = {}
+    for file in ("relay_rate", "relay_rate_2048"):
+        for row in read(file)["rows"]:
+            groups.setdefault((row["prefix"], row["offered"]), {})[row["way"]] = row
+    ways = ("recompute", "shared", "relay", "auto")
+    head = ["system prompt", "offered, requests/s", *(f"{way}: served, ms per token" for way in ways)]
+    lines = [
+        [f"{prefix:,}", f"{offered:.1f}"]
+        + [f"{ways_of[way]['served']:.2f}, {1e3 * ways_of[way]['seconds_per_token']:.0f}" for way in ways]
+        for (prefix, offered), ways_of in groups.items()
+    ]
+    return markdown(head, lines)
+
+
+def spec_io() -> str:
+    """SPEC's figures of time and bytes."""
+    found = read("importance_io")
+    spreads = {run["run"]: run["spread_ttft"] for run in found["runs"]}
+    lines = [
+        (
+            row["run"],
+            row["variant"],
+            f"{row['ttft_ms']:,.0f}",
+            f"{row['p99_ms']:,.0f}",
+            f"{row['wait_ms']:.0f}",
+            f"{row['read_mb']:.0f}",
+            f"{100 * row['device_hits']:.0f}",
+            f"{spreads[row['run']]:.1%}",
+        )
+        for row in found["rows"]
+    ]
+    head = ("run", "way", "TTFT, ms", "p99", "waiting", "read, MB", "device hits, %", "TTFT of repeats differs by")
+    return markdown(head, lines)
+
+
+PRINTED_LOSS = {"SAN": "25 to 38", "LazyFormer": "25 to 34", "AttnCache-f": "18 to 21", "AttnCache": "within 2 at 30 %"}
+
+
+def attncache() -> str:
+    """AttnCache's tables 1 and 2: means over the tasks of what was chosen on the validation part."""
+    methods: dict[str, list[Found]] = {}
+    for row in read("attncache_sts")["rows"]:
+        if row["chosen"] and row["model"] == "minilm":
+            methods.setdefault(row["method"], []).append(row)
+
+    def mean(rows: list[Found], key: str, form: str) -> str:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return form.format(sum(values) / len(values)) if len(values) == len(rows) else ""
+
+    lines = [
+        (
+            method,
+            PRINTED_LOSS.get(method, ""),
+            mean(rows, "loss", "{:.1f}"),
+            mean(rows, "unseen_loss", "{:.1f}"),
+            mean(rows, "hit_rate", "{:.0%}"),
+            mean(rows, "unseen_hit_rate", "{:.0%}"),
+            mean(rows, "speedup_attention", "{:.2f}"),
+            mean(rows, "speedup_whole", "{:.2f}"),
+        )
+        for method, rows in methods.items()
+    ]
+    head = "MiniLM, mean of the tasks | paper: Spearman lost | ours | unseen | hits | unseen | attention, x | whole pass, x"
+    return markdown(head.split(" | "), lines)
+
+
+def overview() -> str:
+    """Goals met, by paper and kind of evidence, of those that count."""
+    lines: list[tuple[str, ...]] = []
+    for paper, sources in MEASURED.items():
+        for source in sources:
+            found = read(source.file)
+            goals = list(goal_lines(source, found))
+            counted = [line for line in goals if line[-1] == COUNTS]
+            met, near = (sum(line[6] == word for line in counted) for word in ("met", "within noise"))
+            apart = len(goals) - len(counted)
+            run = "quick" if found["quick"] else "full"
+            lines.append(
+                (
+                    paper,
+                    source.figure,
+                    f"measured, {source.model}",
+                    f"`{source.file}.json`, {run}, {found['commit']}",
+                    f"{met} of {len(counted)}",
+                    f"{near}" if near else "",
+                    f"{apart}" if apart else "",
+                )
+            )
+    lines += [_simulated("papers_cachedattention", "ATC"), _simulated("papers_cachedattention", "arXiv")]
+    models = read("sim_operators")
+    judged = [goal for goal in models["goals"] if "fitted" not in goal["name"]]
+    met_all = f"{sum(goal['met'] for goal in judged)} of {len(judged)}"
+    where = ("all but CachedAttention", "operators", "modelled", f"`sim_operators.json`, {models['commit']}")
+    lines.append((*where, met_all, "", str(len(models["goals"]) - len(judged))))
+    head = ("paper", "figures", "evidence", "file, run, commit", "goals met", "within noise", "not counted")
+    return markdown(head, lines)
+
+
+def _simulated(file: str, paper: str) -> tuple[str, ...]:
+    found = read(file)
+    rows = [row for row in found["rows"] if row["paper"] == paper and row["met"] is not None]
+    counted = [row for row in rows if page_simulated.counts_of(row) == COUNTS]
+    met = f"{sum(row['met'] for row in counted)} of {len(counted)}"
+    evidence = f"`{file}.json`, {found['commit']}"
+    return ("CachedAttention", paper, "modelled", evidence, met, "", str(len(rows) - len(counted)))
+
+
+def _of(make: Callable[[Found, str], str], file: str, paper: str) -> str:
+    return make(read(file), paper)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "papers": overview,
+    **{f"measured: {paper}": partial(measured, paper) for paper in MEASURED},
+    "overflow: perplexity": overflow_perplexity,
+    "overflow: drift": overflow_drift,
+    "overflow: accuracy": overflow_accuracy,
+    "relay rates": relay_rates,
+    "spec io": spec_io,
+    "attncache": attncache,
+    **{
+        f"simulated: {paper}": partial(_of, page_simulated.evaluation, "papers_cachedattention", paper)
+        for paper in ("ATC", "arXiv")
+    },
+    **{
+        f"operators: {paper}": partial(_of, page_simulated.operators, "sim_operators", paper)
+        for paper in ("RelayAttention", "SPEC", "AttnCache")
+    },
+    "varied: sizes": lambda: page_simulated.varied(read("papers_cachedattention"), page_simulated.SIZES),
+    "varied: assumptions": lambda: page_simulated.varied(read("papers_cachedattention"), page_simulated.ASSUMED),
+    "operators: goals": lambda: page_simulated.operator_goals(read("sim_operators")),
+}
+
+
+def table(name: str) -> str:
+    """Make a table in Markdown. Raises: ValueError for an unknown name."""
+    if name not in TABLES:
+        raise ValueError(f"no table {name!r}; there are {', '.join(TABLES)}")
+    return TABLES[name]()

@@ -1,0 +1,175 @@
+"""`python -m scripts.gpu_kernels`: compile Triton's kernels for two architectures, without a GPU: registers, spills and shared memory.
+
+The launching functions are called as the engine calls them, on small tensors; what they launch is compiled, and nothing runs. Ends
+with 1 if a kernel spills registers, or takes more shared memory than a block may have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # the most shared memory of a block, in bytes
+SHAPES = {
+    # heads, KV heads, head_dim, hidden
+    "Llama-3-8B": (32, 8, 128, 4096),
+    "SmolLM2-135M": (9, 3, 64, 576),
+    "Phi-2": (32, 32, 80, 2560),
+    "Gemma-2-9B": (16, 8, 256, 3584),
+}
+
+
+class Compiled(NamedTuple):
+    """What a kernel takes, for one architecture."""
+
+    registers: int
+    spills: int  # bytes, stored and loaded
+    shared: int  # bytes
+
+
+def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Return calls that launch the kernels for a model's shape, by name."""
+    from afterglow.kernels import (
+        triton_attention,
+        triton_column_sums,
+        triton_gather,
+        triton_merge,
+        triton_passes,
+        triton_products,
+        triton_rows,
+    )
+    from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+    from afterglow.kernels.paged_parts import PartTables, part_of, row_places, suited
+    from afterglow.kernels.stored_rows import stored_width
+
+    heads, kv_heads, head_dim, hidden = SHAPES[shape]
+    data = torch.zeros(2, 2, kv_heads, 300, head_dim, dtype=dtype)
+    qkv = torch.zeros(40, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+    out, lse = torch.zeros(40, heads, head_dim), torch.zeros(40, heads)
+    x, weight = torch.zeros(3, 2 * hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+    angles = torch.zeros(40, head_dim), torch.zeros(40, head_dim)
+    found: dict[str, Callable[[], object]] = {
+        "rotate and append": lambda: triton_rows.place(row_places([(data, 0, 40)]), 1, q, k, v, angles),
+        "add and RMS norm": lambda: triton_passes.add_rms_norm(x[:, :hidden], x[:, hidden:], weight, 1e-5),
+        "gated SiLU": lambda: triton_passes.gated_silu(x),
+        "merge of two": lambda: triton_merge.merge_onto(out, lse, q, lse),
+    }
+    pieces = torch.zeros(20, 4, dtype=torch.int64)
+    for name, kind in (("stored rows", dtype), ("stored rows in 8 bits", torch.int8)):
+        stored = torch.zeros(2, 2, 64, kv_heads, stored_width(head_dim, kind), dtype=kind)
+        found[f"gather of {name}"] = partial(triton_gather.gather, stored, data[0], pieces, angles, 0, 0, 0)
+    for bits, grouped in ((8, False), (8, True), (4, True)):
+        matrix = RoundedMatrix(*rounded_rows(torch.zeros(64, hidden), bits, grouped), hidden, weight[:64])
+        name = f"{bits} bits" + (" in groups" if grouped else "")
+        found[f"product of 1 row, {name}"] = partial(triton_products.multiply, x[:1, :hidden], matrix)
+        found[f"product of 40 rows, {name}"] = partial(triton_products.multiply, x[:1, :hidden].expand(40, -1), matrix)
+    if suited(dtype, head_dim, heads // kv_heads):
+        found["column sums"] = lambda: triton_column_sums.column_sums(q, data[0, 0].transpose(0, 1), lse, 0.1)
+        for name, queries in (("one query", 1), ("40 queries", 40)):
+            tables = PartTables([part_of(data, 0, 300, range(queries))], heads // kv_heads)
+            found[f"attention of {name}"] = partial(triton_attention.attend_parts, tables, 1, q, 0.1, 0.0, out, lse)
+    return found
+
+
+class _Driver:
+    """Stands for the driver of a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def compiled(call: Callable[[], object], capability: int) -> dict[str, Compiled]:
+    """Compile all kernels that `call` launches: by function."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    triton.runtime.driver.set_active(_Driver(capability))
+    JITFunction.run = only_compile
+    try:
+        call()
+    finally:
+        JITFunction.run = run
+    return {
+        name: Compiled(*_assembled(kernel.asm["ptx"], capability), kernel.metadata.shared)
+        for name, kernel in found.items()
+    }
+
+
+def _assembled(ptx: str, capability: int) -> tuple[int, int]:
+    """Return the registers of a thread and the bytes that it spills."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={target[1]}",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
+    registers = re.search(r"Used (\d+) registers", said)
+    assert registers is not None, said
+    return int(registers[1]), spills
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+    asked = parser.parse_args(argv)
+    print("| shape | kernel | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |")
+    print("|---|---|" + "---|" * len(ARCHITECTURES))
+    wrong = False
+    for shape in asked.shapes:
+        for dtype in asked.dtypes:
+            for name, call in cases(shape, getattr(torch, dtype)).items():
+                takes = {each: compiled(call, each) for each in ARCHITECTURES}
+                for kernel in takes[min(ARCHITECTURES)]:
+                    row = [found[kernel] for found in takes.values()]
+                    print(
+                        f"| {shape}, {dtype} | {name}: `{kernel}` | "
+                        + " | ".join(f"{each.registers} / {each.spills} / {each.shared}" for each in row)
+                        + " |",
+                        flush=True,
+                    )
+                    wrong |= any(each.spills for each in row)
+                    wrong |= any(each.shared > most for each, most in zip(row, ARCHITECTURES.values(), strict=True))
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""Move small lists between the host and the device: in with one copy that nothing waits for, out in the one place that waits.
+
+A copy of its own for each list costs a launch, and `torch.tensor(list, device=...)` waits for all work queued before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StepInputs:
+    """Send a step's row numbers to the device. Owns the locked host memory that they leave from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.int64)
+        self._sent: Any = None  # event: the buffer has been read
+
+    def send(self, *numbers: Tensor) -> Sequence[Tensor]:
+        """Return vectors of int64 on the CPU as vectors on the device, all in one copy."""
+        if self._device.type == "cpu":
+            return numbers
+        total = sum(map(len, numbers))
+        if self._sent is not None and not self._sent.query():  # after a step that draws no token
+            self._sent.synchronize()
+        if total > len(self._buffer):
+            self._buffer = torch.empty(max(1024, 2 * total), dtype=torch.int64, pin_memory=True)
+        buffer = self._buffer[:total]
+        torch.cat(numbers, out=buffer)
+        there = buffer.to(self._device, non_blocking=True)
+        self._sent = torch.get_device_module(self._device).Event()
+        self._sent.record(torch.get_device_module(self._device).current_stream(self._device))
+        return torch.split(there, [len(each) for each in numbers])
+
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return a few values as a tensor on the device. Nothing waits: CUDA has read them when the call returns."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def fetched(*tensors: Tensor) -> list[Any]:
+    """Wait for the device, and return tensors as nested lists. They leave it in one copy."""
+    if len(tensors) == 1 or tensors[0].device.type == "cpu":
+        return [each.tolist() for each in tensors]
+    parts = [each.contiguous().view(torch.uint8).flatten() for each in tensors]
+    found = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+    return [
+        part.clone().view(each.dtype).view(each.shape).tolist() for part, each in zip(found, tensors, strict=True)
+    ]  # cloned: aligned for its dtype

@@ -1,0 +1,110 @@
+"""Matrices in 8 or 4 bits on CUDA. The weights alone are rounded, not the rows that they multiply, and sums are of floats.
+
+Few rows, as decoding has them, are multiplied by a kernel of Triton's, which reads the narrow weights; for many, and where it is
+not used, the weights are widened piece by piece to the rows' dtype, and torch multiplies. Both multiply with the same weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from afterglow.kernels.block_rounding import round_to_blocks
+from afterglow.kernels.gate import Gate
+from afterglow.kernels.packed import GROUP
+
+MOST_ROWS = 64  # that the kernel multiplies
+PIECE = 2**24  # weights that are widened at a time
+ROUND_ROWS = 256  # of weights that are rounded at a time
+
+_gate = Gate("triton_products")
+
+
+class RoundedMatrix:
+    """A matrix [outputs, inputs] of numbers in 8 bits, int8 [outputs, inputs], or 4, uint8 [outputs, inputs / 2], with scales
+    [outputs, groups]: one for each 32 inputs (float16), or one for each output (float32).
+
+    In 4 bits, 16 bytes are a group's 32 numbers plus 8: the first half in the low bits, the other in the high ones.
+    """
+
+    __slots__ = ("bias", "bits", "inputs", "numbers", "outputs", "scale")
+
+    def __init__(self, numbers: Tensor, scale: Tensor, inputs: int, bias: Tensor | None = None) -> None:
+        """`bias` [outputs], in the dtype of the rows. All are on the device that computes, numbers and scales contiguous."""
+        self.numbers, self.scale, self.bias = numbers, scale, bias
+        self.inputs, self.outputs = inputs, numbers.shape[0]
+        self.bits = 4 if numbers.dtype == torch.uint8 else 8
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply `x` [rows, inputs], float32, bfloat16 or float16: [rows, outputs]."""
+        if x.device.type == "cuda" and x.shape[0] <= MOST_ROWS and x.stride(1) == 1:
+            kind = x.device, x.dtype, self.bits, self.scale.shape[1] > 1
+            found: Tensor | None = _gate.run(lambda kernels: kernels.multiply(x, self), *kind)
+            if found is not None:
+                return found
+        return self.by_torch(x)
+
+    def by_torch(self, x: Tensor) -> Tensor:
+        """Multiply by torch's operators."""
+        step = max(1, PIECE // self.inputs)
+        parts = [
+            F.linear(x, self.widened(at, at + step, x.dtype), None if self.bias is None else self.bias[at : at + step])
+            for at in range(0, self.outputs, step)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def widened(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the outputs from `start` to `stop`, [outputs, inputs]."""
+        numbers, scale = self.numbers[start:stop], self.scale[start:stop]
+        if self.bits == 4:
+            packed = numbers.view(*scale.shape, GROUP // 2)
+            floats = torch.cat((packed & 15, packed >> 4), -1).float() - 8
+        else:
+            floats = numbers.view(*scale.shape, -1).float()
+        return (floats * scale[..., None].float()).flatten(1).to(dtype)
+
+    def rows(self, start: int, stop: int) -> RoundedMatrix:
+        """Return the outputs from `start` to `stop` as a matrix, which shares this one's memory."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        return RoundedMatrix(self.numbers[start:stop], self.scale[start:stop], self.inputs, bias)
+
+
+class RoundedFilling:
+    """A matrix whose parts are rounded as they come, on the CPU: the same numbers as a CPU has."""
+
+    def __init__(self, outputs: int, inputs: int, device: torch.device, bits: int, *, grouped: bool) -> None:
+        """Make room on the device. `grouped`: a scale for each 32 inputs; 4 bits have that always."""
+        self._inputs, self._bits, self._grouped = inputs, bits, grouped
+        width, kind = (inputs // 2, torch.uint8) if bits == 4 else (inputs, torch.int8)
+        groups, scales = (inputs // GROUP, torch.float16) if grouped else (1, torch.float32)
+        self._numbers = torch.empty(outputs, width, dtype=kind, device=device)
+        self._scale = torch.empty(outputs, groups, dtype=scales, device=device)
+
+    def fill(self, start: int, weight: Tensor) -> None:
+        """Round `weight` [rows, inputs], float32, bfloat16 or float16 on any device, to the outputs from `start` on."""
+        for at in range(0, weight.shape[0], ROUND_ROWS):
+            numbers, scale = rounded_rows(weight[at : at + ROUND_ROWS].cpu(), self._bits, self._grouped)
+            rows = slice(start + at, start + at + len(numbers))
+            self._numbers[rows].copy_(numbers)
+            self._scale[rows].copy_(scale)
+
+    def done(self, bias: Tensor | None) -> RoundedMatrix:
+        """Return the filled matrix, with `bias` [outputs]."""
+        return RoundedMatrix(self._numbers, self._scale, self._inputs, bias)
+
+
+def rounded_rows(weight: Tensor, bits: int, grouped: bool) -> tuple[Tensor, Tensor]:
+    """Round `weight` [rows, inputs] on CPU: numbers and scales as `RoundedMatrix` has them."""
+    if grouped:
+        return of_blocks(round_to_blocks(weight, "Q4_0" if bits == 4 else "Q8_0"), bits)
+    floats = weight.float()
+    scale = floats.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
+    return (floats / scale).round_().to(torch.int8), scale
+
+
+def of_blocks(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Split rows of blocks, of the format Q4_0 (`bits` 4) or Q8_0 (8), into numbers and scales."""
+    parts = blocks.view(blocks.shape[0], -1, 2 + GROUP * bits // 8)
+    numbers = parts[..., 2:].flatten(1).contiguous()
+    return numbers if bits == 4 else numbers.view(torch.int8), parts[..., :2].contiguous().view(torch.float16)[..., 0]

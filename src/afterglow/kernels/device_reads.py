@@ -1,0 +1,51 @@
+"""Attention of a step's decoding on CUDA: all reads of few queries in two launches for a layer, whatever the batch.
+
+A kernel of Triton's does it (`triton_attention`), behind its gate. Reads of many queries, which are prefills, are left to torch: its
+flash operators are made for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from afterglow.kernels.gate import Gate
+from afterglow.kernels.paged_parts import PagedPart, PartTables, suited
+
+MOST_SHARED = 128  # queries that read rows together
+
+_gate = Gate("triton_attention")
+
+
+def possible(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, cap: float) -> bool:
+    """Return whether the kernel can be used for contexts of such heads and scores capped by `cap`."""
+    if device.type != "cuda" or not suited(dtype, head_dim, heads // kv_heads):
+        return False
+    return _gate.passes(device, dtype, head_dim, heads, kv_heads, cap)
+
+
+class DeviceReads:
+    """Some parts that queries of a step read, in contexts of one shape and device. Tables are made at the first layer."""
+
+    def __init__(self, parts: Sequence[PagedPart], cap: float) -> None:
+        """Take at least one part, none empty."""
+        self._parts, self._cap = parts, cap
+        self._tables: PartTables | None = None
+
+    def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> bool:
+        """Do what `kernels.decode.Reads.attend` does, and return True; or nothing, and return False: torch must do it."""
+        data = self._parts[0].data
+        _, heads, head_dim = q.shape
+        kv_heads = data.shape[2]
+        if q.dtype != data.dtype or not possible(data.device, q.dtype, head_dim, heads, kv_heads, self._cap):
+            return False
+        if self._tables is None:
+            self._tables = PartTables(self._parts, heads // kv_heads)
+        tables = self._tables
+        kind = data.device, q.dtype, head_dim, heads, kv_heads, self._cap
+        done = _gate.run(
+            lambda kernels: kernels.attend_parts(tables, layer, q, scale, self._cap, out, lse) or True, *kind
+        )
+        return done is not None

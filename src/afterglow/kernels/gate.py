@@ -1,0 +1,87 @@
+"""Triton's kernels for CUDA, behind a gate: torch does the work of those that cannot be built, or that answer otherwise.
+
+A kernel passes its gate once for each device and kind of tensors: it is built, launched, and compared with the torch function
+that it replaces. From its first failure on, then or later, torch does its work. Each failure is a warning in the log and counts
+in `refused`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+
+log = logging.getLogger("afterglow.kernels")
+
+Found = TypeVar("Found")
+
+refused: Counter[str] = Counter()
+"""How often each kernel was given up. Not counted: machines without Triton."""
+
+
+class Gate:
+    """The gate of one kernel, in module `afterglow.kernels.NAME`, whose `trial(*kind)` raises if the kernel's answers are not
+    torch's."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the kernel's module. It is imported when the kernel is first wanted."""
+        self.name = name
+        self._open = True
+        self._tried: set[tuple[object, ...]] = set()
+
+    def passes(self, *kind: object) -> bool:
+        """Return whether the kernel may be used for a kind of tensors, which is what its trial takes. The first call for a kind
+        waits for the device."""
+        return self.run(lambda kernels: True, *kind) is not None
+
+    def run(self, call: Callable[[ModuleType], Found], *kind: object) -> Found | None:
+        """Return what `call` makes of the kernel's module; None if torch must do its work. Nothing has been computed then.
+
+        Raises: torch.OutOfMemoryError, which is no fault of the kernel.
+        """
+        kernels = _module(self.name) if self._open else None
+        if kernels is None:
+            return None
+        try:
+            if kind not in self._tried:
+                kernels.trial(*kind)
+                self._tried.add(kind)
+            return call(kernels)
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            Exception
+        ) as error:  # no C compiler, a driver that does not fit, too little shared memory: there are many ways
+            self._open = False
+            refused[self.name] += 1
+            log.warning(
+                "%s is not used, torch does its work: %s", self.name, str(error).strip() or type(error).__name__
+            )
+            return None
+
+
+@functools.cache
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"afterglow.kernels.{name}")
+    except ImportError:  # no Triton
+        return None
+
+
+def agree(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Compare a kernel's answer with the reference's, in float32. `tolerance`: the largest difference, in units of the largest
+    magnitude expected, or of 1 if that is less.
+
+    Raises: ArithmeticError if they differ by more, or one is not finite where the other is.
+    """
+    found, expected = found.float(), expected.float()
+    most = max(1.0, float(expected.nan_to_num(posinf=0.0, neginf=0.0).abs().max()))
+    if not torch.allclose(found, expected, rtol=0.0, atol=tolerance * most):
+        gap = float((found - expected).abs().nan_to_num(nan=torch.inf).max())
+        raise ArithmeticError(f"{name} differs from torch by {gap:.1e}, allowed is {tolerance * most:.1e}")

@@ -1,0 +1,93 @@
+"""`benchmarks/gpu.sh`: every part runs on the pretend device, a finished part is not run again, any other is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu.parts import PARTS
+
+ROOT = Path(__file__).parents[2]
+SUITE = "tests-no_memory"  # runs a test of the suite on the device and one on the CPU: seconds to start each
+NOTED = {"vllm"} | {name for name in PARTS if name.startswith("tests-")} - {SUITE}  # of a tiny run
+
+
+def never(name: str, file: Path, shape: str) -> str | None:
+    raise AssertionError(f"{name} has run again")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([name for name in PARTS if name != SUITE], id="measurements"),
+        pytest.param([SUITE], id="suite", marks=pytest.mark.long),
+    ],
+)
+def test_parts_run_and_leave_their_results(
+    parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--shape", "tiny", "--out", str(tmp_path), "--parts", *parts]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.device.play_gpu", *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    assert ("vLLM is not installed beside" in ran.stdout) is ("vllm" in parts)
+    for name in parts:
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["part"] == name
+        assert set(found["ceilings"]) == {"copy", "memory", "flops"}
+        assert min(found["ceilings"].values()) > 0
+        assert bool(found["note"]) == (name in NOTED) != bool(found["rows"]), name
+    assert runner.main(options, never) == 0
+    assert capsys.readouterr().out.count("finished before") == len(parts)
+    with pytest.raises(AssertionError, match=f"{parts[0]} has run again"):
+        runner.main(["--out", str(tmp_path), "--parts", *parts], never)  # results of tiny shapes are none of full ones
+
+
+def result(file: Path) -> None:
+    file.write_text(json.dumps({"tiny": True, "goals": []}))
+
+
+def test_parts_that_fail_are_reported_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    def start(name: str, file: Path, shape: str) -> str | None:
+        asked.append(name)
+        if name == "decode" and len(asked) == 1:
+            return "exit status 1"
+        if name == "prefill" and len(asked) == 2:
+            file.write_text('{"tiny": tr')  # it was killed while it wrote
+            return None
+        result(file)
+        return None
+
+    options = ["--shape", "tiny", "--out", str(tmp_path), "--parts", "decode", "prefill", "documents"]
+    assert runner.main(options, start) == 1
+    out = capsys.readouterr().out
+    assert "decode: FAILED: exit status 1" in out
+    assert "prefill: FAILED: ended without a result" in out
+    assert runner.main(options, start) == 0
+    assert asked == ["decode", "prefill", "documents", "decode", "prefill"]
+
+
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    file = tmp_path / "decode.json"
+    wrong = runner.in_a_process(0.001, "decode", file, "tiny")
+    assert wrong is not None
+    assert wrong.startswith("took more than 0.001 s; see ")
+    assert not file.exists()
+
+
+def test_a_part_that_ends_badly_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = partial(runner.in_a_process, 60.0, module="benchmarks.gpu.missing")
+    options = ["--out", str(tmp_path), "--parts", "decode"]
+    assert runner.main(options, start) == 1
+    out = capsys.readouterr().out
+    assert "No module named benchmarks.gpu.missing" in out
+    assert f"decode: FAILED: exit status 1; see {tmp_path / 'decode.log'}" in out

@@ -1,0 +1,83 @@
+"""docs/papers.md is made of the files of results: `test_readme.py` compares each table with its file; here, how a table is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.papers import page, page_simulated, page_tables
+from scripts import readme
+
+ROOT = Path(__file__).parents[2]
+BY_HAND = {"paper", "together", "open"}  # first columns of tables without figures: what is where, what is assumed
+
+
+def test_every_table_with_figures_is_generated() -> None:
+    text = (ROOT / page.PAGE).read_text("utf-8")
+    by_hand = readme.REGION.sub("", text).split("\n")
+    heads = [line for line, under in zip(by_hand, by_hand[1:], strict=False) if under.startswith("|---")]
+    assert {head.split("|")[1].strip() for head in heads} == BY_HAND
+    shown = {region["source"] for region in readme.REGION.finditer(text) if region["kind"] == "papers"}
+    assert shown == page_tables.TABLES.keys()
+
+
+def test_the_page_is_as_its_files_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_table_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = page_tables.read("saving")
+    found["goals"][0] |= {"value": 123.25, "met": False, "within_noise": False, "spread": 0.0}
+    (tmp_path / "saving.json").write_text(json.dumps(found))
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    source = page_tables.Source("saving", "Fig. 20", "a model", "a validation part")
+    line = next(iter(page_tables.goal_lines(source, page_tables.read("saving"))))
+    assert line[3:] == ("123.2", "a model", "<= 1.03", "**missed**", "a validation part", "not repeated", "yes")
+    with pytest.raises(ValueError, match="no table 'none'; there are papers"):
+        page_tables.table("none")
+
+
+def row(what: str, printed: float | str, simulated: float, **more: Any) -> dict[str, Any]:
+    about = {"paper": "ATC", "figure": "9", "what": what, "printed": printed, "simulated": simulated, "met": True}
+    return about | {"note": ""} | more
+
+
+def test_what_is_arithmetic_or_fitted_does_not_count() -> None:
+    rows = [
+        row("LLaMA-2-13B, hits %", 80, 81.0, conversations=1500),
+        row("LLaMA-65B, hits %", 70, 60.0, conversations=1500, met=False),
+        row("cost, less %", 70, 70.1, note="from the printed x4.0"),
+        row("share %", 50, 50.0, note="fitted"),
+        row("turns", 5, 5.1, figure="2"),
+        row("hits: a, b", "falls", 1.0, conversations=1500),
+    ]
+    table = page_simulated.evaluation({"rows": rows}, "ATC").split("\n")
+    assert "| 9 | hits % | 80 / 70 | 81 / 60 | **missed** by 1 of 2 | 1,500 | yes |" in table
+    assert "| 9 | cost, less % | 70 | 70.1 | met |  | no: arithmetic |" in table
+    assert "| 9 | share % | 50 | 50 | met |  | no: fitted |" in table
+    assert "| 2 | turns | 5 | 5.1 | met |  | no: fitted |" in table
+    assert "| 9 | orders as printed | 1 | 1 | met |  | yes |" in table
+    assert [page_simulated.operator_counts("Fig. 1", note) for note in ("fitted", "exact", "")] == [
+        "no: fitted",
+        "no: arithmetic",
+        "yes",
+    ]
+    assert page_simulated.operator_counts("Fig. 17", "") == "no: fitted"
+
+
+def test_rows_that_differ_in_numbers_are_joined() -> None:
+    rows = [
+        {
+            "figure": "X Fig. 1",
+            "what": f"30B relay us, s={s}",
+            "paper": 10.0,
+            "simulated": v,
+            "deviation": d,
+            "note": "",
+        }
+        for s, v, d in (("64", 9.0, -0.1), ("2K", 12.0, 0.2))
+    ]
+    table = page_simulated.operators({"rows": rows}, "X")
+    assert "| Fig. 1 | 30B relay us, s=64 / 2K | 10 / 10 | 9 / 12 | +20 % | yes |  |" in table

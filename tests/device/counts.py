@@ -1,0 +1,88 @@
+"""`python -m tests.device.counts`: what a step asks of a CUDA device, by the number of requests in it, as a table.
+
+Counted on the pretend device, with a model of two layers, so no figure depends on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BATCHES = (1, 2, 8, 24)
+COLUMNS = ("launches", "copies to device", "copies to host", "synchronisations", "pinned allocations")
+KINDS = {
+    "decode": "decode",
+    "decode, blocks leave": "decode, every 16th: rows leave for host memory",
+    "prefill": "prefill of 40 tokens each",
+    "reuse": "the same, behind 64 reused tokens each",
+}
+
+
+def measure(device: str, folder: Path, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
+    """Count the steps of batches, after one that warms up. To be called where the pretend device is installed."""
+    from tests.device import scenes
+    from tests.device.watching import watch
+
+    engine = scenes.load(device, folder, relay="off", max_batch=24, prefill_chunk=4096)
+    found: dict[str, dict[str, int]] = {}
+    waits: set[str] = set()
+    for number, batch in enumerate((batches[-1], *batches)):
+        for kind in ("prefill", "reuse"):
+            rows = 104 if kind == "reuse" else 40
+            prompts = [scenes.draw(10_000 * number + 100 * i + rows, rows) for i in range(batch)]
+            if kind == "reuse":  # the first 64 rows are in host memory
+                scenes.ask(engine, [prompt[:64] for prompt in prompts], tokens=1)
+                engine.settle()
+                engine.demote("host")
+            watch.steps.clear()
+            scenes.ask(engine, prompts, tokens=18, logprobs=None)
+            for name, counts, lines in _typical(kind, batch, watch.steps) if number else ():
+                found.setdefault(f"{name} {batch}", {key: counts[key] for key in COLUMNS})
+                waits |= {line for what, line in lines if what == "synchronisations"}
+    engine.close()
+    return {"rows": found, "waits": sorted(waits)}
+
+
+def _typical(kind: str, batch: int, steps: list[Any]) -> list[Any]:
+    """Choose steps in which the whole batch takes part."""
+    whole = [step for step in steps if step.runs == batch]
+    decodes = [step for step in whole if step.rows == batch]
+    leave = max(decodes, key=lambda step: step.counts["synchronisations"])
+    plain = min(decodes, key=lambda step: step.counts["synchronisations"])
+    first = next((step for step in whole if step.rows > batch), None)
+    named = [("decode", plain), ("decode, blocks leave", leave), (kind, first)]
+    return [(name, step.counts, step.lines) for name, step in named if step is not None]
+
+
+def counted(scene: str = "counts") -> dict[str, Any]:
+    """Count in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.device.play", scene, "cuda", folder],
+            capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Draw the counts as a Markdown table."""
+    lines = ["| step | requests | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) + 1)]
+    for kind, title in KINDS.items():
+        for batch in BATCHES:
+            row = found["rows"].get(f"{kind} {batch}")
+            if row is not None:
+                lines.append(f"| {title} | {batch} | " + " | ".join(str(row[key]) for key in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    result = counted()
+    print(table(result))
+    print("\nwaiting functions: " + ", ".join(result["waits"]))

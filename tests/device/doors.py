@@ -1,0 +1,59 @@
+"""PyTorch's CUDA sanitizer and frames of Python, whose members are private: what they are used for here."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch.cuda._sanitizer import EventHandler
+
+
+class Sanitizer:
+    """The logic of PyTorch's CUDA sanitizer. Memory is named by numbers, as are streams and events."""
+
+    def __init__(self) -> None:
+        self._handler = EventHandler()
+        self._memory = self._handler.tensors_accessed
+
+    def launch(self, stream: int, reads: set[int], writes: set[int], name: str) -> list[Any]:
+        """Note a kernel. Returns what it races with."""
+        names: dict[int, list[str]] = {each: [] for each in reads | writes}
+        return self._handler._handle_kernel_launch(stream, reads, writes, set(), name, names)
+
+    def record(self, event: int, stream: int) -> None:
+        self._handler._handle_event_record(event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._handler._handle_event_wait(event, stream)
+
+    def wait_for_event(self, event: int) -> None:
+        """Note that the host, and so all that is launched later, comes after an event."""
+        self._handler._handle_event_synchronization(event)
+
+    def wait_for_stream(self, stream: int) -> None:
+        """Note that the host, and so all that is launched later, comes after what a stream was given."""
+        self._handler._handle_stream_synchronization(stream)
+
+    @property
+    def known(self) -> dict[int, Any]:
+        """Memory that was used, and by what."""
+        return self._memory.accesses
+
+    def streams_of(self, memory: int) -> set[int]:
+        """List the streams that have used memory since it was last written to."""
+        write = self._memory.get_write(memory)
+        return {each.stream for each in (*self._memory.get_reads(memory), write) if each is not None}
+
+    def forget(self, memory: int) -> None:
+        self._memory.delete_tensor(memory)
+
+
+def caller(depth: int) -> FrameType | None:
+    """Return the frame so many calls up."""
+    return sys._getframe(depth + 1)
+
+
+def schema(operator: Any) -> Any:
+    """Return what an operator takes and returns."""
+    return operator._schema

@@ -1,0 +1,212 @@
+"""`python -m tests.device.mutations`: take each wait and each move out of the package, and see which scene notices.
+
+Waits are `wait_stream`, `wait_event`, `synchronize`, `record_stream`; moves are `.to(device)` and `.cpu()`. Each is removed
+alone, in a process of its own, and the scenes run on the pretend device. A race, a refused operator or another answer than
+the CPU's notices it. Printed as a table; the exit status is the number that nothing noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "afterglow"
+ROOMS = ("engine", "importance", "kernels")
+WAITS = {"wait_stream", "wait_event", "synchronize", "record_stream"}
+SECONDS = 300  # a scene that hangs has noticed
+
+SCENES = ("races", "importance", "renewing", "scores", "drawing")
+FIRST = {
+    "importance": "renewing",
+    "selective": "renewing",
+    "scores": "scores",
+    "sampling": "drawing",
+    "masks": "drawing",
+}
+
+EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
+    "engine/cached_attention.py torch.cuda.synchronize(device)": "a stopwatch",
+    "engine/speculation/row_costs.py torch.cuda.synchronize(device)": "a stopwatch",
+    "engine/transfers.py torch.cat(parts).cpu()": "a list is made of it at once, which waits as well",
+}
+
+
+class Site(NamedTuple):
+    """One wait or move. `text`: its source; `left`: what takes its place."""
+
+    path: str
+    line: int
+    start: int
+    stop: int
+    text: str
+    left: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path} {self.text}"
+
+
+def sites() -> Iterator[Site]:
+    """Find all waits and moves in the source."""
+    for path in sorted(path for room in ROOMS for path in (SRC / room).rglob("*.py")):
+        source = path.read_bytes()
+        starts = [0]
+        for line in source.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                left = _left(node, source)
+                if left is not None:
+                    start, stop = (
+                        starts[line - 1] + column
+                        for line, column in (
+                            (node.lineno, node.col_offset),
+                            (node.end_lineno or 0, node.end_col_offset or 0),
+                        )
+                    )
+                    text = " ".join(source[start:stop].decode().split())
+                    yield Site(str(path.relative_to(SRC)), node.lineno, start, stop, text, left)
+
+
+def _left(node: ast.Call, source: bytes) -> str | None:
+    """Return what takes a call's place; None for calls that are no wait and no move."""
+    assert isinstance(node.func, ast.Attribute)
+    if node.func.attr in WAITS:
+        return "None"
+    arguments = " ".join(map(ast.unparse, node.args))
+    if node.func.attr == "cpu" or (
+        node.func.attr == "to" and ("device" in arguments or arguments in ("where", "'cpu'"))
+    ):
+        return f"({ast.unparse(node.func.value)})"
+    return None
+
+
+def outcome(site: Site | None, scene: str, device: str, folder: Path) -> Any:
+    """Run a scene in a process of its own, without `site`: its answer, or what stopped it."""
+    folder.mkdir()
+    result = folder / "result"
+    child = os.fork()
+    if child == 0:
+        _run(site, scene, device, folder / "cache", result)
+    _, status = os.waitpid(child, 0)
+    if not result.exists():
+        return f"stopped: status {status}"
+    return json.loads(result.read_text())
+
+
+def outcome_apart(site: Site, scene: str, folder: Path) -> Any:
+    """Do the same from a process that has imported the package."""
+    code = "from tests.device.mutations import *; print(json.dumps(outcome(Site(*{}), {!r}, 'cuda', Path({!r}))))"
+    code = code.format(tuple(site), scene, str(folder))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout)
+
+
+def _run(site: Site | None, scene: str, device: str, folder: Path, result: Path) -> None:
+    """Run a scene, write its answer, and end the process."""
+    import signal
+
+    signal.alarm(SECONDS)
+    os.dup2(os.open(folder.parent / "log", os.O_CREAT | os.O_WRONLY), 2)
+    try:
+        if site is not None:
+            _remove(site)
+        if device == "cuda":
+            from tests.device import pretend
+
+            pretend.install()
+        found = getattr(importlib.import_module("tests.device.scenes"), scene)(device, folder)
+        result.write_text(json.dumps(found))
+    except BaseException as error:
+        traceback.print_exc()
+        result.write_text(json.dumps(f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"))
+    os._exit(0)
+
+
+def _remove(site: Site) -> None:
+    """Have the import of a file see it without the site."""
+    whole = SourceFileLoader.get_code
+
+    def get_code(self: SourceFileLoader, name: str) -> Any:
+        if Path(self.path) != SRC / site.path:
+            return whole(self, name)
+        source = Path(self.path).read_bytes()
+        return compile(source[: site.start] + site.left.encode() + source[site.stop :], self.path, "exec")
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
+
+
+class Scenes:
+    """Run scenes, and compare their answers with the CPU's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._expected: dict[str, Any] = {}
+
+    def expected(self, scene: str) -> Any:
+        """Return the CPU's answer, once the whole package has given it on the device too."""
+        if scene not in self._expected:
+            theirs = outcome(None, scene, "cpu", self._folder / f"cpu-{scene}")
+            ours = outcome(None, scene, "cuda", self._folder / f"cuda-{scene}")
+            for found in (theirs, ours):
+                assert not isinstance(found, str), (scene, found)
+            assert tokens(ours) == tokens(theirs), (scene, tokens(ours), tokens(theirs))
+            assert not isinstance(ours, dict) or not ours["races"], ours["races"]
+            self._expected[scene] = tokens(theirs)
+        return self._expected[scene]
+
+    def noticed(self, site: Site) -> tuple[str, str] | None:
+        """Find the first scene that fails without the site, and how."""
+        first = next((scene for part, scene in FIRST.items() if part in site.path), SCENES[0])
+        for scene in sorted(SCENES, key=lambda each: each != first):
+            expected = self.expected(scene)
+            found = outcome(site, scene, "cuda", self._folder / f"{site.path.replace('/', '-')}-{site.start}-{scene}")
+            if isinstance(found, str):
+                return scene, found
+            if isinstance(found, dict) and found["races"]:
+                return scene, f"Race: {found['races'][0]}"
+            if tokens(found) != expected:
+                return scene, "other answers than the CPU's"
+        return None
+
+
+def tokens(found: Any) -> Any:
+    """Take the tokens from a scene's answer."""
+    answers = found["answers"] if isinstance(found, dict) else found
+    return [each[0] if isinstance(each[0], list) else each for each in answers]
+
+
+def main(*wanted: str) -> int:
+    """Print the table. `wanted`: parts of the names of sites; none: all."""
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        scenes = Scenes(folder)
+        chosen = [
+            site
+            for site in sites()
+            if (not wanted or any(part in site.name for part in wanted)) and site.name not in EQUAL
+        ]
+        print("| removed | noticed by | as |\n|---|---|---|", flush=True)
+        for site in chosen:
+            found = scenes.noticed(site)
+            missed += found is None
+            scene, how = found or ("nothing", "")
+            print(f"| {site.path}:{site.line} `{site.text}` | {scene} | {how} |", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""Run suites on the pretend device, or with `--real-device` on a real one: `pytest -p tests.device.plugin --pretend-device --answers FILE tests/engine/test_relay.py`.
+
+`--answers FILE` writes the tokens of each test's replies as JSON, also without the device, so that both can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REFUSED = "computes on CPU in float32, not on cuda"  # quantised weights
+
+answers: dict[str, list[list[list[int]]]] = defaultdict(list)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pretend-device", action="store_true", help="Engines run on a pretend CUDA device.")
+    parser.addoption("--real-device", action="store_true", help="Engines run on the CUDA device of this machine.")
+    parser.addoption("--answers", type=Path, help="Write the tokens of all replies, by test, to this file.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Change torch before a conftest imports the package."""
+    if early_config.known_args_namespace.pretend_device:
+        import tests.conftest  # sets threads and folders
+
+        assert tests.conftest is not None
+        from tests.device import pretend
+
+        pretend.install()
+        pretend.use_by_default()
+    elif early_config.known_args_namespace.real_device:
+        from tests.device import pretend
+
+        pretend.use_by_default()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Let tests compute on the device too."""
+    pretended = item.config.getoption("--pretend-device")
+    if not (pretended or item.config.getoption("--real-device")):
+        return (yield)
+    from afterglow.errors import ConfigError
+    from tests.device import pretend
+
+    with pretend.active() if pretended else contextlib.nullcontext():
+        try:
+            return (yield)
+        except ConfigError as error:
+            if REFUSED not in str(error):
+                raise
+            pytest.skip(f"refused by name: {error}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from afterglow.engine.engine import Engine
+
+    generate = Engine.generate
+
+    def generated(self: Engine, *args: Any) -> Any:
+        found = generate(self, *args)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        answers[test].append([list(each.tokens) for each in found])
+        return found
+
+    Engine.generate = generated  # type: ignore[method-assign]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    path = config.getoption("--answers")
+    if path is not None:
+        path.write_text(json.dumps(answers))

@@ -1,0 +1,327 @@
+"""What the pretend device was asked to do: counts with the lines that caused them, and races between its streams.
+
+Values are computed at once and in order, so a missing wait changes none. Races are found from the order alone, by the logic
+of PyTorch's CUDA sanitizer (`torch.cuda._sanitizer.EventHandler`), which is told of launches, events and waits. It knows
+memory by pointers; here each pointer stands for PIECE bytes, so that rows of one allocation are told apart.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tests.device.doors import Sanitizer, caller
+
+PIECE = 16  # bytes: the smallest row of a head in tests' models is twice that
+HOST = -1  # the host, as a stream that every launch comes after
+SRC = str(Path(__file__).parents[2] / "src" / "afterglow")
+NO_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+class Race(RuntimeError):
+    """Two streams use the same memory, one of them writes, and neither waits for the other."""
+
+
+class Runtime:
+    """CUDA's own locking of host memory."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.limit = 1 << 62
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if size > self.limit:
+            return NO_MEMORY
+        self.locked[address] = size
+        return 0
+
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
+        return 1 << 33, 1 << 33
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+class StepCounts(NamedTuple):
+    """Hold what one step asked of the device. `rows`: of its batch; `lines`: (what, file:function of the package)."""
+
+    runs: int
+    rows: int
+    counts: Counter[str]
+    lines: Counter[tuple[str, str]]
+
+
+class Watch:
+    """Count what is asked of the device, and look for races where `look_for_races` was called."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.lines: Counter[tuple[str, str]] = Counter()  # (what, file:function of the package)
+        self.steps: list[StepCounts] = []
+        self.runtime = Runtime()
+        self.pinned: dict[int, int] = {}  # by torch: addresses and sizes
+        self._spare: Counter[int] = Counter()  # pinned memory that torch keeps, by size
+        self.racing = False  # set before a model is loaded, to look for races later
+        self.races: list[str] = []
+        self._handler: Sanitizer | None = None
+        self._of_thread = threading.local()
+        self._owners: Counter[int] = Counter()  # by address of a storage: how many tensors hold it
+        self._made_by: dict[int, tuple[int, int]] = {}  # by address: stream, bytes
+        self._recorded: dict[int, set[int]] = {}  # by address: streams that its freeing waits for
+        self._constants: set[int] = set()  # storages that nothing has written to since the model was loaded
+        self._numbers, self._clock = count(1), count(1)
+        self._marks: dict[int, tuple[int, int]] = {}  # by event: stream, and when
+        self._known: dict[int, int] = {}  # by stream: until when the host knows it to be done
+
+    # ---- counts
+
+    def note(self, what: str) -> None:
+        """Count an event under the line of the package that caused it."""
+        self.counts[what] += 1
+        if what != "launches":
+            self.lines[what, _function()] += 1
+
+    def in_step(self, runs: int, rows: int, call: Callable[[], Any]) -> Any:
+        """Carry out a step, and count what it asked for."""
+        counts, lines = self.counts.copy(), self.lines.copy()
+        out = call()
+        self.steps.append(StepCounts(runs, rows, self.counts - counts, self.lines - lines))
+        return out
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor of the CPU lies in memory that is locked for copies."""
+        at = tensor.data_ptr()
+        return any(
+            first <= at < first + size
+            for ranges in (self.pinned, self.runtime.locked)
+            for first, size in ranges.items()
+        )
+
+    # ---- streams
+
+    @property
+    def stream(self) -> int:
+        """The stream that this thread launches on."""
+        return getattr(self._of_thread, "stream", 0)
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self._of_thread.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+    def new_number(self) -> int:
+        """Number a stream or an event."""
+        return next(self._numbers)
+
+    def record(self, event: int, stream: int) -> None:
+        self._marks[event] = stream, next(self._clock)
+        if self._handler is not None:
+            self._handler.record(event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        if self._handler is not None:
+            self._handler.wait(stream, event)
+
+    def wait_for_event(self, event: int) -> None:
+        """The host waits for an event."""
+        self.note("synchronisations")
+        stream, at = self._marks.get(event, (0, 0))
+        self._known[stream] = max(self._known.get(stream, 0), at)
+        if self._handler is not None:
+            self._handler.wait_for_event(event)
+
+    def wait_for_stream(self, stream: int) -> None:
+        """The host waits for all that a stream was given."""
+        self.note("synchronisations")
+        self._known[stream] = next(self._clock)
+        if self._handler is not None:
+            self._handler.wait_for_stream(stream)
+
+    def has_passed(self, event: int) -> bool:
+        """Tell whether the host knows already that an event has passed. The device is as slow as it may be."""
+        stream, at = self._marks.get(event, (0, 0))
+        return self._known.get(stream, 0) >= at
+
+    # ---- memory
+
+    def look_for_races(self) -> None:
+        """Begin to look. What is held now, and is not written to later, is taken as one piece for each storage."""
+        self._handler = Sanitizer()
+        self._constants = set(self._owners)
+
+    def launch(self, name: str, reads: Collection[torch.Tensor], writes: Collection[torch.Tensor]) -> None:
+        """Note a kernel or a copy on this thread's stream. Tensors: the CPU's that stand for the device's, and pinned ones."""
+        self.note("launches")
+        self._access(name, self.stream, reads, writes)
+
+    def on_host(self, name: str, reads: Collection[torch.Tensor], writes: Collection[torch.Tensor]) -> None:
+        """Note that the host uses pinned memory. Every later launch comes after it."""
+        handler = self._handler
+        if handler is not None:
+            self._access(name, HOST, reads, writes)
+            event = self.new_number()
+            handler.record(event, HOST)
+            handler.wait_for_event(event)
+
+    def reuse_locked(self) -> None:
+        """Note that the host may write to all memory that was locked as it is: the store reads into slots that no step uses."""
+        handler = self._handler
+        if handler is None:
+            return
+        for first, size in self.runtime.locked.items():
+            known = {at for at in handler.known if first // PIECE <= at < (first + size) // PIECE}
+            self._check("the store fills slots", HOST, set(), known)
+
+    def _access(
+        self, name: str, stream: int, reads: Collection[torch.Tensor], writes: Collection[torch.Tensor]
+    ) -> None:
+        if self._handler is None:
+            return
+        for tensor in writes:
+            self._constants.discard(tensor.untyped_storage().data_ptr())
+        written = set().union(*map(self._pieces, writes))
+        self._check(name, stream, set().union(*map(self._pieces, reads)) - written, written)
+
+    def _check(self, name: str, stream: int, reads: set[int], writes: set[int]) -> None:
+        assert self._handler is not None
+        found = self._handler.launch(stream, reads, writes, name)
+        if found:
+            error: Any = found[0]
+            before = error.previous_access
+            self.races.append(
+                f"{name} on stream {stream} ({_function()}) does not wait for {before.operator} on stream {before.stream}"
+            )
+
+    def _pieces(self, tensor: torch.Tensor) -> set[int]:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in self._constants:
+            return {-storage}
+        if not tensor.numel():
+            return set()
+        size, run = tensor.element_size(), tensor.element_size()
+        dims = [(n, s * size) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s]
+        while dims and dims[-1][1] == run:
+            run *= dims.pop()[0]
+        starts = np.array([tensor.data_ptr()])
+        for number, stride in dims:
+            starts = (starts[:, None] + np.arange(number) * stride).ravel()
+        first, last = starts // PIECE, (starts + run - 1) // PIECE
+        pieces = first[:, None] + np.arange(int((last - first).max()) + 1)
+        return set(pieces[pieces <= last[:, None]].tolist())
+
+    def held(self, holder: object, tensor: torch.Tensor) -> None:
+        """Note that `holder`, a tensor of the device, holds memory."""
+        if not self.racing:
+            return
+        storage = tensor.untyped_storage()
+        at = storage.data_ptr()
+        if not at:
+            return
+        if not self._owners[at]:
+            self._made_by[at] = self.stream, storage.nbytes()
+        self._owners[at] += 1
+        weakref.finalize(holder, self._let_go, at).atexit = False
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """Have the memory's next use wait for a stream that did not make it."""
+        self._recorded.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
+
+    def locked(self, tensor: torch.Tensor) -> None:
+        """Note that torch has allocated pinned memory. Its own freeing waits for copies."""
+        at, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        rounded = 1 << (size - 1).bit_length() if size else 0
+        if self._spare[rounded]:  # torch keeps what was freed, by powers of two
+            self._spare[rounded] -= 1
+        else:
+            self.note("pinned allocations")
+        self.pinned[at] = size
+        self._forget(at, size)
+        weakref.finalize(tensor, self._unpinned, at, rounded).atexit = False
+
+    def _unpinned(self, at: int, rounded: int) -> None:
+        self.pinned.pop(at, None)
+        self._spare[rounded] += 1
+
+    def _let_go(self, at: int) -> None:
+        """The memory's stream may use it again at once: as if it wrote to it now."""
+        self._owners[at] -= 1
+        if self._owners[at]:
+            return
+        del self._owners[at]
+        stream, size = self._made_by.pop(at)
+        recorded = self._recorded.pop(at, set())
+        if self._handler is None or at in self._constants:
+            return
+        known = self._pieces_known(at, size)
+        others = {piece for piece in known if not recorded & self._handler.streams_of(piece)}
+        self._check("memory is used again", stream, set(), others)
+        self._forget(at, size)
+
+    def _pieces_known(self, at: int, size: int) -> set[int]:
+        assert self._handler is not None
+        return self._handler.known.keys() & set(range(at // PIECE, (at + size - 1) // PIECE + 1))
+
+    def _forget(self, at: int, size: int) -> None:
+        if self._handler is not None and size:
+            for piece in self._pieces_known(at, size):
+                self._handler.forget(piece)
+
+
+def _function() -> str:
+    """Find the innermost function of the package."""
+    frame = caller(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(SRC) and frame.f_code.co_name != "<listcomp>":
+            return f"{frame.f_code.co_filename[len(SRC) + 1 :]}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+watch = Watch()
+
+
+class Stream:
+    """A queue of the device."""
+
+    def __init__(self, device: object = None, number: int | None = None) -> None:
+        self.number = watch.new_number() if number is None else number
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+    def wait_event(self, event: Event) -> None:
+        watch.wait(self.number, event.number)
+
+    def synchronize(self) -> None:
+        watch.wait_for_stream(self.number)
+
+
+class Event:
+    """A mark in a queue."""
+
+    def __init__(self) -> None:
+        self.number = watch.new_number()
+
+    def record(self, stream: Stream | None = None) -> None:
+        watch.record(self.number, watch.stream if stream is None else stream.number)
+
+    def query(self) -> bool:
+        return watch.has_passed(self.number)
+
+    def synchronize(self) -> None:
+        watch.wait_for_event(self.number)

@@ -1,0 +1,117 @@
+"""Two engines whose lines to the store and to the directory are bad: late, broken off, silent, cut. `CHAOS_SEED=N` draws the same faults.
+
+`tests/faults/test_shared_chaos.py` does that to whole servers, and kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.request import Request as Call
+from urllib.request import urlopen
+
+import pytest
+
+from tests.engine.conftest import Handle
+from tests.engine.test_shared_s3 import BUCKET, rows_of
+from tests.faults import bad_line as lines
+from tests.faults.bad_line import BadLine, bad_line
+from tests.store.redis_server import RedisServer, found_binary
+
+pytest.importorskip("obstore")
+OFTEN = {"sent again": 8, "reset": 16, "dead": 40}
+SHORTER = (  # what fails is asked again soon, so that faults are met again and again
+    ("remote", "REST_S", 0.1),
+    ("directory", "REST_S", 0.1),
+    ("fetcher", "READ_S", 0.5),
+    ("extent_publisher", "PUT_S", 0.5),
+    ("shared_store", "CLOSE_S", 0.2),
+)
+SEED = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
+
+
+@pytest.fixture
+def store_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[BadLine]:
+    """The line to an S3 server, which the environment leads to."""
+    moto = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's: a line for each call
+    moto.start()
+    _, port = moto.get_host_and_port()
+    urlopen(Call(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")).close()
+    try:
+        with bad_line(port, SEED) as line:
+            for name, value in {
+                "AWS_ENDPOINT": f"http://127.0.0.1:{line.port}",
+                "AWS_ALLOW_HTTP": "true",
+                "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+            }.items():
+                monkeypatch.setenv(name, value)
+            yield line
+    finally:
+        moto.stop()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer | None]:
+    """A directory's server; None: there is none here."""
+    server = RedisServer(tmp_path) if found_binary() is not None else None
+    yield server
+    if server is not None:
+        server.kill()
+
+
+def converse(engines: list[Handle], seed: int, trouble: Callable[[], object]) -> int:
+    """Hold a conversation that changes its engine every turn, each answer compared. Returns the rows that came from the store."""
+    text, found = rows_of(seed, 130), 0
+    for turn in range(6):
+        handle = engines[turn % 2]
+        if turn == 3:
+            trouble()
+        done = handle.ask(text, max_tokens=8)
+        assert done.tokens == handle.ask(text, max_tokens=8, reuse=False).tokens, (seed, turn)
+        found += done.cached.shared
+        handle.engine.settle()
+        assert handle.engine.parts.store.shared is not None
+        handle.engine.parts.store.shared.rest(1.0)
+        text = [*text, *done.tokens, *rows_of(seed + turn + 1, 40)]
+    return found
+
+
+def test_conversations_over_bad_lines(
+    start: Callable[..., Handle],
+    model_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store_line: BadLine,
+    redis: RedisServer | None,
+) -> None:
+    print(f"CHAOS_SEED={SEED}")
+    monkeypatch.setattr(lines, "LINE_FAULTS", {})
+    with contextlib.ExitStack() as opened:
+        options = {"shared": f"s3://{BUCKET}/kv"}
+        if redis is not None:
+            line = opened.enter_context(bad_line(redis.port, SEED))
+            options["shared_directory"] = f"redis://127.0.0.1:{line.port}/0"
+        engines = [start(model_of("llama"), tmp_path / name, **options) for name in "ab"]
+
+        def trouble() -> None:
+            store_line.cut(0.5)
+            if redis is not None:
+                redis.kill()
+                redis.start()
+
+        assert converse(engines, 0, lambda: None) > 0, "what follows would show nothing"
+        monkeypatch.setattr(lines, "LINE_FAULTS", OFTEN)
+        for module, name, seconds in SHORTER:
+            monkeypatch.setattr(f"afterglow.store.shared.{module}.{name}", seconds)
+        converse(engines, 100, trouble)
+        assert store_line.faults["cut"] == 1
+        assert sum(store_line.faults.values()) > 3
+        for handle in engines:
+            handle.engine.close()

@@ -1,0 +1,193 @@
+"""Reads of the compiled kernels: the bytes and checksums that Python's own reads find, and the system's errors by their numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from afterglow.kernels.built import Native, native
+
+KIB = 1024
+
+
+@pytest.fixture
+def library() -> Native:
+    found = native()
+    if found is None:
+        pytest.skip("no compiled kernels")
+    return found
+
+
+@pytest.fixture(params=[0, 1], ids=["piece after piece", "by a ring"])
+def by_ring(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def written(folder: Path, num_bytes: int) -> tuple[Path, npt.NDArray[np.uint8]]:
+    file = folder / "file"
+    contents = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+    file.write_bytes(contents.tobytes())
+    return file, contents
+
+
+class Read:
+    """A read of `slots` in each of `planes` of an arena of noise, from `offset` on."""
+
+    def __init__(
+        self, library: Native, chunk: int, planes: int, slots: list[int], head: int = 0, offset: int = 0
+    ) -> None:
+        self.head = np.zeros(head, np.uint8)
+        self.arena = np.full((planes, max(slots) + 1, chunk), 7, np.uint8)
+        self.places = np.array(slots, np.int64)
+        self.sums = np.zeros((planes, len(slots)), np.uint32)
+        self.library = library
+        self.reading: Any = library.new(
+            "afterglow_reading *",
+            (
+                *(offset, self.head.ctypes.data, head, self.arena.ctypes.data, self.arena[0].nbytes, planes),
+                *(self.places.ctypes.data, len(slots), chunk, self.sums.ctypes.data),
+            ),
+        )
+
+    def carry_out(self, file: Path, by_ring: int) -> int:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            return int(self.library.lib.afterglow_read(descriptor, self.reading, by_ring))
+        finally:
+            os.close(descriptor)
+
+    def check(self, contents: npt.NDArray[np.uint8]) -> None:
+        """Compare all that has come, and nothing else, with the contents of the file."""
+        offset, head = self.reading.offset, self.head.nbytes
+        assert (self.head == contents[offset : offset + head]).all()
+        planes, blocks, chunk = len(self.arena), len(self.places), self.arena.shape[2]
+        wanted = contents[offset + head :][: planes * blocks * chunk].reshape(planes, blocks, chunk)
+        assert (self.arena[:, self.places] == wanted).all()
+        others = np.setdiff1d(np.arange(self.arena.shape[1]), self.places)
+        assert (self.arena[:, others] == 7).all()
+        assert self.sums.tolist() == [[google_crc32c.value(block) for block in plane] for plane in wanted]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "planes", "slots", "head", "offset"),
+    [
+        (4 * KIB, 1, [0], 0, 0),
+        (4 * KIB, 2, [3, 1, 2, 9], 8 * KIB, 0),
+        (1001, 3, [5, 6, 0], 33, 17),  # not by eights, and from anywhere
+        (64 * KIB, 24, [0, 1, 2, 3], 12 * KIB, 0),  # several pieces
+        (64 * KIB, 24, [8, 2, 4, 0], 0, 4 * KIB),
+        (512, 2, [*range(0, 3000, 2)], 0, 0),  # more buffers than one call takes
+        (1024 * KIB, 40, [1], 4 * KIB, 0),  # more pieces than a ring has room for
+    ],
+)
+def test_bytes_and_sums(
+    tmp_path: Path, library: Native, by_ring: int, chunk: int, planes: int, slots: list[int], head: int, offset: int
+) -> None:
+    read = Read(library, chunk, planes, slots, head, offset)
+    file, contents = written(tmp_path, offset + head + planes * len(slots) * chunk + 100)
+    assert read.carry_out(file, by_ring) == 0
+    read.check(contents)
+
+
+@pytest.mark.parametrize("missing", [1, 64 * KIB, 900 * KIB, 24 * 64 * KIB])
+def test_a_file_that_ends_early(tmp_path: Path, library: Native, by_ring: int, missing: int) -> None:
+    read = Read(library, 64 * KIB, 24, [0])
+    file, _ = written(tmp_path, 24 * 64 * KIB - missing)
+    assert read.carry_out(file, by_ring) == -1
+
+
+def test_an_error_of_the_system(library: Native, by_ring: int) -> None:
+    """Where nothing is mapped, a process's memory is a file that cannot be read."""
+    assert Read(library, 64 * KIB, 24, [0], offset=4 * KIB).carry_out(Path("/proc/self/mem"), by_ring) == errno.EIO
+
+
+def test_a_folder(tmp_path: Path, library: Native, by_ring: int) -> None:
+    assert Read(library, 64 * KIB, 24, [0]).carry_out(tmp_path, by_ring) == errno.EISDIR
+
+
+def test_reads_at_the_same_time(tmp_path: Path, library: Native) -> None:
+    """There are more of them than rings, and after faults too rings serve the next read."""
+    file, contents = written(tmp_path, 24 * 64 * KIB)
+    reads = [Read(library, 64 * KIB, 24, [n]) for n in range(8)]
+    faults: list[int] = []
+
+    def work(read: Read) -> None:
+        for _ in range(5):
+            faults.append(Read(library, 64 * KIB, 25, [0]).carry_out(file, 1))
+            read.arena[:] = 7
+            assert read.carry_out(file, 1) == 0
+
+    threads = [threading.Thread(target=work, args=(read,)) for read in reads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == [-1] * 40
+    for read in reads:
+        read.check(contents)
+
+
+@pytest.mark.parametrize("why", [errno.EPERM, errno.EAGAIN])
+def test_a_ring_that_the_system_refuses_from_now_on(tmp_path: Path, library: Native, why: int) -> None:
+    """A service manager may do so while the process runs. The read at hand and those after it do without."""
+    file, contents = written(tmp_path, 24 * 64 * KIB)
+
+    def work() -> None:
+        assert Read(library, 64 * KIB, 24, [0]).carry_out(file, 1) == 0  # makes a ring of the child's own, where it may
+        refuse_rings(why)
+        for _ in range(2):
+            read = Read(library, 64 * KIB, 24, [0])
+            assert read.carry_out(file, 1) == 0
+            read.check(contents)
+
+    in_a_new_process(work)
+
+
+def refuse_rings(why: int) -> None:
+    """Let the system answer requests to rings of this thread with an error, as seccomp filters of containers do."""
+    load, equal, give = 0x20, 0x15, 0x06  # of a word at an offset; jump; return
+    rules = ((load, 0, 0, 0), (equal, 0, 1, 426), (give, 0, 0, 0x50000 | why), (give, 0, 0, 0x7FFF0000))
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+    found = ctypes.create_string_buffer(struct.pack("HP", len(rules), ctypes.addressof(program)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, found):
+        raise OSError(ctypes.get_errno(), "no seccomp")
+
+
+def in_a_new_process(work: Callable[[], None]) -> None:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_child_process_reads_too(tmp_path: Path, library: Native) -> None:
+    """Rings are its parent's: it does without."""
+    file, contents = written(tmp_path, 24 * 64 * KIB)
+    Read(library, 64 * KIB, 24, [0]).carry_out(file, 1)
+
+    def work() -> None:
+        read = Read(library, 64 * KIB, 24, [0])
+        assert read.carry_out(file, 1) == 0
+        read.check(contents)
+
+    in_a_new_process(work)
+    again = Read(library, 64 * KIB, 24, [0])
+    assert again.carry_out(file, 1) == 0
+    again.check(contents)

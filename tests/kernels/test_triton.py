@@ -1,0 +1,157 @@
+"""Triton's kernels in its interpreter, on the CPU, where Triton is installed; and the gate that they are behind, everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from afterglow.kernels import gate
+from afterglow.kernels.device_reads import possible
+from afterglow.kernels.gate import Gate, agree, refused
+from afterglow.kernels.paged_parts import suited
+from tests import doors
+
+CHECKS = ["attention", "pages", "alone", "rows", "gather", "products", "passes", "column_sums", "trials"]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_a_kernel_is_the_formula(name: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton_checks", name],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "done"
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [["Llama-3-8B"], pytest.param(["SmolLM2-135M", "Phi-2", "Gemma-2-9B"], marks=pytest.mark.long)],
+    ids=str,
+)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")
+def test_no_kernel_spills(shapes: list[str], tmp_path: Path) -> None:
+    """Compiled for two architectures, without a GPU."""
+    dtypes = ["bfloat16"] if len(shapes) == 1 else ["bfloat16", "float32"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "scripts.gpu_kernels", "--shapes", *shapes, "--dtypes", *dtypes],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for name in (
+        "_attend_parts",
+        "_merge_parts_onto",
+        "_rotate_and_append",
+        "_gather",
+        "_multiply",
+        "_add_rms_norm",
+        "_gated_silu",
+        "_column_sums",
+    ):
+        assert ran.stdout.count(f"`{name}`") >= len(shapes), ran.stdout
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A module of a kernel that answers 5, and counts its trials."""
+    module = SimpleNamespace(tried=[], fault=None, answer=lambda: 5)
+
+    def trial(*kind: object) -> None:
+        module.tried.append(kind)
+        if module.fault is not None:
+            raise module.fault
+
+    module.trial = trial
+    monkeypatch.setattr(gate, "_module", lambda name: module)
+    refused.clear()
+    yield module
+    refused.clear()
+
+
+def test_a_kernel_is_tried_once_for_each_kind(kernels: SimpleNamespace) -> None:
+    own = Gate("answers")
+    assert [own.run(lambda k: k.answer(), "a"), own.run(lambda k: k.answer(), "a")] == [5, 5]
+    assert own.passes("b")
+    assert kernels.tried == [("a",), ("b",)]
+
+
+def test_a_kernel_that_cannot_be_built_is_done_without(
+    kernels: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = Gate("answers")
+    kernels.fault = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+    assert own.run(lambda k: k.answer(), "a") is None
+    kernels.fault = None
+    assert own.run(lambda k: k.answer(), "a") is None, "it is not tried again"
+    assert "answers is not used, torch does its work: Failed to find C compiler" in caplog.text
+    assert refused == {"answers": 1}
+
+
+def test_a_launch_that_fails_later_is_torchs_work(kernels: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    own = Gate("answers")
+    assert own.passes("a")
+
+    def fails(module: object) -> None:
+        raise ValueError
+
+    assert own.run(fails, "a") is None
+    assert not own.passes("a")
+    assert "answers is not used, torch does its work: ValueError" in caplog.text
+
+
+def test_a_device_without_memory_says_nothing_of_a_kernel(kernels: SimpleNamespace) -> None:
+    own = Gate("answers")
+    kernels.fault = torch.OutOfMemoryError("no memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        own.passes("a")
+    kernels.fault = None
+    assert own.passes("a")
+
+
+def test_without_triton_nothing_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    doors.kernel_modules().cache_clear()
+    try:
+        assert not Gate("triton_attention").passes()
+    finally:
+        doors.kernel_modules().cache_clear()
+    assert not caplog.records
+    assert not refused
+
+
+def test_answers_that_differ_are_refused() -> None:
+    ones = torch.ones(3)
+    agree("x", ones + 1e-3, ones, 1e-2)
+    agree("x", torch.tensor([-torch.inf, 100.5]), torch.tensor([-torch.inf, 100.0]), 1e-2)
+    for other in (ones + 0.1, ones * torch.nan, ones * torch.inf):
+        with pytest.raises(ArithmeticError, match="x differs from torch by"):
+            agree("x", other, ones, 1e-2)
+
+
+def test_heads_that_the_kernel_takes() -> None:
+    assert suited(torch.bfloat16, 256, 32)
+    assert suited(torch.float32, 128, 16)
+    for dtype, head_dim, group in (
+        (torch.float32, 136, 1), (torch.bfloat16, 20, 1), (torch.float32, 64, 17), (torch.float64, 64, 1),
+    ):  # fmt: skip
+        assert not suited(dtype, head_dim, group)
+    assert not possible(torch.device("cpu"), torch.float32, 64, 4, 4, 0.0)

@@ -1,0 +1,302 @@
+"""Triton's kernels on the CPU, against references: `python -m tests.kernels.triton_checks NAME`, with TRITON_INTERPRET=1.
+
+In processes of their own: the interpreter is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from afterglow.kernels import (
+    device_reads,
+    triton_attention,
+    triton_column_sums,
+    triton_gather,
+    triton_passes,
+    triton_products,
+    triton_rows,
+)
+from afterglow.kernels.attention import merge
+from afterglow.kernels.decode import Read
+from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
+from afterglow.kernels.rope import rotate
+from afterglow.kernels.stored_rows import narrowed, stored_width, widened
+
+CPU = torch.device("cpu")
+generator = torch.Generator().manual_seed(0)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def context(layers: int, kv_heads: int, rows: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Rows in a larger piece of memory, whose other rows would show."""
+    data = torch.full((layers, 2, kv_heads, rows + 9, head_dim), math.nan, dtype=dtype)
+    data[:, :, :, :rows] = draw(layers, 2, kv_heads, rows, head_dim, dtype=dtype)
+    return data
+
+
+def formula(q: Tensor, reads: list[Read], layer: int, cap: float) -> tuple[Tensor, Tensor]:
+    """Attention in float64: each query over all rows that it sees, in one softmax; out 0 and LSE -inf where it sees none."""
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    for row in range(len(q)):
+        found = []
+        for read in reads:
+            if row in read.queries:
+                last = read.stop - len(read.queries) + 1 + list(read.queries).index(row) if read.causal else read.stop
+                first = max(read.start, last - read.window) if read.window and read.causal else read.start
+                found.append(read.data[layer, :, :, first : max(first, last)].double())
+        if not found or not sum(each.shape[2] for each in found):
+            continue
+        keys, values = torch.cat(found, 2).repeat_interleave(q.shape[1] // found[0].shape[1], 1)
+        scores = (keys @ q[row].double()[:, :, None])[..., 0] * SCALE
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        lse[row] = scores.logsumexp(-1)
+        out[row] = ((scores - lse[row][:, None]).exp()[:, None] @ values)[:, 0]
+    return out, lse
+
+
+SCALE = 0.2
+
+
+def check(q: Tensor, reads: list[Read], cap: float = 0.0, before: tuple[Tensor, Tensor] | None = None) -> None:
+    """Compare with the formula, in the last layer. `before`: out and LSE of other rows, which are merged with."""
+    layer = reads[0].data.shape[0] - 1
+    out, lse = torch.full(q.shape, math.nan), torch.full(q.shape[:2], -math.inf)
+    expected = formula(q, reads, layer, cap)
+    if before is not None:
+        out, lse = before[0].clone(), before[1].clone()
+        expected = merge((before, (expected[0].float(), expected[1].float())))
+    parts = [part for read in reads if (part := read.part()) is not None]
+    tables = PartTables(parts, q.shape[1] // reads[0].data.shape[2])
+    triton_attention.attend_parts(tables, layer, q, SCALE, cap, out, lse)
+    read = sorted({row for part in parts for row in part.queries})
+    # Inputs are exact in float64; a weight is rounded to bfloat16 before it is multiplied, 2**-9 of values up to about 4.
+    rounding = 1e-5 if q.dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(out[read].double(), expected[0][read].double(), atol=rounding, rtol=0)
+    torch.testing.assert_close(lse[read].double(), expected[1][read].double(), atol=1e-4, rtol=1e-6)
+
+
+def attention() -> None:
+    """Decoding and shared rows, with guesses, windows and caps; heads and dtypes; rows and queries with strides of their own."""
+    for dtype, head_dim, (heads, kv_heads) in (
+        (torch.float32, 64, (4, 1)),
+        (torch.float32, 80, (2, 2)),
+        (torch.bfloat16, 128, (6, 2)),
+        (torch.float16, 64, (4, 2)),
+        (torch.bfloat16, 16, (8, 1)),
+    ):
+        q = draw(9, heads + 2, head_dim, dtype=dtype)[:, 1:-1]  # a part of a wider row
+        long, short = context(2, kv_heads, CHUNK + 70, head_dim, dtype), context(2, kv_heads, 65, head_dim, dtype)
+        reads = [
+            Read(long, 0, 128, range(4)),  # shared rows
+            Read(short, 0, 0, (0,)),  # no rows
+            Read(long, 128, CHUNK + 70, (1,)),
+            Read(short, 3, 65, (0,)),
+            Read(short, 0, 64, (5, 7, 6), True),  # a row and two guesses
+            Read(long, 0, 200, (8,), True, 70),
+        ]
+        check(q, reads, before=(draw(9, heads, head_dim), draw(9, heads)))
+        check(q, reads[2:], cap=4.0)
+    # Fewer rows than queries: the first queries see nothing.
+    check(draw(3, 2, 16), [Read(context(1, 2, 2, 16, torch.float32), 0, 2, (0, 1, 2), True)])
+    # Many queries, in several tasks, over a wide chunk; scores that exp cannot hold.
+    wide = context(1, 1, 530, 16, torch.float32)
+    check(draw(40, 2, 16), [Read(wide, 0, 530, range(40))])
+    wide[0, 0, :, 3] = 900.0
+    check(draw(2, 2, 16), [Read(wide, 0, 100, (0, 1))])
+
+
+def pages() -> None:
+    """Pages in any order, of a pool that other contexts share: the same bits as of rows that follow each other."""
+    rows, heads, kv_heads, head_dim = 300, 4, 2, 32
+    pool = draw(2, 2, kv_heads, 64 * 16, head_dim)
+    places = [11, 2, 7, 0, 5]
+    data = torch.cat([pool[:, :, :, 64 * place : 64 * (place + 1)] for place in places], 3)
+    q = draw(2, heads, head_dim)
+    layer, which, head = pool.stride()[:3]
+    paged = PagedPart(pool, [64 * place * head_dim for place in places], 10, rows, (0, 1), (layer, which, head))
+    found = []
+    for part in (paged, part_of(data, 10, rows, (0, 1))):
+        out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -math.inf)
+        triton_attention.attend_parts(PartTables([part], heads // kv_heads), 1, q, SCALE, 0.0, out, lse)
+        found.append((out, lse))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def alone() -> None:
+    """A decoded row has the same bits alone, before guesses, and beside other requests."""
+    data, q = context(1, 2, 400, 32, torch.float32), draw(5, 8, 32)
+    found = []
+    for reads in (
+        [Read(data, 0, 390, (0,))],
+        [Read(data, 0, 393, (0, 1, 2, 3), True)],
+        [Read(data, 0, 100, (4,)), Read(data, 0, 390, (0,))],
+    ):
+        out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -math.inf)
+        tables = PartTables([part for read in reads if (part := read.part()) is not None], 4)
+        triton_attention.attend_parts(tables, 0, q, SCALE, 0.0, out, lse)
+        found.append((out[0], lse[0]))
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
+def rows() -> None:
+    """New rows in two contexts: turned wholly, in part or not; heads in no whole number of blocks; queries, keys and values apart."""
+    for dtype, head_dim, (heads, kv_heads), rotary in (
+        (torch.float32, 64, (3, 1), 64),
+        (torch.bfloat16, 80, (9, 9), 32),
+        (torch.bfloat16, 128, (2, 2), 0),
+        (torch.float16, 16, (10, 2), 16),
+    ):
+        long, short = draw(2, 2, kv_heads, 70, head_dim, dtype=dtype), draw(2, 2, kv_heads, 9, head_dim, dtype=dtype)
+        q = draw(5, heads + 1, head_dim, dtype=dtype)[:, 1:]
+        k, v = draw(kv_heads, 5, head_dim, dtype=dtype).transpose(0, 1), draw(5, kv_heads, head_dim, dtype=dtype)
+        rotation = (draw(5, rotary), draw(5, rotary)) if rotary else None
+        wanted = [long.clone(), short.clone()]
+        turned = k.double() if rotation is None else rotate(k.double(), rotation)
+        wanted[0][1, 0, :, 63:66], wanted[0][1, 1, :, 63:66] = turned[:3].transpose(0, 1), v[:3].transpose(0, 1)
+        wanted[1][1, 0, :, 0:2], wanted[1][1, 1, :, 0:2] = turned[3:].transpose(0, 1), v[3:].transpose(0, 1)
+        found = triton_rows.place(row_places([(long, 63, 66), (short, 0, 2)]), 1, q, k, v, rotation)
+        # A product and a sum in float32, rounded to the dtype once; numbers up to about 8.
+        rounding = 8 * torch.finfo(dtype).eps
+        for context, expected in zip((long, short), wanted, strict=True):
+            torch.testing.assert_close(context, expected, atol=rounding, rtol=0)
+        expected_q = q if rotation is None else rotate(q.double(), rotation).to(dtype)
+        torch.testing.assert_close(found, expected_q, atol=rounding, rtol=0)
+
+
+def gather() -> None:
+    """Stored rows of each dtype out of slots in any order: turned wholly, in part or not; the ends of slots; rows that a layer leaves
+    out; and nothing written beside. Contexts with room, of which a part is held."""
+    for stored, dtype, head_dim, kv_heads, rotary in (
+        (torch.int8, torch.bfloat16, 80, 3, 32),
+        (torch.int8, torch.float32, 64, 1, 64),
+        (torch.float16, torch.float32, 16, 5, 16),
+        (torch.bfloat16, torch.bfloat16, 128, 2, 0),
+        (torch.float32, torch.float16, 64, 2, 48),
+        (torch.float32, torch.float32, 24, 2, 24),
+    ):
+        shape = 3, 2, 7, 64, kv_heads, stored_width(head_dim, stored)
+        arena = narrowed(draw(3 * 2 * 7 * 64, kv_heads, head_dim), stored).view(shape)
+        # From row 5 of the context on, of which row 3 is the first that is held; rotations begin with row 5.
+        pieces, at = [], 5
+        for slot, first, stop in ((6, 61, 64), (2, 0, 64), (0, 0, 64), (3, 7, 7), (5, 9, 50), (1, 0, 1)):
+            pieces.append((slot, first, stop, at))
+            at += stop - first
+        rotation = (draw(at - 5, rotary), draw(at - 5, rotary)) if rotary else None
+        for least in (5, 90, at):
+            context = torch.full((2, 2, kv_heads, at + 20, head_dim), 7.0, dtype=dtype)[:, :, :, : at + 11]
+            wanted = context.clone()
+            for slot, first, stop, to in pieces:
+                keys, values = (widened(arena[1, which, slot, first:stop], torch.float32).double() for which in (0, 1))
+                if rotation is not None:
+                    keys = rotate(keys, (rotation[0][to - 5 :][: len(keys)], rotation[1][to - 5 :][: len(keys)]))
+                for which, each in enumerate((keys, values)):
+                    left = max(0, least - to)
+                    wanted[1, which, :, to + left - 3 : max(to + left, to + stop - first) - 3] = each[left:].transpose(
+                        0, 1
+                    )
+            table = torch.tensor(pieces, dtype=torch.int64)
+            triton_gather.gather(arena[1], context[1], table, rotation, least, 3, 5)
+            # A product and a sum in float32, rounded to the dtype once, which the interpreter cuts off; numbers up to about 16.
+            torch.testing.assert_close(context, wanted, atol=16 * torch.finfo(dtype).eps, rtol=0)
+            if rotation is None:
+                assert torch.equal(context, wanted), "copied rows have other bits"
+    untouched = context.clone()
+    triton_gather.gather(arena[1], context[1], table[:0], rotation, 0, 3, 5)
+    assert torch.equal(context, untouched)
+
+
+def products() -> None:
+    """8 and 4 bits, outputs and inputs in no whole number of tiles, rows with strides, a part of a matrix, and no rows."""
+    for dtype, bits, grouped, outputs, inputs, count in (
+        (torch.float32, 8, False, 37, 205, 3),
+        (torch.bfloat16, 8, True, 64, 288, 1),
+        (torch.float16, 4, True, 33, 160, 17),
+        (torch.float32, 4, True, 100, 32, 70),
+        (torch.bfloat16, 4, True, 5, 416, 16),
+        (torch.bfloat16, 4, True, 20, 32, 2),
+        (torch.float16, 8, False, 16, 9, 2),
+    ):
+        numbers, scale = rounded_rows(draw(outputs, inputs), bits, grouped)
+        whole = RoundedMatrix(numbers, scale, inputs, draw(outputs, dtype=dtype) if bits == 4 else None)
+        x = draw(count, inputs + 3, dtype=dtype)[:, 3:]
+        for matrix in (whole, whole.rows(2, outputs - 2)):
+            wanted = x.double() @ matrix.widened(0, matrix.outputs, dtype).double().T
+            wanted += 0 if matrix.bias is None else matrix.bias.double()
+            # Weights and sums are rounded to the dtype once; the interpreter cuts bfloat16 off. Sums of up to 416 products.
+            rounding = 4 * torch.finfo(dtype).eps * inputs**0.5 + 1e-5
+            found = triton_products.multiply(x, matrix)
+            torch.testing.assert_close(found.double(), wanted, atol=3 * rounding, rtol=0)
+        assert triton_products.multiply(x[:0], whole).shape == (0, outputs)
+
+
+def passes() -> None:
+    """Sizes that are no power of two, rows with strides; a row of zeros has a norm of zeros."""
+    for dtype, size in ((torch.float32, 576), (torch.bfloat16, 1100), (torch.float16, 64)):
+        wide, weight = draw(4, 3 * size + 5, dtype=dtype), draw(size, dtype=dtype)
+        x, part = wide[:, :size], wide[:, size : 2 * size]
+        x[1], part[1] = 0, 0
+        total, normed = triton_passes.add_rms_norm(x, part, weight, 1e-5)
+        # The interpreter cuts bfloat16 off, where a device rounds.
+        unit = 8 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(total, x + part, atol=unit, rtol=0)
+        exact = total.double() * (total.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+        torch.testing.assert_close(normed.double(), exact, atol=16 * torch.finfo(dtype).eps, rtol=0)
+        gated = triton_passes.gated_silu(wide[:, : 2 * size])
+        exact = torch.nn.functional.silu(x.double()) * part.double()
+        torch.testing.assert_close(gated.double(), exact, atol=16 * torch.finfo(dtype).eps, rtol=0)
+
+
+def column_sums() -> None:
+    """Many queries and one, more of either than a tile has, and all rows new; each query's weights add up to 1."""
+    for dtype, head_dim, (heads, kv_heads), n, rows in (
+        (torch.float32, 64, (4, 2), 40, 150),
+        (torch.bfloat16, 80, (2, 1), 1, 70),
+        (torch.float16, 128, (2, 2), 65, 65),
+        (torch.float32, 16, (1, 1), 3, 3),
+    ):
+        q = draw(n, heads + 1, head_dim, dtype=dtype)[:, 1:]
+        keys = draw(kv_heads, rows, head_dim, dtype=dtype).transpose(0, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), keys.double().repeat_interleave(heads // kv_heads, 1)) * SCALE
+        scores.masked_fill_(torch.ones(n, rows, dtype=torch.bool).triu(1 + rows - n), -torch.inf)
+        lse = scores.logsumexp(-1).t().float()
+        found = triton_column_sums.column_sums(q, keys, lse, SCALE)
+        torch.testing.assert_close(found.double(), scores.softmax(-1).sum((0, 1)), atol=1e-4, rtol=1e-4)
+        assert abs(float(found.sum()) - n * heads) < 1e-3 * n * heads
+    assert triton_column_sums.column_sums(q[:0], keys, lse[:0], SCALE).tolist() == [0.0] * 3
+
+
+def trials() -> None:
+    """What the kernels are tried with on a device passes here, and does not where a kernel is wrong."""
+    triton_column_sums.trial(CPU, torch.bfloat16, 32, 2, 1)
+    for rotary in (0, 16, 32):
+        triton_rows.trial(CPU, torch.bfloat16, 32, 3, 2, rotary)
+    triton_passes.trial(CPU, torch.bfloat16, 100)
+    for bits, grouped in ((8, False), (8, True), (4, True)):
+        triton_products.trial(CPU, torch.float32, bits, grouped)
+    for stored in (torch.int8, torch.float16, torch.bfloat16, torch.float32):
+        for rotary in (0, 16, 32):
+            triton_gather.trial(CPU, torch.bfloat16, stored, 32, 2, rotary)
+    triton_attention.trial(CPU, torch.bfloat16, 16, 4, 2, 0.0)
+    launch = triton_attention.merge_parts_onto
+    triton_attention.merge_parts_onto = lambda out, lse, outs, *rest: launch(out, lse, outs * 1.1, *rest)  # type: ignore[assignment]
+    with pytest.raises(ArithmeticError, match="differs from torch"):
+        triton_attention.trial(CPU, torch.bfloat16, 16, 4, 2, 0.0)
+    assert not device_reads.possible(CPU, torch.bfloat16, 16, 4, 2, 0.0)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print("done")

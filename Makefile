@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test test-triton cover test-long check bench results readme wheel clean
+.PHONY: demo serve test test-triton cover test-long test-cluster check bench results readme wheel clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -52,6 +52,12 @@ cover: $(READY)  ## the branch coverage of plan and store, by their tests, those
 
 test-long: $(READY)  ## 20,000 turns, random plans, storms of faults, 30 kills, frameworks, every family: about half an hour
 	$(BIN)/python -m pytest -m long
+
+# Servers behind vllm-router and on Ray, which are installed for it (500 MB); with LONG=1 also kills, and all over S3 and Redis: a quarter of an hour.
+test-cluster: $(READY)
+	@timeout 600 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,cluster]' \
+		|| echo "some tests are skipped: vllm-router and Ray could not be installed in 10 minutes"
+	$(BIN)/python -m pytest $(if $(LONG),tests/engine/test_shared_*.py tests/store tests/faults/test_shared_chaos.py,-m 'not long') tests/cli/test_cluster.py tests/ray_serve
 
 check: $(READY)
 	$(BIN)/ruff check .

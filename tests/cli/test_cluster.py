@@ -198,7 +198,6 @@ def test_a_conversation_stays_with_its_replica_and_outlives_it(running: Running)
     assert len(running.pids) == 3
 
 
-@pytest.mark.long
 def test_a_conversation_goes_on_at_another_replica_from_the_shared_store(sharing: Running) -> None:
     story = "The boat is blue and the house is red. " * 20
     home = sharing.replica_of("talk")

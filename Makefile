@@ -26,7 +26,7 @@ serve: $(READY)  ## the server on the default model, http://127.0.0.1:8000/v1
 
 # Tests that run servers and watch the time they take have the machine to themselves; the others, in one thread each, run in two
 # processes.
-ALONE := tests/server tests/faults tests/cli tests/frameworks
+ALONE := tests/server tests/faults tests/cli tests/frameworks tests/ray_serve
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long' $(ALONE:%=--ignore=%)

@@ -11,7 +11,7 @@ from functools import partial
 
 from afterglow.bench.report import verdict
 from benchmarks.common.paths import RESULTS
-from benchmarks.papers import page_simulated
+from benchmarks.papers import page_rates, page_simulated
 from benchmarks.papers.page_simulated import ARITHMETIC, COUNTS, FITTED, Found, markdown, number
 
 HEAD = ("figure", "what", "paper", "ours", "on", "goal", "", "thresholds from", "repeats differ by", "counts")
@@ -57,6 +57,7 @@ MEASURED: dict[str, tuple[Source, ...]] = {
         Source("saving", "Fig. 20", f"100 M, {RANDOM}"),
         Source("placement", "Fig. 21", f"bench model, {RANDOM}"),
         Source("load_or_recompute", "beyond", f"100 M, {RANDOM}"),
+        Source("tier_rates", "beyond", f"100 M, {RANDOM}"),
     ),
     "RelayAttention": (
         Source("relay_operator", "Fig. 1, 5", "one layer"),
@@ -77,9 +78,14 @@ def read(file: str) -> Found:
     return found
 
 
+def sources(paper: str) -> list[Source]:
+    """List the files of a paper that are there: a new benchmark has none before its first run."""
+    return [source for source in MEASURED[paper] if (RESULTS / f"{source.file}.json").is_file()]
+
+
 def measured(paper: str) -> str:
     """All goals that were measured for a paper."""
-    lines = [line for source in MEASURED[paper] for line in goal_lines(source, read(source.file))]
+    lines = [line for source in sources(paper) for line in goal_lines(source, read(source.file))]
     return markdown(HEAD, lines)
 
 
@@ -240,8 +246,8 @@ def attncache() -> str:
 def overview() -> str:
     """Goals met, by paper and kind of evidence, of those that count."""
     lines: list[tuple[str, ...]] = []
-    for paper, sources in MEASURED.items():
-        for source in sources:
+    for paper in MEASURED:
+        for source in sources(paper):
             found = read(source.file)
             goals = list(goal_lines(source, found))
             counted = [line for line in goals if line[-1] == COUNTS]
@@ -278,6 +284,12 @@ def _simulated(file: str, paper: str) -> tuple[str, ...]:
     return ("CachedAttention", paper, "modelled", evidence, met, "", str(len(rows) - len(counted)))
 
 
+def _when_measured(make: Callable[[Found], str], file: str) -> str:
+    if not (RESULTS / f"{file}.json").is_file():
+        return f"Not measured yet: `{file}.json` (`python -m benchmarks.rerun {file}`).\n"
+    return make(read(file))
+
+
 def _of(make: Callable[[Found, str], str], file: str, paper: str) -> str:
     return make(read(file), paper)
 
@@ -288,6 +300,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "overflow: perplexity": overflow_perplexity,
     "overflow: drift": overflow_drift,
     "overflow: accuracy": overflow_accuracy,
+    "load or recompute: rates": partial(_when_measured, page_rates.rates, "tier_rates"),
+    "load or recompute: changes": partial(_when_measured, page_rates.changes, "tier_rates"),
     "relay rates": relay_rates,
     "spec io": spec_io,
     "attncache": attncache,

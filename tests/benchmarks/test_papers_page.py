@@ -39,6 +39,27 @@ def test_a_table_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         page_tables.table("none")
 
 
+def test_a_file_that_is_not_there_yet_is_said_and_then_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "load or recompute: rates"
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    assert page_tables.table(name).startswith("Not measured yet: `tier_rates.json`")
+    assert page_tables.sources("CachedAttention") == []
+    ms = {"load": 1000.0, "recompute": 400.0, "choice": 300.0, "choice again": 306.0}
+    point = {"tier": "disk", "mb_per_s": 64, "ttft_ms": ms, "ratio": 0.7575, "a_a": 0.02, "loaded": 1024, "split": True}
+    phases = [{"mb_per_s": 8192, "loaded": [0.0, 0.0, 1.0, 1.0], "old": 2}]
+    found = {
+        "model": "m",
+        "history": 2048,
+        "rows": [point],
+        "changes": [{"tier": "disk", "phases": phases}],
+        "goals": [],
+    }
+    (tmp_path / "tier_rates.json").write_text(json.dumps(found))
+    assert "| disk | 64 | 1,000 | 400 | 300 | 0.76 | 1,024 (a split) | 2.0% |" in page_tables.table(name)
+    assert "| disk | 8,192 | 4 | 2 | 50% |" in page_tables.table("load or recompute: changes")
+    assert [source.file for source in page_tables.sources("CachedAttention")] == ["tier_rates"]
+
+
 def row(what: str, printed: float | str, simulated: float, **more: Any) -> dict[str, Any]:
     about = {"paper": "ATC", "figure": "9", "what": what, "printed": printed, "simulated": simulated, "met": True}
     return about | {"note": ""} | more

@@ -36,7 +36,8 @@ def test_goals_are_judged_as_they_are_written(path: Path) -> None:
 
 def test_each_file_has_a_command_or_a_reason() -> None:
     assert not rerun.RUNS.keys() & rerun.LEFT_OUT.keys()
-    assert {path.stem for path in FILES} == rerun.RUNS.keys() | rerun.LEFT_OUT.keys()
+    assert {path.stem for path in FILES} <= rerun.RUNS.keys() | rerun.LEFT_OUT.keys()
+    assert {path.stem for path in FILES} >= (rerun.RUNS.keys() | rerun.LEFT_OUT.keys()) - rerun.NOT_YET
     assert {file for file, _ in readme_tables.TABLES.values()} <= {path.stem for path in FILES}
 
 

@@ -15,7 +15,7 @@ from afterglow.store.extents import pieces
 from afterglow.store.extents import throttle as throttle_module
 from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.extents.throttle import ArtificiallySlowTier, Throttle, _Line
+from afterglow.store.extents.throttle import ArtificiallySlowTier, Line, Throttle
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.moving.task import Abandoned
 from tests.store import test_tiers
@@ -179,7 +179,7 @@ def test_the_latency_of_one_call_does_not_hold_up_another_s_bytes(monkeypatch):
             super().sleep(seconds)
 
     clock = Stuck(monkeypatch)
-    line = _Line(100.0)
+    line = Line(100.0)
     patient.start()
     assert waits.wait(20)
     assert line.send(100, clock.now) == 1001.0
@@ -227,3 +227,19 @@ def test_a_load_that_shows_that_the_tier_is_slow_is_given_up_unless_somebody_wai
         assert done.seconds >= done.bytes / (2 * size) * 0.9
         assert kit.store.stats().errors == {}
         assert kit.get(1, 128, (4, 5)).ok
+
+
+def test_a_speed_that_changes_holds_from_the_next_layer_on(tmp_path, arena, monkeypatch):
+    monkeypatch.setattr(pieces, "READ_BYTES", 1)
+    tier = slow(tmp_path, LAYOUT, read_bytes_per_s=4e6)
+    clock = Clock(monkeypatch)
+    start, arrivals = clock.now, []
+
+    def arrived(layers):
+        arrivals.append(clock.now - start)
+        if layers == 3:
+            tier.change(Throttle(read_bytes_per_s=1e6))
+
+    tier.read(ExtentRead(extent_name(1), 256, arena, range(8, 12)), arrived)
+    before = [(HEAD + n * LAYER) / 4e6 for n in range(1, 4)]
+    assert arrivals == pytest.approx([*before, *(before[-1] + n * LAYER / 1e6 for n in range(1, 6))])

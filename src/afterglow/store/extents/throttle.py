@@ -39,7 +39,7 @@ class Throttle:
             raise ConfigError(f"the latency of a throttled tier must be finite and not negative, got {self.latency_s}")
 
 
-class _Line:
+class Line:
     """Carries the bytes of all senders one after another: a token bucket that saves nothing up."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -70,8 +70,13 @@ class ArtificiallySlowTier:
     def __init__(self, real: Tier, throttle: Throttle) -> None:
         self.real = real
         self.throttle = throttle
-        self._reads = _Line(throttle.read_bytes_per_s)
-        self._writes = _Line(throttle.write_bytes_per_s)
+        self._reads = Line(throttle.read_bytes_per_s)
+        self._writes = Line(throttle.write_bytes_per_s)
+
+    def change(self, throttle: Throttle) -> None:
+        """Pretend another speed from now on: what is under way goes on over the new lines with its next layer."""
+        self.throttle = throttle
+        self._reads, self._writes = Line(throttle.read_bytes_per_s), Line(throttle.write_bytes_per_s)
 
     def write(self, record: ExtentRecord, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]) -> int:
         """Store an extent and then wait for the rest of the time that a slow device takes.

@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test test-triton cover test-long test-cluster check bench results readme wheel clean
+.PHONY: demo serve test test-triton cover test-long test-cluster check bench results results-full readme wheel clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -73,6 +73,11 @@ bench: $(READY)
 
 results: $(READY)  ## quick figures of this commit, and the README's tables from them: about 20 minutes on a quiet machine
 	$(BIN)/python -m benchmarks.rerun
+	$(BIN)/python -m scripts.readme --write
+
+# DATA: a folder of texts and tasks; without it what needs them is left out. AGAIN=1: also what is done at this commit.
+results-full: $(READY)  ## all figures of this commit in their full form, one at a time: hours of a quiet machine; run it again to go on
+	$(BIN)/python -m benchmarks.rerun --full $(DATA:%=--data %) $(AGAIN:%=--again)
 	$(BIN)/python -m scripts.readme --write
 
 readme: $(READY)  ## what the README prints, made anew from its sources

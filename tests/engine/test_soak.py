@@ -62,6 +62,7 @@ class Talk:
         self.loading = False  # whatever is cached, whatever that takes
         self.aborted = 0
         self.reused = 0
+        self.marks: list[tuple[int, int, int]] = []  # threads, open files and bytes of memory, ten times on the way
 
     def round(self, at_once: int) -> None:
         """Turns of several conversations at the same time; some are given up in the middle."""
@@ -227,7 +228,7 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
     decoder = load_model(model, dtype="float32", device="cpu", max_model_len=None)
     talk = Talk(handle.engine, decoder, seed=5)
     talk.often = 1.0 if turns < 1000 else 0.3
-    marks: list[tuple[int, int, int]] = []
+    marks = talk.marks
     switch = 0
     while talk.turns < turns:
         if talk.turns >= switch:  # cached rows are computed again half the time: from outside it is unknown which

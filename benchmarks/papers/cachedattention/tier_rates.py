@@ -44,7 +44,7 @@ SURPRISED, FOUND_OUT = (
 )  # turns that may go the old way: a slow load is its own lesson, a fast tier is found out by probes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """What a turn looks like."""
 
@@ -78,7 +78,7 @@ class Bench:
         """Let the engine see what loading and computing take, as it has in any server that has run for a while."""
         for share in (0.15, 0.55, 0.3, 0.45):
             for source, tier in dict.fromkeys((("load", "disk"), ("load", self.tier), ("recompute", self.tier))):
-                self.turn(cast(KVSource, source), [max(1, int(share * self.shape.history))], cast(Slowed, tier))
+                self.turn(cast(KVSource, source), [max(1, int(share * self.shape.history))], tier)
 
     def turn(self, source: KVSource, lengths: Sequence[int] = (), tier: Slowed | None = None) -> Turn:
         """Have a conversation of turns of these lengths, push it to the tier, and time one more turn."""

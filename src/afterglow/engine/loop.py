@@ -283,6 +283,8 @@ class EngineLoop:
 
     def _snapshot(self) -> EngineStats:
         selective = self.parts.selective
+        if selective is not None:
+            selective.loader.count_reads()
         return EngineStats.counted(
             self._counters, self.parts.scheduler.stats(), selective.loader.stats if selective is not None else None
         )

@@ -41,7 +41,9 @@ class SelectiveAttention:
         """Begin a request. `retention`: the share of the prefix to select; None: the usual one. The first `exact` rows are
         always selected."""
         rules = self.rules if retention is None else replace(self.rules, retention=retention)
-        return PrefixSelection(self, PrefixLoader(self.loader, selectable), RowSelector(self.probes, rules, exact))
+        selector = RowSelector(self.probes, rules, exact)
+        asks = selector.asks(sum(view.stop - view.start for view in selectable))
+        return PrefixSelection(self, PrefixLoader(self.loader, selectable, asks), selector)
 
 
 @dataclass(slots=True)

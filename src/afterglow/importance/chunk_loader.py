@@ -18,6 +18,7 @@ from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout
 from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally
 from afterglow.memory.pool import Pool, Slabs
 from afterglow.plan.step import Selectable
+from afterglow.store.extents.chunks import ChunkRead
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.moving.reading import ChunkIO, Reading, Rewrite
 
@@ -47,7 +48,7 @@ class ImportanceStats:
     renewals: int = 0  # layers that selected anew while decoding
     renewed_rows: int = 0  # whose keys or values were loaded for that, in whole chunks
     failed_renewals: int = 0  # layers that could not load rows, and kept their selection
-    read_bytes: int = 0  # from disk, guessed chunks included
+    read_bytes: int = 0  # from disk: chunks, guessed ones too, in whole pages, and heads of files
     waited: float = 0.0  # seconds of the engine's thread for the disk
     mapping: float = 0.0  # seconds of mapping rows to chunks
     identifying: float = 0.0  # seconds of finding out which rows are important
@@ -86,10 +87,29 @@ class ChunkLoader:
         self._changed: dict[str, None] = {}  # extents whose importance has changed since the last `look`
         self._due: deque[str] = deque()  # extents that may have to be rewritten
         self._rewrite: tuple[str, Rewrite] | None = None  # under way
+        self._readings: deque[tuple[Reading, bool]] = deque()  # that are not counted; do they bring chunks?
+
+    def read(self, extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
+        """Begin to read chunks; without `reads`, to look up an extent's head. The bytes count whether they are waited for or not."""
+        assert self.reader is not None
+        reading = self.reader.read(extent, reads, edition, priority)
+        self._readings.append((reading, bool(reads)))
+        return reading
+
+    def count_reads(self) -> None:
+        """Count the reads that have ended."""
+        under_way: deque[tuple[Reading, bool]] = deque()
+        for reading, of_chunks in self._readings:
+            if not reading.ended:
+                under_way.append((reading, of_chunks))
+                continue
+            self.stats.read_bytes += reading.bytes
+            if of_chunks:
+                self.took(reading)
+        self._readings = under_way
 
     def took(self, reading: Reading) -> None:
-        """Count a read that has ended."""
-        self.stats.read_bytes += reading.bytes
+        """Learn the rate of a read of chunks."""
         if reading.seconds > 0:
             rate = reading.bytes / reading.seconds
             self.bandwidth = rate if not self.bandwidth else self.bandwidth + 0.2 * (rate - self.bandwidth)

@@ -26,7 +26,6 @@ class _Coming:
 
     reading: Reading
     rows: Tensor
-    counted: list[bool]  # one for all chunks of a reading: is the reading in the statistics?
 
 
 class ChunkReads:
@@ -84,10 +83,9 @@ class ChunkReads:
                     into = [loader.buffers.take() for _ in run]
                 reads.append(ChunkRead(first.layer, first.tensor, first.chunk, stop, into))
                 pieces += zip(run, into, strict=True)
-            reading = loader.reader.read(extent, reads, wanted[0].edition, priority)
-            counted = [False]
+            reading = loader.read(extent, reads, wanted[0].edition, priority)
             for key, memory in pieces:
-                self._coming[key] = _Coming(reading, self._as_rows(memory, key.tensor), counted)
+                self._coming[key] = _Coming(reading, self._as_rows(memory, key.tensor))
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Waits[dict[ChunkKey, Tensor]]:
         """Get chunks from the cache, and the others from disk: stored rows [rows, heads, stored width] by key.
@@ -104,10 +102,8 @@ class ChunkReads:
                 continue
             coming = self._coming[key]
             yield from self.wait_for(coming.reading, key.extent)
-            if not coming.counted[0]:
-                coming.counted[0] = True
-                self._loader.took(coming.reading)
             found[key] = coming.rows
+        self._loader.count_reads()
         return found
 
     def wait_for(self, reading: Reading, extent: str) -> Waits[None]:

@@ -49,8 +49,10 @@ class PrefixLoader:
     order of the text, un-rotated, on the CPU or on the cache's device.
     """
 
-    def __init__(self, loader: ChunkLoader, views: Sequence[Selectable]) -> None:
+    def __init__(self, loader: ChunkLoader, views: Sequence[Selectable], asks: bool = True) -> None:
+        """`asks`: layers are going to ask for `probe_keys`."""
         loader.stats.requests += 1
+        self._asks = asks
         self._loader = loader
         self._layout = loader.layout
         self.views = tuple(views)
@@ -198,12 +200,11 @@ class PrefixLoader:
 
         Raises: `RowsLost`.
         """
-        reader = self._loader.reader
         readings = {}
         for at in self._on_disk():
-            if reader is None:
+            if self._loader.reader is None:
                 raise RowsLost(self.views[at].extent)
-            readings[at] = reader.read(self.views[at].extent, [], "", DEMAND)
+            readings[at] = self._loader.read(self.views[at].extent, [], "", DEMAND)
         for at, reading in readings.items():
             view = self.views[at]
             yield from self._reads.wait_for(reading, view.extent)
@@ -236,7 +237,8 @@ class PrefixLoader:
         return found
 
     def _ask_probe_keys(self, layer: int) -> None:
-        self._reads.ask([key for at in self._on_disk() if (key := self._sidecar(at, layer))], PREFETCH)
+        if self._asks:
+            self._reads.ask([key for at in self._on_disk() if (key := self._sidecar(at, layer))], PREFETCH)
 
     def _speculate(self, layer: int, before: Selection | None) -> None:
         """Ask for chunks that a layer is likely to select. `before`: the selection of the layer before."""

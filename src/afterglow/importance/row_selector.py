@@ -39,6 +39,10 @@ class RowSelector:
         """`exact`: first rows of the prefix that are always selected (spec X8)."""
         self.probes, self.rules, self.exact = probes, rules, exact
 
+    def asks(self, rows: int) -> bool:
+        """Tell whether the probe heads are asked about a prefix of `rows` rows. Else all its rows are selected."""
+        return self.rules.keep(rows - self.exact) is not None
+
     def select(
         self,
         rows: int,

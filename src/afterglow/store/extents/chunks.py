@@ -19,7 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from afterglow.errors import DamageError, StoreError
-from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full, read_span
+from afterglow.store.extents.files import (
+    Scratch,
+    forget_pages,
+    open_direct,
+    read_full,
+    read_span,
+    span_bytes,
+)
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head
 from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout
 
@@ -30,7 +37,11 @@ Identity = tuple[int, int, int]  # of a file's version: inode, time of its last 
 
 
 class Stale(StoreError):
-    """Says that the file is another one now, with other chunk numbers: ask for its head again."""
+    """Says that the file is another one now, with other chunk numbers: ask for its head again. `bytes`: those read to learn that."""
+
+    def __init__(self, message: str, num_bytes: int) -> None:
+        super().__init__(message)
+        self.bytes = num_bytes
 
 
 class ChunkRead(NamedTuple):
@@ -56,7 +67,7 @@ class ChunkReader:
         self._heads: OrderedDict[str, tuple[Identity, Head]] = OrderedDict()
 
     def read(self, path: str, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
-        """Carry out `reads`, each verified; return the bytes read and the head.
+        """Carry out `reads`, each verified; return the bytes that come from the file, whole pages, and the head.
 
         Without reads: return just the head, whatever its edition.
 
@@ -69,7 +80,7 @@ class ChunkReader:
         try:
             total, head = self._head(fd, extent, rows)
             if reads and head.edition != edition:
-                raise Stale(f"extent {extent[:16]} is of edition {head.edition}, not {edition}")
+                raise Stale(f"extent {extent[:16]} is of edition {head.edition}, not {edition}", total)
             for read in reads:
                 total += self._read(fd, rows, read, head)
             if not direct:
@@ -98,7 +109,7 @@ class ChunkReader:
         self._heads[extent] = identity, head
         if len(self._heads) > HEADS_KEPT:
             self._heads.popitem(last=False)
-        return raw.nbytes, head
+        return span_bytes(0, raw.nbytes), head
 
     def _read(self, fd: int, rows: int, read: ChunkRead, head: Head) -> int:
         layout = self.layout
@@ -110,7 +121,7 @@ class ChunkReader:
             total = read_full(fd, read.into, start)
         else:
             from_here = read_span(fd, start, wanted, self._scratch)
-            total = wanted
+            total = span_bytes(start, wanted)
             for into in read.into:
                 into[:], from_here = from_here[: into.nbytes], from_here[into.nbytes :]
         table, chunk = crcs_of(head, read.layer, read.kv), read.first

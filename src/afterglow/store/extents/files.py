@@ -74,9 +74,14 @@ def read_span(fd: int, start: int, num_bytes: int, scratch: Scratch) -> Bytes:
     Whole pages are read, as files need that are open for direct I/O. Raises DamageError where the file ends early.
     """
     begin = start // ALIGNMENT * ALIGNMENT
-    pages = scratch.take(align_up(start + num_bytes) - begin)
+    pages = scratch.take(span_bytes(start, num_bytes))
     read_full(fd, [pages], begin)
     return pages[start - begin :][:num_bytes]
+
+
+def span_bytes(start: int, num_bytes: int) -> int:
+    """Compute how many bytes `read_span` reads."""
+    return align_up(start + num_bytes) - start // ALIGNMENT * ALIGNMENT
 
 
 def write_full(fd: int, buffers: Sequence[Bytes], offset: int) -> int:

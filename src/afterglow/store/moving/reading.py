@@ -23,7 +23,8 @@ from afterglow.store.moving.task import Abandoned, Task
 
 
 class Reading:
-    """Stands for chunks on their way. `head` and `bytes` are set when `wait` was True; `stale`: the edition is another."""
+    """Stands for chunks on their way. `head` is set when `wait` was True, `bytes` when it has `ended`; `stale`: the edition is
+    another."""
 
     def __init__(self) -> None:
         self.head: Head | None = None
@@ -78,8 +79,9 @@ class ChunkIO:
             rows, began = self._stored.rows(extent), time.perf_counter()
             try:
                 reading.bytes, head = self._tier.read_chunks(extent, rows, reads, edition)
-            except Stale:
-                reading.stale = True
+            except Stale as stale:
+                reading.stale, reading.bytes = True, stale.bytes
+                self._counters.chunks_read(stale.bytes, time.perf_counter() - began)
                 return 0
             reading.seconds = time.perf_counter() - began
             reading.head = head

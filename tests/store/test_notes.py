@@ -254,3 +254,29 @@ def test_any_history_is_that_of_a_bounded_dictionary(calls, tmp_path_factory, mo
             for name, wanted in model.items():
                 assert list(book.notes(name).items()) == list(wanted.items())
     book.close()
+
+
+def test_notes_about_importance_go_before_all_others(tmp_path):
+    """A cache works nearly as well without them; they may be many."""
+    shares = catalog.CatalogShares(note_bytes=1 << 20)
+    book = Catalog(tmp_path / "catalog.sqlite", shares)
+    book.load()
+    book.note("session", [(f"s{n}", "x" * 100) for n in range(100)])
+    book.remove([])
+    for first in range(0, 100, 10):  # about 4 MB
+        book.note(notes.IMPORTANCE, [(f"{n}", "y" * 32_768) for n in range(first, first + 10)])
+        book.remove([])
+    book.close()
+    book = Catalog(tmp_path / "catalog.sqlite", shares)
+    book.load()
+    assert len(book.notes("session")) == 100
+    kept = list(book.notes(notes.IMPORTANCE))
+    assert 10 < len(kept) < 40
+    assert kept == [f"{n}" for n in range(100 - len(kept), 100)]  # those that were written last
+    book.note("session", [(f"more{n}", "z" * 32_768) for n in range(40)])  # which alone are too many
+    book.close()
+    book = Catalog(tmp_path / "catalog.sqlite", shares)
+    book.load()
+    assert book.notes(notes.IMPORTANCE) == {}
+    assert 10 < len(book.notes("session")) < 40
+    book.close()

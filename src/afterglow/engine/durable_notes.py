@@ -1,4 +1,5 @@
-"""Write down what the plan has to know after a restart: uses of extents, and notes about conversations and prefixes."""
+"""Write down what has to be known after a restart: uses of extents, notes about conversations and prefixes, and how important
+rows were."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 
 from afterglow.engine.setup import EngineParts
 from afterglow.errors import StoreError
+from afterglow.store.database.notes import IMPORTANCE
 from afterglow.store.faults import kind_of
 
 log = logging.getLogger("afterglow.engine")
@@ -15,7 +17,7 @@ WRITE_SECONDS = 0.8  # how long a caller waits for a write: a disk that refuses 
 
 
 class DurableNotes:
-    """Pass notes from the plan to the catalog. Only the engine's thread calls `remember`, `now_and_then` and `give_up`."""
+    """Pass notes to the catalog. Only the engine's thread calls `remember`, `now_and_then` and `give_up`."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -40,6 +42,8 @@ class DurableNotes:
             notes.setdefault(kind, []).append((key, value))
         for kind, items in notes.items():
             self._parts.store.note(kind, items)
+        if self._parts.selective is not None:
+            self._parts.store.note(IMPORTANCE, self._parts.selective.loader.take_notes(last))
 
     def give_up(self) -> None:
         """Give up extents that the disk had no room for, and log how many. Without a disk tier nothing is ever kept."""

@@ -55,6 +55,7 @@ from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Drop
 from afterglow.store.database import catalog
 from afterglow.store.database.conversations import Conversations
+from afterglow.store.database.notes import IMPORTANCE
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.throttle import Throttle
 from afterglow.store.extents.tier import arena_bytes
@@ -175,6 +176,8 @@ def build(
         blocks = arena.view(_kv_dtype(decoder, config))
         blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.width)
         runner, scores, selective = make_runner(config, decoder, store, blocks, layout, inbox.pressed)
+        if selective is not None:
+            selective.loader.recall(store.notes(IMPORTANCE), store.on_disk.known_rows)
         parts = EngineParts(
             config=config,
             model_dir=Path(model),

@@ -5,7 +5,7 @@ where rows lie in files.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from afterglow.importance.chunk_cache import ChunkCache
+from afterglow.importance.importance_notes import AT_ONCE, ImportanceNotes, Note
 from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout, RowOrder
 from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally
 from afterglow.memory.pool import Pool, Slabs
@@ -84,6 +85,7 @@ class ChunkLoader:
         self._orders: OrderedDict[tuple[str, str], list[RowOrder]] = OrderedDict()  # by extent and edition
         self._layouts: OrderedDict[tuple[object, ...], RowLayout] = OrderedDict()  # by views, editions and layer
         self._layout_rows = 0
+        self._notes = ImportanceNotes(layout.layers)
         self._changed: dict[str, None] = {}  # extents whose importance has changed since the last `look`
         self._due: deque[str] = deque()  # extents that may have to be rewritten
         self._rewrite: tuple[str, Rewrite] | None = None  # under way
@@ -122,10 +124,24 @@ class ChunkLoader:
             known = self.importance[view.extent] = RowImportance(self.layout.layers, view.rows)
         self.importance.move_to_end(view.extent)
         if len(self.importance) > MAX_EXTENTS:
-            oldest, _ = self.importance.popitem(last=False)
+            oldest, gone = self.importance.popitem(last=False)
             self._changed.pop(oldest, None)
+            self._notes.forget(oldest, gone.mean.shape[1])
         known.add(layer, view.start, mean.cpu())
         self._changed[view.extent] = None
+        self._notes.changed(view.extent)
+
+    def take_notes(self, last: bool = False) -> list[Note]:
+        """Return what has to be written down for the next start; of a few extents at a time, unless it is the `last` time."""
+        return self._notes.take(self.importance, None if last else AT_ONCE)
+
+    def recall(self, notes: Mapping[str, str], rows_of: Callable[[str], int | None]) -> None:
+        """Take over what was written down before a restart. `rows_of`: the rows of an extent, None where it is gone."""
+        recalled = self._notes.recall(notes, rows_of)
+        for extent in list(recalled)[-MAX_EXTENTS:]:
+            self.importance[extent] = recalled.pop(extent)
+        for extent, known in recalled.items():
+            self._notes.forget(extent, known.mean.shape[1])
 
     def orders(self, extent: str, edition: str, stored: np.ndarray) -> list[RowOrder]:
         """Get the row orders of an extent's layers. `stored` uint16 [layers, rows]: the orders as the file's head has them."""
@@ -195,7 +211,9 @@ class ChunkLoader:
 
     def forget(self, extent: str) -> None:
         """Forget an extent that is gone."""
-        self.importance.pop(extent, None)
+        known = self.importance.pop(extent, None)
+        if known is not None:
+            self._notes.forget(extent, known.mean.shape[1])
         self._changed.pop(extent, None)
         self.cache.forget(extent)
         for key in [key for key in self._orders if key[0] == extent]:

@@ -17,6 +17,8 @@ from afterglow.store.extents.head import crc32c
 NOTES_MOST: Final = 65_536  # of each kind
 VALUE_MOST: Final = 64 * 1024  # bytes of one value
 
+IMPORTANCE: Final = "importance"  # the kind whose notes go first: a cache works nearly as well without them
+
 Note = tuple[str, str]  # kind, key
 Writes = OrderedDict[str, str | None]  # of one kind: key -> value, None deletes; the newest note is last
 
@@ -68,8 +70,8 @@ def forget(db: sqlite3.Connection, rows: Iterable[int]) -> None:
 
 
 def write(db: sqlite3.Connection, noted: Mapping[str, Writes], totals: NoteTotals, most_bytes: int) -> NoteTotals:
-    """Write notes by kind; remove the oldest of a kind that has too many, and the oldest of all while all notes take more
-    than `most_bytes`.
+    """Write notes by kind; remove the oldest of a kind that has too many, and while all notes take more than `most_bytes` the
+    oldest about importance, or where there is none, the oldest of all.
 
     `totals`: the totals before. Returns those afterwards; they are true once the transaction is committed.
 
@@ -100,7 +102,10 @@ def write(db: sqlite3.Connection, noted: Mapping[str, Writes], totals: NoteTotal
                 total += cost(kind, key, value)
                 if counts[kind] > NOTES_MOST:
                     remove("used = (SELECT used FROM notes WHERE kind = ? ORDER BY used LIMIT 1)", named[0])
-                while total > most_bytes and remove("used = (SELECT MIN(used) FROM notes)") is not None:
+                while total > most_bytes and (
+                    remove("used = (SELECT MIN(used) FROM notes WHERE kind = ?)", _bytes(IMPORTANCE)) is not None
+                    or remove("used = (SELECT MIN(used) FROM notes)") is not None
+                ):
                     pass
     return NoteTotals(counts, max(0, total))
 

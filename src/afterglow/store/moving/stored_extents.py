@@ -49,6 +49,10 @@ class StoredExtents:
             raise StoreError(f"extent {extent[:16]} is not on disk") from FileNotFoundError(2, "missing")
         return rows
 
+    def known_rows(self, extent: str) -> int | None:
+        """Return the number of rows of an extent, or None if it is not on disk."""
+        return self._rows.get(extent)
+
     def sized(self, record: ExtentRecord) -> ExtentRecord:
         """Complete a record by the size of the extent's file."""
         return replace(record, file_bytes=self.layout.file_bytes(record.rows))

@@ -47,7 +47,9 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         triton_products,
         triton_rows,
     )
+    from afterglow.kernels.device_blocks import device_matrix
     from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+    from afterglow.kernels.packed import BLOCK_FORMATS
     from afterglow.kernels.paged_parts import PartTables, part_of, row_places, suited
     from afterglow.kernels.stored_rows import stored_width
 
@@ -68,11 +70,21 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     for name, kind in (("stored rows", dtype), ("stored rows in 8 bits", torch.int8)):
         stored = torch.zeros(2, 2, 64, kv_heads, stored_width(head_dim, kind), dtype=kind)
         found[f"gather of {name}"] = partial(triton_gather.gather, stored, data[0], pieces, angles, 0, 0, 0)
-    for bits, grouped in ((8, False), (8, True), (4, True)):
-        matrix = RoundedMatrix(*rounded_rows(torch.zeros(64, hidden), bits, grouped), hidden, weight[:64])
-        name = f"{bits} bits" + (" in groups" if grouped else "")
-        found[f"product of 1 row, {name}"] = partial(triton_products.multiply, x[:1, :hidden], matrix)
-        found[f"product of 40 rows, {name}"] = partial(triton_products.multiply, x[:1, :hidden].expand(40, -1), matrix)
+    matrices = {
+        f"{bits} bits" + (" in groups" if grouped else ""): RoundedMatrix(
+            *rounded_rows(torch.zeros(64, hidden), bits, grouped), hidden, weight[:64]
+        )
+        for bits, grouped in ((8, False), (8, True), (4, True))
+    }
+    for name in ("Q4_1", "Q4_K", "Q5_1", "Q6_K", "MXFP4", "A4", "A8"):
+        inputs = hidden - hidden % BLOCK_FORMATS[name].weights
+        # Any bytes that are finite as scales: which dtypes these get depends on them.
+        blocks = torch.randint(1, 60, (64, BLOCK_FORMATS[name].row_bytes(inputs)), dtype=torch.uint8)
+        matrices[name] = device_matrix(blocks, name, inputs, torch.device("cpu"))
+    for name, matrix in matrices.items():
+        found[f"product of 1 row, {name}"] = partial(triton_products.multiply, x[:1, : matrix.inputs], matrix)
+        many = x[:1, : matrix.inputs].expand(40, -1)
+        found[f"product of 40 rows, {name}"] = partial(triton_products.multiply, many, matrix)
     if suited(dtype, head_dim, heads // kv_heads):
         found["column sums"] = lambda: triton_column_sums.column_sums(q, data[0, 0].transpose(0, 1), lse, 0.1)
         for name, queries in (("one query", 1), ("40 queries", 40)):

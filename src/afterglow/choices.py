@@ -22,4 +22,4 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 QuantizationName = Literal["auto", "none", "int8", "int4"]
 # "blocks": as a quantised file has them. "alone": what the weights are multiplied with is not rounded.
-KeptWeights = Literal["none", "int8", "int4", "blocks", "int8 alone", "int4 alone"]
+KeptWeights = Literal["none", "int8", "int4", "blocks", "int8 alone", "int4 alone", "blocks alone"]

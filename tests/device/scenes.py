@@ -28,7 +28,7 @@ from tests.device.counts import measure
 MiB = 2**20
 
 
-def load(device: str, folder: Path, **options: Any) -> Engine:
+def load(device: str, folder: Path, model: str | Path = "tiny", **options: Any) -> Engine:
     cache = CacheConfig(
         device_cache=16 * MiB,
         host_cache=8 * MiB,
@@ -37,7 +37,7 @@ def load(device: str, folder: Path, **options: Any) -> Engine:
         source="load",
         warm_start=False,
     )
-    engine = Engine.load("tiny", EngineConfig(device=device, dtype="float32", cache=cache, **options))
+    engine = Engine.load(model, EngineConfig(device=device, dtype="float32", cache=cache, **options))
     engine.start()
     return engine
 

@@ -72,7 +72,7 @@ def test_rounded_weights_are_multiplied_as_what_they_stand_for(
     for which in (0, 1):
         for a, b in zip(ours[which::3], theirs[which::3], strict=True):
             assert a == pytest.approx(b, abs=1e-4)
-    assert "is not used" not in log
+    assert not kernels or "is not used" not in log
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)")

@@ -19,7 +19,7 @@ from afterglow.kernels.gate import Gate, agree, refused
 from afterglow.kernels.paged_parts import suited
 from tests import doors
 
-CHECKS = ["attention", "pages", "alone", "rows", "gather", "products", "passes", "column_sums", "trials"]
+CHECKS = ["attention", "pages", "alone", "rows", "gather", "products", "blocks", "passes", "column_sums", "trials"]
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -23,10 +23,13 @@ from afterglow.kernels import (
 )
 from afterglow.kernels.attention import merge
 from afterglow.kernels.decode import Read
-from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+from afterglow.kernels.device_blocks import device_matrix
+from afterglow.kernels.device_products import Kind, RoundedMatrix, rounded_rows
+from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
 from afterglow.kernels.rope import rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width, widened
+from tests.kernels.test_packed import random_blocks
 
 CPU = torch.device("cpu")
 generator = torch.Generator().manual_seed(0)
@@ -242,6 +245,20 @@ def products() -> None:
         assert triton_products.multiply(x[:0], whole).shape == (0, outputs)
 
 
+def blocks() -> None:
+    """All formats of files, and checkpoints' groups; few inputs and outputs in no whole number of tiles."""
+    for block_format in BLOCK_FORMATS:
+        inputs = 512 if BLOCK_FORMATS[block_format].weights == 256 else 224
+        for dtype, count in ((torch.float32, 3), (torch.bfloat16, 17)):
+            matrix = device_matrix(random_blocks(block_format, 37, inputs), block_format, inputs, CPU)
+            x = draw(count, inputs, dtype=dtype)
+            weights = dequantize(random_blocks(block_format, 37, inputs), block_format)
+            # The interpreter cuts weights and sums in bfloat16 off.
+            rounding = 4 * torch.finfo(dtype).eps * inputs**0.5 * float(weights.abs().max()) + 1e-5
+            found = triton_products.multiply(x, matrix)
+            torch.testing.assert_close(found.double(), x.double() @ weights.double().T, atol=3 * rounding, rtol=0)
+
+
 def passes() -> None:
     """Sizes that are no power of two, rows with strides; a row of zeros has a norm of zeros."""
     for dtype, size in ((torch.float32, 576), (torch.bfloat16, 1100), (torch.float16, 64)):
@@ -284,8 +301,16 @@ def trials() -> None:
     for rotary in (0, 16, 32):
         triton_rows.trial(CPU, torch.bfloat16, 32, 3, 2, rotary)
     triton_passes.trial(CPU, torch.bfloat16, 100)
-    for bits, grouped in ((8, False), (8, True), (4, True)):
-        triton_products.trial(CPU, torch.float32, bits, grouped)
+    for kind in (
+        Kind(8, 0, torch.float32),
+        Kind(8, 16, torch.float32),
+        Kind(8, 32, torch.float16, torch.int8),
+        Kind(4, 32, torch.float16),
+        Kind(4, 32, torch.float32, torch.float32),
+        Kind(4, 32, torch.float16, torch.int16),
+        Kind(4, 32, torch.bfloat16, coded=True),
+    ):
+        triton_products.trial(CPU, torch.float32, kind)
     for stored in (torch.int8, torch.float16, torch.bfloat16, torch.float32):
         for rotary in (0, 16, 32):
             triton_gather.trial(CPU, torch.bfloat16, stored, 32, 2, rotary)

@@ -6,6 +6,8 @@ not used, the weights are widened piece by piece to the rows' dtype, and torch m
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,31 +18,64 @@ from afterglow.kernels.packed import GROUP
 
 MOST_ROWS = 64  # that the kernel multiplies
 PIECE = 2**24  # weights that are widened at a time
-ROUND_ROWS = 256  # of weights that are rounded at a time
+ROUND_ROWS = 256  # of weights that are rounded, or split, at a time
 
 _gate = Gate("triton_products")
 
 
+class Kind(NamedTuple):
+    """How weights are kept. `group`: inputs that share a scale, 0 for all of them; `offset`: its dtype, None without one."""
+
+    bits: int
+    group: int
+    scale: torch.dtype
+    offset: torch.dtype | None = None
+    coded: bool = False
+
+    @property
+    def less(self) -> int:
+        """What a number of 4 bits is less than what its bits say."""
+        signed = self.offset is None or not self.offset.is_floating_point
+        return 8 if self.bits == 4 and signed and not self.coded else 0
+
+
 class RoundedMatrix:
     """A matrix [outputs, inputs] of numbers in 8 bits, int8 [outputs, inputs], or 4, uint8 [outputs, inputs / 2], with scales
-    [outputs, groups]: one for each 32 inputs (float16), or one for each output (float32).
+    [outputs, groups]: one for each 32 or 16 inputs, or one for each output.
 
-    In 4 bits, 16 bytes are a group's 32 numbers plus 8: the first half in the low bits, the other in the high ones.
+    A weight is number * scale; with an `offset` [outputs, groups] of whole numbers (number - offset) * scale, with one of floats
+    number * scale + offset. In 4 bits, 16 bytes are a group's 32 numbers: the first half in the low bits, the other in the high
+    ones. They stand for themselves if there is an offset of floats, else for 8 less; `coded`: for floats of 4 bits (MXFP4), doubled.
     """
 
-    __slots__ = ("bias", "bits", "inputs", "numbers", "outputs", "scale")
+    __slots__ = ("bias", "coded", "inputs", "kind", "numbers", "offset", "outputs", "scale")
 
-    def __init__(self, numbers: Tensor, scale: Tensor, inputs: int, bias: Tensor | None = None) -> None:
-        """`bias` [outputs], in the dtype of the rows. All are on the device that computes, numbers and scales contiguous."""
-        self.numbers, self.scale, self.bias = numbers, scale, bias
+    def __init__(
+        self,
+        numbers: Tensor,
+        scale: Tensor,
+        inputs: int,
+        bias: Tensor | None = None,
+        *,
+        offset: Tensor | None = None,
+        coded: bool = False,
+    ) -> None:
+        """`bias` [outputs], in the dtype of the rows. All are on the device that computes, and all but the bias contiguous."""
+        self.numbers, self.scale, self.bias, self.offset, self.coded = numbers, scale, bias, offset, coded
         self.inputs, self.outputs = inputs, numbers.shape[0]
-        self.bits = 4 if numbers.dtype == torch.uint8 else 8
+        bits = 4 if numbers.dtype == torch.uint8 else 8
+        group = 0 if bits == 8 and scale.shape[1] == 1 else inputs // scale.shape[1]
+        self.kind = Kind(bits, group, scale.dtype, None if offset is None else offset.dtype, coded)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the weights."""
+        return sum(part.nbytes for part in (self.numbers, self.scale, self.offset) if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `x` [rows, inputs], float32, bfloat16 or float16: [rows, outputs]."""
         if x.device.type == "cuda" and x.shape[0] <= MOST_ROWS and x.stride(1) == 1:
-            kind = x.device, x.dtype, self.bits, self.scale.shape[1] > 1
-            found: Tensor | None = _gate.run(lambda kernels: kernels.multiply(x, self), *kind)
+            found: Tensor | None = _gate.run(lambda kernels: kernels.multiply(x, self), x.device, x.dtype, self.kind)
             if found is not None:
                 return found
         return self.by_torch(x)
@@ -56,18 +91,46 @@ class RoundedMatrix:
 
     def widened(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return the weights of the outputs from `start` to `stop`, [outputs, inputs]."""
-        numbers, scale = self.numbers[start:stop], self.scale[start:stop]
-        if self.bits == 4:
-            packed = numbers.view(*scale.shape, GROUP // 2)
-            floats = torch.cat((packed & 15, packed >> 4), -1).float() - 8
+        numbers, scale = self.numbers[start:stop], self.scale[start:stop, :, None].float()
+        offset = None if self.offset is None else self.offset[start:stop, :, None]
+        if self.kind.bits == 4:
+            packed = numbers.view(*scale.shape[:2], GROUP // 2)
+            codes = torch.cat((packed & 15, packed >> 4), -1)
+            floats = _decoded(codes) if self.coded else codes.float() - self.kind.less
         else:
-            floats = numbers.view(*scale.shape, -1).float()
-        return (floats * scale[..., None].float()).flatten(1).to(dtype)
+            floats = numbers.view(*scale.shape[:2], -1).float()
+        if offset is None:
+            floats = floats * scale
+        elif offset.is_floating_point():
+            floats = floats * scale + offset.float()
+        else:
+            floats = (floats - offset) * scale
+        return floats.flatten(1).to(dtype)
 
     def rows(self, start: int, stop: int) -> RoundedMatrix:
         """Return the outputs from `start` to `stop` as a matrix, which shares this one's memory."""
         bias = None if self.bias is None else self.bias[start:stop]
-        return RoundedMatrix(self.numbers[start:stop], self.scale[start:stop], self.inputs, bias)
+        offset = None if self.offset is None else self.offset[start:stop]
+        numbers, scale = self.numbers[start:stop], self.scale[start:stop]
+        return RoundedMatrix(numbers, scale, self.inputs, bias, offset=offset, coded=self.coded)
+
+    def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the outputs `ids`, int64 [n]: [n, inputs]."""
+        offset = None if self.offset is None else self.offset.index_select(0, ids)
+        numbers, scale = self.numbers.index_select(0, ids), self.scale.index_select(0, ids)
+        found = RoundedMatrix(numbers, scale, self.inputs, offset=offset, coded=self.coded)
+        return found.widened(0, len(ids), dtype)
+
+    def with_bias(self, bias: Tensor | None) -> RoundedMatrix:
+        """Return the matrix with another bias; it shares this one's memory."""
+        return RoundedMatrix(self.numbers, self.scale, self.inputs, bias, offset=self.offset, coded=self.coded)
+
+
+def _decoded(codes: Tensor) -> Tensor:
+    """Return what numbers of MXFP4, uint8, stand for: `packed.MXFP4_VALUES`. By arithmetic: a table would lie on one device."""
+    size = (codes & 7).to(torch.int16)
+    large = (2 + (size & 1)) << (size >> 1).sub(1).clamp_min(0)
+    return torch.where(size < 2, size, large).mul_(1 - 2 * (codes >> 3).to(torch.int16)).float()
 
 
 class RoundedFilling:
@@ -97,14 +160,11 @@ class RoundedFilling:
 def rounded_rows(weight: Tensor, bits: int, grouped: bool) -> tuple[Tensor, Tensor]:
     """Round `weight` [rows, inputs] on CPU: numbers and scales as `RoundedMatrix` has them."""
     if grouped:
-        return of_blocks(round_to_blocks(weight, "Q4_0" if bits == 4 else "Q8_0"), bits)
+        blocks = round_to_blocks(weight, "Q4_0" if bits == 4 else "Q8_0")
+        parts = blocks.view(blocks.shape[0], -1, 2 + GROUP * bits // 8)
+        numbers = parts[..., 2:].flatten(1).contiguous()
+        scale = parts[..., :2].contiguous().view(torch.float16)[..., 0]
+        return numbers if bits == 4 else numbers.view(torch.int8), scale
     floats = weight.float()
     scale = floats.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
     return (floats / scale).round_().to(torch.int8), scale
-
-
-def of_blocks(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Split rows of blocks, of the format Q4_0 (`bits` 4) or Q8_0 (8), into numbers and scales."""
-    parts = blocks.view(blocks.shape[0], -1, 2 + GROUP * bits // 8)
-    numbers = parts[..., 2:].flatten(1).contiguous()
-    return numbers if bits == 4 else numbers.view(torch.int8), parts[..., :2].contiguous().view(torch.float16)[..., 0]

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+from afterglow.kernels.device_products import Kind, RoundedMatrix
 from afterglow.kernels.gate import agree
+from afterglow.kernels.packed import GROUP
 from afterglow.kernels.triton_attention import exact
 
 OUTPUTS = 32  # of a tile
@@ -23,14 +24,38 @@ def tiles(dtype: torch.dtype) -> tuple[tuple[int, ...], int]:
 
 
 @triton.jit
-def _scaled(x, by, group: tl.constexpr):
-    # Numbers [outputs, inputs] times scales [outputs, groups], each for `group` inputs; a single one is for all.
+def _spread(by, like, group: tl.constexpr):
+    # Numbers [outputs, groups], each for `group` inputs, as [outputs, inputs]; a single one is for all.
     if by.shape[1] == 1:
-        scaled = x * by
+        spread = by
     else:
         wide = by[:, :, None] + tl.zeros([1, 1, group], tl.float32)
-        scaled = x * tl.reshape(wide, [x.shape[0], x.shape[1]])
-    return scaled
+        spread = tl.reshape(wide, [like.shape[0], like.shape[1]])
+    return spread
+
+
+@triton.jit
+def _weights(x, by, rest, offset: tl.constexpr, group: tl.constexpr):
+    # What numbers stand for. Products of GGUF's numbers and scales are exact in float32, also where a sum follows at once.
+    if offset == 1:
+        x = x - _spread(rest, x, group)
+    x = x * _spread(by, x, group)
+    if offset == 2:
+        x = x + _spread(rest, x, group)
+    return x
+
+
+@triton.jit
+def _floats(codes, less: tl.constexpr, coded: tl.constexpr):
+    # Numbers of 4 bits. `coded`: floats of 4 bits (MXFP4), doubled: 0, 1, 2, 3, 4, 6, 8, 12 and a sign.
+    if coded:
+        size = (codes & 7).to(tl.int32)
+        power = tl.maximum(size >> 1, 1) - 1
+        found = tl.where(size < 2, size, (2 + (size & 1)) << power)
+        floats = tl.where(codes > 7, -found, found).to(tl.float32)
+    else:
+        floats = codes.to(tl.float32) - less
+    return floats
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,6 +63,7 @@ def _multiply(
     x,
     numbers,
     scale,
+    offset,
     bias,
     out,
     rows,
@@ -46,6 +72,10 @@ def _multiply(
     x_row,
     bits: tl.constexpr,
     groups: tl.constexpr,
+    size: tl.constexpr,
+    shift: tl.constexpr,
+    less: tl.constexpr,
+    coded: tl.constexpr,
     biased: tl.constexpr,
     some: tl.constexpr,
     many: tl.constexpr,
@@ -63,19 +93,25 @@ def _multiply(
     total = tl.zeros([some, many], tl.float32)
     if groups == 1:
         by = tl.load(scale + at_output, mask=there, other=0.0).to(tl.float32)
+        rest = by
+        if shift:
+            rest = tl.load(offset + at_output, mask=there, other=0).to(tl.float32)
     for step in range(tl.cdiv(inputs, deep)):
         if groups > 1:
-            # Inputs are a whole number of groups of 32.
-            group = step * (deep // 32) + tl.arange(0, deep // 32)
+            # Inputs are a whole number of groups.
+            group = step * (deep // size) + tl.arange(0, deep // size)
             known = there & (group < groups)[None, :]
             by = tl.load(scale + at_output * groups + group[None, :], mask=known, other=0.0).to(tl.float32)
+            rest = by
+            if shift:
+                rest = tl.load(offset + at_output * groups + group[None, :], mask=known, other=0).to(tl.float32)
         if bits == 4:
             # A group is 16 bytes: its inputs' first half in the low bits, the other in the high ones.
             place = step * (deep // 2) + tl.arange(0, deep // 2)
             inside = (place < inputs // 2)[None, :]
             packed = tl.load(numbers + at_output * (inputs // 2) + place[None, :], mask=there & inside, other=0)
-            low = _scaled((packed & 15).to(tl.float32) - 8, by, 16).to(dtype).to(kind)
-            high = _scaled((packed >> 4).to(tl.float32) - 8, by, 16).to(dtype).to(kind)
+            low = _weights(_floats(packed & 15, less, coded), by, rest, shift, 16).to(dtype).to(kind)
+            high = _weights(_floats(packed >> 4, less, coded), by, rest, shift, 16).to(dtype).to(kind)
             own = (place // 16 * 32 + place % 16)[None, :]
             first = tl.load(at_x + own, mask=asked & inside, other=0.0).to(kind)
             second = tl.load(at_x + own + 16, mask=asked & inside, other=0.0).to(kind)
@@ -85,7 +121,7 @@ def _multiply(
             place = step * deep + tl.arange(0, deep)
             inside = (place < inputs)[None, :]
             read = tl.load(numbers + at_output * inputs + place[None, :], mask=there & inside, other=0).to(tl.float32)
-            weight = _scaled(read, by, 32).to(dtype).to(kind)
+            weight = _weights(read, by, rest, shift, size).to(dtype).to(kind)
             own_x = tl.load(at_x + place[None, :], mask=asked & inside, other=0.0).to(kind)
             total = tl.dot(own_x, tl.trans(weight), total, input_precision="ieee")
     if biased:
@@ -100,13 +136,19 @@ def multiply(x: Tensor, matrix: RoundedMatrix) -> Tensor:
     out = torch.empty((count, matrix.outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
+    kept = matrix.kind
     sizes, deep = tiles(x.dtype)
     some = next((size for size in sizes if count <= size), sizes[-1])
     _multiply[(triton.cdiv(count, some), triton.cdiv(matrix.outputs, OUTPUTS))](
-        *(x, matrix.numbers, matrix.scale, x if matrix.bias is None else matrix.bias, out),
+        *(x, matrix.numbers, matrix.scale, matrix.scale if matrix.offset is None else matrix.offset),
+        *(x if matrix.bias is None else matrix.bias, out),
         *(count, matrix.outputs, inputs, x.stride(0)),
-        bits=matrix.bits,
+        bits=kept.bits,
         groups=matrix.scale.shape[1],
+        size=kept.group or GROUP,
+        shift=0 if kept.offset is None else 2 if kept.offset.is_floating_point else 1,
+        less=kept.less,
+        coded=kept.coded,
         biased=matrix.bias is not None,
         some=some,
         many=OUTPUTS,
@@ -118,14 +160,32 @@ def multiply(x: Tensor, matrix: RoundedMatrix) -> Tensor:
     return out
 
 
-def trial(device: torch.device, dtype: torch.dtype, bits: int, grouped: bool) -> None:
+def trial(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
     """Compare with torch's products of the widened weights, for one row and many. Raises: ArithmeticError if they differ."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(70, 352, generator=generator)
-    numbers, scale = rounded_rows(weight, bits, grouped)
-    bias = torch.randn(70, generator=generator).to(device=device, dtype=dtype)
-    matrix = RoundedMatrix(numbers.to(device), scale.to(device), 352, bias)
+    matrix = drawn(kind, 70, 352, generator, device)
+    matrix = matrix.with_bias(torch.randn(70, generator=generator).to(device=device, dtype=dtype))
+    # Sums of 352 products in another order, whose roundings grow with the square root, rounded once; torch may add up a part in
+    # the dtype.
+    tolerance = max(4 * torch.finfo(dtype).eps, 352**0.5 * torch.finfo(torch.float32).eps)
     for rows in (1, 70):
         x = torch.randn(rows, 352, generator=generator).to(device=device, dtype=dtype)
-        # Sums of 352 products in another order, rounded once; torch may add up a part in the dtype.
-        agree("a product of rounded weights", multiply(x, matrix), matrix.by_torch(x), 4 * torch.finfo(dtype).eps)
+        agree("a product of rounded weights", multiply(x, matrix), matrix.by_torch(x), tolerance)
+
+
+def drawn(kind: Kind, outputs: int, inputs: int, generator: torch.Generator, device: torch.device) -> RoundedMatrix:
+    """Draw a matrix that is kept so, with weights of about 1."""
+    four = kind.bits == 4
+    width, least, most = (inputs // 2, 0, 256) if four else (inputs, -127, 128)
+    numbers = torch.randint(least, most, (outputs, width), generator=generator)
+    numbers = numbers.to(torch.uint8 if four else torch.int8)
+    groups = inputs // kind.group if kind.group else 1
+    scale = (torch.rand(outputs, groups, generator=generator) + 0.5) / (8 if four else 100)
+    offset = None
+    if kind.offset is not None:
+        drawn_by = torch.randn(outputs, groups, generator=generator)
+        # Floats of 4 bits begin with a minimum: numbers are not negative.
+        offset = drawn_by / 4 - 7.5 * four * scale if kind.offset.is_floating_point else drawn_by.mul(2).round()
+        offset = offset.to(kind.offset).to(device)
+    where = numbers.to(device), scale.to(kind.scale).to(device)
+    return RoundedMatrix(*where, inputs, offset=offset, coded=kind.coded)

@@ -10,7 +10,7 @@ from afterglow.choices import QuantizationName
 from afterglow.config import format_size
 from afterglow.errors import ModelError
 from afterglow.memory.free import free_bytes
-from afterglow.model.keeping import blocks_work
+from afterglow.model.keeping import keeps_blocks
 from afterglow.model.spec import ModelSpec
 
 # Bytes of a rounded weight, its part of the scales included.
@@ -36,8 +36,9 @@ def check_memory(model: Path, parameters: int, weights: int, kv_bytes: int, devi
 def weight_bytes(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: QuantizationName, blocks: int | None
 ) -> int:
-    """Return about how many bytes the weights take as they are kept. `blocks`: bytes of weights that have blocks in the file."""
-    if quantization == "auto" and blocks is not None and blocks_work(dtype, device):
+    """Return about how many bytes the weights take as they are kept. `blocks`: bytes of the weights where files have blocks, as these
+    are kept if they are."""
+    if quantization == "auto" and blocks is not None and keeps_blocks(dtype, device):
         return blocks
     table = spec.vocab * spec.hidden
     matrices = spec.num_parameters - (0 if spec.tied_embeddings else table)  # a tied head is reordered: a copy

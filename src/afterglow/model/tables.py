@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterglow.kernels.device_products import RoundedMatrix
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 
 
@@ -58,3 +59,16 @@ class BlockTable:
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize(F.embedding(ids, self.blocks), self.block_format).to(dtype)
+
+
+class DeviceTable:
+    """Rows in 8 or 4 bits on CUDA, widened as they are looked up. A head may multiply with the same matrix."""
+
+    __slots__ = ("device", "matrix")
+
+    def __init__(self, matrix: RoundedMatrix) -> None:
+        """Keep a matrix, whose outputs are the rows."""
+        self.device, self.matrix = matrix.numbers.device, matrix
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.matrix.looked_up(ids, dtype)

@@ -17,12 +17,12 @@ from afterglow.choices import KeptWeights, QuantizationName
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.experts import Experts, Mlp
-from afterglow.model.keeping import Keeping, blocks_work, unrounded
-from afterglow.model.linear import BlockLinear, Linear, ReorderedLinear, StackedLinear
+from afterglow.model.keeping import Keeping, keeps_blocks, unrounded
+from afterglow.model.linear import Linear, StackedLinear
 from afterglow.model.names import Names
 from afterglow.model.rotary import layer_ropes
 from afterglow.model.spec import EncoderSpec, ModelSpec
-from afterglow.model.tables import BlockTable, PackedTensor, Table
+from afterglow.model.tables import PackedTensor, Table
 
 
 class WeightSource(Protocol):
@@ -65,7 +65,7 @@ class WeightAssembler:
         """Choose how to keep matrices. Raises: ConfigError if the model cannot be quantised so."""
         self._spec, self._names, self._source = spec, names, source
         self._dtype, self._device = dtype, device
-        self._keeps_blocks = quantization == "auto" and blocks_work(dtype, device)
+        self._keeps_blocks = quantization == "auto" and keeps_blocks(dtype, device)
         self._keeping = Keeping(dtype, device, quantization)
         self._kept: KeptWeights = self._keeping.kept
 
@@ -75,13 +75,15 @@ class WeightAssembler:
         embed = self._embedding()
         positions = self._positions() if spec.positions == "learned" else None
         layers = [self._layer(index) for index in range(spec.layers)]
+        head = self._head(embed)
+        self._keeping.say_memory()
         return Decoder(
             spec,
             embed=embed,
             positions=positions,
             layers=layers,
             final_norm=self._norm(names.final_norm, spec.hidden),
-            head=self._head(embed),
+            head=head,
             rope=layer_ropes(spec, self._device),
             dtype=self._dtype,
             quantization=self._kept,
@@ -95,13 +97,15 @@ class WeightAssembler:
         types = None
         if spec.token_types:
             types = self._get(names.token_types + ".weight", spec.token_types, spec.hidden)[0].clone()
+        layers = [self._layer(index) for index in range(spec.layers)]
+        self._keeping.say_memory()
         return Encoder(
             spec,
             embed=embed,
             positions=self._positions(),
             token_type=types,
             embed_norm=self._norm(names.embed_norm, spec.hidden),
-            layers=[self._layer(index) for index in range(spec.layers)],
+            layers=layers,
             dtype=self._dtype,
             quantization=self._kept,
         )
@@ -177,17 +181,15 @@ class WeightAssembler:
     def _packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
         found = self._source.packed(name, shape) if self._keeps_blocks else None
         if found is not None:
-            self._kept = "blocks"
+            self._kept = "blocks" if self._device.type == "cpu" else "blocks alone"
         return found
 
     def _embedding(self) -> Table:
         name, shape = self._names.embed + ".weight", (self._spec.vocab, self._spec.hidden)
         found = self._packed(name, shape)
-        return (
-            self._keeping.table(self._source.get(name, shape))
-            if found is None
-            else BlockTable(found[0].clone(), found[1])
-        )
+        if found is None:
+            return self._keeping.table(self._source.get(name, shape))
+        return self._keeping.block_table(found.blocks.clone(), found.block_format)
 
     def _norm(self, name: str, size: int) -> Norm:
         rms = self._spec.norm == "rms"
@@ -234,7 +236,7 @@ class WeightAssembler:
             blocks = [packed for _, packed in run if packed is not None]
             if blocks:
                 whole = blocks[0].blocks if len(blocks) == 1 else torch.cat([part.blocks for part in blocks])
-                stack.append(_of_blocks(blocks[0]._replace(blocks=whole), inputs, biases))
+                stack.append(self._keeping.blocks(blocks[0]._replace(blocks=whole), inputs, biases))
                 continue
             matrix = self._keeping.begin(sum(part.outputs for part, _ in run), inputs, head=head)
             start = 0
@@ -290,8 +292,3 @@ def _layout(part: tuple[Part, PackedTensor | None]) -> tuple[str, bytes | None] 
     if found is None:
         return None
     return found.block_format, None if found.order is None else found.order.numpy().tobytes()
-
-
-def _of_blocks(tensor: PackedTensor, inputs: int, bias: Tensor | None) -> Linear:
-    matrix = BlockLinear(tensor.blocks, tensor.block_format, inputs, bias)
-    return matrix if tensor.order is None else ReorderedLinear(matrix, tensor.order)

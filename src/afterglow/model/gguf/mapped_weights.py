@@ -16,6 +16,7 @@ from torch import Tensor
 
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, open_gguf
+from afterglow.kernels.device_blocks import DEVICE_BITS
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.memory.free import TRIM_AFTER, trim
 from afterglow.memory.pages import give_back, read_soon
@@ -94,6 +95,11 @@ class GgufWeights:
     def in_blocks(self) -> bool:
         """Whether there are tensors for `packed`."""
         return any(tensor.block_format in BLOCK_FORMATS for tensor in self._file.tensors.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of all tensors where blocks are kept on a device."""
+        return int(sum(map(_device_bytes, self._file.tensors.values())))
 
     def dtype_of(self, name: str) -> str:
         """Return the dtype of a tensor, by our name; bfloat16 for one in blocks."""
@@ -184,6 +190,13 @@ class GgufWeights:
         if self._since_trim > TRIM_AFTER:  # copies that were joined and freed lie between matrices that stay
             self._since_trim = 0
             trim()
+
+
+def _device_bytes(tensor: FileTensor) -> float:
+    about = BLOCK_FORMATS.get(tensor.block_format)
+    if about is None:
+        return tensor.blocks.nbytes
+    return tensor.blocks.nbytes // about.num_bytes * about.weights * DEVICE_BITS[tensor.block_format] / 8
 
 
 def _file_formats() -> list[str]:

@@ -1,0 +1,84 @@
+"""Models in blocks on a device, and on the CPU as what their blocks stand for: scenes for `play.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.peers.random_gguf import write_random
+
+from afterglow.choices import QuantizationName
+from afterglow.kernels.packed import BLOCK_FORMATS
+from afterglow.model.decoder import PlainAttend
+from afterglow.model.loader import load_model
+from afterglow.model.presets import save_hf
+from afterglow.model.spec import ModelSpec, RopeSpec
+from tests.device import pretend
+from tests.device.scenes import ask, draw, load
+from tests.model.test_quantized import CASES, SPEC, write
+
+SMALL = ModelSpec(
+    family="llama",
+    layers=1,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    ffn=256,
+    vocab=300,
+    max_positions=1024,
+    rope=RopeSpec(dim=64, base=10000.0),
+    bos_id=1,
+    eos_ids=(2,),
+)
+FILES = [name for name in BLOCK_FORMATS if name not in ("A4", "A8")]
+
+
+def logits(device: str, folder: Path) -> list[Any]:
+    """Logits of a file in each format, and of checkpoints: of their last row, and how weights are kept."""
+    how: QuantizationName = "auto" if device == "cuda" else "none"
+    paths = []
+    for number, block_format in enumerate(FILES):
+        paths.append(folder / f"{block_format}.gguf")
+        folder.mkdir(exist_ok=True)
+        tied = number % 2 == 0  # the head of the others is in another format
+        write_random(
+            paths[-1], replace(SMALL, tied_embeddings=tied), block_format, head_format=None if tied else "Q6_K"
+        )
+    save_hf(SPEC, folder / "plain")
+    for name in ("gptq 4 bits", "gptq 4 bits, activation order", "gptq 8 bits", "awq", "compressed 4 bits, asymmetric",
+                 "compressed 8 bits, by output", "compressed int8, groups, asymmetric"):  # fmt: skip
+        (folder / name).mkdir()
+        paths.append(write(folder / "plain", folder / name, CASES[name])[0])
+    found = []
+    on = "cuda:0" if device == "cuda" else device
+    with pretend.active() if device == "cuda" else contextlib.nullcontext():
+        for path in paths:
+            model = load_model(path, dtype="float32", device=on, quantization=how)
+            ids, positions = (torch.arange(20).to(model.device) * by for by in (11, 1))
+            rows = model.logits(model.forward(ids, positions, PlainAttend(model, positions, [20])))
+            found.append([path.stem, model.quantization, rows[-1].cpu().tolist()])
+    return found
+
+
+def reuse(device: str, folder: Path) -> list[Any]:
+    """A conversation whose rows come from the device, host memory and disk, and beside it the same asked without a cache."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "blocks.gguf"
+    write_random(path, SMALL, "Q4_K", head_format="Q6_K")
+    how: QuantizationName = "auto" if device == "cuda" else "none"
+    engine = load(device, folder / "cache", path, quantization=how)
+    prefix = draw(1, 150)
+    found = ask(engine, [prefix])
+    for tier in ("device", "host", "disk"):
+        engine.settle()
+        if tier != "device":
+            engine.demote(tier)
+        asked = [*prefix, *draw(len(found), 10)]
+        found += ask(engine, [asked])
+        found += ask(engine, [asked], reuse=False)
+    engine.close()
+    return found

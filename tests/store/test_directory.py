@@ -159,10 +159,10 @@ def test_a_prompt_is_one_question_however_long_it_is(server: RedisServer, bucket
         assert client.info("commandstats")["cmdstat_eval"]["calls"] == 1
 
 
-def test_a_long_prompt_is_asked_for_in_pieces(
+def test_a_long_prompt_takes_one_call_unless_much_is_read(
     server: RedisServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same is found, in one round trip up to a length, and no piece is long."""
+    """The same is found in one call, or in some that are short."""
     a = Side(bucket, server.url)
     a.know_all()
     tokens = np.arange(64 * 40, dtype=np.uint32).tobytes()
@@ -179,24 +179,29 @@ def test_a_long_prompt_is_asked_for_in_pieces(
     found = [a.find(each) for each in questions]
     assert found[0] is not None
     assert len(found[0]) == len(ends) - 1
-    trips: list[int] = []
-    from afterglow.store.shared.directory_clients import DirectoryClients
 
-    together = DirectoryClients.together
-    monkeypatch.setattr(DirectoryClients, "together", lambda *args: trips.append(len(args[1])) or together(*args))
-    monkeypatch.setattr(directory, "PIECE", 4)
-    for trip, expected in ((64, [11]), (16, [4, 4, 3])):
-        monkeypatch.setattr(directory, "TRIP", trip)
-        trips.clear()
-        assert [a.find(each) for each in questions] == found
-        assert trips[: len(expected)] == expected
+    def calls() -> int:
+        """Count the calls since the last count."""
+        with server.client as client:
+            stats = client.info("commandstats")
+            client.config_resetstat()
+        return int(stats.get("cmdstat_eval", {"calls": 0})["calls"])
+
+    calls()
+    assert [a.find(each) for each in questions] == found
+    assert calls() == len(questions)
+    monkeypatch.setattr(directory, "MAX_ASKED", 16)
+    assert a.find(questions[0]) == found[0]
+    assert calls() == 3
+    monkeypatch.setattr(directory, "MAX_READ", 2)  # ids: a call is over sooner, and no block is left out
+    assert [a.find(each) for each in questions] == found
+    assert calls() > 3 * 3
     monkeypatch.setattr(directory, "CALL_S", 0.0)
-    trips.clear()
     some = a.find(questions[0])
     assert some
     assert some.keys() < found[0].keys(), "a lookup ends in time"
     assert all(agrees <= found[0][digit] for digit, agrees in some.items())
-    assert trips == [4]
+    assert calls() == 1
 
 
 def test_what_is_deleted_leaves_nothing(server: RedisServer, bucket: Bucket) -> None:

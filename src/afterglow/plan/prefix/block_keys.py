@@ -27,8 +27,7 @@ def block_keys(salt: str, tokens: bytes, known: Sequence[str] = ()) -> list[str]
     before = bytes.fromhex(keys[-1]) if keys else b""
     for end in range(4 * BLOCK_ROWS * len(keys), len(tokens) + 1, 4 * BLOCK_ROWS):
         hashed = keyed.copy()
-        hashed.update(before)
-        hashed.update(tokens[max(0, end - 4 * BLOCK_ROWS) : end])
+        hashed.update(before + tokens[max(0, end - 4 * BLOCK_ROWS) : end])
         before = hashed.digest()
         keys.append(before.hex())
     return keys

@@ -37,10 +37,8 @@ LATE_S: Final = 10 * CALL_S  # after which a call counts as failed although it h
 UNKNOWN_S: Final = 0.05  # it rests for so long while the store's id is being read
 REST_S: Final = 30.0  # for so long a directory that has failed is left alone
 WHOLE_S: Final = 24 * 3600  # until extents are copied again; it counts as whole for as long once more
-PIECE: Final = (
-    64  # blocks that one program looks for: others are held up for 20 ms at most, by a hundred extents at each
-)
-TRIP: Final = 8 * PIECE  # that are asked for in one round trip
+MAX_ASKED: Final = 512  # blocks that are asked for in one call
+MAX_READ: Final = 6400  # extents after which a call ends: it holds up others for 20 ms
 MAX_FOUND: Final = 100  # extents that a block leads to, the last used first
 _EXTENT: Final = re.compile(r"([0-9a-f]+)/extents/[0-9a-f]{2}/([0-9a-f]{40})\.safetensors")
 _ENTRY: Final = re.compile(
@@ -186,26 +184,22 @@ class DirectoryObjects:
         self._redis.eval(REMOVE, 1, entry, prefix, extent)
 
     def _find(self, model: str, names: DirectoryNames, question: Question) -> Sequence[Known] | None:
-        """Ask for pieces of a prompt, for some in each round trip; what comes after `CALL_S` is left out."""
+        """Ask for the blocks of a prompt, in as many calls as it takes; what comes after `CALL_S` is left out."""
         found: dict[str, Known] = {}
-        end, ends = time.monotonic() + CALL_S, False
-        for start in range(0, max(1, len(question.blocks)), TRIP):
-            if ends or (start and time.monotonic() > end):
-                break
-            pieces = range(start, max(1, min(start + TRIP, len(question.blocks))), PIECE)
-            replies = self._clients.together([_piece(model, names, question, each) for each in pieces])
-            for piece, reply in zip(pieces, replies, strict=True):
-                if reply is None:
-                    return None
-                if not piece:
-                    self._counters.count(directory_lookups=1)
-                    if reply[0] < WHOLE_S:  # it has them for a day more
-                        self._copy_later(model)
-                for known in _known(model, BLOCK_ROWS * (question.first + piece - 1), reply[2:]):
-                    before = found.setdefault(known.listed.path, known)
-                    found[known.listed.path] = max(before, known, key=lambda each: each.agrees)
-                if ends := bool(reply[1]):
-                    break
+        end, start, more = time.monotonic() + CALL_S, 0, True
+        while more:
+            reply = self._redis.eval(*_call(model, names, question, start))
+            if reply is None:
+                return None
+            if not start:
+                self._counters.count(directory_lookups=1)
+                if reply[0] < WHOLE_S:  # it has them for a day more
+                    self._copy_later(model)
+            for known in _known(model, BLOCK_ROWS * (question.first + start - 1), reply[2:]):
+                before = found.setdefault(known.listed.path, known)
+                found[known.listed.path] = max(before, known, key=lambda each: each.agrees)
+            start += reply[1]
+            more = reply[1] > 0 and start < len(question.blocks) and time.monotonic() <= end
         return [*found.values()]
 
     def _copy_later(self, model: str) -> None:
@@ -318,12 +312,13 @@ class DirectoryObjects:
         log.warning("the directory fails, and is left alone for %g s: %s: %.200s", REST_S, type(error).__name__, error)
 
 
-def _piece(model: str, names: DirectoryNames, question: Question, start: int) -> tuple[object, ...]:
+def _call(model: str, names: DirectoryNames, question: Question, start: int) -> tuple[object, ...]:
     """Return what asks for the blocks of a prompt from one on: parents matter within as many rows before it as an extent has at most."""
     row = BLOCK_ROWS * question.first
     parents = max(row, row + BLOCK_ROWS * start - MAX_EXTENT_ROWS) if start else row
-    hashes = "".join(question.blocks[start : start + PIECE])
-    return FIND, 1, names.whole(model), names.prefix(model), MAX_FOUND, question.patience - start, parents, hashes
+    hashes = "".join(question.blocks[start : start + MAX_ASKED])
+    patience = question.patience - start
+    return FIND, 1, names.whole(model), names.prefix(model), MAX_FOUND, patience, parents, MAX_READ, hashes
 
 
 def _known(model: str, row: int, reply: Sequence[Any]) -> Iterator[Known]:

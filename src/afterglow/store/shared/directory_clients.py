@@ -5,7 +5,6 @@ Imported where a directory is opened: the package `redis` is optional.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -26,23 +25,6 @@ class DirectoryClients:
         self.quick: Any
         self.patient: Any
         self.quick, self.patient = self._all
-
-    def together(self, calls: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Run programs, given by what `eval` takes, in one round trip."""
-        try:
-            return self._together(calls)
-        except MovedError as error:
-            self.follow(error)
-            return self._together(calls)
-
-    def _together(self, calls: Sequence[tuple[object, ...]]) -> list[Any]:
-        if len(calls) == 1:
-            return [self.quick.eval(*calls[0])]
-        pipeline = self.quick.pipeline(transaction=False)
-        for call in calls:
-            pipeline.eval(*call)
-        found: list[Any] = pipeline.execute()
-        return found
 
     def follow(self, error: MovedError) -> None:
         """Go to the node that an answer names instead of the one that gave it."""

@@ -13,16 +13,17 @@ from __future__ import annotations
 from typing import Final
 
 FIND: Final = """
--- KEYS: whole  ARGV: prefix, most ids of a block, how many blocks may lead nowhere, the row from which parents matter, hashes: 32 digits
--- each, one after another, since a long prompt's would be hundreds of arguments
--- returns the seconds for which the directory has all, 1 if no more blocks need be looked for, then entries without their hashes, each with
--- the number of the last block that leads to it; 0: a child alone does
+-- KEYS: whole  ARGV: prefix, most ids of a block, how many blocks may lead nowhere, the row from which parents matter, the ids after which
+-- it ends, hashes: 32 digits each, one after another, since a long prompt's would be hundreds of arguments
+-- returns the seconds for which the directory has all, the number of blocks that were looked for (0: no more need be), then entries
+-- without their hashes, each with the number of the last block that leads to it; 0: a child alone does
 local whole, about = redis.pcall('GET', KEYS[1]), redis.pcall('INFO', 'server')
 if type(whole) ~= 'string' then return false end
 local run = type(about) == 'string' and string.match(about, 'run_id:(%S+)') or '-'
 if string.match(whole, '^%S+') ~= run then return false end -- it was restarted, perhaps from an old snapshot
 local prefix, row = ARGV[1], tonumber(ARGV[4])
-local found, places = {redis.call('TTL', KEYS[1]), 0}, {}
+local hashes, most, read = ARGV[6], tonumber(ARGV[5]), 0
+local found, places = {redis.call('TTL', KEYS[1]), #hashes / 32}, {}
 local function take(id, block)
   local place = places[id]
   if place == nil then
@@ -40,15 +41,20 @@ local function take(id, block)
   if place > 0 and block > found[place] then found[place] = block end
   return place > 0
 end
-for i = 1, #ARGV[5] / 32 do
-  local key, leads = prefix .. 'block/' .. string.sub(ARGV[5], 32 * i - 31, 32 * i), false
+for i = 1, #hashes / 32 do
+  local key, leads = prefix .. 'block/' .. string.sub(hashes, 32 * i - 31, 32 * i), false
   local ids = redis.pcall('ZREVRANGE', key, 0, tonumber(ARGV[2]) - 1)
   if ids.err then redis.call('DEL', key) end
   for _, id in ipairs(ids) do
     if take(id, i) then leads = true else redis.call('ZREM', key, id) end
   end
+  read = read + #ids
   if not leads and i > tonumber(ARGV[3]) then
-    found[2] = 1
+    found[2] = 0
+    break
+  end
+  if read >= most then
+    found[2] = i
     break
   end
 end

@@ -17,9 +17,9 @@ from typing import Any
 
 from afterglow.bench.report import COUNTED, arguments, finish, goal, show
 from afterglow.library.locate import BUNDLED, find_model
-from benchmarks.cluster import hits, idle, latency, lookups, turns
+from benchmarks.cluster import calls, hits, idle, latency, lookups, turns
 
-PARTS = ("turns", "moving", "hits", "idle", "cold", "lookup")
+PARTS = ("turns", "moving", "hits", "calls", "idle", "cold", "lookup")
 COST = 0.01  # part of the throughput that a store may cost, and
 LATE_S = 0.002  # seconds by which a cold prompt's first token may come later
 
@@ -50,6 +50,10 @@ def main(args: list[str]) -> int:
                 found = hits.rows(2, 48, size, folder, options.seed)
                 rows += found
                 goals += _hits(size, found)
+        if "calls" in options.parts:
+            counted = calls.measure(small, folder, options.seed)
+            rows.append(counted)
+            goals.append(_called(counted))
         if "idle" in options.parts:
             costs = idle.measure(small, 15 if options.quick else 50, folder, options.seed, options.threads)
             rows += costs
@@ -114,6 +118,19 @@ def _hits(size: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             goal("hit share at random with a store, points below one engine", one - shared, 3, least=False, spread=COUNTED),
         ]  # fmt: skip
     return found
+
+
+def _called(row: dict[str, Any]) -> dict[str, Any]:
+    counts = row["calls_per_token"]
+    show("calls of functions for each token", ("", *counts), [("", *(f"{each:.1f}" for each in counts.values()))])
+    one, again, shared = counts.values()
+    return goal(
+        "idle: part of the calls per token that a store adds",
+        shared / ((one + again) / 2) - 1,
+        COST,
+        least=False,
+        spread=abs(again / one - 1) / COST,
+    )
 
 
 def _costs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

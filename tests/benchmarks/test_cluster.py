@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.cluster import hits, idle, latency, lookups, turns
+from benchmarks.cluster import calls, hits, idle, latency, lookups, turns
 
 from afterglow.library.locate import BUNDLED, find_model
 from tests.store.redis_server import binary
@@ -51,6 +51,15 @@ def test_prompts_are_looked_up_in_a_directory(tmp_path: Path, monkeypatch: pytes
     (row,) = lookups.measure(2, tmp_path, 0, 1)
     assert 0 < row["lookup"]["median"] < row["first step"]["with"]["median"]
     assert row["first step"]["with"]["median"] < row["first token"]["with"]["median"]
+
+
+@needs_model
+def test_a_store_that_nothing_is_found_in_takes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The goal is 1 %; the rest is for what threads do at times of their own."""
+    monkeypatch.setattr(calls, "REQUESTS", 4)
+    counts = calls.measure(str(find_model(BUNDLED)), tmp_path, 0)["calls_per_token"]
+    assert counts["without"] > 100
+    assert counts["with"] < 1.03 * max(counts["without"], counts["without again"])
 
 
 def test_the_interval_of_a_median_has_it_as_often_as_it_says() -> None:

@@ -382,6 +382,23 @@ def test_what_a_client_deletes_leaves_the_shared_store_too(cluster: Cluster) -> 
     same(done, b, prompt)
 
 
+def test_rows_that_stay_in_memory_ask_nothing_of_the_store(cluster: Cluster) -> None:
+    """Neither when they are stored nor when a merged extent replaces them."""
+    a = cluster.engine("a")
+    text = rows_of(65, 40)
+    for turn in range(4):
+        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+        (done,) = a.engine.generate([Request(f"volatile-{turn}", text, params, volatile=True)])
+        assert turn == 0 or done.cached.total > 40
+        text = [*text, *done.tokens, *rows_of(66 + turn, 20)]
+    published(a)
+    stats = a.engine.stats()
+    assert stats.plan.counters.merges > 0
+    assert stats.shared is not None
+    assert (stats.shared.published, stats.shared.deleted) == (0, 0)
+    assert cluster.files() == []
+
+
 def test_rows_that_expire_are_not_found_later(cluster: Cluster) -> None:
     prompt = rows_of(70, 150)
     a = cluster.engine("a", ttl=1.0)

@@ -130,9 +130,10 @@ class Sharing:
             stored = self._storing.pop(each.move, None) if isinstance(each, MoveDone) else None
             if stored is not None and isinstance(each, MoveDone) and each.ok:
                 self._publish(stored)
-        for name in self._scheduler.cache.placement.take_deleted():
+        deleted, replaced = self._scheduler.cache.placement.take_gone()
+        for name in deleted:
             self.shared.delete(name)
-        for name in self._scheduler.cache.placement.take_replaced():
+        for name in replaced:
             self.shared.replaced(name)
 
     def _publish(self, name: ExtentId) -> None:

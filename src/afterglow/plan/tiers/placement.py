@@ -39,7 +39,7 @@ class Placement:
     ) -> None:
         self.shares = options.shared
         self.deleted: list[ExtentId] = []  # since the list was last taken; kept where there is a shared tier
-        self.replaced: list[ExtentId] = []  # by merged ones, likewise
+        self.replaced: list[ExtentId] = []  # by merged ones, likewise, and not of those that stay in memory
         self.lost: list[Extent] = []  # forgotten, although conversations with a name had used them
         self.ghosts = Ghosts()
         self.cost = Cost(capacity.layers, capacity.readers)
@@ -132,7 +132,7 @@ class Placement:
         whole.dead, whole.pins = False, 0
         del self._dead[whole]
         for part in parts:
-            if self.shares:
+            if self.shares and not part.volatile:
                 self.replaced.append(part.id)
             self._bury(part)
         self.quota.add(whole)
@@ -244,15 +244,14 @@ class Placement:
                 self.forget(extent, "evicted")
         return found
 
-    def take_deleted(self) -> list[ExtentId]:
-        """Return the extents that were deleted, not evicted, since the last call; none without a shared tier."""
-        deleted, self.deleted = self.deleted, []
-        return deleted
-
-    def take_replaced(self) -> list[ExtentId]:
-        """Return the extents that merged ones have replaced since the last call; none without a shared tier."""
-        replaced, self.replaced = self.replaced, []
-        return replaced
+    def take_gone(self) -> tuple[list[ExtentId], list[ExtentId]]:
+        """Return the extents that were deleted, not evicted, and those that merged ones have replaced since the last call; none without a
+        shared tier.
+        """
+        gone = self.deleted, self.replaced
+        if self.deleted or self.replaced:
+            self.deleted, self.replaced = [], []
+        return gone
 
     def drop_clean(self) -> None:
         """Free the slots of every extent that is also on disk and not in use."""

@@ -26,6 +26,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
+LANES = 16  # numbers of the widest vector register
+
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
@@ -107,7 +109,7 @@ class Experts:
         else:
             self._add_groups(out, x, weights, chosen)
         if self._shared is not None and self._shared_gate is not None:
-            out += torch.sigmoid(self._shared_gate(x)) * self._shared(x)
+            out += _sigmoid(self._shared_gate(x)) * self._shared(x)
         return out
 
     def _add_groups(self, out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor) -> None:
@@ -128,3 +130,10 @@ class Experts:
         if self._spec.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Compute the sigmoid of `x` [rows, 1]. Torch rounds what fills no vector register in another way: each row fills some, so
+    that it does not depend on the others.
+    """
+    return torch.sigmoid(x.expand(-1, LANES).contiguous())[:, :1]

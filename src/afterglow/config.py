@@ -159,7 +159,9 @@ class CacheConfig:
         "from the second use on.",
     )
     source: KVSource = option(
-        "auto", "Where cached KV comes from: auto loads or recomputes, whichever is predicted to be faster."
+        "auto",
+        "Where cached KV comes from: auto loads or recomputes, whichever is predicted to be faster, and selects important rows "
+        "(--importance) only where that is faster still. load: always from the cache.",
     )
     preload: Preload = option(
         "layerwise",
@@ -261,7 +263,8 @@ class EngineConfig:
     importance: float | None = option(
         None,
         "Attend to this share of a request's cached prefix only, where it finds it important (SPEC): faster from slow disks, "
-        "and an approximation, said in the usage. 1 is exact, and lets requests ask for less (kv_retention). Default: off.",
+        "and an approximation, said in the usage. Where reading or computing all rows is predicted to be as fast, the answer is exact "
+        "(unless --source load). 1 is exact, and lets requests ask for less (kv_retention). Default: off.",
     )
     importance_alpha: float = option(
         0.6, "How soon probe heads are believed (SPEC's alpha): 0 never, more means sooner."

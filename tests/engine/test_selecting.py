@@ -95,6 +95,19 @@ def place(handle: Handle, tier: str, start: Start, model: Path, folder: Path, **
     return handle
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_rows_in_memory_are_used_as_they_are(start: Start, model_of: Models, tmp_path: Path, tier: str) -> None:
+    handle = start(model_of("llama"), tmp_path, importance=1.0, source="auto")
+    prefix, new = draw("memory", ROWS), draw(tier, NEW)
+    handle.ask(prefix, max_tokens=1)
+    if tier == "host":
+        handle.engine.settle()
+        handle.engine.demote(tier)
+    done = ask(handle, [*prefix, *new], 0.25)
+    same(done, ask(handle, [*prefix, *new], None, reuse=False))
+    assert (done.selected, getattr(done.cached, tier)) == (None, ROWS)
+
+
 @pytest.mark.parametrize("tier", ["host", "disk", "restart"])
 @pytest.mark.parametrize("family", in_turn(name for name in FAMILIES if name not in OTHER_SCORES))
 def test_a_selection_is_what_it_is_in_memory(

@@ -183,6 +183,7 @@ class FakeExecutor:
         self.hurried: set[int] = set()
         self.done: list[TransferDone] = []
         self.void = 0  # rows of wrong guesses
+        self.selecting_seconds = 0.0  # that passes take which select; 0: they do not say
         self.gathered = {"device": 0, "host": 0, "computed": 0}
 
     @property
@@ -240,6 +241,8 @@ class FakeExecutor:
         text = self.texts[run.job]
         if run.admit is not None:
             self._admit(run, run.admit)
+            if run.admit.selectable and self.selecting_seconds:
+                result.selecting[run.job] = self.selecting_seconds
         if self.window:
             self._make_room(run)
         failed = self._gather(run, late)
@@ -331,6 +334,8 @@ class FakeExecutor:
         else:
             assert admit.device_rows == 0
         self.gathered["device"] += len(segment.rows)
+        if admit.selectable:  # the important ones stand for all
+            segment.rows = list(self.texts[run.job].rows[: run.start])
         self.segments[run.job] = segment
 
     def _gather(self, run: Run, late: list[int]) -> str | None:

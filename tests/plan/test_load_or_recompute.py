@@ -236,3 +236,66 @@ def test_old_measurements_count_less_than_new_ones() -> None:
 
     assert learned(0) < 1.2
     assert learned(3600) > 1.4
+
+
+NEW = 20  # rows of a prompt that selects from its history
+
+
+def selects(server: Server, history: list[int], retention: float = 0.25) -> bool:
+    """Tell whether a job that may select from its history does."""
+    job = server.ask([*history, *words(NEW, 77_000)], selects=True, retention=retention)
+    assert server.ends[job] == "length"
+    (admit,) = [run.admit for run in server.runs(job) if run.admit is not None]
+    return bool(admit.selectable)
+
+
+def knows_selecting(server: Server, seconds: float) -> None:
+    """Let the server learn what a pass takes that selects."""
+    for _ in range(3):
+        server.scheduler.cache.cost.selected(NEW, HISTORY, seconds)
+
+
+def test_rows_are_selected_where_reading_all_takes_longer() -> None:
+    server = taught(load_seconds=1.6)
+    knows_selecting(server, 3.0)  # the new rows alone: 2 s
+    assert selects(server, words(HISTORY, 9000))
+
+
+def test_all_rows_are_read_where_selecting_takes_longer() -> None:
+    server = taught(load_seconds=0.01)
+    knows_selecting(server, 3.0)
+    assert not selects(server, words(HISTORY, 9000))
+
+
+def test_a_share_that_saves_little_is_not_selected() -> None:
+    server = taught(load_seconds=1.6)
+    knows_selecting(server, 2.1)
+    assert selects(server, words(HISTORY, 9000), 0.25)
+    to_disk(server)
+    assert not selects(server, words(HISTORY, 9000), 0.95)
+
+
+def test_rows_in_memory_are_used_as_they_are() -> None:
+    server = taught(load_seconds=100.0)
+    fresh = words(60, 20_000)
+    server.ask(fresh)
+    assert not selects(server, fresh), "in device memory"
+    server.scheduler.drop_contexts()
+    assert not selects(server, fresh), "in host memory"
+
+
+def test_loading_can_be_asked_for_where_rows_are_selected() -> None:
+    server = taught(load_seconds=0.01, source="load")
+    knows_selecting(server, 3.0)
+    assert selects(server, words(HISTORY, 9000))
+
+
+def test_what_selecting_takes_is_learned() -> None:
+    server = taught(load_seconds=0.01)
+    server.executor.selecting_seconds = 5.0
+    found = []
+    for _ in range(5):
+        found.append(selects(server, words(HISTORY, 9000)))
+        to_disk(server)
+    assert found == [True, True, True, False, False], "it has to be tried to be known"
+    assert server.scheduler.cache.cost.select(NEW, HISTORY) == pytest.approx(5.0, rel=0.01)

@@ -27,7 +27,9 @@ ROWS_LEAST = 64  # fewer are all taken
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     folder: Path = tmp_path_factory.mktemp("cache")
-    cache = CacheConfig(device_cache=64 << 20, host_cache=64 << 20, disk_cache=64 << 20, cache_dir=folder)
+    cache = CacheConfig(
+        device_cache=64 << 20, host_cache=64 << 20, disk_cache=64 << 20, cache_dir=folder, source="load"
+    )
     engine = Engine.load(BUNDLED, EngineConfig(threads=1, cache=cache, importance=1.0))
     engine.start()
     service = Service(

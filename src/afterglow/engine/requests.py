@@ -176,7 +176,8 @@ def job_spec(request: Request, config: EngineConfig, eos: frozenset[int], salt: 
         turns=request.turns,
         discard=request.discard,
         tie=_tie(request.cache_key),
-        selects=retention_of(request, config) < 1,
+        selects=(retention := retention_of(request, config)) < 1,
+        retention=retention,
         renews=config.importance_renew > 0,
         breakpoints=request.breakpoints if request.reuse and config.cache.reuse else (),
     )

@@ -206,6 +206,7 @@ class TorchRunner:
             own = self._outputs.draw([run], [moved], separate.hidden.normed, [last], failed=failed)
             if not failed:
                 own.selected[run.job] = separate.selection.summary()
+                own.result.selecting[run.job] = separate.seconds
             out.add(own)
         out.result = replace(out.result, waiting=waiting, exhausted=exhausted)
 

@@ -59,6 +59,7 @@ class SeparatePass:
         self.selection, self.entry, self.hidden = selection, entry, hidden
         self._work, self._waits_for, self._since = work, waits_for, time.monotonic()
         self.exhausted = False  # the device has no memory for it
+        self.seconds = 0.0  # that it has computed and selected, without what it waited for
         decoder = selection.shared.decoder
         self._angles = decoder.rotation(torch.arange(entry.start, entry.stop, device=decoder.device))
 
@@ -80,7 +81,7 @@ class SeparatePass:
 
         Where rows are lost, the entry's `failed` names the extent. `logit_rows`: the rows that the last layer computes.
         """
-        decoder, first = self.selection.shared.decoder, self.hidden.layer
+        decoder, first, began = self.selection.shared.decoder, self.hidden.layer, time.perf_counter()
         try:
             decoder.go_on(self.hidden, self, logit_rows, min(first + layers, decoder.spec.layers))
         except _MustWait:
@@ -90,6 +91,7 @@ class SeparatePass:
         except torch.OutOfMemoryError as error:
             log.warning("the device has no memory for %d rows that select: %s", len(self.hidden.x), error)
             self.exhausted = True
+        self.seconds += time.perf_counter() - began
         return self.hidden.layer - first
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def build(
         if namespace is not None:
             neighbours.warn(namespace.path, config.cache.disk_cache)
         tiers = capacity(size, config, layout, namespace, len(windowed))
-        scheduler, journal = make_scheduler(config, tiers, decoder, size.max_model_len, digest)
+        scheduler, journal = make_scheduler(config, tiers, decoder, layout, size.max_model_len, digest)
         if journal is not None:
             undo.callback(journal.close)
         _restore(scheduler, store)
@@ -249,7 +249,7 @@ def open_store(
 
 
 def make_scheduler(
-    config: EngineConfig, tiers: Capacity, decoder: Decoder, max_model_len: int, digest: str
+    config: EngineConfig, tiers: Capacity, decoder: Decoder, layout: KVLayout, max_model_len: int, digest: str
 ) -> tuple[Scheduler, TextIO | None]:
     """Make the plan, and open the journal that records its inputs, if there is to be one.
 
@@ -280,6 +280,7 @@ def make_scheduler(
         # Recording importance computes the attention weights of each request apart.
         relay=config.relay != "off" and config.truncation_policy != "importance",
         shared=cache.shared is not None,
+        probe_part=layout.probe_row_bytes / (2 * layout.row_bytes + layout.probe_row_bytes),
     )
     if config.journal is None:
         return Scheduler(tiers, options), None

@@ -37,6 +37,7 @@ class RunOutput:
         self.result.tokens.update(other.result.tokens)
         self.result.failed.update(other.result.failed)
         self.result.accepted.update(other.result.accepted)
+        self.result.selecting.update(other.result.selecting)
         self.logprobs.update(other.logprobs)
         self.prompt_logprobs.update(other.prompt_logprobs)
         self.selected.update(other.selected)

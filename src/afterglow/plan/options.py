@@ -113,7 +113,7 @@ class SchedulerOptions:
     `retain`: keep the contexts of finished jobs on the device while there is room. `relay`: tell in each step which rows its
     jobs have in common. `sliding_window`: rows that a query sees in layers with a window, whose earlier rows are not brought to the
     device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none). `shared`:
-    there is a tier that other engines share.
+    there is a tier that other engines share. `probe_part`: of an extent's bytes, the part that jobs which select read in any case (SPEC).
     """
 
     policy: PolicyName = "lru"
@@ -137,3 +137,4 @@ class SchedulerOptions:
     sliding_window: int = 0
     small_rows: int = MERGED_ROWS
     shared: bool = False
+    probe_part: float = 0.0

@@ -297,7 +297,8 @@ class StepResult:
     whose runs the device had no memory for, the newest ones; their rows of this step are void too. `waiting`: jobs that
     select (SPEC) whose runs have not ended, since what they need is on its way from disk or others were not to wait for them:
     the same runs, but for `admit`, are handed out again, and go on. `late`: those of `failed` whose layers are still on
-    their way, and were not waited for any longer because others waited."""
+    their way, and were not waited for any longer because others waited. `selecting`: seconds that the passes of jobs that select
+    took whose runs have ended, but for what they waited for."""
 
     tokens: dict[int, int]
     failed: dict[int, ExtentId]
@@ -307,6 +308,7 @@ class StepResult:
     waiting: Sequence[int] = ()
     late: Sequence[int] = ()
     accepted: dict[int, int] = field(default_factory=dict)
+    selecting: dict[int, float] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------ jobs in and events out
@@ -333,7 +335,10 @@ class JobSpec:
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out in any case (with `truncation`)
     scores: tuple[float, ...] = ()  # how important the first rows are, where `Scheduler.outgrown` has asked for it
     tie: int = 0  # of jobs that arrive together, those with equal values are served side by side
-    selects: bool = False  # take the important rows of the cached prefix, and leave nothing (SPEC; spec X3)
+    selects: bool = (
+        False  # take the important rows of the cached prefix, and leave nothing (SPEC; spec X3), where that pays
+    )
+    retention: float = 0.0  # the share of these rows; 0: it selects whatever that takes
     renews: bool = False  # and go on taking while it decodes: what it takes from stays where it is
     breakpoints: tuple[
         Breakpoint, ...

@@ -51,9 +51,10 @@ class Admission:
             self._cache.counters.waits_prefix += not job.waited
             job.waited = True
             return Wait.PREFIX
-        if job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated:
-            return self._select(job, match, may_join, now)
         context, device_rows = self._cache.device.best(tokens, match)
+        selects = job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated
+        if selects and self.decision.selecting_pays(job, _beyond(match, device_rows), device_rows, now):
+            return self._select(job, match, may_join, now)
         guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
         for extent in guarded:  # making room must cost neither the chosen context nor the match
             extent.ref_count += 1

@@ -39,6 +39,8 @@ class Committer:
             return
         self._measure(step, result, now - opened)
         for run in step.runs:
+            if run.job in result.selecting and run.own > 1:  # decoded tokens may have a pass of their own too
+                self._cache.cost.selected(run.own, run.start, result.selecting[run.job])
             if run.job in result.exhausted:
                 self._exhausted(self._queue.jobs[run.job], now)
             elif run.job in result.failed:

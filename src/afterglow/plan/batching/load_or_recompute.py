@@ -21,6 +21,7 @@ class LoadOrRecompute:
         self.whole = options.preload == "whole"
         self._cache = cache
         self._seen = seen
+        self._probe_part = options.probe_part
 
     def choose(self, job: Job, views: list[View], row: int, now: float) -> list[View]:
         """Choose the views to be used, so that the prefill is predicted to end first; the others are recomputed.
@@ -28,13 +29,40 @@ class LoadOrRecompute:
         The tail of the rows on disk is loaded while the head is recomputed: loaded rows need no recomputed ones. Loading
         all, recomputing all, and recomputing rows in host are cases of this (spec A8, A10; design: splitting).
         """
-        firsts, brought = (self._seen.firsts(views, views, row, forks=forks) for forks in (False, True))
-        cold = [i for i, view in enumerate(views) if not (view.extent.in_host and view.shows(firsts[i]))]
+        cold = self._cold(views, row)
         if self.source == "load" or not views or (self.source == "auto" and not self._known([views[i] for i in cold])):
             return views
         if self.source == "recompute":
             return []
+        return self._fastest(job, views, cold, row, now)[0]
+
+    def selecting_pays(self, job: Job, views: list[View], row: int, now: float) -> bool:
+        """Is a job's prefill predicted to end sooner where it reads the important rows of these views (SPEC) than where it is exact?
+
+        Rows in device and host memory are used as they are. Where reading cannot be compared with computing yet, it selects: that
+        reads less.
+        """
+        if self.source != "auto" or not job.spec.retention:
+            return True
+        cold = self._cold(views, row)
+        if not cold or not self._known([views[i] for i in cold]):
+            return bool(cold)
+        cost, share = self._cache.cost, job.spec.retention
+        share += (1 - share) * self._probe_part
+        prefix = row + sum(view.stop - view.start for view in views)
+        reads = [int(share * views[i].extent.file_bytes) for i in cold]
+        selecting = max(cost.loads(reads, now), cost.select(job.length - prefix, prefix))
+        return selecting < self._fastest(job, views, cold, row, now)[1]
+
+    def _cold(self, views: list[View], row: int) -> list[int]:
+        """Return the numbers of the views whose rows have to be read."""
+        firsts = self._seen.firsts(views, views, row, forks=False)
+        return [i for i, view in enumerate(views) if not (view.extent.in_host and view.shows(firsts[i]))]
+
+    def _fastest(self, job: Job, views: list[View], cold: list[int], row: int, now: float) -> tuple[list[View], float]:
+        """Choose the views to be used, and predict the seconds until the prefill ends."""
         cost = self._cache.cost
+        brought = self._seen.firsts(views, views, row, forks=True)
         starts, end = [], row
         for view in views:
             starts.append(end)
@@ -59,10 +87,10 @@ class LoadOrRecompute:
             total = max(max(head + gathering, first) + final, last + final / cost.layers)
             if total < best:
                 best, recomputed = total, split
-        if cost.compute(job.length - row, row) < best:
-            return []
+        if (all_new := cost.compute(job.length - row, row)) < best:
+            return [], all_new
         gone = set(cold[:recomputed])
-        return [view for i, view in enumerate(views) if i not in gone]
+        return [view for i, view in enumerate(views) if i not in gone], best
 
     def pays(self, views: list[View], rows: int, now: float) -> bool:
         """Is loading and copying them faster than computing what remains of the prompt from its first token?"""

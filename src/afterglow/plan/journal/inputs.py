@@ -258,8 +258,9 @@ class Commit(Input):
         for name in ("exhausted", "waiting", "late"):
             if getattr(result, name):
                 values[name] = list(getattr(result, name))
-        if result.accepted:
-            values["accepted"] = list(result.accepted.items())
+        for name in ("accepted", "selecting"):
+            if getattr(result, name):
+                values[name] = list(getattr(result, name).items())
         if result.drawn:
             drawn = [[job, text.hex()] for job, text in result.drawn.items()]
             values |= {"repeats": result.repeats, "drawn": drawn}
@@ -277,6 +278,7 @@ class Commit(Input):
             waiting=tuple(entry.get("waiting", ())),
             late=tuple(entry.get("late", ())),
             accepted=dict(entry.get("accepted", ())),
+            selecting=dict(entry.get("selecting", ())),
         )
         return cls(None, result, unpacked(entry["done"]), entry["now"])
 

@@ -117,6 +117,7 @@ class Cost:
         self._read = Fit(2, READS)
         self._fetch = Fit(2, READS)  # reads of the shared tier, up to their last row in host
         self._pass = Fit(4, PASSES)
+        self._select = Fit(3, PASSES)  # passes of jobs that select from their prefix
         self._free = [0.0] * readers  # when each reader is going to have read all that it was asked for
         self._far_free = [0.0]  # the same for the shared tier, to which there is one line
         self._times: dict[int, tuple[float, float]] = {}  # when first and last layers of loads under way will be there
@@ -198,6 +199,10 @@ class Cost:
         """Learn from a forward pass that waited for nothing."""
         self._pass.add(work.features(), seconds)
 
+    def selected(self, rows: int, prefix: int, seconds: float) -> None:
+        """Learn from a pass that selected from `prefix` rows for `rows` new ones; without what it waited for."""
+        self._select.add((1.0, rows, prefix), seconds)
+
     # ----------------------------------------------------------------------------------------- predicting
 
     @property
@@ -238,6 +243,10 @@ class Cost:
         work = Work()
         work.add(rows, start, gathered)
         return self._pass.predict(work.features()) or 0.0
+
+    def select(self, rows: int, prefix: int) -> float:
+        """Seconds of a pass that selects from `prefix` rows for `rows` new ones. At least as long as one without a prefix."""
+        return max(self._select.predict((1.0, rows, prefix)) or 0.0, self.compute(rows, 0))
 
     def gather(self, rows: int) -> float:
         """Seconds that a forward pass takes longer for gathering `rows` rows."""

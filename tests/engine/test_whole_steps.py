@@ -11,13 +11,13 @@ import pytest
 from afterglow.engine import cached_attention
 from afterglow.engine.engine import Completion
 from afterglow.kernels.layers import Layers
-from afterglow.model.linear import int8_levels
+from afterglow.kernels.matrix import has_bytes
 from afterglow.request import Request, SamplingParams
 from tests.engine.conftest import FAMILIES, VOCAB, write_model
 
 Start = Callable[..., Any]
 
-pytestmark = pytest.mark.skipif(not int8_levels(), reason="no int8 products on this machine")
+pytestmark = pytest.mark.skipif(not has_bytes(), reason="no compiled products in 8 bits on this machine")
 
 WIDE = {"head_dim": 16}  # that the compiled kernels take
 FEW = {

@@ -1,8 +1,9 @@
 """`python -m tests.device.mutations`: take each wait and each move out of the package, and see which scene notices.
 
 Waits are `wait_stream`, `wait_event`, `synchronize`, `record_stream`; moves are `.to(device)` and `.cpu()`. Each is removed
-alone, in a process of its own, and the scenes run on the pretend device. A race, a refused operator or another answer than
-the CPU's notices it. Printed as a table; the exit status is the number that nothing noticed.
+alone, in a process of its own, and the scenes run on the pretend device. A race, a refused operator, an index that is copied to
+the device where it is used, or another answer than the CPU's notices it. Printed as a table; the exit status is the number that
+nothing noticed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ ROOMS = ("engine", "importance", "kernels")
 WAITS = {"wait_stream", "wait_event", "synchronize", "record_stream"}
 SECONDS = 300  # a scene that hangs has noticed
 
-SCENES = ("races", "importance", "renewing", "scores", "drawing")
+SCENES = ("races", "no_memory", "sending", "importance", "renewing", "agreeing", "scores", "drawing", "grammar")
 FIRST = {
-    "importance": "renewing",
-    "selective": "renewing",
+    "importance": "agreeing",
+    "selective": "agreeing",
     "scores": "scores",
     "sampling": "drawing",
-    "masks": "drawing",
+    "masks": "grammar",
+    "transfers": "sending",
+    "device_blocks": "block_scenes.reuse",
 }
 
 EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
@@ -127,12 +130,23 @@ def _run(site: Site | None, scene: str, device: str, folder: Path, result: Path)
             from tests.device import pretend
 
             pretend.install()
-        found = getattr(importlib.import_module("tests.device.scenes"), scene)(device, folder)
+        module, _, name = scene.rpartition(".")
+        found = getattr(importlib.import_module(f"tests.device.{module or 'scenes'}"), name)(device, folder)
+        if not isinstance(found, dict):
+            found = {"races": [], "answers": found}
+        found["indices"] = _indices()
         result.write_text(json.dumps(found))
     except BaseException as error:
         traceback.print_exc()
         result.write_text(json.dumps(f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"))
     os._exit(0)
+
+
+def _indices() -> list[str]:
+    """List the functions that index the device's memory by the host's numbers, which copies them each time, and waits."""
+    from tests.device.watching import watch
+
+    return sorted(line for what, line in watch.lines if what == "indices from the host")
 
 
 def _remove(site: Site) -> None:
@@ -163,29 +177,38 @@ class Scenes:
             for found in (theirs, ours):
                 assert not isinstance(found, str), (scene, found)
             assert tokens(ours) == tokens(theirs), (scene, tokens(ours), tokens(theirs))
-            assert not isinstance(ours, dict) or not ours["races"], ours["races"]
+            assert not ours["races"], ours["races"]
+            assert not ours["indices"], ours["indices"]
             self._expected[scene] = tokens(theirs)
         return self._expected[scene]
 
     def noticed(self, site: Site) -> tuple[str, str] | None:
         """Find the first scene that fails without the site, and how."""
         first = next((scene for part, scene in FIRST.items() if part in site.path), SCENES[0])
-        for scene in sorted(SCENES, key=lambda each: each != first):
+        for scene in dict.fromkeys((first, *SCENES)):
             expected = self.expected(scene)
-            found = outcome(site, scene, "cuda", self._folder / f"{site.path.replace('/', '-')}-{site.start}-{scene}")
+            folder = self._folder / f"{site.path.replace('/', '-')}-{site.start}-{scene}"
+            found = outcome(site, scene, "cuda", folder)
             if isinstance(found, str):
-                return scene, found
-            if isinstance(found, dict) and found["races"]:
+                return scene, _cause(folder) or found
+            if found["races"]:
                 return scene, f"Race: {found['races'][0]}"
+            if found["indices"]:
+                return scene, f"Indices are copied in {', '.join(found['indices'])}"
             if tokens(found) != expected:
                 return scene, "other answers than the CPU's"
         return None
 
 
+def _cause(folder: Path) -> str | None:
+    """Find what the device refused in a scene's log."""
+    lines = (folder / "log").read_text(errors="replace").splitlines()
+    return next((line.split(".")[-1] for line in lines if line.startswith("tests.device.pretend.Mismatch")), None)
+
+
 def tokens(found: Any) -> Any:
     """Take the tokens from a scene's answer."""
-    answers = found["answers"] if isinstance(found, dict) else found
-    return [each[0] if isinstance(each[0], list) else each for each in answers]
+    return [each[0] if isinstance(each[0], list) else each for each in found["answers"]]
 
 
 def main(*wanted: str) -> int:

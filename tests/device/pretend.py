@@ -204,7 +204,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if pinned:
             watch.locked(out)
         elif watch.pinned and operator.launches:
-            _on_host(operator, args, tensors)
+            _on_host(operator, args, kwargs, tensors)
         return out
     same = {id(each.elem): each for each in on}
     if on:
@@ -233,11 +233,11 @@ def _launched(operator: _Operator, args: Any, kwargs: Any, out: Any) -> None:
     watch.launch(operator.name, reads, [*written, *(each for each in _flat((out,)) if id(each) not in known)])
 
 
-def _on_host(operator: _Operator, args: Any, tensors: list[Any]) -> None:
+def _on_host(operator: _Operator, args: Any, kwargs: Any, tensors: list[Any]) -> None:
     """Note that an operator of the CPU uses pinned memory."""
     used = [each for each in tensors if watch.is_pinned(each)]
     if used:
-        written = {id(each) for each in _written(operator, args, {})}
+        written = {id(each) for each in _written(operator, args, kwargs)}
         reads, writes = ([each for each in used if (id(each) in written) is wanted] for wanted in (False, True))
         watch.on_host(operator.name, reads, writes)
 
@@ -351,6 +351,7 @@ def _lifted(index: Any) -> Any:
         index = torch.tensor(index)
     if isinstance(index, torch.Tensor) and not isinstance(index, Pretend) and index.dim():
         lifted = Pretend(index)
+        watch.note("indices from the host")
         _moved(lifted, index, later=False)
         return lifted
     return index

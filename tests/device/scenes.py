@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,20 @@ from torch import Tensor
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine import hardware, token_outputs
 from afterglow.engine.engine import Engine
+from afterglow.engine.gather import BatchEntry, Gatherer
+from afterglow.engine.transfers import StepInputs
 from afterglow.errors import ConfigError
 from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+from afterglow.kernels.rope import LayerRopes
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.names import Names
-from afterglow.model.presets import PRESETS, RandomSource
+from afterglow.model.presets import PRESETS, RandomSource, save_hf
 from afterglow.model.weights import WeightAssembler
-from afterglow.request import Request, SamplingParams
+from afterglow.request import Grammar, Request, SamplingParams
+from afterglow.text import Tokenizer
 from tests.device import pretend
 from tests.device.counts import measure
+from tests.structured_model import random_model
 
 MiB = 2**20
 
@@ -173,6 +179,46 @@ def races(device: str, folder: Path) -> Any:
     return {"races": watch.races, "answers": found}
 
 
+def sending(device: str, folder: Path) -> Any:
+    """A step's numbers that are sent before those of the step before have been read."""
+    from tests.device.watching import watch
+
+    if device == "cuda":
+        watch.look_for_races()
+    with pretend.active() if device == "cuda" else contextlib.nullcontext():
+        inputs = StepInputs(torch.device(device))
+        sent = [inputs.send(torch.arange(4) + step, torch.tensor([step])) for step in range(3)]
+        answers = [torch.cat(list(each)).cpu().tolist() for each in sent]
+    return {"races": watch.races, "answers": answers}
+
+
+def no_memory(device: str, folder: Path) -> Any:
+    """A request whose rows are on their way when the device has no memory left: it waits, and another goes on."""
+    from tests.device.watching import watch
+
+    watch.racing = device == "cuda"
+    engine = load(device, folder, relay="off")
+    prefix = draw(1, 70)
+    ask(engine, [prefix], tokens=1)
+    engine.settle()
+    engine.demote("host")
+    if watch.racing:
+        watch.look_for_races()
+    begin, failed = Gatherer.begin, []
+
+    def begun(self: Gatherer, entries: Sequence[BatchEntry], rope: LayerRopes | None) -> None:
+        begin(self, entries, rope)
+        if self.gathering and len(entries) > 1 and not failed:
+            failed.append(len(entries))
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+
+    with mock.patch.object(Gatherer, "begin", begun):
+        found = ask(engine, [draw(2, 9), [*prefix, *draw(3, 9)]], tokens=12)
+    engine.close()
+    assert failed, "nothing ran out of memory"
+    return {"races": watch.races, "answers": found}
+
+
 def scores(device: str, folder: Path) -> list[Any]:
     """Attention that is recorded, and decides what a conversation that grows too long keeps."""
     engine = load(device, folder, max_model_len=256, truncation_policy="importance")
@@ -180,7 +226,9 @@ def scores(device: str, folder: Path) -> list[Any]:
     found = []
     for turn in range(3):
         found += ask(engine, [prompt], truncation=True)
-        prompt = [*prompt, *found[-1][0], *draw(30 + turn, 40)]
+        if not turn:  # rows that have been counted, and no others
+            found += ask(engine, [prompt[:176]], tokens=1, truncation=True)
+        prompt = [*prompt, *found[0][0], *draw(30 + turn, 40)]
     engine.close()
     return found
 
@@ -199,6 +247,35 @@ def renewing(device: str, folder: Path) -> list[Any]:
             found += ask(engine, [[*prefix, *draw(50 + len(found), 6)]])
         engine.close()
     return found
+
+
+def agreeing(device: str, folder: Path) -> list[Any]:
+    """Selections of probe heads that are believed at once: keys of the head that is no probe are first read while decoding."""
+    model = folder.parent / f"{folder.name}-model"
+    save_hf(replace(PRESETS["tiny"], kv_heads=4), model)
+    options: dict[str, Any] = {"importance_alpha": 20.0, "importance_exact": "never"}
+    engine = load(device, folder, model, importance=0.3, importance_renew=2, **options)
+    prefix = draw(4, 200)
+    ask(engine, [prefix], tokens=1)
+    found = []
+    for tier in ("host", "disk"):
+        engine.settle()
+        engine.demote(tier)
+        found += ask(engine, [[*prefix, *draw(50 + len(found), 6)]])
+    engine.close()
+    return found
+
+
+def grammar(device: str, folder: Path) -> list[Any]:
+    """A reply that a grammar shapes, beside a free one."""
+    model = random_model(folder.parent / f"{folder.name}-model")
+    engine = load(device, folder, model)
+    engine.grammars.use_tokenizer(Tokenizer(model).serialized)
+    shaped = SamplingParams(max_tokens=6, temperature=0, grammar=Grammar("regex", "[a-f]{3,8}"))
+    free = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    done = engine.generate([Request(f"g{i}", draw(70 + i, 20), each) for i, each in enumerate((shaped, free))])
+    engine.close()
+    return [list(each.tokens) for each in done]
 
 
 def drawing(device: str, folder: Path) -> list[Any]:

@@ -10,14 +10,35 @@ from tests.device import mutations
 from tests.device.test_pretend import play
 
 
-def test_no_stream_uses_memory_before_another_is_done_with_it(tmp_path: Path) -> None:
-    found, log = play("races", "cuda", tmp_path)
+@pytest.mark.parametrize("scene", ["races", "no_memory", "sending"])
+def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_path: Path) -> None:
+    found, log = play(scene, "cuda", tmp_path)
     assert found["races"] == []
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize(
+    ("file", "wait", "scene", "race"),
+    [
+        pytest.param("tee", "record_stream", "races", "memory is used again", marks=pytest.mark.long),
+        pytest.param("gather", "_last.synchronize", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
+        ("transfers", "_sent.synchronize", "sending", "cat on stream -1"),  # written to as `out=`
+    ],
+)
+def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race: str, tmp_path: Path) -> None:
+    (site,) = [site for site in mutations.sites() if site.path == f"engine/{file}.py" and wait in site.text]
+    found = mutations.outcome_apart(site, scene, tmp_path / "without")
+    assert any(race in each for each in found["races"])
+
+
+@pytest.mark.parametrize("scene", ["agreeing", pytest.param("grammar", marks=pytest.mark.long)])
+def test_answers_are_the_cpus_and_no_index_comes_from_the_host(scene: str, tmp_path: Path) -> None:
+    scenes = mutations.Scenes(tmp_path)
+    assert scenes.expected(scene)
+
+
+@pytest.mark.parametrize("move", ["rows.to(loaded.keys.device)", "keys.to(loaded.keys.device)"])
 @pytest.mark.long
-def test_a_wait_that_is_missing_is_a_race(tmp_path: Path) -> None:
-    (site,) = [site for site in mutations.sites() if site.path == "engine/tee.py" and "record_stream" in site.text]
-    found = mutations.outcome_apart(site, "races", tmp_path / "without")
-    assert "memory is used again" in found["races"][0]
+def test_a_move_that_is_missing_is_noticed(move: str, tmp_path: Path) -> None:
+    (site,) = [site for site in mutations.sites() if site.path == "engine/selective.py" and site.text == move]
+    assert mutations.Scenes(tmp_path).noticed(site) is not None

@@ -10,7 +10,7 @@ from tests.device import mutations
 from tests.device.test_pretend import play
 
 
-@pytest.mark.parametrize("scene", ["races", "no_memory", "sending"])
+@pytest.mark.parametrize("scene", ["races", "sending", pytest.param("no_memory", marks=pytest.mark.long)])
 def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_path: Path) -> None:
     found, log = play(scene, "cuda", tmp_path)
     assert found["races"] == []
@@ -31,7 +31,8 @@ def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race
     assert any(race in each for each in found["races"])
 
 
-@pytest.mark.parametrize("scene", ["agreeing", pytest.param("grammar", marks=pytest.mark.long)])
+@pytest.mark.parametrize("scene", ["agreeing", "grammar"])
+@pytest.mark.long
 def test_answers_are_the_cpus_and_no_index_comes_from_the_host(scene: str, tmp_path: Path) -> None:
     scenes = mutations.Scenes(tmp_path)
     assert scenes.expected(scene)

@@ -60,7 +60,7 @@ class LockedCounters(Generic[S]):
     """Counters that several threads add to. Every method may be called from any thread."""
 
     def __init__(self, stats: S, failures: dict[str, int]) -> None:
-        """Begin to count in the fields of `stats`, one of which is `failures`, by kind."""
+        """Begin to count in `stats`. `failures`: the field of it that counts errors by kind."""
         self._stats = stats
         self._failures = failures
         self._lock = threading.Lock()

@@ -205,11 +205,10 @@ def plan(
     behind --router, without a store in common and with one of --shared-tier.
     """
     from afterglow.cli.plan import plan as run
+    from afterglow.cli.plan import plan_fleet
 
     scenario = Scenario(workload=workload, source=source, engine=engine, tiers=TierConfig(), cluster=cluster)
     if cluster.engines > 1:
-        from afterglow.cli.plan_fleet import plan_fleet
-
         return plan_fleet(scenario, goal, report)
     if cluster.shared_tier:
         raise ConfigError("--shared-tier is a store of several engines: give --engines too")

@@ -24,7 +24,6 @@ from afterglow.plan.step import (
 from afterglow.store.database.catalog import CatalogShares
 from afterglow.store.database.recovery import open_catalog
 from afterglow.store.extents.disk_tier import DiskTier
-from afterglow.store.extents.head import Bytes
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.throttle import ArtificiallySlowTier, Throttle
 from afterglow.store.extents.tier import Buffer, HostArena, Tier
@@ -105,6 +104,8 @@ class KVStore:
         self._counters = StoreCounters(found, found.errors)
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
+        # New rows of the device go straight to the saver.
+        self.save, self.save_block, self.expect_saves = self._saver.save, self._saver.save_block, self._saver.expect
         self.shared: SharedStore | None = None
         self.far: FarLoads | None = None  # loads from the shared tier
         self._fetches: list[FarLoad] = []  # that have not begun
@@ -216,32 +217,6 @@ class KVStore:
         none.
         """
         return {} if self.on_disk.catalog is None else self.on_disk.catalog.notes(kind)
-
-    # ----------------------------------------------------------------------------------------------- the host
-
-    def save(
-        self,
-        draft: int,
-        layer: int,
-        slots: Sequence[int],
-        first_row: int,
-        keys: Bytes,
-        values: Bytes,
-    ) -> None:
-        """Copy one layer's rows into a draft's slots: rows [first_row, first_row + len(keys)) of the draft.
-
-        `keys` and `values` are uint8 [rows, row_bytes] and belong to the store until copied. `slots` are the
-        draft's, from its first row on. One SaveDone follows the last layer. Waits while the write buffer is full.
-        """
-        self._saver.save(draft, layer, slots, first_row, keys, values)
-
-    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes) -> None:
-        """The same for all layers at once: `block` is uint8 [layers, 2, rows, row_bytes]."""
-        self._saver.save_block(draft, slots, first_row, block)
-
-    def expect_saves(self, rows: int, computing: float) -> None:
-        """Size the write buffer for `rows` rows that are about to be computed, in `computing` seconds after their first layer."""
-        self._saver.expect(rows, computing)
 
     # ------------------------------------------------------------------------------------------ completions
 

@@ -10,7 +10,7 @@ from math import inf
 
 from afterglow.errors import RequestError, StoreError
 from afterglow.library.assemble import Assembler
-from afterglow.library.expected_turn import expected_turn
+from afterglow.library.text_reply import expected_turn
 from afterglow.request import Request
 from afterglow.server.blocking import FILES
 from afterglow.server.engine_like import EngineLike

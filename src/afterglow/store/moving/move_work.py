@@ -9,10 +9,9 @@ from functools import partial
 from typing import Final
 
 from afterglow.errors import SlowError, StoreError
-from afterglow.plan.step import DEMAND, Copy, Load, Store
+from afterglow.plan.step import DEMAND, Load, Store
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.tier import ExtentRead, HostArena
-from afterglow.store.moving.copying import copy_rows
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.stored_extents import StoredExtents
 from afterglow.store.moving.task import Abandoned, Task
@@ -98,77 +97,38 @@ class LoadWork:
             raise SlowError(f"{done} of {layers} layers in {seconds:.3f} s")
 
 
-class CopyWork:
-    """Copies rows from host slots to other host slots."""
+def store_extent(move: Store, arena: HostArena, stored: StoredExtents, task: Task) -> int:
+    """Write host slots as an extent, its file first, then its row in the catalog: all or nothing; return the bytes.
 
-    def __init__(self, move: Copy, arena: HostArena) -> None:
-        self._move = move
-        self._arena = arena
-
-    def run(self, task: Task) -> int:
-        """Copy all layers; return the bytes.
-
-        Raises:
-            StoreError: slots and rows do not agree.
-        """
-        return copy_rows(self._arena, self._move.pieces, self._move.slots, self._move.rows, task.advance)
+    Raises:
+        StoreError: it cannot be written.
+    """
+    if stored.tier is None:
+        raise StoreError("there is no disk tier")
+    record = stored.sized(move.record)
+    written = stored.tier.write(record, arena, move.slots, task.advance)
+    stored.add(record, task.advance)
+    return written
 
 
-class StoreWork:
-    """Writes host slots as an extent: its file first, then its row in the catalog."""
+def drop_extent(extent: str, stored: StoredExtents, _: Task) -> int:
+    """Remove an extent's row and file from the disk; return 0 bytes.
 
-    def __init__(self, move: Store, arena: HostArena, stored: StoredExtents) -> None:
-        self._move = move
-        self._arena = arena
-        self._stored = stored
-
-    def run(self, task: Task) -> int:
-        """Write the whole extent or nothing; return the bytes.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
-        if self._stored.tier is None:
-            raise StoreError("there is no disk tier")
-        record = self._stored.sized(self._move.record)
-        written = self._stored.tier.write(record, self._arena, self._move.slots, task.advance)
-        self._stored.add(record, task.advance)
-        return written
+    Raises:
+        StoreError: the row or the file cannot be removed.
+    """
+    stored.remove(extent)
+    return 0
 
 
-class DropWork:
-    """Removes an extent from the disk."""
+def sweep_extent(extent: str, stored: StoredExtents, swept: Callable[[], None], _: Task) -> int:
+    """Remove a file without a row that was found at the start, unless the extent was stored again since then (the mover keeps
+    the order); return 0 bytes. `swept` is called when the file has been removed.
 
-    def __init__(self, extent: str, stored: StoredExtents) -> None:
-        self._extent = extent
-        self._stored = stored
-
-    def run(self, task: Task) -> int:
-        """Remove row and file; return 0 bytes.
-
-        Raises:
-            StoreError: the row or the file cannot be removed.
-        """
-        self._stored.remove(self._extent)
-        return 0
-
-
-class SweepWork:
-    """Removes a file without a row that was found at the start."""
-
-    def __init__(self, extent: str, stored: StoredExtents, swept: Callable[[], None]) -> None:
-        """`swept` is called when the file has been removed."""
-        self._extent = extent
-        self._stored = stored
-        self._swept = swept
-
-    def run(self, task: Task) -> int:
-        """Remove the file, unless the extent was stored again since the start (the mover keeps the order); return 0 bytes.
-
-        Raises:
-            StoreError: it cannot be removed.
-        """
-        if self._stored.tier is not None and self._extent not in self._stored:
-            self._stored.tier.delete(self._extent)
-            self._swept()
-        return 0
+    Raises:
+        StoreError: it cannot be removed.
+    """
+    if stored.tier is not None and extent not in stored:
+        stored.tier.delete(extent)
+        swept()
+    return 0

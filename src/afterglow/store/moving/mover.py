@@ -254,7 +254,7 @@ class Mover:
     def _refuse(self, task: Task, why: str) -> None:
         task.started = True
         task.end(False)
-        self._tell([(task, MoveDone(task.move or 0, False, error=why, why="refused"), "refused")])
+        self._tell(task, MoveDone(task.move or 0, False, error=why, why="refused"), "refused")
 
     def _worker(self) -> None:
         while True:
@@ -301,16 +301,15 @@ class Mover:
                 done = MoveDone(task.move or 0, error is None, task.bytes, task.seconds, error, why=kind)
             self._reporting += 1
         task.end(done.ok)
-        self._tell([(task, done, kind)])
+        self._tell(task, done, kind)
         with self._lock:
             self._reporting -= 1
             self._idle.notify_all()
         return stays
 
-    def _tell(self, news: list[tuple[Task, MoveDone, str | None]]) -> None:
-        for task, done, kind in news:
-            if task.move is not None:
-                self._report(task, done, kind)
+    def _tell(self, task: Task, done: MoveDone, kind: str | None) -> None:
+        if task.move is not None:
+            self._report(task, done, kind)
 
     def _watchdog(self) -> None:
         while True:
@@ -333,8 +332,9 @@ class Mover:
             for task in late:
                 log.warning("a move made no progress for %.1f s and was given up", self._timeout)
                 task.end(False)
-            given_up = MoveDone(0, False, error="time-out", slots_busy=True, why="timeout")
-            self._tell([(task, given_up._replace(move=task.move or 0), "timeout") for task in late])
+            for task in late:
+                done = MoveDone(task.move or 0, False, error="time-out", slots_busy=True, why="timeout")
+                self._tell(task, done, "timeout")
             for task in refused:
                 self._refuse(task, "the disk does not answer")
             with self._lock:

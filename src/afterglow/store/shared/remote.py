@@ -11,13 +11,13 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
 
 from afterglow.errors import RefusedError, StoreError
-from afterglow.store.shared.kept_threads import KeptThreads
-from afterglow.store.shared.objects import Closeable, Objects
+from afterglow.store.shared.objects import Closeable, Listed, Objects
 
 log = logging.getLogger("afterglow.store")
 T = TypeVar("T")
@@ -28,8 +28,52 @@ NO_BUCKET: Final = (
     "NoSuchBucket",
     "ContainerNotFound",
 )  # then all objects are missing, which says nothing of any of them
+KEPT: Final = 8  # idle threads
 MAX_ASIDE: Final = 32  # calls that are not the store's, at a time: more hang
 MAX_HUNG: Final = 8  # calls that do not come back, before no more are made
+
+
+class KeptThreads:
+    """As many threads as there are things to do at the same time, kept for what comes next: to start one takes its time while others
+    compute. They are daemons: what hangs keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[Callable[[], object] | None]] = []
+        self._closed = False
+
+    @property
+    def idle(self) -> int:
+        """Count the threads that wait for something to do."""
+        with self._lock:
+            return len(self._idle)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Have a thread do `work`, which raises nothing. Returns at once."""
+        with self._lock:
+            todo = self._idle.pop() if self._idle else None
+        if todo is None:
+            todo = SimpleQueue()
+            threading.Thread(target=self._work, args=(todo,), name=self._name, daemon=True).start()
+        todo.put(work)
+
+    def close(self) -> None:
+        """End the threads that are idle, and the others when they are."""
+        with self._lock:
+            self._closed = True
+            for todo in self._idle:
+                todo.put(None)
+            self._idle.clear()
+
+    def _work(self, todo: SimpleQueue[Callable[[], object] | None]) -> None:
+        while (work := todo.get()) is not None:
+            work()
+            del work  # and what it holds
+            with self._lock:
+                if self._closed or len(self._idle) >= KEPT:
+                    return
+                self._idle.append(todo)
 
 
 class _Answer(Generic[T]):
@@ -129,6 +173,22 @@ class Remote:
         else:
             self._failed(reason)
         raise StoreError(reason) from cause
+
+    def list(self, what: str, folder: str, seconds: float) -> Iterator[list[Listed]]:
+        """Yield all objects below a folder, some at a time; each step has `seconds`, however many there are.
+
+        Raises:
+            StoreError: as `call`.
+        """
+
+        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
+            steps = objects.list(folder)
+            return steps, next(steps, None)  # one call: one that only makes the iterator never fails
+
+        steps, some = self.call(what, begin, seconds)
+        while some is not None:
+            yield some
+            some = self.call(what, lambda _: next(steps, None), seconds)
 
     def _run(self, work: Callable[[Objects], T], answer: _Answer[T]) -> None:
         try:

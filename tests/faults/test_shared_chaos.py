@@ -12,6 +12,7 @@ import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason=
 PROGRAM = Path(__file__).with_name("resilient_server.py")
 OPTIONS = (
     "--max-model-len", "1024", "--device-cache", "8M", "--host-cache", "8M", "--disk-cache", "16M", "--source", "load",
-    "--shared", f"s3://{BUCKET}/kv", "--shared-cache", "48M",
+    "--shared-cache", "48M",
 )  # fmt: skip
 
 
@@ -40,9 +41,12 @@ def others_rows(answers: list[Answer]) -> list[str]:
     known: dict[int, list[list[int]]] = defaultdict(list)
     found = []
     for answer in answers:
-        own = max((_alike(answer.prompt, text) for text in known[answer.talk]), default=0)
+        nearest = max(known[answer.talk], key=partial(_alike, answer.prompt), default=[])
+        own = _alike(answer.prompt, nearest)
         if answer.cached > own and not answer.again:
-            found.append(f"tenant {answer.talk}: {answer.cached} rows, {own} of its own")
+            where = f"{answer.usage['cached_tokens_details']}, server {answer.process}"
+            rest = f"asked {answer.prompt[own : answer.cached + 1]}, its own {nearest[own : answer.cached + 1]}"
+            found.append(f"tenant {answer.talk}: {answer.cached} rows ({where}), {own} of its own, then {rest}")
         known[answer.talk].append([*answer.prompt, *answer.reply])
     return found
 
@@ -81,13 +85,13 @@ def bad_directory(folder: Path, seed: int) -> Iterator[BadDirectory | None]:
 
 
 def chaos(
-    folder: Path, kills: int, looks: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, kills: int, looks: int, monkeypatch: pytest.MonkeyPatch, scheme: str = "s3"
 ) -> tuple[SharedChaos, Counter[str], int]:
     """Play so many kills, and look at so many answers. Returns the run, the faults that were met, and the rows that came from the store."""
     seed = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
     print(f"CHAOS_SEED={seed}")
     rng = random.Random(seed)
-    with bad_store(seed, monkeypatch) as store, bad_directory(folder, seed) as directory:
+    with bad_store(scheme, seed, monkeypatch) as store, bad_directory(folder, seed) as directory:
 
         def trouble(number: int) -> None:
             store.line.cut(rng.uniform(0, 3))
@@ -96,7 +100,7 @@ def chaos(
 
         for name in ("a", "b"):
             (folder / name).mkdir()
-        options = OPTIONS if directory is None else (*OPTIONS, *directory.options)
+        options = (*OPTIONS, "--shared", f"{scheme}://{BUCKET}/kv", *(() if directory is None else directory.options))
         servers = [Server(folder / name, *options, program=(str(PROGRAM),)) for name in ("a", "b")]
         run = SharedChaos(servers, seed, trouble)
         run.play(kills)
@@ -125,6 +129,15 @@ def chaos(
 @pytest.mark.timeout(300)
 def test_a_kill_over_a_bad_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chaos(tmp_path, 1, 40, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scheme", ["az", "gs"])
+def test_kills_over_a_bad_store_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    run, _, shared = chaos(tmp_path, 5, 10**9, monkeypatch, scheme)
+    assert run.retried > 0
+    assert shared > 0
 
 
 @pytest.mark.long

@@ -242,6 +242,14 @@ def _cause(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     """Shorten an error to its reason: stores' errors begin with the whole URL, and end with pages."""
     text = str(error) or repr(error)
-    reason = text.splitlines()[0].rsplit(" - ", 1)[-1].partition("<?xml")[0].strip(": ")
-    said = re.search("<Message>([^<]+)</Message>", text)
+    first = text.splitlines()[0]
+    reason = first.rsplit(" - ", 1)[-1].partition("<?xml")[0].strip(": ")
+    asked = re.search(r"token request: .*? https?://([^/ ]+)/", first) or re.search(
+        r" https?://([^/ ]+)/latest/api/token ", first
+    )
+    if asked is not None:  # another server than the store's
+        reason = f"asking {asked[1]} for credentials: {reason}"
+    if "source: BadScheme" in text:
+        reason = "an http:// endpoint needs AWS_ALLOW_HTTP, GOOGLE_ALLOW_HTTP or AZURE_ALLOW_HTTP=true"
+    said = re.search("<Message>([^<]+)</Message>", text) or re.search(r'\b(?:message|error): "([^"]+)"', text)
     return (f"{reason}: {' '.join(said[1].split())}" if said is not None else reason)[:200]

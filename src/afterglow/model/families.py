@@ -36,9 +36,10 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
         unpacking(config)
         refuse_keys(config, family.honoured | {"quantization_config"})
         refuse_architecture(config, family.architecture)
-        config = {**config, **{name: config[key] for key, name in family.renamed.items() if key in config}}
+        renamed = {name: config[key] for key, name in family.renamed.items() if key in config}
+        config = {**family.usual, **config, **renamed}
         spec = ModelSpec(family=kind, **_read_common(config) | family.read(config))
-        return spec, family.names(spec)
+        return spec, family.names(spec) if callable(family.names) else family.names
 
 
 def _read_common(config: Config) -> dict[str, Any]:

@@ -72,7 +72,9 @@ class Prices:
 
 def hardware(name: str) -> Hardware:
     """Look up a device by name. Raises: ConfigError, with the nearest names."""
-    return _named("hardware", name, all_hardware())
+    if (known := find(name, all_hardware())) is None:
+        raise unknown("hardware", name, all_hardware())
+    return all_hardware()[known]
 
 
 def model(name: str) -> ModelShape:
@@ -124,13 +126,6 @@ def kv_room(shape: ModelShape, device: Hardware, devices: int = 1, dtype: str = 
             f"{format_size(memory)}, and {reserve:.0%} are kept free; it takes {max(needed, devices + 1)} devices"
         )
     return room
-
-
-def _named(kind: str, name: str, known: Mapping[str, Hardware]) -> Hardware:
-    found = find(name, known)
-    if found is None:
-        raise unknown(kind, name, known)
-    return known[found]
 
 
 def _device(name: str, row: Mapping[str, Any]) -> Hardware:

@@ -27,8 +27,8 @@ from afterglow.memo.maps import Identity, MapStore
 from afterglow.memo.memo_settings import POWER, MemoSettings
 from afterglow.memo.projector import Projector
 from afterglow.memo.vector_index import VectorIndex, weights_of
+from afterglow.model.checkpoint import Progress
 from afterglow.model.digest import model_digest
-from afterglow.model.loader import Progress
 
 PROJECTOR = "projector.safetensors"
 

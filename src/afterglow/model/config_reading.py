@@ -25,6 +25,9 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)  # its names of common keys
     honoured: frozenset[str] = frozenset()  # keys of refusals.UNSUPPORTED that this family does honour
 
+    def names_of(self, spec: ModelSpec) -> Names:
+        return self.names(spec) if callable(self.names) else self.names
+
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

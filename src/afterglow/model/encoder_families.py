@@ -89,11 +89,10 @@ def _distilbert(config: Config) -> dict[str, Any]:
             "hidden_size": hidden,
             "num_attention_heads": config.get("n_heads", 12),
             "intermediate_size": config.get("hidden_dim", 4 * hidden),
-            "max_position_embeddings": config.get("max_position_embeddings", 512),
             "hidden_act": config.get("activation", "gelu"),
             "type_vocab_size": 0,
         }
-    )
+    ) | {"max_positions": config.get("max_position_embeddings", 512)}
 
 
 def _bert_names(outer: str) -> Names:

@@ -12,7 +12,7 @@ from afterglow.cli.command_options import CacheAccess
 from afterglow.cli.server_client import ServerClient, find_server
 from afterglow.cli.terminal_tables import print_json
 from afterglow.errors import ConfigError
-from afterglow.server.lifecycle.prompt_file import read_prompt
+from afterglow.server.server_config import read_prompt
 
 
 def pin(names: Sequence[str], pinned: bool, access: CacheAccess) -> int:

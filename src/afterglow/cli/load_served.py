@@ -19,7 +19,7 @@ from afterglow.server.server_config import ServerConfig
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
     from afterglow.memo.texts import TextEmbedder
-    from afterglow.server.engine_like import EngineLike
+    from afterglow.server.bridge import EngineLike
     from afterglow.text import Tokenizer
 
 log = logging.getLogger("afterglow.server")
@@ -66,7 +66,7 @@ def loaded(found: FoundModel) -> Iterator[LoadedParts]:
     tokenizer = Tokenizer(folder)
 
     if is_encoder(folder):
-        from afterglow.server.embedding.encoder_only import EncoderOnly
+        from afterglow.server.embedding.embedding_models import EncoderOnly
 
         only = _encoder(folder, tokenizer, server, config)
         yield LoadedParts(EncoderOnly(only, config), tokenizer, [only])

@@ -20,11 +20,11 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     found = find_served(model, server, config)
     server = found.server
     set_up_threads(config.threads)
+    from afterglow.server.lifecycle.address import server_context
     from afterglow.server.lifecycle.connections import connection_limit
-    from afterglow.server.lifecycle.prompt_file import read_prompt
     from afterglow.server.lifecycle.service import Service, listen, set_up_logging
-    from afterglow.server.lifecycle.tls import server_context
     from afterglow.server.metrics.trace_recorder import open_for_appending
+    from afterglow.server.server_config import read_prompt
 
     set_up_logging(server.log_level)
     if model is None and found.name == BUNDLED:

@@ -20,15 +20,14 @@ from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import PromptBody
 from afterglow.server.error_responses import engine_dead
 from afterglow.server.json import json_response
-from afterglow.server.state import State
+from afterglow.server.state import State, parts_of
 
 COUNT_SECONDS = 1.0  # for stored responses to be counted
 
 
 def _context(http: HttpRequest) -> tuple[State, RequestRecord, str]:
     """Return state, record and salt of a request: the key's salt, with `?cache_salt=` if the client gives one."""
-    state: State = http.app.state.afterglow
-    record: RequestRecord = http.scope["afterglow.record"]
+    state, record = parts_of(http)
     return state, record, state.tenants.salt(record.caller, http.query_params.get("cache_salt"))
 
 
@@ -97,7 +96,7 @@ async def put_prompt(http: HttpRequest) -> Response:
     name = http.path_params["name"]
     check_session(name)
     _check_alive(state)
-    state.tokenizer.check_length(body.text, state.reply_lengths.window, "text")
+    state.tokenizer.check_length(body.text, state.window, "text")
     found = await PROMPTS(state.system_prompts.register, salt, name, body.text)
     if state.shared_names is not None:
         await FILES(state.shared_names.registered, salt, name, body.text.strip(), found.tokens)

@@ -9,11 +9,10 @@ from pydantic import PrivateAttr
 
 from afterglow.errors import RequestError
 from afterglow.request import Grammar
-from afterglow.server.bodies.cache_marks import CacheMarks
 from afterglow.server.bodies.grammar_fields import read_format
 from afterglow.server.bodies.json_body import Int, Name, Unused, at_most, check_variables, with_effort
 from afterglow.server.bodies.limits import MAX_NAME, check_messages
-from afterglow.server.bodies.message_blocks import last_block, read_message_tools, read_messages
+from afterglow.server.bodies.message_blocks import CacheMarks, last_block, read_message_tools, read_messages
 from afterglow.server.bodies.reply_bodies import MAX_STOPS, Body
 from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind

@@ -22,18 +22,16 @@ import uvicorn
 from afterglow.errors import ConfigError
 from afterglow.server.app import create_app
 from afterglow.server.error_responses import shutting_down
-from afterglow.server.lifecycle.address import announce
+from afterglow.server.lifecycle.address import announce, certificate_of, server_context
 from afterglow.server.lifecycle.connections import Connection, Listener
-from afterglow.server.lifecycle.prompt_file import read_prompt
-from afterglow.server.lifecycle.tls import certificate_of, server_context
-from afterglow.server.server_config import ServerConfig
+from afterglow.server.server_config import ServerConfig, read_prompt
 from afterglow.server.state import State
 from afterglow.text import Tokenizer
 from afterglow.version import __version__
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
-    from afterglow.server.engine_like import EngineLike
+    from afterglow.server.bridge import EngineLike
 
 log = logging.getLogger("afterglow.server")
 

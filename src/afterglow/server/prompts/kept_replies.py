@@ -13,7 +13,7 @@ from afterglow.library.assemble import Assembler
 from afterglow.library.expected_turn import expected_turn
 from afterglow.request import Request
 from afterglow.server.blocking import FILES
-from afterglow.server.engine_like import EngineLike
+from afterglow.server.bridge import EngineLike
 from afterglow.text import ChatPrompt, Reply, Tokenizer
 
 log = logging.getLogger("afterglow.server")

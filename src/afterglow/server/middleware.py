@@ -147,7 +147,7 @@ class Middleware:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         record = RequestRecord(request_id=given if 0 < len(given) <= MAX_REQUEST_ID else uuid.uuid4().hex)
-        scope["afterglow.record"] = record
+        scope["afterglow.record"], scope["afterglow.state"] = record, self._state
         status = 0
 
         async def watched_send(message: Message) -> None:

@@ -166,7 +166,7 @@ class State:
 
 def parts_of(http: HttpRequest) -> tuple[State, RequestRecord]:
     """Return the parts of the server that got a request, and the request's record."""
-    return http.app.state.afterglow, http.scope["afterglow.record"]
+    return http.scope["afterglow.state"], http.scope["afterglow.record"]
 
 
 def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:

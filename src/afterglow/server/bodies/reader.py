@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from afterglow.errors import RequestError
 from afterglow.memory.free import trim
 from afterglow.server.bodies.json_body import JsonBody
-from afterglow.server.bodies.limits import check_shape, count_values
+from afterglow.server.bodies.limits import check_shape, count_values, unsupported
 from afterglow.server.error_responses import ClientGone, shutting_down
 from afterglow.text.chat_template import shown
 
@@ -53,7 +53,7 @@ def parse(data: bytes | bytearray, kind: type[B]) -> B:
     for name, unused in kind.refused().items():
         wanted = value.get(name)
         if wanted is not None and wanted not in unused:
-            raise RequestError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+            raise unsupported(name)
     try:
         body = kind.model_validate(value)
     except ValidationError as error:
@@ -279,5 +279,5 @@ class BodyReader:
 
 async def read_body(request: Request, kind: type[B]) -> B:
     """Read the request's JSON as a `kind`. Raises: RequestError, ClientGone."""
-    bodies: BodyReader = request.app.state.afterglow.bodies
+    bodies: BodyReader = request.scope["afterglow.state"].bodies
     return await bodies.read(request, kind)

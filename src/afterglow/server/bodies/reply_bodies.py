@@ -23,7 +23,7 @@ from afterglow.server.bodies.json_body import (
     check_variables,
     with_effort,
 )
-from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts
+from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts, wrong
 from afterglow.server.bodies.response_items import read_input
 from afterglow.server.bodies.tool_fields import read_tool_use
 from afterglow.text.chat_template import shown
@@ -131,11 +131,8 @@ class Body(GrammarFields):
             return RETENTIONS[value]
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_TTL_S:
             return float(value)
-        raise RequestError(
-            f"prompt_cache_retention must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f}), "
-            f"got {shown(value)}",
-            param="prompt_cache_retention",
-        )
+        wanted = f"must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f})"
+        raise wrong("prompt_cache_retention", wanted, value)
 
     @property
     def volatile(self) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.server.bodies.limits import wrong
 from afterglow.text import Reply
-from afterglow.text.chat_template import shown, shown_kind
+from afterglow.text.chat_template import shown_kind
 from afterglow.text.tool_calls.parts import CallDelta, Content, Part, Reasoning, ToolCall
 
 Item = dict[str, Any]
@@ -59,7 +60,7 @@ def _read_item(item: object, where: str) -> Item:
         }
     role = item.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role")
+        raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
     return _message(role, _read_texts(item.get("content"), f"{where}.content"), item.get("id"))
 
 
@@ -67,7 +68,7 @@ def _read_texts(content: object, where: str, kinds: Sequence[str] = PARTS) -> li
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of text parts, got {shown(content)}", param=where)
+        raise wrong(where, "must be a string or a list of text parts", content)
     texts = []
     for number, part in enumerate(content):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
@@ -84,9 +85,7 @@ def _read_texts(content: object, where: str, kinds: Sequence[str] = PARTS) -> li
 def _read_call(item: Mapping[str, Any], where: str) -> Item:
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
-        raise RequestError(
-            f"{where}.arguments must be JSON in a string, got {shown(arguments)}", param=f"{where}.arguments"
-        )
+        raise wrong(f"{where}.arguments", "must be JSON in a string", arguments)
     name, call = _named(item, "name", where), _named(item, "call_id", where)
     return function_call(_id(item, "fc"), call, name, arguments, "completed")
 
@@ -94,7 +93,7 @@ def _read_call(item: Mapping[str, Any], where: str) -> Item:
 def _named(item: Mapping[str, Any], field: str, where: str) -> str:
     found = item.get(field)
     if not isinstance(found, str) or not found:
-        raise RequestError(f"{where}.{field} must be a non-empty string, got {shown(found)}", param=f"{where}.{field}")
+        raise wrong(f"{where}.{field}", "must be a non-empty string", found)
     return found
 
 

@@ -15,9 +15,9 @@ from afterglow.server.bodies.limits import (
     check_messages,
     read_documents,
     read_inputs,
+    wrong,
 )
 from afterglow.server.bodies.tool_fields import read_tool_use
-from afterglow.text.chat_template import shown
 
 
 class TokenizeBody(JsonBody):
@@ -89,7 +89,7 @@ class RerankBody(JsonBody):
 
     def check(self) -> None:
         if not isinstance(self.query, str) or not self.query:
-            raise RequestError(f"query must be a non-empty string, got {shown(self.query)}", param="query")
+            raise wrong("query", "must be a non-empty string", self.query)
         check_chars(len(self.query), "query")
         self.documents = read_documents(self.documents)
         if self.top_n is not None and self.top_n < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,6 +102,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+
+    def stops(self, eos: frozenset[int]) -> frozenset[int]:
+        """List the tokens that end a reply. The end of a grammar is one of the model's (`eos`), also with `ignore_eos`."""
+        ignored = self.ignore_eos and self.grammar is None
+        return frozenset(self.stop_token_ids) | (frozenset() if ignored else eos)
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wanted: str) -> None:
@@ -316,3 +321,25 @@ class Completion:
     missed: Missed = Missed()
     text: str = ""
     reasoning: str = ""
+
+
+def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
+    """Join all outputs of a request.
+
+    Raises: RequestError, if the request failed.
+    """
+    last = outputs[-1]
+    if last.finish_reason == "error":
+        raise RequestError(last.error or "the request failed", status=500)
+    assert last.finish_reason is not None
+    return Completion(
+        tokens=tuple(t for output in outputs for t in output.tokens),
+        finish_reason=last.finish_reason,
+        cached=last.cached,
+        ttft_s=ttft_s,
+        logprobs=tuple(lp for output in outputs for lp in output.logprobs),
+        prompt_logprobs=outputs[0].prompt_logprobs,
+        truncation=outputs[0].truncation,
+        selected=last.selected if last.selected is not None else outputs[0].selected,
+        missed=last.missed,
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from afterglow.library.assemble import Assembler
 from afterglow.request import Request
 from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.detokenizer import Assembler
 from afterglow.text.next_turn import next_prompts
 
 

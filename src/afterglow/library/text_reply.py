@@ -7,10 +7,10 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.library.assemble import Assembler, Piece
 from afterglow.library.expected_turn import expected_turn
 from afterglow.request import CachedTokens, Completion, Output, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.detokenizer import Assembler, Piece
 from afterglow.text.reasoning.reasoning_format import ReasoningFormat
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.parts import Content, Part

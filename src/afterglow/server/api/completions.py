@@ -14,7 +14,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
-from afterglow.library.assemble import Piece
 from afterglow.request import Request, TokenLogprob
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.reply_bodies import ChatBody, ChoicesBody, CompletionBody
@@ -23,6 +22,7 @@ from afterglow.server.replies.pending_replies import DONE, Replies, event
 from afterglow.server.state import State, parts_of
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
+from afterglow.text.detokenizer import Piece
 from afterglow.text.tool_calls.parts import CallDelta, Content, Part, Reasoning, ToolCall
 
 

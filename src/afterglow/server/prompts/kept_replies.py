@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
 from afterglow.errors import RequestError, StoreError
-from afterglow.library.assemble import Assembler
 from afterglow.library.expected_turn import expected_turn
 from afterglow.request import Request
 from afterglow.server.blocking import FILES
 from afterglow.server.bridge import EngineLike
 from afterglow.text import ChatPrompt, Reply, Tokenizer
+from afterglow.text.detokenizer import Assembler
 
 log = logging.getLogger("afterglow.server")
 MAX_WAITING = 64  # replies whose next turns are being rendered; further ones are not

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from afterglow.errors import RequestError
-from afterglow.library.assemble import Assembler, Piece
 from afterglow.request import CachedTokens, Output, Request
 from afterglow.server.bodies.reply_bodies import Body
 from afterglow.server.bridge import Deliver
@@ -28,6 +27,7 @@ from afterglow.server.json import to_json
 from afterglow.server.replies.make_requests import check_grammar
 from afterglow.server.state import parts_of
 from afterglow.text import ChatPrompt, Reply
+from afterglow.text.detokenizer import Assembler, Piece
 from afterglow.text.lengths import LONG
 
 log = logging.getLogger("afterglow.server")

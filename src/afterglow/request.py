@@ -209,6 +209,15 @@ class CachedTokens:
     def total(self) -> int:
         return self.device + self.host + self.disk + self.shared
 
+    def __add__(self, more: CachedTokens) -> CachedTokens:
+        counts = (self.device + more.device, self.host + more.host, self.disk + more.disk, self.shared + more.shared)
+        return CachedTokens(*counts)
+
+    def by_tier(self, shared: bool = True) -> dict[str, int]:
+        """Count the tokens by the names of the tiers. `shared`: that tier is one of them."""
+        found = {"device": self.device, "host": self.host, "disk": self.disk}
+        return found | {"shared": self.shared} if shared else found
+
 
 @dataclass(frozen=True, slots=True)
 class Missed:

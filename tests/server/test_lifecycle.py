@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from afterglow.engine.stats import EngineStats
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.plan.stats import Counters, Stats
-from afterglow.server.error_responses import ClientGone
+from afterglow.server.json_responses import ClientGone
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.metrics.collector import flatten
 from afterglow.server.metrics.metric_names import ROWS, number_at

@@ -66,7 +66,7 @@ def loaded(found: FoundModel) -> Iterator[LoadedParts]:
     tokenizer = Tokenizer(folder)
 
     if is_encoder(folder):
-        from afterglow.server.embedding.embedding_models import EncoderOnly
+        from afterglow.server.embedding_models import EncoderOnly
 
         only = _encoder(folder, tokenizer, server, config)
         yield LoadedParts(EncoderOnly(only, config), tokenizer, [only])

@@ -1,4 +1,4 @@
-"""Replies as text, while they are generated and at their end."""
+"""Replies as text, while they are generated and at their end; and the requests with which the next turn finds its rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,36 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.library.expected_turn import expected_turn
 from afterglow.request import CachedTokens, Completion, Output, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.detokenizer import Assembler, Piece
+from afterglow.text.next_turn import next_prompts
 from afterglow.text.reasoning.reasoning_format import ReasoningFormat
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.parts import Content, Part
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
+
+
+def expected_turn(tokenizer: Tokenizer, prompt: ChatPrompt, request: Request, reply: Assembler) -> list[Request]:
+    """List the prompts that may begin the next turn after a reply, as far as they part from what was computed for it. None
+    where the prompt was truncated, or the reply was cut off before its answer."""
+    cut = reply.finish == "length" and not (reply.content or reply.calls)
+    if cut or reply.truncation is not None or reply.finish is None:
+        return []
+    found = next_prompts(tokenizer, prompt, reply.tokens, reply.content, reply.calls, reply.reasoning)
+    return [
+        Request(
+            f"next-{number}-{request.id}",
+            ids,
+            salt=request.salt,
+            session_id=request.session_id,
+            ttl_s=request.ttl_s,
+            volatile=request.volatile,
+        )
+        for number, ids in enumerate(found)
+    ]
 
 
 class TextReply:

@@ -34,7 +34,7 @@ from afterglow.server.api.models import detokenize, health, metrics, model, mode
 from afterglow.server.api.openapi import docs, openapi
 from afterglow.server.api.responses import create_response, delete_response, get_response, input_items
 from afterglow.server.bridge import EngineLike
-from afterglow.server.error_responses import error_response
+from afterglow.server.json_responses import error_response
 from afterglow.server.middleware import Middleware
 from afterglow.server.server_config import ServerConfig
 from afterglow.server.state import State

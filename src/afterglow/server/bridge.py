@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
 from afterglow.request import Output, PrefixInfo, Request, SessionInfo
-from afterglow.server.error_responses import engine_dead, shutting_down
+from afterglow.server.json_responses import engine_dead, shutting_down
 from afterglow.server.metrics.trace_recorder import TraceRecorder
 from afterglow.store.database.conversations import Conversations
 
@@ -66,7 +66,7 @@ class Bridge:
     def __init__(self, engine: EngineLike) -> None:
         self.engine = engine
         self.recorder: TraceRecorder | None = None
-        self.draining = False
+        self.draining = False  # new requests are refused
         self._delivers: dict[str, Deliver] = {}  # by request id
         self._arrived: deque[Output] = deque()
         self._scheduled = False
@@ -99,10 +99,6 @@ class Bridge:
             self.recorder.ended(request, tokens)
         if running:
             self.engine.cancel(request.id)
-
-    def drain(self) -> None:
-        """Refuse new requests from now on."""
-        self.draining = True
 
     def abort(self, error: RequestError) -> None:
         """End all requests in flight with an error."""

@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.errors import RequestError
-from afterglow.server.access.tenants import RequestRecord
-from afterglow.server.error_responses import CLIENT_GONE, ClientGone, error_response, for_anthropic
+from afterglow.server.json_responses import CLIENT_GONE, ClientGone, error_response, for_anthropic
 from afterglow.server.server_config import ServerConfig
 from afterglow.server.state import State
+from afterglow.server.tenants import RequestRecord
 
 METHODS = "GET, POST, PUT, DELETE"
 EXPOSED = "X-Request-ID, Request-ID, Retry-After"
@@ -215,13 +215,7 @@ class Middleware:
             self._state.tenants.count(record.caller, record.prompt_tokens, record.generated, record.cached)
             if record.ttft is not None:
                 metrics.ttft.observe(record.ttft)
-            tiers = (
-                ("device", record.cached.device),
-                ("host", record.cached.host),
-                ("disk", record.cached.disk),
-                ("shared", record.cached.shared),
-            )
-            found = ", ".join(f"{name} {count}" for name, count in tiers if count)
+            found = ", ".join(f"{tier} {count}" for tier, count in record.cached.by_tier().items() if count)
             details = (
                 f" prompt={record.prompt_tokens} cached={record.cached.total}{f' ({found})' if found else ''}"
                 f" generated={record.generated}"

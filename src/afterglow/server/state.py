@@ -13,17 +13,17 @@ from starlette.requests import Request as HttpRequest
 from afterglow.errors import RequestError
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import ContextWindow
-from afterglow.server.access.tenants import RequestRecord, Tenants
 from afterglow.server.blocking import TextThreads
 from afterglow.server.bodies.reader import BodyReader
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.bridge import Bridge, EngineLike
-from afterglow.server.embedding.embedding_models import EmbeddingModels, EncoderOnly
+from afterglow.server.embedding_models import EmbeddingModels, EncoderOnly
 from afterglow.server.metrics.collector import Metrics
 from afterglow.server.metrics.trace_recorder import TraceRecorder
-from afterglow.server.prompts.kept_replies import KeptReplies, NextTurns
+from afterglow.server.prompts.kept_replies import KeptReplies
 from afterglow.server.prompts.system_prompts import SystemPrompts
 from afterglow.server.server_config import ServerConfig
+from afterglow.server.tenants import RequestRecord, Tenants
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
 from afterglow.text.reasoning.reasoning_format import choose_reasoning
@@ -111,8 +111,7 @@ class State:
             config.reasoning_parser, template.source if template is not None else "", tokenizer.is_special
         )
 
-        self.next_turns = NextTurns(engine, tokenizer)
-        self.kept_replies = KeptReplies(engine, tokenizer, self.next_turns if self.reasoning is not None else None)
+        self.kept_replies = KeptReplies(engine, tokenizer, expects=self.reasoning is not None)
         self.shared_names = self._share_names()
 
     def _share_names(self) -> SharedNames | None:
@@ -148,7 +147,7 @@ class State:
             worker.start()
         if self.shared_names is not None:
             loop = asyncio.get_running_loop()
-            self.shared_names.start(lambda: _soon(loop, self.next_turns.forget))
+            self.shared_names.start(lambda: _soon(loop, self.kept_replies.forget_turns))
         sweeping = asyncio.create_task(self.kept_replies.sweep())
         yield
         sweeping.cancel()
@@ -158,7 +157,7 @@ class State:
             await asyncio.to_thread(worker.close)
         self.bodies.close()
         self.text_threads.close()
-        self.next_turns.close()
+        self.kept_replies.close()
         await self.bridge.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)

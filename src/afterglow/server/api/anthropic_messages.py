@@ -20,8 +20,7 @@ from afterglow.errors import RequestError
 from afterglow.request import Breakpoint, Request, Truncation
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reader import read_body
-from afterglow.server.error_responses import anthropic_error
-from afterglow.server.json import json_response, to_json
+from afterglow.server.json_responses import anthropic_error, json_response, to_json
 from afterglow.server.replies.make_requests import chat_requests, encode
 from afterglow.server.replies.pending_replies import Replies
 from afterglow.server.state import parts_of

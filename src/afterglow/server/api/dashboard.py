@@ -28,10 +28,10 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from afterglow.errors import RequestError
-from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.metrics.collector import PROBLEMS, flatten
 from afterglow.server.metrics.metric_names import MISSES, TIERS, number_at
 from afterglow.server.state import State
+from afterglow.server.tenants import RequestRecord
 from afterglow.version import __version__
 
 RECENT_S = 600.0

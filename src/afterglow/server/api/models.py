@@ -10,8 +10,7 @@ from starlette.responses import Response
 from afterglow.errors import RequestError
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import DetokenizeBody, TokenizeBody
-from afterglow.server.error_responses import engine_dead, error_response
-from afterglow.server.json import json_response
+from afterglow.server.json_responses import engine_dead, error_response, json_response
 from afterglow.server.metrics.collector import CONTENT_TYPE
 from afterglow.server.state import State, parts_of
 from afterglow.version import __version__

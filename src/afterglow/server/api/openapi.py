@@ -39,7 +39,7 @@ from afterglow.server.bodies.limits import MAX_MESSAGES
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, ResponseBody
 from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
-from afterglow.server.json import to_json
+from afterglow.server.json_responses import to_json
 from afterglow.server.metrics.collector import CONTENT_TYPE
 from afterglow.server.state import parts_of
 from afterglow.version import __version__

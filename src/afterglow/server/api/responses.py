@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError, StoreError
 from afterglow.request import Request
-from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.blocking import FILES, FILES_SECONDS
 from afterglow.server.bodies.limits import MESSAGE_CHARS, check_messages
 from afterglow.server.bodies.reader import read_body
@@ -28,10 +27,11 @@ from afterglow.server.bodies.response_items import (
     public,
     with_reply_ids,
 )
-from afterglow.server.json import json_response
+from afterglow.server.json_responses import json_response, unavailable
 from afterglow.server.replies.make_requests import chat_requests, encode
 from afterglow.server.replies.pending_replies import Replies, event
 from afterglow.server.state import State, parts_of
+from afterglow.server.tenants import RequestRecord
 from afterglow.store.database.conversations import StoredResponse
 from afterglow.text import ChatPrompt, Reply
 
@@ -209,7 +209,7 @@ async def ask_database(work: Any, *args: Any, within: float = FILES_SECONDS) -> 
         return await FILES(work, *args, within=within)
     except StoreError as error:
         log.warning("%s", error)
-        raise RequestError("stored responses cannot be read just now", status=503, code="unavailable") from None
+        raise unavailable("stored responses cannot be read just now") from None
 
 
 async def get_response(http: HttpRequest) -> Response:

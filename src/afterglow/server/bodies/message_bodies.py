@@ -85,7 +85,7 @@ class MessagesBody(Body):
             if self.max_tokens is None:
                 raise RequestError("max_tokens is required", param="max_tokens")
             if self.max_tokens < 0:
-                raise RequestError(f"max_tokens must be 0 or more, got {self.max_tokens}", param="max_tokens")
+                raise wrong("max_tokens", "must be 0 or more", self.max_tokens)
         check_variables(self.chat_template_kwargs)
         self._check_thinking()
         self._check_effort()

@@ -29,7 +29,7 @@ from afterglow.errors import RequestError
 from afterglow.memory.free import trim
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import check_shape, count_values, unsupported
-from afterglow.server.error_responses import ClientGone, shutting_down
+from afterglow.server.json_responses import ClientGone, shutting_down
 from afterglow.text.chat_template import shown
 
 B = TypeVar("B", bound=JsonBody)

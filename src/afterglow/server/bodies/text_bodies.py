@@ -93,4 +93,4 @@ class RerankBody(JsonBody):
         check_chars(len(self.query), "query")
         self.documents = read_documents(self.documents)
         if self.top_n is not None and self.top_n < 1:
-            raise RequestError(f"top_n must be 1 or more, got {self.top_n}", param="top_n")
+            raise wrong("top_n", "must be 1 or more", self.top_n)

@@ -22,8 +22,7 @@ from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, Output, Request
 from afterglow.server.bodies.reply_bodies import Body
 from afterglow.server.bridge import Deliver
-from afterglow.server.error_responses import ClientGone, body_of
-from afterglow.server.json import to_json
+from afterglow.server.json_responses import ClientGone, body_of, to_json
 from afterglow.server.replies.make_requests import check_grammar
 from afterglow.server.state import parts_of
 from afterglow.text import ChatPrompt, Reply
@@ -308,8 +307,7 @@ class Replies(ABC):
     @property
     def cached(self) -> CachedTokens:
         """Count cached tokens by tier. Further replies to a prompt find it cached by the first one: they do not count."""
-        found = [self.texts[index].cached for index in self._firsts]
-        return CachedTokens(*(sum(getattr(c, tier) for c in found) for tier in ("device", "host", "disk", "shared")))
+        return sum((self.texts[index].cached for index in self._firsts), CachedTokens())
 
     @property
     def prompt_tokens(self) -> int:
@@ -338,11 +336,9 @@ class Replies(ABC):
 
     def own_usage(self) -> dict[str, Any]:
         """Describe the tokens of all replies as no other server does."""
-        cached = self.cached
         config = self.state.engine.config
-        shared = {} if config.cache.shared is None else {"shared": cached.shared}
         details = {
-            "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk, **shared},
+            "cached_tokens_details": self.cached.by_tier(config.cache.shared is not None),
             "kv_dtype": config.kv_dtype if config.kv_dtype != "auto" else None,
             "missed_tokens_details": self._missed(),
             "replies_details": self._returned(),

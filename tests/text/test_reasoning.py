@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from afterglow.text.reasoning.reasoning_format import ReasoningFormat, choose_reasoning
-from afterglow.text.reasoning.splitters import Mark, Span
+from afterglow.text.reasoning import Mark, ReasoningFormat, Span, choose_reasoning
 from afterglow.text.tool_calls.parts import Content, Reasoning
 
 THINK = ReasoningFormat("think", False)

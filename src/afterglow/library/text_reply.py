@@ -11,7 +11,7 @@ from afterglow.request import CachedTokens, Completion, Output, Request, TokenLo
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.detokenizer import Assembler, Piece
 from afterglow.text.next_turn import next_prompts
-from afterglow.text.reasoning.reasoning_format import ReasoningFormat
+from afterglow.text.reasoning import ReasoningFormat
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.parts import Content, Part
 

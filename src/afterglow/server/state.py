@@ -26,8 +26,7 @@ from afterglow.server.server_config import ServerConfig
 from afterglow.server.tenants import RequestRecord, Tenants
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
-from afterglow.text.reasoning.reasoning_format import choose_reasoning
-from afterglow.text.reasoning.splitters import Splitter
+from afterglow.text.reasoning import Splitter, choose_reasoning
 from afterglow.text.tool_calls.formats import choose_format
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.parts import ReplyParser

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, Missed, Output, Selected, TokenLogprob, Truncation
-from afterglow.text.reasoning.splitters import Span, Splitter
+from afterglow.text.reasoning import Span, Splitter
 from afterglow.text.tool_calls.parts import Content, Part, Reasoning, ReplyParser, ToolCall
 
 REPLACEMENT = "\ufffd"  # what decoders put where bytes are not (yet) UTF-8

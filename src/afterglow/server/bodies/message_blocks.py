@@ -15,9 +15,9 @@ from afterglow.errors import RequestError
 from afterglow.request import MAX_BREAKPOINTS
 from afterglow.server.bodies.limits import MAX_MESSAGES, unsupported, wrong
 from afterglow.server.bodies.tool_fields import ToolUse, read_function, read_tools
-from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.tool_messages import MAX_CALLS
+from afterglow.text.messages import MAX_CALLS
+from afterglow.text.turns import BlockMark
 
 LIFETIMES = {"5m": 300.0, "1h": 3600.0}  # seconds
 

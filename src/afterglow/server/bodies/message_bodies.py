@@ -14,8 +14,8 @@ from afterglow.server.bodies.json_body import Int, Name, Unused, at_most, check_
 from afterglow.server.bodies.limits import MAX_NAME, check_messages, wrong
 from afterglow.server.bodies.message_blocks import CacheMarks, last_block, read_message_tools, read_messages
 from afterglow.server.bodies.reply_bodies import MAX_STOPS, Body
-from afterglow.text.block_marks import BlockMark
 from afterglow.text.chat_template import shown_kind
+from afterglow.text.turns import BlockMark
 
 LEAST_BUDGET = 1024  # tokens for thoughts, as Anthropic has it
 # as templates know them

@@ -23,11 +23,10 @@ from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.prompts.system_prompts import RegisteredPrompt
 from afterglow.server.state import State, parts_of
 from afterglow.text import ChatPrompt, Reply
-from afterglow.text.block_marks import BlockMark
 from afterglow.text.lengths import LONG
 from afterglow.text.messages import texts_in
-from afterglow.text.tool_calls.forced import forced_grammar
-from afterglow.text.turns import TEMPLATE
+from afterglow.text.tool_calls.formats import forced_grammar
+from afterglow.text.turns import TEMPLATE, BlockMark
 
 if TYPE_CHECKING:
     from afterglow.engine.grammars.compiler import Grammars

@@ -287,6 +287,43 @@ class PrefixInfo:
     about: str = ""
 
 
+@dataclass(slots=True)
+class ToolCall:
+    """A call that a model made. `arguments`: JSON, as the model wrote it; it may be malformed, or cut short."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A new part of a call's arguments. `first`: the call begins here; `index` counts the calls of a reply."""
+
+    index: int
+    call: ToolCall
+    arguments: str
+    first: bool
+
+
+Part = Content | Reasoning | CallDelta
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What one engine step brought for one request.
@@ -295,6 +332,10 @@ class Output:
     `cached` and `missed` are known from the first output on, as are the seconds it `waited` between its arrival and its
     first step; `top2_gap` is the logit gap between the best two candidates of
     the last token (for honest comparisons of greedy runs), only when log-probabilities were asked for.
+
+    `text` and `parts` are empty where an engine without a tokenizer replied (see `Assembler`). `text` may be empty otherwise: the end
+    may be an unfinished character, or the beginning of a stop string. `parts`: the text as content and calls, and the reasoning
+    before it.
     """
 
     request_id: str
@@ -308,6 +349,8 @@ class Output:
     error: str | None = None
     missed: Missed = Missed()
     waited: float = 0.0
+    text: str = ""
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from afterglow.request import Content, Reasoning
 from afterglow.text.reasoning import Mark, ReasoningFormat, Span, choose_reasoning
-from afterglow.text.tool_calls.parts import Content, Reasoning
 
 THINK = ReasoningFormat("think", False)
 MISTRAL = ReasoningFormat("mistral", True)

@@ -7,13 +7,12 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.request import CachedTokens, Completion, Output, Request, TokenLogprob
+from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
-from afterglow.text.detokenizer import Assembler, Piece
+from afterglow.text.detokenizer import Assembler
 from afterglow.text.next_turn import next_prompts
 from afterglow.text.reasoning import ReasoningFormat
 from afterglow.text.tool_calls.harmony import HarmonyParser
-from afterglow.text.tool_calls.parts import Content, Part
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
@@ -132,7 +131,7 @@ class TextReply:
             reasoning=found.reasoning,
         )
 
-    def _feed(self, at: float, output: Output) -> Piece:
+    def _feed(self, at: float, output: Output) -> Output:
         """Add an output that came `at` seconds after the request; returns what it adds. Raises: RequestError."""
         if self.ttft_s is None and output.tokens:
             self.ttft_s = at
@@ -153,7 +152,7 @@ class TextReply:
             self._engine.expect(expected_turn(self._tokenizer, self._chat, self.request, found), self.request.id)
 
 
-def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, Piece]]:
+def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, Output]]:
     """Generate replies together, and yield each piece with the reply it belongs to.
 
     Raises: RequestError.

@@ -2,19 +2,30 @@
 
 `IncrementalDecoder` turns ids into text deltas whose concatenation is the text of the whole sequence.
 `StopStrings` watches those deltas and ends the text at the first stop string.
-`Assembler` turns a request's outputs into pieces of a reply, and counts. One object for each choice.
+`Assembler` adds the text to a request's outputs, and counts. One object for each choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from afterglow.errors import RequestError
-from afterglow.request import CachedTokens, Missed, Output, Selected, TokenLogprob, Truncation
+from afterglow.request import (
+    CachedTokens,
+    Content,
+    Missed,
+    Output,
+    Part,
+    Reasoning,
+    Selected,
+    TokenLogprob,
+    ToolCall,
+    Truncation,
+)
 from afterglow.text.reasoning import Span, Splitter
-from afterglow.text.tool_calls.parts import Content, Part, Reasoning, ReplyParser, ToolCall
+from afterglow.text.tool_calls.parts import ReplyParser
 
 REPLACEMENT = "\ufffd"  # what decoders put where bytes are not (yet) UTF-8
 _MAX_HELD = 64  # tokens held back at most; no character needs so many, so by then it is garbage for good
@@ -159,21 +170,6 @@ Finish = Literal["stop", "length"]
 Reason = Literal["stop", "length", "tool_calls"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The text and tokens that one output adds to a reply.
-
-    `text` may be empty: the end may be an unfinished character, or the beginning of a stop string. `parts`: the text as
-    content and calls, and the reasoning before it.
-    """
-
-    text: str
-    parts: tuple[Part, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: Finish | None
-
-
 class Assembler:
     """Collect the text and the facts of one reply, output by output."""
 
@@ -232,10 +228,10 @@ class Assembler:
         whole = bool(self.calls) and all(call.ended for call in self.calls)
         return "tool_calls" if self.finish == "stop" and whole else self.finish
 
-    def feed(self, output: Output) -> Piece:
-        """Add one output of the engine.
+    def feed(self, output: Output) -> Output:
+        """Add one output of the engine; returns it with its text, and without tokens that come after the end.
 
-        When a stop string completes, `finish` is set although the engine goes on: the caller cancels the request.
+        When a stop string completes, `finish_reason` is set although the engine goes on: the caller cancels the request.
         Raises: RequestError, if the engine gave the request up.
         """
         if output.finish_reason == "error":
@@ -274,7 +270,10 @@ class Assembler:
         tokens = output.tokens[:count]
         self.text = self._raw[: len(self._raw) - self._unshown]
         self.tokens.extend(tokens)
-        return Piece(text, tuple(parts), tokens, output.logprobs[:count], self.finish)
+        logprobs = output.logprobs[:count]
+        return replace(
+            output, tokens=tokens, finish_reason=self.finish, logprobs=logprobs, text=text, parts=tuple(parts)
+        )
 
     def _read(self, text: str, look: bool, last: bool = False) -> tuple[str, list[Part]]:
         """Read text that was generated. Returns what is no reasoning of it, and all its parts. `look`: for stop strings."""

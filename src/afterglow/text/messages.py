@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.request import ToolCall
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.tool_calls.parts import ToolCall
 
 MAX_CALLS = 1024  # in one message
 _WHOLE = 2.0**53  # below which a float is exact

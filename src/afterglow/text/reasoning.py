@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from afterglow.choices import ReasoningParserName
+from afterglow.request import Content, Reasoning
 from afterglow.text.tool_calls import harmony
-from afterglow.text.tool_calls.parts import Buffer, Content, Reasoning
+from afterglow.text.tool_calls.parts import Buffer
 
 
 @dataclass(frozen=True, slots=True)

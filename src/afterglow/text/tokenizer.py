@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import RequestError
-from afterglow.request import ContextWindow
+from afterglow.request import ContextWindow, ToolCall
 from afterglow.text import lengths
 from afterglow.text.chat_template import ChatTemplate, Message, shown
 from afterglow.text.detokenizer import IncrementalDecoder
@@ -32,7 +32,6 @@ from afterglow.text.reply_memory import (
     splice,
 )
 from afterglow.text.tokenizer_files import read_parts
-from afterglow.text.tool_calls.parts import ToolCall
 from afterglow.text.turns import TOKENS, BlockMark, Turns, find_marks, find_turns, rows_before
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

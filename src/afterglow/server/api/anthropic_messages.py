@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
-from afterglow.request import Breakpoint, Request, Truncation
+from afterglow.request import Breakpoint, CallDelta, Content, Part, Reasoning, Request, ToolCall, Truncation
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.json_responses import anthropic_error, json_response, to_json
@@ -25,7 +25,6 @@ from afterglow.server.replies.make_requests import chat_requests, encode
 from afterglow.server.replies.pending_replies import Replies
 from afterglow.server.state import parts_of
 from afterglow.text import ChatPrompt
-from afterglow.text.tool_calls.parts import CallDelta, Content, Part, Reasoning, ToolCall
 
 Event = tuple[str, dict[str, Any]]  # its type and fields
 
@@ -237,7 +236,7 @@ class MessageReply(Replies):
                     # With the first token, not before: only then it is known what was cached.
                     sent, begun = _event("message_start", {"message": self._describe()}), True
                 events = list(self._content.add(piece.parts))
-                if piece.finish is not None:
+                if piece.finish_reason is not None:
                     events += self._content.finish()
                     self.remember()
                 sent += _events(events[:1])

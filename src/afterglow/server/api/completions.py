@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
-from afterglow.request import Request, TokenLogprob
+from afterglow.request import CallDelta, Content, Output, Part, Reasoning, Request, TokenLogprob, ToolCall
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.reply_bodies import ChatBody, ChoicesBody, CompletionBody
 from afterglow.server.replies.make_requests import chat_requests, check_count, encode, make_requests, max_tokens
@@ -22,8 +22,6 @@ from afterglow.server.replies.pending_replies import DONE, Replies, event
 from afterglow.server.state import State, parts_of
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
-from afterglow.text.detokenizer import Piece
-from afterglow.text.tool_calls.parts import CallDelta, Content, Part, Reasoning, ToolCall
 
 
 class ChoiceReplies(Replies):
@@ -38,7 +36,7 @@ class ChoiceReplies(Replies):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     @abstractmethod
-    async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
         """Write the new part of a reply: `choices` and the fields beside it; None if the part is empty."""
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -232,15 +230,15 @@ class ChatReplies(ChoiceReplies):
     def _thinks_aloud(self) -> bool:
         return self.body.include_reasoning is not False
 
-    async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
         # The role goes out with the first token, not before: a client's clock stops at the first chunk.
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         shown = piece.parts if self._thinks_aloud else [each for each in piece.parts if not isinstance(each, Reasoning)]
         delta |= delta_fields(shown)
-        if piece.finish is not None and index == 0:
+        if piece.finish_reason is not None and index == 0:
             self.remember()
         ids = self.ids(piece.tokens)
-        if not (delta or piece.finish or piece.logprobs or ids):
+        if not (delta or piece.finish_reason or piece.logprobs or ids):
             return None
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.logprobs)}
         return {
@@ -347,25 +345,25 @@ class CompletionReplies(ChoiceReplies):
             "usage": self.usage(),
         }
 
-    async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
         text, logprobs = await self._part(index, piece, first)
         ids = self.ids(piece.tokens, self.requests[index].prompt if first else None)
-        if not (text or piece.finish or logprobs["tokens"] or ids):
+        if not (text or piece.finish_reason or logprobs["tokens"] or ids):
             return None
-        return {"choices": [self._choice(index, text, piece.finish, logprobs) | ids]}
+        return {"choices": [self._choice(index, text, piece.finish_reason, logprobs) | ids]}
 
     @property
     def _values(self) -> int:
         """About how many values there are for each token."""
         return 4 * (1 + (self.body.logprobs or 0))
 
-    async def _part(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
+    async def _part(self, index: int, piece: Output, first: bool) -> tuple[str, dict[str, Any]]:
         """Return text and log-probabilities of a piece; the first one carries the echo."""
         echoes = first and self.body.echo
         size = len(self.requests[index].prompt) * self._values if echoes else 0
         return await self.state.text_threads.run(size, lambda: self._write(index, piece, first))
 
-    def _write(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
+    def _write(self, index: int, piece: Output, first: bool) -> tuple[str, dict[str, Any]]:
         body, lists = self.body, self._logprobs[index]
         text, parts = piece.text, []
         if first and body.echo:

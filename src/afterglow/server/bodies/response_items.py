@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.request import CallDelta, Content, Part, Reasoning, ToolCall
 from afterglow.server.bodies.limits import wrong
 from afterglow.text import Reply
 from afterglow.text.chat_template import shown_kind
-from afterglow.text.tool_calls.parts import CallDelta, Content, Part, Reasoning, ToolCall
 
 Item = dict[str, Any]
 

@@ -26,7 +26,7 @@ from afterglow.server.json_responses import ClientGone, body_of, to_json
 from afterglow.server.replies.make_requests import check_grammar
 from afterglow.server.state import parts_of
 from afterglow.text import ChatPrompt, Reply
-from afterglow.text.detokenizer import Assembler, Piece
+from afterglow.text.detokenizer import Assembler
 from afterglow.text.lengths import LONG
 
 log = logging.getLogger("afterglow.server")
@@ -233,7 +233,7 @@ class Replies(ABC):
             self.close()
             raise
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield (number of the reply, its new part) until all are finished. Close the generator: that ends the
         requests, however the iteration ends. Raises: RequestError."""
         try:
@@ -244,7 +244,7 @@ class Replies(ABC):
                 if index not in self._open:
                     continue  # the engine's step after a stop string
                 piece = self.texts[index].feed(output)
-                if piece.finish is not None or output.finish_reason is not None:
+                if piece.finish_reason is not None or output.finish_reason is not None:
                     self._leave(index, running=output.finish_reason is None)
                 self._account(index, piece)
                 yield index, piece
@@ -262,7 +262,7 @@ class Replies(ABC):
 
     # -------------------------------------------------------------------------------------------- accounts
 
-    def _account(self, index: int, piece: Piece) -> None:
+    def _account(self, index: int, piece: Output) -> None:
         record, now = self.record, time.perf_counter()
         if len(piece.tokens) == len(
             self.texts[index].tokens
@@ -276,7 +276,7 @@ class Replies(ABC):
             record.last_token = now
             record.generated += len(piece.tokens)
             self._first.setdefault(index, now)
-        if piece.finish is not None:
+        if piece.finish_reason is not None:
             self._finished(index, now)
 
     def _finished(self, index: int, now: float) -> None:

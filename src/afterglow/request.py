@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,6 +102,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+
+    def stops(self, eos: frozenset[int]) -> frozenset[int]:
+        """List the tokens that end a reply. The end of a grammar is one of the model's (`eos`), also with `ignore_eos`."""
+        ignored = self.ignore_eos and self.grammar is None
+        return frozenset(self.stop_token_ids) | (frozenset() if ignored else eos)
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wanted: str) -> None:
@@ -204,6 +209,15 @@ class CachedTokens:
     def total(self) -> int:
         return self.device + self.host + self.disk + self.shared
 
+    def __add__(self, more: CachedTokens) -> CachedTokens:
+        counts = (self.device + more.device, self.host + more.host, self.disk + more.disk, self.shared + more.shared)
+        return CachedTokens(*counts)
+
+    def by_tier(self, shared: bool = True) -> dict[str, int]:
+        """Count the tokens by the names of the tiers. `shared`: that tier is one of them."""
+        found = {"device": self.device, "host": self.host, "disk": self.disk}
+        return found | {"shared": self.shared} if shared else found
+
 
 @dataclass(frozen=True, slots=True)
 class Missed:
@@ -273,6 +287,43 @@ class PrefixInfo:
     about: str = ""
 
 
+@dataclass(slots=True)
+class ToolCall:
+    """A call that a model made. `arguments`: JSON, as the model wrote it; it may be malformed, or cut short."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A new part of a call's arguments. `first`: the call begins here; `index` counts the calls of a reply."""
+
+    index: int
+    call: ToolCall
+    arguments: str
+    first: bool
+
+
+Part = Content | Reasoning | CallDelta
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What one engine step brought for one request.
@@ -281,6 +332,10 @@ class Output:
     `cached` and `missed` are known from the first output on, as are the seconds it `waited` between its arrival and its
     first step; `top2_gap` is the logit gap between the best two candidates of
     the last token (for honest comparisons of greedy runs), only when log-probabilities were asked for.
+
+    `text` and `parts` are empty where an engine without a tokenizer replied (see `Assembler`). `text` may be empty otherwise: the end
+    may be an unfinished character, or the beginning of a stop string. `parts`: the text as content and calls, and the reasoning
+    before it.
     """
 
     request_id: str
@@ -294,6 +349,8 @@ class Output:
     error: str | None = None
     missed: Missed = Missed()
     waited: float = 0.0
+    text: str = ""
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +373,25 @@ class Completion:
     missed: Missed = Missed()
     text: str = ""
     reasoning: str = ""
+
+
+def completion_of(outputs: Sequence[Output], ttft_s: float) -> Completion:
+    """Join all outputs of a request.
+
+    Raises: RequestError, if the request failed.
+    """
+    last = outputs[-1]
+    if last.finish_reason == "error":
+        raise RequestError(last.error or "the request failed", status=500)
+    assert last.finish_reason is not None
+    return Completion(
+        tokens=tuple(t for output in outputs for t in output.tokens),
+        finish_reason=last.finish_reason,
+        cached=last.cached,
+        ttft_s=ttft_s,
+        logprobs=tuple(lp for output in outputs for lp in output.logprobs),
+        prompt_logprobs=outputs[0].prompt_logprobs,
+        truncation=outputs[0].truncation,
+        selected=last.selected if last.selected is not None else outputs[0].selected,
+        missed=last.missed,
+    )

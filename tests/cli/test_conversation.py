@@ -19,8 +19,7 @@ from afterglow.cli.conversation import (
     converse,
 )
 from afterglow.library.language_model import LanguageModel
-from afterglow.request import SamplingParams
-from afterglow.text.tool_calls.parts import Reasoning
+from afterglow.request import Reasoning, SamplingParams
 from tests.cli.kit import BUNDLED, SMALL, afterglow
 from tests.reasoning_templates import QWEN, TAGGED, THOUGHT
 from tests.scripted_model import scripted

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from afterglow.engine.engine import Completion, Engine
-from afterglow.engine.requests import completion_of
 from afterglow.engine.tee import Tee
 from afterglow.errors import RequestError
 from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
-from afterglow.request import Output, Request, SamplingParams
+from afterglow.request import Output, Request, SamplingParams, completion_of
 from tests.engine.conftest import VOCAB, Handle
 from tests.engine.test_exact_reuse import same
 from tests.engine.test_selecting import draw

@@ -18,12 +18,11 @@ from benchmarks.papers.spec import prefixes
 from benchmarks.papers.spec.attend import SelectingAttend, prefill
 
 from afterglow.engine.engine import Completion
-from afterglow.engine.requests import completion_of
 from afterglow.errors import RequestError
 from afterglow.importance.chunk_loader import ChunkLoader
 from afterglow.importance.select import SelectionRules
 from afterglow.plan.batching.admission import MIN_ASKING_ROWS
-from afterglow.request import Output, Request, SamplingParams
+from afterglow.request import Output, Request, SamplingParams, completion_of
 from tests.engine.by_hand import ask_truncated, logprobs, reference
 from tests.engine.conftest import FAMILIES, OTHER_SCORES, VOCAB, Handle, in_turn
 from tests.engine.test_exact_reuse import same

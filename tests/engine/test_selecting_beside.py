@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from afterglow.engine.engine import Completion
-from afterglow.engine.requests import completion_of
 from afterglow.plan.journal.replaying import replay
 from afterglow.plan.journal.step_digest import step_digest
-from afterglow.request import Output, Request, SamplingParams
+from afterglow.request import Output, Request, SamplingParams, completion_of
 from tests import doors
 from tests.engine.conftest import VOCAB, Handle
 from tests.engine.test_exact_reuse import same

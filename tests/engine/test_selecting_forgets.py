@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.plan.batching.drafts import Drafts
+from afterglow.plan.batching.batch import Batch, Drafts
 from afterglow.plan.batching.merging import Merging
-from afterglow.plan.batching.queue import Batch, RequestQueue
+from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.truncation import Cut

@@ -8,7 +8,7 @@ from bisect import insort
 import pytest
 
 from afterglow.plan.batching.job import Job
-from afterglow.plan.batching.lookahead import LookAhead
+from afterglow.plan.batching.queue import LookAhead
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.truncation import Origin
 from afterglow.plan.step import PREFETCH, JobSpec, Load

@@ -27,10 +27,9 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.stats import EngineCounters, EngineStats, TierBytes, Tiers
 from afterglow.plan.stats import Counters, Stats
 from afterglow.server.api import dashboard
-from afterglow.server.api.dashboard import page
+from afterglow.server.api.dashboard import FIELDS, OF_THE_SERVER, PATHS, SHARES, History, page
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.metrics.collector import flatten
-from afterglow.server.metrics.history import FIELDS, OF_THE_SERVER, PATHS, SHARES, History
 from afterglow.server.metrics.metric_names import number_at
 from afterglow.server.server_config import ServerConfig
 from afterglow.store.moving.store_stats import StoreStats

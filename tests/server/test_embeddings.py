@@ -30,7 +30,7 @@ from afterglow.memo.texts import TextEmbedder, memo_identity, text_embedder
 from afterglow.model.decoder import Attention
 from afterglow.model.encoder import BatchAttend, Model
 from afterglow.model.loader import load_encoder
-from afterglow.server.embedding.encoder_only import EncoderOnly
+from afterglow.server.embedding_models import EncoderOnly
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer

@@ -13,9 +13,9 @@ import pytest
 
 from afterglow.errors import ConfigError
 from afterglow.request import CachedTokens
-from afterglow.server.access.tenants import Caller, Tenants
 from afterglow.server.lifecycle.address import reachable
 from afterglow.server.server_config import ServerConfig
+from afterglow.server.tenants import Caller, Tenants
 from afterglow.text import ReplyMemory
 from afterglow.text.reply_memory import ChatPrompt
 from tests.server.conftest import Running, running
@@ -209,7 +209,7 @@ def test_what_a_request_used_is_counted() -> None:
     tenants.count(caller, 10, 3, CachedTokens(1, 2, 3))
     usage = tenants.usage(caller)
     assert (usage.requests, usage.prompt_tokens, usage.generated_tokens) == (1, 10, 3)
-    assert (usage.device, usage.host, usage.disk) == (1, 2, 3)
+    assert usage.cached == CachedTokens(1, 2, 3)
 
 
 # -------------------------------------------------------------------------------------------------- fields

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from afterglow.server.json import AT_ONCE, to_json, write_json
+from afterglow.server.json_responses import AT_ONCE, to_json, write_json
 from tests.server.conftest import Running
 
 DEEP: Any = [[[[[[[[{"a": [1, [2]]}]]]]]]]]

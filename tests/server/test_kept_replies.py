@@ -14,7 +14,7 @@ import pytest
 
 from afterglow.config import CacheConfig
 from afterglow.errors import StoreError
-from afterglow.server.bridge import kept_replies
+from afterglow.server.prompts import kept_replies
 from afterglow.store.database import replies
 from afterglow.store.database.conversations import FILE, Conversations
 from afterglow.store.database.replies import StoredReplies

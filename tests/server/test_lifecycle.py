@@ -22,11 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from afterglow.engine.stats import EngineStats
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.plan.stats import Counters, Stats
-from afterglow.server.error_responses import ClientGone
+from afterglow.server.json_responses import ClientGone
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.metrics.collector import flatten
 from afterglow.server.metrics.metric_names import ROWS, number_at
-from afterglow.server.replies.stream import EventStream, event
+from afterglow.server.replies.pending_replies import EventStream, event
 from afterglow.server.server_config import ServerConfig
 from afterglow.store.moving.store_stats import StoreStats
 from afterglow.store.shared.counters import SharedStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from afterglow.request import Breakpoint, Truncation
-from afterglow.server.replies.message_content import as_breakpoints, input_usage, moved
+from afterglow.server.api.anthropic_messages import as_breakpoints, input_usage, moved
 
 SHORT, LONG = 300.0, 3600.0
 

@@ -40,7 +40,7 @@ class Thinking:
         answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=30)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
-        wait_for(lambda: not server.service.state.next_turns.busy)
+        wait_for(lambda: not server.service.state.kept_replies.busy)
         server.engine.settle()
         usage, prompt = found["usage"], list(server.requests[-1].prompt)
         if self.messages:

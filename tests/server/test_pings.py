@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from afterglow.server.replies import stream
+from afterglow.server.replies import pending_replies
 from tests import doors
 from tests.server.conftest import REPLY, Running, running
 from tests.waiting import wait_for
@@ -28,13 +28,13 @@ EVERY = 0.03
 @pytest.fixture
 def held(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A server whose engine gives no token before its gate is opened."""
-    monkeypatch.setattr(stream, "PING_SECONDS", EVERY)
+    monkeypatch.setattr(pending_replies, "PING_SECONDS", EVERY)
     with running(model_dir, hold=True) as server:
         yield server
 
 
 def test_every_five_seconds() -> None:
-    assert stream.PING_SECONDS == 5.0
+    assert pending_replies.PING_SECONDS == 5.0
 
 
 def test_anthropics_pings_are_events(held: Running) -> None:
@@ -99,16 +99,16 @@ def test_a_client_that_does_not_read_gets_no_heap_of_comments() -> None:
         await asyncio.sleep(1.5 * EVERY)
 
     async def work() -> None:
-        answer = stream.EventStream(events(), lambda: None)
+        answer = pending_replies.EventStream(events(), lambda: None)
         await answer._send_all(send)
 
-    before, stream.PING_SECONDS = stream.PING_SECONDS, EVERY
+    before, pending_replies.PING_SECONDS = pending_replies.PING_SECONDS, EVERY
     try:
         asyncio.run(work())
     finally:
-        stream.PING_SECONDS = before
+        pending_replies.PING_SECONDS = before
     assert sent[:2] == [b"", b"slow"]
-    assert sent[2:] in ([stream.PING, b""], [b""])
+    assert sent[2:] in ([pending_replies.PING, b""], [b""])
 
 
 def pings_alive(server: Running) -> int:
@@ -118,7 +118,7 @@ def pings_alive(server: Running) -> int:
 
 
 def test_comments_cost_nothing_while_tokens_come(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PING_SECONDS", 60.0)
+    monkeypatch.setattr(pending_replies, "PING_SECONDS", 60.0)
     with running(model_dir) as server, httpx.Client(base_url=server.url) as http:
         answer = http.post("/v1/chat/completions", json={"messages": MESSAGE, "stream": True})
     assert ": ping" not in answer.text

@@ -68,7 +68,7 @@ class Trace:
 
 def settle(server: Scripted) -> None:
     """Wait until next turns are rendered and computed."""
-    wait_for(lambda: not server.service.state.next_turns.busy)
+    wait_for(lambda: not server.service.state.kept_replies.busy)
     server.engine.settle()
     assert len(server.engine.loop.upcoming) == 0
 

@@ -17,9 +17,8 @@ import pytest
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError, RequestError
-from afterglow.server.lifecycle.prompt_file import read_prompt
 from afterglow.server.lifecycle.service import Service
-from afterglow.server.server_config import ServerConfig
+from afterglow.server.server_config import ServerConfig, read_prompt
 from afterglow.text import Tokenizer, chat_template
 from tests import doors
 from tests.server.conftest import running

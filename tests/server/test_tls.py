@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from afterglow.errors import ConfigError
-from afterglow.server.lifecycle.tls import certificate_of, server_context
+from afterglow.server.lifecycle.address import certificate_of, server_context
 from afterglow.server.server_config import ServerConfig
 from tests.server.conftest import Running, running
 from tests.server.process import Process, serving

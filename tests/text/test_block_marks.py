@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from afterglow.text import Tokenizer
-from afterglow.text.block_marks import BlockMark
+from afterglow.text.turns import BlockMark
 from tests import scripted_model as kit
 from tests.text import toys
 

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from afterglow.text.reasoning.reasoning_format import ReasoningFormat, choose_reasoning
-from afterglow.text.reasoning.splitters import Mark, Span
-from afterglow.text.tool_calls.parts import Content, Reasoning
+from afterglow.request import Content, Reasoning
+from afterglow.text.reasoning import Mark, ReasoningFormat, Span, choose_reasoning
 
 THINK = ReasoningFormat("think", False)
 MISTRAL = ReasoningFormat("mistral", True)

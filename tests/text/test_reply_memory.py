@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from afterglow.request import ToolCall
 from afterglow.text import ChatPrompt, Reply, ReplyMemory, Tokenizer
-from afterglow.text.tool_calls.parts import ToolCall
 from tests.text import toys
 
 USER = {"role": "user", "content": "What colour is the kite?"}

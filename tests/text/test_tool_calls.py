@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from afterglow.errors import ConfigError, ModelError
+from afterglow.request import CallDelta, Content, Reasoning
 from afterglow.text.tool_calls.formats import choose_format
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.json_calls import HermesParser, LlamaParser
 from afterglow.text.tool_calls.mistral import MistralParser
-from afterglow.text.tool_calls.parts import CallDelta, Content, Reasoning, ReplyParser
+from afterglow.text.tool_calls.parts import ReplyParser
 from afterglow.text.tool_calls.qwen_xml import QwenXmlParser
 from tests import scripted_model as kit
 from tests.text import toys

@@ -77,7 +77,7 @@ def register(
 ) -> int:
     """Compute a system prompt on a running server, for the requests of one key, and keep it in all tiers."""
     from afterglow.cli.terminal_tables import print_json
-    from afterglow.server.lifecycle.prompt_file import read_prompt
+    from afterglow.server.server_config import read_prompt
 
     text = read_prompt(file, "the file")
     done = _server(access).register(name, text)

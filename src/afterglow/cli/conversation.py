@@ -19,9 +19,8 @@ from afterglow.errors import ConfigError, RequestError, UserError
 from afterglow.library.language_model import LanguageModel, load_model
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_model, model_name
 from afterglow.library.sampling_defaults import SamplingDefaults
-from afterglow.request import CachedTokens, SamplingParams
-from afterglow.server.lifecycle.tls import untrusted
-from afterglow.text.tool_calls.parts import Content, Reasoning
+from afterglow.request import CachedTokens, Content, Reasoning, SamplingParams
+from afterglow.server.lifecycle.address import untrusted
 
 LONGEST_PASSAGE = 300  # characters
 TIMES = 4

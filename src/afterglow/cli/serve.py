@@ -21,7 +21,7 @@ from afterglow.server.server_config import ServerConfig
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
     from afterglow.memo.texts import TextEmbedder
-    from afterglow.server.engine_like import EngineLike
+    from afterglow.server.bridge import EngineLike
     from afterglow.text import Tokenizer
 
 log = logging.getLogger("afterglow.server")
@@ -51,11 +51,11 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
     found = find_served(model, server, config)
     server = found.server
     set_up_threads(config.threads)
+    from afterglow.server.lifecycle.address import server_context
     from afterglow.server.lifecycle.connections import connection_limit
-    from afterglow.server.lifecycle.prompt_file import read_prompt
     from afterglow.server.lifecycle.service import Service, listen, set_up_logging
-    from afterglow.server.lifecycle.tls import server_context
     from afterglow.server.metrics.trace_recorder import open_for_appending
+    from afterglow.server.server_config import read_prompt
 
     set_up_logging(server.log_level)
     if model is None and found.name == BUNDLED:
@@ -95,7 +95,7 @@ def loaded(found: FoundModel) -> Iterator[LoadedParts]:
     tokenizer = Tokenizer(folder)
 
     if is_encoder(folder):
-        from afterglow.server.embedding.encoder_only import EncoderOnly
+        from afterglow.server.embedding_models import EncoderOnly
 
         only = _encoder(folder, tokenizer, server, config)
         yield LoadedParts(EncoderOnly(only, config), tokenizer, [only])

@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 from afterglow.cli.command_options import CacheAccess
 from afterglow.errors import ConfigError
-from afterglow.server.lifecycle.address import address_of, certificate_of_holder
-from afterglow.server.lifecycle.tls import client_context, untrusted
+from afterglow.server.lifecycle.address import address_of, certificate_of_holder, client_context, untrusted
 from afterglow.store.admin import NamespaceInfo
 
 TIMEOUT_S = 10.0

@@ -18,18 +18,17 @@ from afterglow.config import EngineConfig, check_read_buffer
 from afterglow.engine import selftest
 from afterglow.engine.hardware import choose_device
 from afterglow.engine.inbox import OutputQueue
-from afterglow.engine.live_requests import Sink
 from afterglow.engine.loop import EngineLoop
 from afterglow.engine.make_shared_ids import shared_ids
 from afterglow.engine.registrar import PrefixRegistrar
-from afterglow.engine.requests import can_be_computed, check, completion_of, discarding, owner_of, salt_id, token_bytes
+from afterglow.engine.requests import Sink, can_be_computed, check, discarding, owner_of, salt_id, token_bytes
 from afterglow.engine.setup import EngineParts, Progress, build
 from afterglow.engine.stats import EngineStats, Tiers
 from afterglow.errors import RequestError
 from afterglow.memory.pages import give_back
 from afterglow.plan.prefix.ranges import Rows
 from afterglow.plan.prefix.salts import earlier_name, everything_of
-from afterglow.request import Completion, Output, PrefixInfo, Request, SessionInfo, Truncation
+from afterglow.request import Completion, Output, PrefixInfo, Request, SessionInfo, Truncation, completion_of
 from afterglow.store.extents.throttle import Throttle
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from functools import partial
 from afterglow.engine.durable_notes import DurableNotes
 from afterglow.engine.hardware import use_device
 from afterglow.engine.idle import IdleWork, UpcomingPrompts
-from afterglow.engine.live_requests import LiveRequest, LiveRequests, Sink, no_sink
-from afterglow.engine.requests import check, job_spec, salt_id
+from afterglow.engine.requests import LiveRequest, LiveRequests, Sink, check, job_spec, no_sink, salt_id
 from afterglow.engine.setup import EngineParts
 from afterglow.engine.speculation.guesser import Guesses
 from afterglow.engine.stats import EngineCounters, EngineStats

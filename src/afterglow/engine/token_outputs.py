@@ -10,7 +10,6 @@ from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
-from afterglow.engine.requests import stop_tokens
 from afterglow.engine.sampling import Sampler, logprobs_of, sample
 from afterglow.engine.speculation.guesser import Guesser, Guesses
 from afterglow.engine.transfers import on_device
@@ -59,7 +58,7 @@ class TokenOutputs:
     def register(self, job: int, request: Request, constraint: Constraint | None) -> None:
         """Prepare the sampler of a request, and the first mask of its grammar."""
         sampling = request.sampling
-        stops = stop_tokens(sampling, self._eos)
+        stops = sampling.stops(self._eos)
         forbidden = stops if constraint is None else ()  # masks have these
         self._requests[job] = request, Sampler.of(sampling, self._decoder.device, request.prompt, forbidden)
         if self._guesser is not None:

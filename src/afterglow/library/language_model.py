@@ -17,7 +17,7 @@ from afterglow.library.text_reply import TextReply, generated
 from afterglow.library.threads import set_up_threads
 from afterglow.request import Completion, ContextWindow, Request, SamplingParams
 from afterglow.text import Tokenizer
-from afterglow.text.reasoning.reasoning_format import choose_reasoning
+from afterglow.text.reasoning import choose_reasoning
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""Replies as text, while they are generated and at their end."""
+"""Replies as text, while they are generated and at their end; and the requests with which the next turn finds its rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.library.assemble import Assembler, Piece
-from afterglow.request import CachedTokens, Completion, Output, Request, TokenLogprob
+from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text.detokenizer import Assembler
 from afterglow.text.next_turn import next_prompts
-from afterglow.text.reasoning.reasoning_format import ReasoningFormat
+from afterglow.text.reasoning import ReasoningFormat
 from afterglow.text.tool_calls.harmony import HarmonyParser
-from afterglow.text.tool_calls.parts import Content, Part
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
@@ -112,7 +111,7 @@ class TextReply:
             reasoning=found.reasoning,
         )
 
-    def _feed(self, at: float, output: Output) -> Piece:
+    def _feed(self, at: float, output: Output) -> Output:
         """Add an output that came `at` seconds after the request; returns what it adds. Raises: RequestError."""
         if self.ttft_s is None and output.tokens:
             self.ttft_s = at
@@ -133,7 +132,7 @@ class TextReply:
             self._engine.expect(expected_turn(self._tokenizer, self._chat, self.request, found), self.request.id)
 
 
-def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, Piece]]:
+def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[TextReply, Output]]:
     """Generate replies together, and yield each piece with the reply it belongs to.
 
     Raises: RequestError.

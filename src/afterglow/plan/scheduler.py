@@ -17,13 +17,13 @@ from math import inf
 
 from afterglow.choices import KVSource, Preload, ReadBuffer
 from afterglow.plan.batching.admission import Admission
+from afterglow.plan.batching.batch import Batch, Drafts
 from afterglow.plan.batching.commit import Committer, most_repeats
 from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.compose import StepComposer
-from afterglow.plan.batching.drafts import Drafts
 from afterglow.plan.batching.job import refuse_impossible
 from afterglow.plan.batching.merging import Merging
-from afterglow.plan.batching.queue import Batch, RequestQueue
+from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent

@@ -39,8 +39,8 @@ class ServeReplica:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # Ray has written there how many cores the replica has
         set_up_threads(config.threads)
         from afterglow.server.app import create_app
-        from afterglow.server.lifecycle.prompt_file import read_prompt
         from afterglow.server.lifecycle.service import set_up_logging
+        from afterglow.server.server_config import read_prompt
         from afterglow.server.state import State
 
         set_up_logging(server.log_level)

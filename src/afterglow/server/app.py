@@ -27,15 +27,14 @@ from afterglow.server.api.cache import (
     reset_prefix_cache,
     unpin_session,
 )
-from afterglow.server.api.chat import chat_completions
-from afterglow.server.api.completions import completions
+from afterglow.server.api.completions import chat_completions, completions
 from afterglow.server.api.dashboard import add_dashboard, dashboard_data
 from afterglow.server.api.embeddings import embeddings, rerank
 from afterglow.server.api.models import detokenize, health, metrics, model, models, tokenize, version
 from afterglow.server.api.openapi import docs, openapi
 from afterglow.server.api.responses import create_response, delete_response, get_response, input_items
-from afterglow.server.engine_like import EngineLike
-from afterglow.server.error_responses import error_response
+from afterglow.server.bridge import EngineLike
+from afterglow.server.json_responses import error_response
 from afterglow.server.middleware import Middleware
 from afterglow.server.server_config import ServerConfig
 from afterglow.server.state import State

@@ -9,16 +9,14 @@ Work on long texts has threads as well: rendering, tokenising, writing large JSO
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
 
-from afterglow.errors import RequestError
-from afterglow.server.json import write_json
+from afterglow.server.json_responses import unavailable, write_json
 from afterglow.text.lengths import LONG
 
 T = TypeVar("T")
@@ -40,60 +38,36 @@ class BlockingCalls:
         Raises: RequestError, if too many calls wait already, or after `within` seconds (the call then goes on); and the
         errors of `work`.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if done.done():
-                return  # the caller has stopped waiting
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
-
-        def ended(result: T | None, error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, result, error)
-
-        self.start(work, *args, ended=ended)
+        done = asyncio.wrap_future(self.start(work, *args))
         try:
             await asyncio.wait([done], timeout=within)
             if not done.done():
-                raise RequestError(
-                    f"{self._what} did not answer for {within:g} s; try again later", status=503, code="unavailable"
-                )
+                raise unavailable(f"{self._what} did not answer for {within:g} s; try again later")
             return done.result()
         finally:
             done.cancel()
 
-    def start(
-        self,
-        work: Callable[..., T],
-        *args: Any,
-        ended: Callable[[T | None, BaseException | None], None] = lambda result, error: None,
-    ) -> None:
-        """Begin a call; `ended` gets its result or its error, on the call's thread. Raises: RequestError, if too many
-        calls wait already."""
+    def start(self, work: Callable[..., T], *args: Any) -> Future[T]:
+        """Begin a call. Raises: RequestError, if too many calls wait already."""
         with self._lock:
             if self._running >= self._most:
-                raise RequestError(
-                    f"{self._running} requests wait for {self._what} already; try again later",
-                    status=503,
-                    code="unavailable",
-                )
+                raise unavailable(f"{self._running} requests wait for {self._what} already; try again later")
             self._running += 1
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # who stops waiting does not end the call
 
         def run() -> None:
             try:
                 result = work(*args)
             except BaseException as error:
                 self._leave()
-                ended(None, error)
+                future.set_exception(error)
             else:
                 self._leave()
-                ended(result, None)
+                future.set_result(result)
 
         threading.Thread(target=run, name="afterglow-apart", daemon=True).start()
+        return future
 
     def _leave(self) -> None:
         with self._lock:

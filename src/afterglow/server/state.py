@@ -8,27 +8,25 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request as HttpRequest
+
 from afterglow.errors import RequestError
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import ContextWindow
-from afterglow.server.access.tenants import Tenants
 from afterglow.server.blocking import TextThreads
 from afterglow.server.bodies.reader import BodyReader
 from afterglow.server.bodies.tool_fields import ToolUse
-from afterglow.server.bridge.bridge import Bridge
-from afterglow.server.bridge.kept_replies import KeptReplies, NextTurns
-from afterglow.server.embedding.embedding_models import EmbeddingModels
-from afterglow.server.embedding.encoder_only import EncoderOnly
-from afterglow.server.engine_like import EngineLike
+from afterglow.server.bridge import Bridge, EngineLike
+from afterglow.server.embedding_models import EmbeddingModels, EncoderOnly
 from afterglow.server.metrics.collector import Metrics
 from afterglow.server.metrics.trace_recorder import TraceRecorder
-from afterglow.server.prompts.prompt_encoder import PromptEncoder, ReplyLengths
+from afterglow.server.prompts.kept_replies import KeptReplies
 from afterglow.server.prompts.system_prompts import SystemPrompts
 from afterglow.server.server_config import ServerConfig
+from afterglow.server.tenants import RequestRecord, Tenants
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
-from afterglow.text.reasoning.reasoning_format import choose_reasoning
-from afterglow.text.reasoning.splitters import Splitter
+from afterglow.text.reasoning import Splitter, choose_reasoning
 from afterglow.text.tool_calls.formats import choose_format
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.parts import ReplyParser
@@ -96,10 +94,9 @@ class State:
         self.metrics = Metrics(engine, tokenizer, names[0], engine.max_model_len)
         self.embeddings = EmbeddingModels(embedders, names, engine, self.metrics.registry)
         self.models = ServedModels(names, not isinstance(engine, EncoderOnly), self.embeddings.names)
-        window = ContextWindow(engine.max_model_len)
-        self.reply_lengths = ReplyLengths(window, defaults.max_new_tokens, engine.config.max_queue)
+        self.window = ContextWindow(engine.max_model_len)
         self.system_prompts = SystemPrompts(engine, tokenizer, config.system_prompt_mode)
-        self.prompt_encoder = PromptEncoder(tokenizer, self.system_prompts, self.reply_lengths, self.text_threads)
+        self.warned_uncut = False  # that the chat template shows no places to cut at
         self.bridge = Bridge(engine)
         template = tokenizer.chat_template
         self.tool_format = choose_format(
@@ -113,8 +110,7 @@ class State:
             config.reasoning_parser, template.source if template is not None else "", tokenizer.is_special
         )
 
-        self.next_turns = NextTurns(engine, tokenizer)
-        self.kept_replies = KeptReplies(engine, tokenizer, self.next_turns if self.reasoning is not None else None)
+        self.kept_replies = KeptReplies(engine, tokenizer, expects=self.reasoning is not None)
         self.shared_names = self._share_names()
 
     def _share_names(self) -> SharedNames | None:
@@ -150,7 +146,7 @@ class State:
             worker.start()
         if self.shared_names is not None:
             loop = asyncio.get_running_loop()
-            self.shared_names.start(lambda: _soon(loop, self.next_turns.forget))
+            self.shared_names.start(lambda: _soon(loop, self.kept_replies.forget_turns))
         sweeping = asyncio.create_task(self.kept_replies.sweep())
         yield
         sweeping.cancel()
@@ -160,10 +156,15 @@ class State:
             await asyncio.to_thread(worker.close)
         self.bodies.close()
         self.text_threads.close()
-        self.next_turns.close()
+        self.kept_replies.close()
         await self.bridge.aclose()
         if recorder is not None:
             await asyncio.to_thread(recorder.close)
+
+
+def parts_of(http: HttpRequest) -> tuple[State, RequestRecord]:
+    """Return the parts of the server that got a request, and the request's record."""
+    return http.scope["afterglow.state"], http.scope["afterglow.record"]
 
 
 def _soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:

@@ -1,13 +1,125 @@
-"""Messages as clients send them: checked, and made plain."""
+"""Messages as clients send them, with calls and their results: checked, and made plain for templates."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.request import ToolCall
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.tool_messages import check_results, read_calls
+
+MAX_CALLS = 1024  # in one message
+_WHOLE = 2.0**53  # below which a float is exact
+
+
+def read_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Check a message's `tool_calls` and copy them with arguments as objects, as templates want them. Arguments that a
+    model wrote, and that are no JSON object, remain text.
+
+    Raises: RequestError, with the place of the mistake.
+    """
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise _wrong(where, "must be a list of calls", calls)
+    if len(calls) > MAX_CALLS:
+        raise RequestError(f"{where}: at most {MAX_CALLS} calls are read in a message, got {len(calls)}", param=where)
+    found, ids = [], set()
+    for number, call in enumerate(calls):
+        place = f"{where}[{number}]"
+        if not isinstance(call, Mapping):
+            raise _wrong(place, "must be an object", call)
+        if call.get("type", "function") != "function":
+            raise _wrong(f"{place}.type", "must be 'function'", call["type"])
+        name, function = call.get("id"), call.get("function")
+        if not isinstance(name, str) or not name:
+            raise _wrong(f"{place}.id", "must be a non-empty string", name)
+        if name in ids:
+            raise RequestError(f"{place}.id: {name[:80]!r} is the id of two calls of this message", param=f"{place}.id")
+        ids.add(name)
+        if not isinstance(function, Mapping):
+            raise _wrong(f"{place}.function", "must be an object with name and arguments", function)
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise _wrong(f"{place}.function.name", "must be a non-empty string", function.get("name"))
+        arguments = function.get("arguments", "{}")
+        if not isinstance(arguments, str | Mapping):
+            raise _wrong(f"{place}.function.arguments", "must be JSON in a string", arguments)
+        said = {"name": function["name"], "arguments": _object(arguments)}
+        found.append({"id": name, "type": "function", "function": said})
+    return found
+
+
+def check_results(messages: Sequence[dict[str, Any]], name: str) -> None:
+    """Check that each result answers a call before it, and that no call has two results; gives results the name of
+    their tool, which some templates write.
+
+    Raises: RequestError.
+    """
+    open_calls: dict[str, str] = {}  # id to name
+    answered: set[str] = set()
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            open_calls[call["id"]] = call["function"]["name"]
+            answered.discard(call["id"])
+        if message["role"] != "tool":
+            continue
+        where = f"{name}[{number}].tool_call_id"
+        given = message.get("tool_call_id")
+        if not isinstance(given, str) or not given:
+            raise _wrong(where, "must be the id of the call that this is the result of", given)
+        if given not in open_calls:
+            raise RequestError(f"{where}: no message before it has a call with the id {given[:80]!r}", param=where)
+        if given in answered:
+            raise RequestError(f"{where}: the call {given[:80]!r} has a result already", param=where)
+        answered.add(given)
+        if not isinstance(message.get("name"), str):
+            message["name"] = open_calls[given]
+
+
+def names_of_calls(message: Mapping[str, Any]) -> str:
+    """Write the calls of a message as a text that is equal for equal calls: names and arguments, no ids. Clients in JavaScript
+    write 2.0 as 2."""
+    said = [[call["function"]["name"], _plain(call["function"]["arguments"])] for call in message.get("tool_calls", ())]
+    return json.dumps(said) if said else ""
+
+
+def message_of(content: str, calls: Sequence[ToolCall], reasoning: str = "") -> dict[str, Any]:
+    """Make the message of a reply, as it is read where it comes back."""
+    said = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _object(call.arguments)}}
+        for call in calls
+    ]
+    return {
+        "role": "assistant",
+        "content": content,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": said} if said else {}),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Copy a JSON value with whole numbers as integers."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _object(arguments: str | Mapping[str, Any]) -> Any:
+    if isinstance(arguments, Mapping):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _wrong(where: str, wanted: str, got: object) -> RequestError:
+    return RequestError(f"{where} {wanted}, got {shown(got)}", param=where)
 
 
 def texts_in(messages: object) -> Iterator[str]:

@@ -16,10 +16,10 @@ from itertools import takewhile
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.request import ToolCall
+from afterglow.text.messages import message_of
 from afterglow.text.reply_memory import ChatPrompt
 from afterglow.text.tokenizer import Tokenizer
-from afterglow.text.tool_calls.parts import ToolCall
-from afterglow.text.tool_messages import message_of
 
 PROBES = ("a", " b", "\n\nC", "7", "ß", "。", ".")  # beginnings of messages that byte pairs treat differently
 LONGER = ("s", " and", "\n", ".", "ß")  # ends that another system prompt might have

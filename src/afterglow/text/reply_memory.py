@@ -25,7 +25,7 @@ from math import inf
 from typing import Any
 
 from afterglow.errors import RequestError
-from afterglow.text.tool_messages import names_of_calls
+from afterglow.text.messages import names_of_calls
 
 _ENTRY = 64  # ids that take as much memory as a reply does besides its own: objects, keys, digests
 
@@ -57,7 +57,7 @@ class ChatPrompt:
     asked: Asked = field(default=Asked(()), repr=False, compare=False)
     marks: tuple[
         int, ...
-    ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `block_marks.py`
+    ] = ()  # the rows up to the end of each marked block, 0 where that is not found; see `turns.py`
 
 
 @dataclass(frozen=True, slots=True)

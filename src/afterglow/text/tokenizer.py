@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.errors import RequestError
-from afterglow.request import ContextWindow
+from afterglow.request import ContextWindow, ToolCall
 from afterglow.text import lengths
-from afterglow.text.block_marks import BlockMark, find_marks, rows_before
 from afterglow.text.chat_template import ChatTemplate, Message, shown
 from afterglow.text.detokenizer import IncrementalDecoder
 from afterglow.text.markers import Encoded, Markers, Rendered
-from afterglow.text.messages import flatten_messages
+from afterglow.text.messages import flatten_messages, message_of
 from afterglow.text.reply_memory import (
     Asked,
     ChatPrompt,
@@ -33,9 +32,7 @@ from afterglow.text.reply_memory import (
     splice,
 )
 from afterglow.text.tokenizer_files import read_parts
-from afterglow.text.tool_calls.parts import ToolCall
-from afterglow.text.tool_messages import message_of
-from afterglow.text.turns import TOKENS, Turns, find_turns
+from afterglow.text.turns import TOKENS, BlockMark, Turns, find_marks, find_turns, rows_before
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

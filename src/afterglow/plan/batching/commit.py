@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from struct import iter_unpack
 
-from afterglow.plan.batching.drafts import Drafts
+from afterglow.plan.batching.batch import Batch, Drafts
 from afterglow.plan.batching.job import Job
-from afterglow.plan.batching.queue import Batch, RequestQueue
+from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import ExtentId, Run, Step, StepResult

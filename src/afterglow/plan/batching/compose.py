@@ -17,9 +17,10 @@ from math import inf
 from typing import NamedTuple
 
 from afterglow.plan.batching.admission import Admission
+from afterglow.plan.batching.batch import Batch
 from afterglow.plan.batching.commit import Outlook
 from afterglow.plan.batching.job import Job, Wait
-from afterglow.plan.batching.queue import Batch, RequestQueue
+from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.index import common_rows

@@ -1,27 +1,235 @@
-"""The jobs that have not ended: those that wait, and those on the device.
+"""The jobs that wait: how they line up, leave the device, are sent back and end, what callers are told, and what the queue's first jobs need.
 
-The queue knows how jobs line up, leave the device, are sent back and end, and what callers are told. The batch knows their room
-on the device, and the contexts and drafts that remain when they leave. Neither knows what a step consists of.
+Looking ahead in the queue is CachedAttention §3.3 (spec A8-A11): which extents are waited for, how far to look, what to fetch before its
+turn comes. `LookAhead` knows the queue, the index and the placement; not the device, not the batch. A job's item is all extents on its
+path; an extent that many jobs wait for has the rank of the first one. `RequestQueue` knows not what a step consists of.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from afterglow.plan.batching.drafts import Drafts
+from afterglow.plan.batching.batch import Batch
 from afterglow.plan.batching.job import Job
-from afterglow.plan.batching.lookahead import LookAhead
-from afterglow.plan.batching.merging import Merging
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
-from afterglow.plan.prefix.extent import Extent, View
-from afterglow.plan.prefix.salts import client_salt, covers
-from afterglow.plan.prefix.truncation import Cut, is_private
-from afterglow.plan.step import Admitted, Emitted, Event, JobSpec, Release
-from afterglow.plan.tiers.device import GROWTH_BLOCKS
+from afterglow.plan.prefix.extent import Extent, Key
+from afterglow.plan.prefix.truncation import Cut, Origin, is_private
+from afterglow.plan.step import Admitted, Emitted, Event, JobSpec
 from afterglow.plan.tiers.policy import POLICIES
+
+MAX_REMATCHED = 16  # jobs at the head whose paths are looked up anew in a step, if the index has grown
+
+
+class LookAhead:
+    """The windows of one queue. Without a policy that looks ahead it does nothing; except that a read buffer (a
+    baseline) is filled for the next job."""
+
+    def __init__(self, cache: Cache, waiting: Sequence[Job], windows: bool) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._windows = windows
+        self._items = 0  # finished jobs, and the rows of their paths in whole blocks
+        self._item_rows = 0
+        self._queued = 0  # the same of the jobs in the queue that wait for anything
+        self._queued_rows = 0
+        self._longest = cache.device.longest
+        self._window = 1  # the prefetch window of this step
+        self._changes = 0  # how often the queue, or a known path of its jobs, has changed
+        self._fetched = (-1, -1, -1)  # changes, absences and window when all paths in the window were found in host
+        self._seen = -1  # the index's version when the head of the queue was last matched
+
+    @property
+    def enabled(self) -> bool:
+        """Is anything fetched before its turn?"""
+        return self._windows or bool(self._cache.loading.read_buffer)
+
+    # ---------------------------------------------------------------------------------------- the queue changes
+
+    def joined(self, job: Job) -> None:
+        """Take note that a job waits."""
+        self._changes += 1
+        if self.enabled and job.spec.read and not job.spec.selects:  # which does not load its path
+            self._follow(job)
+
+    def left(self, job: Job) -> None:
+        """Take note that a job waits no more."""
+        self._changes += 1
+        for extent in job.path:
+            place = bisect_left(extent.waiting, job.key)
+            extent.waiting = (*extent.waiting[:place], *extent.waiting[place + 1 :])
+            if place == 0:
+                self._cache.placement.ranked(extent)
+        self._count(job, -1)
+        job.path, job.whole = (), -1
+
+    def _follow(self, job: Job) -> None:
+        """Find out what a job waits for, as far as it is known now."""
+        job.match = self._cache.match(job.spec.salt, bytes(job.tokens[:-4]))
+        found = dict.fromkeys(view.extent for view in job.match.views)
+        if job.origin is not None:
+            found.update(dict.fromkeys(self._surviving(job.origin)))
+        path = tuple(found)
+        if path == job.path:
+            return
+        self.left(job)
+        job.path = path
+        self._changes += 1
+        self._count(job, 1)
+        for extent in path:
+            place = bisect_left(extent.waiting, job.key)
+            extent.waiting = (*extent.waiting[:place], job.key, *extent.waiting[place:])
+            if extent.waiting[0] == job.key:
+                self._cache.placement.ranked(extent)
+
+    def _surviving(self, origin: Origin) -> Iterator[Extent]:
+        """Yield the extents whose rows a truncated job is going to keep."""
+        row = 0
+        for view in self._cache.match(origin.salt, origin.tokens).views:
+            stop = row + view.stop - view.start
+            if any(a < stop and row < b for a, b in origin.kept):
+                yield view.extent
+            row = stop
+
+    def _count(self, job: Job, sign: int) -> None:
+        if job.path:
+            self._queued += sign
+            self._queued_rows += sign * sum(self._cache.capacity.round_up(extent.rows) for extent in job.path)
+
+    def _path(self, salt: str, tokens: bytes) -> tuple[Extent, ...]:
+        return tuple(dict.fromkeys(view.extent for view in self._cache.match(salt, tokens).views))
+
+    def awaited(self) -> dict[Extent, None]:
+        """Find all extents that queued jobs wait for, looked up anew: the windows follow no more than they need."""
+        found: dict[Extent, None] = {}
+        for job in self._waiting:
+            if job.spec.read and not job.spec.selects:
+                found.update(dict.fromkeys(self._path(job.spec.salt, bytes(job.tokens[:-4]))))
+                if job.origin is not None:
+                    found.update(dict.fromkeys(self._path(job.origin.salt, job.origin.tokens)))
+        return found
+
+    # ---------------------------------------------------------------------------------------------- windows
+
+    def finished(self, rows: int) -> None:
+        """Count the path of a finished job: `rows` rows, in whole blocks."""
+        if not rows:
+            return  # it never ran
+        self._items += 1
+        self._item_rows += rows
+
+    @property
+    def item_rows(self) -> float:
+        """S_kv, in rows: the mean of all finished jobs' paths; before the first one has finished, the longest."""
+        return self._item_rows / self._items if self._items else float(self._longest)
+
+    @property
+    def _windowed_rows(self) -> float:
+        """Return the larger of the mean finished and the mean queued path: a window fits its tiers where conversations grow."""
+        queued = self._queued_rows / self._queued if self._queued else 0.0
+        return max(self.item_rows, queued)
+
+    @property
+    def prefetch_window(self) -> int:
+        """Waiting jobs whose items are brought to host (A8): host room that is not pinned nor kept free, over S_kv."""
+        return int(self._host_rows() / self._windowed_rows) if self._windows else 1
+
+    @property
+    def eviction_window(self) -> int:
+        """Waiting jobs whose items are not let go of (A10): room in host and on disk, over S_kv."""
+        return int((self._host_rows() + self._disk_rows()) / self._windowed_rows)
+
+    def _host_rows(self) -> int:
+        free = self._cache.host.pool.total - self._cache.host.low
+        pinned = {extent: None for job in self._waiting[:MAX_REMATCHED] for extent in job.pins}
+        return max(0, free - sum(len(extent.slots) for extent in pinned)) * self._cache.capacity.block_rows
+
+    def _disk_rows(self) -> float:
+        if not self._cache.capacity.disk_bytes:
+            return 0
+        return (
+            self._cache.capacity.disk_bytes / self._cache.capacity.file_bytes[-1] * self._cache.capacity.max_extent_rows
+        )
+
+    # --------------------------------------------------------------------------------------------- each step
+
+    def watch(self) -> None:
+        """Before a step is planned: who is at the head, and up to where may nothing be evicted?"""
+        if self._items:
+            blocks = self._cache.capacity.blocks(int(self.item_rows))
+            self._cache.host.keep_free(2 * blocks, 4 * blocks)
+        if not self.enabled:
+            return
+        if self._cache.index.version != self._seen:
+            self._seen = self._cache.index.version
+            for job in self._waiting[: min(self._window, MAX_REMATCHED)]:
+                following = bytes(job.tokens[4 * job.match.rows : min(4 * job.match.rows + 4, len(job.tokens) - 4)])
+                if job.spec.read and self._cache.index.outdated(job.spec.salt, job.match, following):
+                    self._follow(job)
+        if self._windows:  # once a step: it asks for everything that is pinned
+            host, item = self._host_rows(), self._windowed_rows
+            self._window = int(host / item)
+            self._cache.placement.candidates.horizon = self._key_at(int((host + self._disk_rows()) / item))
+
+    def coming(self, jobs: int) -> int:
+        """Host slots that the rows of the next jobs are going to need, at most a quarter of all."""
+        need = 0
+        for job in self._waiting[:jobs]:
+            known = sum(extent.rows for extent in job.path) if job.origin is None else 0  # they are copied
+            need += self._cache.capacity.blocks(max(0, job.length - known)) + 1
+        return min(need, self._cache.host.pool.total // 4)
+
+    def prefetch(self, now: float, reserve: int) -> None:
+        """Start to bring to host what the jobs in the window wait for, in the order of the queue; `reserve` slots are left
+        for rows that are about to be computed."""
+        state = (self._changes, self._cache.host.absences, self._window)
+        if not self.enabled or state == self._fetched:
+            return  # nothing has left host since all in the window was there, or on its way
+        complete, absences = True, self._cache.host.absences
+        for job in self._waiting[: self._window]:
+            if job.whole == absences:
+                continue
+            whole = True
+            ahead = self._buffered(job)
+            for extent in job.path:
+                if extent.dead:
+                    whole = False
+                    break
+                if extent.host == "absent":
+                    if not self._cache.loading.prefetch(extent, now, job.key, reserve, ahead):
+                        return
+                    complete = whole = complete and extent.host != "absent"
+            if whole:
+                job.whole = absences
+        if complete:
+            self._fetched = state
+
+    def _buffered(self, job: Job) -> int | None:
+        """Compute how many layers come before the job's turn; None: all. Rows that survive a truncation are copied as a whole."""
+        if job.origin is not None:
+            return None
+        return self._cache.loading.buffered(job.path, job.length - job.match.rows, job.match.rows)
+
+    @property
+    def fetched(self) -> Key | None:
+        """The last job in the prefetch window: what it and those before it wait for stays in host."""
+        return self._key_at(self._window) if self._windows else None
+
+    def _key_at(self, length: int) -> Key | None:
+        length = min(length, len(self._waiting))
+        return self._waiting[length - 1].key if length > 0 else None
+
+    def check(self) -> None:
+        """Every waiting list is made of exactly the queued jobs whose paths go through it."""
+        waiting: dict[Extent, list[Key]] = {}
+        for job in self._waiting:
+            for extent in job.path:
+                insort(waiting.setdefault(extent, []), job.key)
+        for extent in self._cache.index.extents.values():
+            assert list(extent.waiting) == waiting.get(extent, [])
+
 
 Finish = Literal["stop", "length", "cancelled", "no_memory"]
 
@@ -134,145 +342,3 @@ class RequestQueue:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
-
-
-class Batch:
-    """Jobs that run, and jobs that have run and are still being saved."""
-
-    def __init__(self, cache: Cache, drafts: Drafts, merging: Merging) -> None:
-        self.running: list[Job] = []  # in order of admission
-        self.releases: list[Release] = []
-        self._tails: dict[int, Job] = {}  # off the device, perhaps finished, with drafts still being saved; by seq
-        self._cache = cache
-        self.drafts = drafts
-        self.merging = merging
-
-    def extend(self, job: Job) -> bool:
-        """Give a decoding job more room, at the cost of retained contexts."""
-        least = self._cache.capacity.round_up(job.rows + 1)
-        most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
-        for rows in (min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most), least):
-            if least <= rows <= self._cache.device.most and self._cache.device.reserve(rows, job.capacity):
-                job.capacity = rows
-                return True
-        return False
-
-    def extend_early(self, job: Job) -> None:
-        """Give a decoding job more room before it needs it, if that costs nothing."""
-        most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
-        device = self._cache.device
-        rows = min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most, device.most)
-        if rows > job.capacity and device.has_room(rows, job.capacity):
-            device.reserve(rows, job.capacity)
-            job.capacity = rows
-
-    def pin(self, job: Job, views: Sequence[View]) -> None:
-        """Pin the extents that the job is about to gather from; unpin those of before."""
-        before, job.pins = job.pins, [view.extent for view in views]
-        for extent in job.pins:
-            self._cache.pin(extent)
-        for extent in before:
-            self._cache.unpin(extent)
-
-    def unpin(self, job: Job) -> None:
-        """Unpin the job's extents: it has gathered its rows, or never will."""
-        self.pin(job, ())
-
-    def depart(self, job: Job, now: float, retain: bool) -> None:
-        """Take a job off the device. Its committed rows may stay as a context, as far as the index knows them or will."""
-        self.running.remove(job)
-        self.unpin(job)
-        self.drafts.leave(job, now)
-        if job.drafts:
-            self._tails[job.seq] = job
-        rows = min(job.rows, job.reach)
-        job.context = None
-        if retain and job.spec.write and rows and not job.approximate:
-            tokens = bytes(job.tokens[: 4 * rows])
-            lacks = self._cache.device.letting_go(job.lacks, job.rows)
-            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity, lacks).id
-        else:
-            self._cache.device.release(job.capacity)
-        self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
-        job.rows = job.capacity = 0
-        job.stages, job.stop = [], None
-
-    def settle(self, job: Job, now: float) -> None:
-        """Let go of a job's extents, if none of its rows is on the device or being saved any more."""
-        if job.grown:
-            self.merging.grown(job, now)
-        if job.drafts:
-            return
-        self._tails.pop(job.seq, None)
-        if job.running:
-            return
-        used = list(job.uses)
-        if used and job.spec.session is not None and job.spec.write and not job.disowned:
-            extents = [view.extent for view in self._cache.match(job.spec.salt, bytes(job.tokens)).views]
-            self._cache.sessions.used(client_salt(job.spec.salt), job.spec.session, extents, now)
-        self._let_go(job)
-        if job.disowned:
-            self.merging.cancel()
-            self._cache.sessions.discard(used)
-        if job.context is not None:
-            self._cache.trim(job.context)
-        job.context = None
-        if used and job.state == "gone" and not job.disowned:
-            self.merging.ended(job, now)
-
-    def promising(self) -> Iterator[Job]:
-        """Yield the jobs whose tokens are on their way into the index."""
-        yield from self.running
-        yield from self._tails.values()
-
-    def forget_tails(self, whose: str | None) -> None:
-        """Give up the drafts that departed jobs (see `covers`) still save: they become no extents, and keep none."""
-        for job in self._tails.values():
-            if not covers(whose, job.spec.salt):
-                continue
-            self.drafts.kill(job)
-            if not job.running:
-                self._let_go(job)
-
-    def disown(self, tenant: str, name: str, jobs: Iterable[Job]) -> None:
-        """Take note that a conversation was deleted: the rows of its turns (among `jobs`, or still being saved) go when they
-        end."""
-        for job in (*jobs, *self._tails.values()):
-            if job.owner == (tenant, name):
-                job.disowned = True
-
-    def _let_go(self, job: Job) -> None:
-        for extent in job.uses:
-            extent.ref_count -= 1
-        job.uses = {}
-
-    def path_rows(self, job: Job) -> int:
-        """Count the rows of all extents that a job goes through or leaves, in whole blocks."""
-        rows = [*(extent.rows for extent in job.uses), *(draft.rows for draft in job.drafts)]
-        return sum(self._cache.capacity.round_up(count) for count in rows)
-
-    def expected_slots(self) -> int:
-        """Host slots that running prefills are going to need."""
-        return sum(
-            self._cache.capacity.blocks(job.target - max(job.rows, job.covered))
-            for job in self.running
-            if job.state == "prefilling" and job.saving
-        )
-
-    def check(self, queued: list[Job], copied: list[Extent]) -> None:
-        """Budgets and reference counts against the jobs (and copies, which read `copied`) that cause them."""
-        self._cache.device.check([job.capacity for job in self.running])
-        pins: dict[Extent, int] = {}
-        users: dict[Extent, int] = {}
-        for extent in copied:
-            pins[extent] = pins.get(extent, 0) + 1
-        for job in dict.fromkeys([*queued, *self.running, *self._tails.values()]):
-            for extent in job.pins:
-                pins[extent] = pins.get(extent, 0) + 1
-            for extent in job.uses:
-                users[extent] = users.get(extent, 0) + 1
-            assert bool(job.drafts) or job.seq not in self._tails
-            assert job.running or not (job.capacity or job.rows)
-        for extent in self._cache.index.extents.values():
-            assert extent.pins == pins.get(extent, 0)
-            assert extent.ref_count == users.get(extent, 0)

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import PrefixInfo, SessionInfo
-from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.api.responses import ask_database
 from afterglow.server.blocking import ENGINE, FILES, PROMPTS
 from afterglow.server.bodies.json_body import check_session
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import PromptBody
-from afterglow.server.error_responses import engine_dead
-from afterglow.server.json import json_response
-from afterglow.server.state import State
+from afterglow.server.json_responses import engine_dead, json_response
+from afterglow.server.state import State, parts_of
+from afterglow.server.tenants import RequestRecord
 
+if TYPE_CHECKING:
+    from afterglow.server.sharing.shared_names import SharedNames
+
+T = TypeVar("T")
 COUNT_SECONDS = 1.0  # for stored responses to be counted
 
 
 def _context(http: HttpRequest) -> tuple[State, RequestRecord, str]:
     """Return state, record and salt of a request: the key's salt, with `?cache_salt=` if the client gives one."""
-    state: State = http.app.state.afterglow
-    record: RequestRecord = http.scope["afterglow.record"]
+    state, record = parts_of(http)
     return state, record, state.tenants.salt(record.caller, http.query_params.get("cache_salt"))
 
 
@@ -36,8 +38,7 @@ async def list_sessions(http: HttpRequest) -> Response:
     """List the caller's conversations in the cache."""
     state, _, salt = _context(http)
     found = await _sessions(state, salt)
-    if state.shared_names is not None:
-        found = await FILES(state.shared_names.sessions, salt, found)
+    found = await _with_others(state, lambda names: names.sessions(salt, found), found)
     return json_response({"object": "list", "data": [_card(session) for session in found]})
 
 
@@ -46,12 +47,11 @@ async def delete_session(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     name = http.path_params["name"]
     _check_alive(state)
-    state.next_turns.forget()
+    state.kept_replies.forget_turns()
     found = await ENGINE(state.engine.forget_session, salt, name)
     if not found:
         await _refuse_prompt(state, salt, name)
-    if state.shared_names is not None:
-        found = await FILES(state.shared_names.forget_session, salt, name, found)
+    found = await _with_others(state, lambda names: names.forget_session(salt, name, found), found)
     if not found:
         raise _unknown(name)
     await ask_database(state.engine.conversations.replies.forget, [salt], name)
@@ -73,8 +73,7 @@ async def _pin(http: HttpRequest, pinned: bool) -> Response:
     name = http.path_params["name"]
     _check_alive(state)
     found = await ENGINE(state.engine.pin_session, salt, name, pinned)
-    if state.shared_names is not None:
-        found = await FILES(state.shared_names.pin_session, salt, name, pinned, found)
+    found = await _with_others(state, lambda names: names.pin_session(salt, name, pinned, found), found)
     if not found:
         raise _unknown(name)
     return json_response({"object": "cache.session", "name": name, "pinned": pinned})
@@ -85,8 +84,7 @@ async def list_prompts(http: HttpRequest) -> Response:
     state, _, salt = _context(http)
     _check_alive(state)
     found = await ENGINE(state.system_prompts.listing, salt)
-    if state.shared_names is not None:
-        found = await FILES(state.shared_names.prompts, salt, found)
+    found = await _with_others(state, lambda names: names.prompts(salt, found), found)
     return json_response({"object": "list", "data": [_prompt_card(prompt) for prompt in found]})
 
 
@@ -97,7 +95,7 @@ async def put_prompt(http: HttpRequest) -> Response:
     name = http.path_params["name"]
     check_session(name)
     _check_alive(state)
-    state.tokenizer.check_length(body.text, state.reply_lengths.window, "text")
+    state.tokenizer.check_length(body.text, state.window, "text")
     found = await PROMPTS(state.system_prompts.register, salt, name, body.text)
     if state.shared_names is not None:
         await FILES(state.shared_names.registered, salt, name, body.text.strip(), found.tokens)
@@ -112,8 +110,7 @@ async def delete_prompt(http: HttpRequest) -> Response:
     found = await PROMPTS(state.system_prompts.forget, salt, name)
     if not found:
         await _refuse_prompt(state, salt, name)
-    if state.shared_names is not None:
-        found = await FILES(state.shared_names.forget_prompt, salt, name, found)
+    found = await _with_others(state, lambda names: names.forget_prompt(salt, name, found), found)
     if not found:
         raise RequestError(f"there is no system prompt {name[:80]!r}", status=404, code="not_found")
     return json_response({"object": "cache.prompt", "name": name, "deleted": True})
@@ -138,12 +135,7 @@ async def cache_stats(http: HttpRequest) -> Response:
             "requests": usage.requests,
             "prompt_tokens": usage.prompt_tokens,
             "generated_tokens": usage.generated_tokens,
-            "cached_tokens": {
-                "device": usage.device,
-                "host": usage.host,
-                "disk": usage.disk,
-                **({"shared": usage.shared} if state.engine.config.cache.shared is not None else {}),
-            },
+            "cached_tokens": usage.cached.by_tier(state.engine.config.cache.shared is not None),
         },
         "responses": {"count": number, "bytes": size},
         "prompts": {"count": len(prompts), "tokens": sum(prompt.tokens for prompt in prompts)},
@@ -158,31 +150,29 @@ async def reset_prefix_cache(http: HttpRequest) -> Response:
     them. Without keys, a salt is its client's secret, and only the given one is cleared. Tenants' registered prompts
     and stored responses go too; the operator's prompt stays."""
     state, record, salt = _context(http)
-    tenant, conversations = record.caller.tenant, state.engine.conversations
-    state.next_turns.forget()
-    if record.caller.admin:
-        state.engine.reset_cache()
-        state.tokenizer.replies.clear()
-        state.system_prompts.reset()
-        await ask_database(conversations.replies.forget)
-        if state.shared_names is not None:
-            await FILES(state.shared_names.reset)
-        return json_response({"status": "ok", "cleared": "all"})
-    if tenant:
-        state.engine.reset_cache(tenant=tenant)
-        state.tokenizer.replies.clear(lambda salt: salt.startswith(f"{tenant}/"))
-        state.system_prompts.reset(tenant=tenant)
-        await ask_database(conversations.replies.forget_tenant, tenant)
-        if state.shared_names is not None:
-            await FILES(partial(state.shared_names.reset, tenant=tenant))
+    admin, tenant = record.caller.admin, record.caller.tenant
+    whose = {} if admin else {"tenant": tenant} if tenant else {"salt": salt}
+    kept, stored = state.tokenizer.replies, state.engine.conversations.replies
+    state.kept_replies.forget_turns()
+    state.engine.reset_cache(**whose)
+    state.system_prompts.reset(**whose)
+    if admin:
+        kept.clear()
+        await ask_database(stored.forget)
+    elif tenant:
+        kept.clear(lambda each: each.startswith(f"{tenant}/"))
+        await ask_database(stored.forget_tenant, tenant)
     else:
-        state.engine.reset_cache(salt)
-        state.tokenizer.replies.clear(lambda other: other == salt)
-        state.system_prompts.reset(salt)
-        await ask_database(conversations.replies.forget, [salt])
-        if state.shared_names is not None:
-            await FILES(state.shared_names.reset, salt)
-    return json_response({"status": "ok", "cleared": "own"})
+        kept.clear(lambda each: each == salt)
+        await ask_database(stored.forget, [salt])
+    if state.shared_names is not None:
+        await FILES(partial(state.shared_names.reset, **whose))
+    return json_response({"status": "ok", "cleared": "all" if admin else "own"})
+
+
+async def _with_others(state: State, ask: Callable[[SharedNames], T], here: T) -> T:
+    """Ask for what all servers over one shared store know; `here` is what this one knows, where it shares nothing."""
+    return here if state.shared_names is None else await FILES(ask, state.shared_names)
 
 
 async def _responses(state: State, record: RequestRecord) -> tuple[int | None, int | None]:

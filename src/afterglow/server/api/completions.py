@@ -1,27 +1,256 @@
-"""`/v1/completions`: text in, text out, and the log-likelihoods that evaluation harnesses ask for."""
+"""`/v1/chat/completions` and `/v1/completions`: a list of choices, whole or as events, with their calls, reasoning and log-probabilities;
+text in, text out, and the log-likelihoods that evaluation harnesses ask for.
+"""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
-from afterglow.library.assemble import Piece
-from afterglow.request import Request
-from afterglow.server.access.tenants import RequestRecord
+from afterglow.request import CallDelta, Content, Output, Part, Reasoning, Request, TokenLogprob, ToolCall
 from afterglow.server.bodies.reader import read_body
-from afterglow.server.bodies.reply_bodies import CompletionBody
-from afterglow.server.replies.choice_replies import ChoiceReplies, CompletionLogprobs, join
-from afterglow.server.replies.make_requests import make_requests
-from afterglow.server.state import State
+from afterglow.server.bodies.reply_bodies import ChatBody, ChoicesBody, CompletionBody
+from afterglow.server.replies.make_requests import chat_requests, check_count, encode, make_requests, max_tokens
+from afterglow.server.replies.pending_replies import DONE, Replies, event
+from afterglow.server.state import State, parts_of
+from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
+
+
+class ChoiceReplies(Replies):
+    """Replies that are written as choices."""
+
+    body: ChoicesBody
+    object: ClassVar[str]  # what an answer is called,
+    part: ClassVar[str]  # and an event
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that an answer, or an event, begins with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @abstractmethod
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
+        """Write the new part of a reply: `choices` and the fields beside it; None if the part is empty."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async with aclosing(self.pieces()) as pieces:
+            async for index, piece in pieces:
+                chunk = await self.chunk(index, piece, first=index not in begun)
+                begun.add(index)
+                if chunk is None:
+                    continue
+                chunk = {**self.head(self.part), **chunk}
+                if self.body.include_usage:
+                    chunk["usage"] = self.usage() if self.body.continuous_usage else None
+                yield event(chunk)
+        if self.body.include_usage:
+            yield event({**self.head(self.part), "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def ids(self, tokens: Sequence[int], prompt: Sequence[int] | None = None) -> dict[str, Sequence[int]]:
+        """Return the fields for token ids, where the client wants them; `prompt`: those of the prompt as well."""
+        if not self.body.return_token_ids:
+            return {}
+        return {**({"prompt_token_ids": prompt} if prompt is not None else {}), "token_ids": tokens}
+
+
+def call_fields(call: ToolCall, arguments: str) -> dict[str, Any]:
+    """Write a call."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def message_fields(content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Write the message of a reply: `content` is null where there are calls, or reasoning, alone."""
+    return {
+        "role": "assistant",
+        "content": content if content or not (calls or reasoning) else None,
+        "refusal": None,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": [call_fields(call, call.arguments) for call in calls]} if calls else {}),
+    }
+
+
+def delta_fields(parts: Iterable[Part]) -> dict[str, Any]:
+    """Write the new parts of a reply."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallDelta):
+            known = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            if part.first:
+                calls[part.index] = {"index": part.index, **call_fields(part.call, part.arguments)}
+            else:
+                known["function"]["arguments"] += part.arguments
+        else:
+            name = "content" if isinstance(part, Content) else "reasoning_content"
+            assert isinstance(part, Content | Reasoning)
+            delta[name] = delta.get(name, "") + part.text
+    return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+
+_LEAST = -9999.0  # JSON has no minus infinity
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as text; part of a character as OpenAI writes it, so that different tokens keep different
+    names."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(float(logprob), _LEAST)
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """Describe log-probabilities for `/v1/chat/completions`."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        return {"token": token_name(tokenizer, token), "logprob": _finite(logprob), "bytes": list(data)}
+
+    return {
+        "content": [
+            {**entry(p.token, p.logprob), "top_logprobs": [entry(t, value) for t, value in p.top]} for p in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+class CompletionLogprobs:
+    """The parallel lists of `/v1/completions`. Offsets continue from piece to piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Describe an echoed prompt; its first token has no probability, because nothing comes before."""
+        padded = [*logprobs, *[None] * (len(ids) - len(logprobs))]
+        return self._lists([(token, found) for token, found in zip(ids, padded, strict=True)])
+
+    def reply(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Describe tokens of the reply."""
+        return self._lists([(found.token, found) for found in logprobs])
+
+    def _lists(self, rows: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, found in rows:
+            name = token_name(self._tokenizer, token)
+            top: dict[str, float] | None = None
+            if found is not None:
+                top = {}
+                # Two ids may look the same; the likelier one is first and keeps the name.
+                for other, value in (*found.top, (token, found.logprob)):
+                    top.setdefault(token_name(self._tokenizer, other), _finite(value))
+            lists["tokens"].append(name)
+            lists["token_logprobs"].append(None if found is None else _finite(found.logprob))
+            lists["top_logprobs"].append(top)
+            lists["text_offset"].append(self._offset)
+            self._offset += len(name)
+        return lists
+
+
+def join(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join lists of several pieces."""
+    joined: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for part in parts:
+        for name, values in part.items():
+            joined[name].extend(values)
+    return joined
+
+
+async def chat_completions(http: HttpRequest) -> Response:
+    """Answer a conversation."""
+    state, _ = parts_of(http)
+    body = await read_body(http, ChatBody)
+    state.models.check(body.model)
+    if body.messages is None:
+        raise RequestError("messages is required", param="messages")
+    check_count(state, body.replies_per_prompt, "n")
+    cut = (body.truncation or state.config.chat_truncation) == "auto"
+    prompt = await encode(http, body, body.messages, size=body.size, cut=cut)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    requests = chat_requests(http, body, prompt, cut=cut, logprobs=logprobs)
+    return await ChatReplies(http, body, requests, prompt).answer()
+
+
+class ChatReplies(ChoiceReplies):
+    """Replies to a conversation."""
+
+    body: ChatBody
+    chat: ChatPrompt
+    prefix = "chatcmpl-"
+    object = "chat.completion"
+    part = "chat.completion.chunk"
+
+    async def whole(self) -> Response:
+        logprobs: list[list[TokenLogprob]] = [[] for _ in self.texts]
+        async with aclosing(self.pieces()) as pieces:
+            async for index, piece in pieces:
+                logprobs[index].extend(piece.logprobs)
+        self.remember()
+        values = 8 * sum(len(found) for found in logprobs) * (1 + (self.body.top_logprobs or 0))
+        size = values + sum(len(reply.text) for reply in self.texts)
+        if self.body.return_token_ids:
+            size += len(self.chat.ids)
+        return await self.state.text_threads.respond(size, lambda: self._describe(logprobs))
+
+    def _describe(self, logprobs: list[list[TokenLogprob]]) -> dict[str, Any]:
+        return {
+            **self.head(self.object),
+            **self._prompt_ids(),
+            "choices": [
+                {
+                    "index": index,
+                    "message": message_fields(
+                        reply.content, reply.reasoning if self._thinks_aloud else "", reply.calls
+                    ),
+                    "logprobs": self._logprobs(logprobs[index]),
+                    "finish_reason": reply.reason,
+                    **self.ids(reply.tokens),
+                }
+                for index, reply in enumerate(self.texts)
+            ],
+            "usage": self.usage(),
+        }
+
+    @property
+    def _thinks_aloud(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
+        # The role goes out with the first token, not before: a client's clock stops at the first chunk.
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+        shown = piece.parts if self._thinks_aloud else [each for each in piece.parts if not isinstance(each, Reasoning)]
+        delta |= delta_fields(shown)
+        if piece.finish_reason is not None and index == 0:
+            self.remember()
+        ids = self.ids(piece.tokens)
+        if not (delta or piece.finish_reason or piece.logprobs or ids):
+            return None
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.logprobs)}
+        return {
+            **(self._prompt_ids() if first else {}),
+            "choices": [{**choice, "finish_reason": self.texts[index].reason, **ids}],
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return chat_logprobs(self.state.tokenizer, logprobs) if self.body.logprobs else None
+
+    def _prompt_ids(self) -> dict[str, list[int]]:
+        return {"prompt_token_ids": self.chat.ids} if self.body.return_token_ids else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +263,29 @@ class TextPrompt:
 
 async def completions(http: HttpRequest) -> Response:
     """Continue texts."""
-    state: State = http.app.state.afterglow
-    record: RequestRecord = http.scope["afterglow.record"]
+    state, record = parts_of(http)
     body = await read_body(http, CompletionBody)
     state.models.check(body.model)
     prompts = await _prompts(state, body)
     made = []
     for prompt in prompts:
-        sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids)), body.logprobs)
+        sampling = body.sampling(state.defaults, max_tokens(state, body, len(prompt.ids)), body.logprobs)
         if body.echo and body.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
         made.append((prompt.ids, sampling))
     requests = make_requests(http, body, made, state.tenants.salt(record.caller, body.cache_salt))
-    return await CompletionReplies(state, http, body, requests, prompts).answer()
+    return await CompletionReplies(http, body, requests, prompts).answer()
 
 
 async def _prompts(state: State, body: CompletionBody) -> list[TextPrompt]:
     """Tokenise the prompts that are texts, and check those that are ids. Raises: RequestError."""
     items: list[Any] = body.prompt
     tokenizer = state.tokenizer
-    state.reply_lengths.check_count(len(items) * body.replies_per_prompt, "prompt" if len(items) > 1 else "n")
+    check_count(state, len(items) * body.replies_per_prompt, "prompt" if len(items) > 1 else "n")
 
     for item in items:
         if isinstance(item, str):
-            tokenizer.check_length(item, state.reply_lengths.window, "prompt")
+            tokenizer.check_length(item, state.window, "prompt")
 
     def encode() -> list[TextPrompt]:
         return [
@@ -82,24 +310,15 @@ class CompletionReplies(ChoiceReplies):
     """Replies to texts."""
 
     body: CompletionBody
+    prefix = "cmpl-"
+    object = part = "text_completion"
 
     def __init__(
-        self,
-        state: State,
-        http: HttpRequest,
-        body: CompletionBody,
-        requests: Sequence[Request],
-        prompts: Sequence[TextPrompt],
+        self, http: HttpRequest, body: CompletionBody, requests: Sequence[Request], prompts: Sequence[TextPrompt]
     ) -> None:
-        super().__init__(state, http, body, requests)
+        super().__init__(http, body, requests)
         self._prompts = prompts
-        self._logprobs = [CompletionLogprobs(state.tokenizer) for _ in requests]
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-        }
+        self._logprobs = [CompletionLogprobs(self.state.tokenizer) for _ in requests]
 
     async def whole(self) -> Response:
         parts: list[list[dict[str, Any]]] = [[] for _ in self.texts]
@@ -117,7 +336,7 @@ class CompletionReplies(ChoiceReplies):
 
     def _describe(self, written: list[str], parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
         return {
-            **self._head,
+            **self.head(self.object),
             "choices": [
                 self._choice(index, written[index], reply.finish, join(parts[index]))
                 | self.ids(reply.tokens, self.requests[index].prompt)
@@ -126,28 +345,25 @@ class CompletionReplies(ChoiceReplies):
             "usage": self.usage(),
         }
 
-    def head(self) -> dict[str, Any]:
-        return self._head
-
-    async def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any] | None:
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
         text, logprobs = await self._part(index, piece, first)
         ids = self.ids(piece.tokens, self.requests[index].prompt if first else None)
-        if not (text or piece.finish or logprobs["tokens"] or ids):
+        if not (text or piece.finish_reason or logprobs["tokens"] or ids):
             return None
-        return {"choices": [self._choice(index, text, piece.finish, logprobs) | ids]}
+        return {"choices": [self._choice(index, text, piece.finish_reason, logprobs) | ids]}
 
     @property
     def _values(self) -> int:
         """About how many values there are for each token."""
         return 4 * (1 + (self.body.logprobs or 0))
 
-    async def _part(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
+    async def _part(self, index: int, piece: Output, first: bool) -> tuple[str, dict[str, Any]]:
         """Return text and log-probabilities of a piece; the first one carries the echo."""
         echoes = first and self.body.echo
         size = len(self.requests[index].prompt) * self._values if echoes else 0
         return await self.state.text_threads.run(size, lambda: self._write(index, piece, first))
 
-    def _write(self, index: int, piece: Piece, first: bool) -> tuple[str, dict[str, Any]]:
+    def _write(self, index: int, piece: Output, first: bool) -> tuple[str, dict[str, Any]]:
         body, lists = self.body, self._logprobs[index]
         text, parts = piece.text, []
         if first and body.echo:

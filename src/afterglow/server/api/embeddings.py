@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError
 from afterglow.request import CachedTokens, ContextWindow
-from afterglow.server.access.tenants import RequestRecord
+from afterglow.server.bodies.limits import wrong
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import EmbeddingBody, RerankBody
-from afterglow.server.error_responses import shutting_down
-from afterglow.server.replies.stream import while_connected
-from afterglow.server.state import State
-from afterglow.text.chat_template import shown
+from afterglow.server.json_responses import shutting_down
+from afterglow.server.replies.pending_replies import while_connected
+from afterglow.server.state import State, parts_of
+from afterglow.server.tenants import RequestRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 async def embeddings(http: HttpRequest) -> Response:
     """Embed texts."""
-    state: State = http.app.state.afterglow
+    state, _ = parts_of(http)
     body = await read_body(http, EmbeddingBody)
     model = state.embeddings.find(body.model)
     form = "float" if body.encoding_format is None else body.encoding_format
     if form not in ("float", "base64"):
-        raise RequestError(f"encoding_format must be 'float' or 'base64', got {shown(form)}", param="encoding_format")
+        raise wrong("encoding_format", "must be 'float' or 'base64'", form)
     size = check_dimensions(body.dimensions, model)
     cut = truncation(body.truncate_prompt_tokens, model)
     sequences = await read_sequences(state, model, body.input, "input", cut)
@@ -120,10 +120,7 @@ def check_dimensions(wanted: int | None, model: TextEmbedder) -> int:
     if wanted is None:
         return most
     if not 1 <= wanted <= most:
-        raise RequestError(
-            f"dimensions must be between 1 and {most}, the size of this model's embeddings, got {wanted}",
-            param="dimensions",
-        )
+        raise wrong("dimensions", f"must be between 1 and {most}, the size of this model's embeddings", wanted)
     return wanted
 
 
@@ -153,7 +150,7 @@ def _base64(vectors: Tensor) -> list[str]:
 
 async def rerank(http: HttpRequest) -> Response:
     """Rank documents, the best first. `relevance_score` is the cosine of query and document, -1 to 1."""
-    state: State = http.app.state.afterglow
+    state, _ = parts_of(http)
     body = await read_body(http, RerankBody)
     model = state.embeddings.find(body.model)
     texts: list[str] = body.documents

@@ -39,9 +39,9 @@ from afterglow.server.bodies.limits import MAX_MESSAGES
 from afterglow.server.bodies.message_bodies import CountTokensBody, MessagesBody
 from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, ResponseBody
 from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
-from afterglow.server.json import to_json
+from afterglow.server.json_responses import to_json
 from afterglow.server.metrics.collector import CONTENT_TYPE
-from afterglow.server.state import State
+from afterglow.server.state import parts_of
 from afterglow.version import __version__
 
 ERRORS = {
@@ -243,7 +243,7 @@ POLICY = (
 
 async def openapi(http: Request) -> Response:
     """Describe the server's requests and answers."""
-    state: State = http.app.state.afterglow
+    state, _ = parts_of(http)
     return Response(_written(bool(state.config.api_key or state.config.admin_key)), media_type="application/json")
 
 

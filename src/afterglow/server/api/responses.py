@@ -16,24 +16,22 @@ from starlette.responses import Response
 
 from afterglow.errors import RequestError, StoreError
 from afterglow.request import Request
-from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.blocking import FILES, FILES_SECONDS
 from afterglow.server.bodies.limits import MESSAGE_CHARS, check_messages
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.reply_bodies import ResponseBody
 from afterglow.server.bodies.response_items import (
     Item,
+    ResponseOutput,
     as_messages,
-    new_id,
     public,
     with_reply_ids,
 )
-from afterglow.server.json import json_response
-from afterglow.server.replies.make_requests import make_requests, with_tool_grammar
-from afterglow.server.replies.pending_replies import Replies
-from afterglow.server.replies.response_output import ResponseOutput
-from afterglow.server.replies.stream import event
-from afterglow.server.state import State
+from afterglow.server.json_responses import json_response, unavailable
+from afterglow.server.replies.make_requests import chat_requests, encode
+from afterglow.server.replies.pending_replies import Replies, event
+from afterglow.server.state import State, parts_of
+from afterglow.server.tenants import RequestRecord
 from afterglow.store.database.conversations import StoredResponse
 from afterglow.text import ChatPrompt, Reply
 
@@ -42,8 +40,7 @@ log = logging.getLogger("afterglow.server")
 
 async def create_response(http: HttpRequest) -> Response:
     """Answer, and keep the conversation."""
-    state: State = http.app.state.afterglow
-    record: RequestRecord = http.scope["afterglow.record"]
+    state, record = parts_of(http)
     body = await read_body(http, ResponseBody)
     state.models.check(body.model)
     items: list[Item] = body.input
@@ -54,13 +51,9 @@ async def create_response(http: HttpRequest) -> Response:
         return messages, replies, check_messages(messages, "input") + body.tool_use.size
 
     messages, replies, size = await state.text_threads.run(MESSAGE_CHARS * (len(before) + len(items)), join)
-    salt = state.tenants.salt(record.caller, body.cache_salt)
     cut = body.truncation == "auto"
-    prompt = await state.prompt_encoder.encode(body, messages, salt, size=size, cut=cut, replies=replies)
-    sampling = body.sampling(state.defaults, state.reply_lengths.max_tokens(body, len(prompt.ids), cut), None)
-    sampling = with_tool_grammar(state, body.tool_use, sampling, prompt)
-    requests = make_requests(http, body, [(prompt.ids, sampling)], salt, cut=cut, turns=prompt.turns)
-    return await ResponseReply(state, http, body, requests, prompt).answer()
+    prompt = await encode(http, body, messages, size=size, cut=cut, replies=replies)
+    return await ResponseReply(http, body, chat_requests(http, body, prompt, cut=cut), prompt).answer()
 
 
 async def _before(state: State, record: RequestRecord, previous: str | None) -> list[Item]:
@@ -83,14 +76,11 @@ class ResponseReply(Replies):
 
     body: ResponseBody
     chat: ChatPrompt
+    prefix = "resp_"
 
-    def __init__(
-        self, state: State, http: HttpRequest, body: ResponseBody, requests: Sequence[Request], chat: ChatPrompt
-    ) -> None:
-        super().__init__(state, http, body, requests, chat)
-        self._id = new_id("resp")
+    def __init__(self, http: HttpRequest, body: ResponseBody, requests: Sequence[Request], chat: ChatPrompt) -> None:
+        super().__init__(http, body, requests, chat)
         self._output = ResponseOutput()
-        self._created = int(time.time())
         self._store = body.store is not False
         self._sequence = 0
 
@@ -108,36 +98,32 @@ class ResponseReply(Replies):
         if not self.parted:  # otherwise the reply may be a call, or begin with reasoning
             for kind, fields in self._output.open_message():
                 yield self._event(kind, **fields)
-        try:
-            async with aclosing(self.pieces()) as pieces:
-                async for _, piece in pieces:
-                    for kind, fields in self._output.add(piece.parts):
-                        yield self._event(kind, **fields)
-            ended = list(self._output.finish(self._status))
-            done = await self._finish()
-        except RequestError as error:
-            yield self._failed(str(error))
-            return
-        except Exception:
-            log.exception("a stream failed")
-            yield self._failed("internal error")
-            return
+        async with aclosing(self.pieces()) as pieces:
+            async for _, piece in pieces:
+                for kind, fields in self._output.add(piece.parts):
+                    yield self._event(kind, **fields)
+        ended = list(self._output.finish(self._status))
+        done = await self._finish()
         for kind, fields in ended:
             yield self._event(kind, **fields)
         yield self._event(f"response.{done['status']}", response=done)
+
+    def failed(self, error: RequestError) -> bytes:
+        said = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response=self._describe("failed", [], None, said))
 
     async def _finish(self) -> dict[str, Any]:
         """Describe the response as it ended; store it if the client wants that and the disk allows it."""
         reply = self.texts[0]
         status, output = self._status, self._output.items
-        generated = self.state.kept_replies.remember(self.chat, self.requests[0], reply, write=False)
+        generated = self.remember(write=False)
         done = self._describe(status, output, self._response_usage())
         if self._store:
             items = [*self.body.input, *with_reply_ids(output, generated)]
             try:
                 await FILES(
                     self.state.engine.conversations.add,
-                    self._id,
+                    self.id,
                     self.record.caller.tenant,
                     self.body.previous_response_id,
                     self.model,
@@ -158,10 +144,6 @@ class ResponseReply(Replies):
     @property
     def _status(self) -> str:
         return "incomplete" if self.texts[0].finish == "length" else "completed"
-
-    def _failed(self, message: str) -> bytes:
-        error = {"code": "server_error", "message": message}
-        return self._event("response.failed", response=self._describe("failed", [], None, error))
 
     def _event(self, kind: str, **fields: object) -> bytes:
         data = event({"type": kind, "sequence_number": self._sequence, **fields})
@@ -184,9 +166,9 @@ class ResponseReply(Replies):
     ) -> dict[str, Any]:
         body = self.body
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "background": False,
@@ -227,7 +209,7 @@ async def ask_database(work: Any, *args: Any, within: float = FILES_SECONDS) -> 
         return await FILES(work, *args, within=within)
     except StoreError as error:
         log.warning("%s", error)
-        raise RequestError("stored responses cannot be read just now", status=503, code="unavailable") from None
+        raise unavailable("stored responses cannot be read just now") from None
 
 
 async def get_response(http: HttpRequest) -> Response:
@@ -240,7 +222,7 @@ async def get_response(http: HttpRequest) -> Response:
 
 async def delete_response(http: HttpRequest) -> Response:
     """Delete a stored response."""
-    state: State = http.app.state.afterglow
+    state, _ = parts_of(http)
     name = http.path_params["response"]
     if not await ask_database(state.engine.conversations.delete, name, _tenant(http)):
         raise _not_found(name)
@@ -250,7 +232,7 @@ async def delete_response(http: HttpRequest) -> Response:
 async def input_items(http: HttpRequest) -> Response:
     """List the items that a response answered, earlier turns included; the newest first, as in OpenAI's API."""
     found = await _find(http)
-    state: State = http.app.state.afterglow
+    state, _ = parts_of(http)
     before = None
     if found.previous is not None:
         before = await ask_database(state.engine.conversations.chain, found.previous, _tenant(http))
@@ -282,7 +264,7 @@ async def input_items(http: HttpRequest) -> Response:
 
 
 async def _find(http: HttpRequest) -> StoredResponse:
-    state: State = http.app.state.afterglow
+    state, _ = parts_of(http)
     name = http.path_params["response"]
     found: StoredResponse | None = await ask_database(state.engine.conversations.get, name, _tenant(http))
     if found is None:

@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 from afterglow.errors import RequestError
 from afterglow.request import Grammar, GrammarKind
 from afterglow.server.bodies.json_body import JsonBody
-from afterglow.text.chat_template import shown
+from afterglow.server.bodies.limits import unsupported, wrong
 
 JSON_MODE = '{"type": "object"}'
 _KINDS: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -64,27 +64,25 @@ def read_format(given: Any, param: str) -> list[Grammar]:
     if given is None:
         return []
     if not isinstance(given, dict):
-        raise RequestError(f"{param} must be an object, got {shown(given)}", param=param)
+        raise wrong(param, "must be an object", given)
     kind = given.get("type")
     if kind == "text":
         return []
     if kind == "json_object":
         return [Grammar("json_schema", JSON_MODE, param=param)]
     if kind != "json_schema":
-        raise RequestError(
-            f"{param}.type must be 'text', 'json_object' or 'json_schema', got {shown(kind)}", param=f"{param}.type"
-        )
+        raise wrong(f"{param}.type", "must be 'text', 'json_object' or 'json_schema'", kind)
     if param == "response_format":
         given, param = given.get("json_schema"), f"{param}.json_schema"
         if not isinstance(given, dict):
-            raise RequestError(f"{param} must be an object with a schema, got {shown(given)}", param=param)
+            raise wrong(param, "must be an object with a schema", given)
     for name, form in (("name", str), ("strict", bool), ("description", str)):
         if not isinstance(given.get(name), form | None):
             wanted = "a string" if form is str else "true or false"
-            raise RequestError(f"{param}.{name} must be {wanted}, got {shown(given[name])}", param=f"{param}.{name}")
+            raise wrong(f"{param}.{name}", f"must be {wanted}", given[name])
     schema = given.get("schema")
     if not isinstance(schema, dict):
-        raise RequestError(f"{param}.schema must be a JSON schema, got {shown(schema)}", param=f"{param}.schema")
+        raise wrong(f"{param}.schema", "must be a JSON schema", schema)
     return [Grammar("json_schema", json.dumps(schema), param=f"{param}.schema")]
 
 
@@ -93,12 +91,11 @@ def _outputs(given: dict[str, Any]) -> list[Grammar]:
     name = "structured_outputs"
     for other, unused in _OTHERS.items():
         if given.get(other) is not None and given[other] not in unused:
-            param = f"{name}.{other}"
-            raise RequestError(f"{param} is not supported; leave it out", param=param, code="unsupported_parameter")
+            raise unsupported(f"{name}.{other}")
     compact = given.get("disable_any_whitespace")
     if not isinstance(compact, bool | None):
         param = f"{name}.disable_any_whitespace"
-        raise RequestError(f"{param} must be true or false, got {shown(compact)}", param=param)
+        raise wrong(param, "must be true or false", compact)
     found = [
         _of_vllm(kind, given[kind], f"{name}.{kind}", bool(compact)) for kind in _KINDS if given.get(kind) is not None
     ]
@@ -113,11 +110,11 @@ def _of_vllm(name: str, given: Any, param: str, compact: bool = False) -> Gramma
     """Read one of vLLM's kinds: a schema may be an object or its text, choices are a list of texts, the others a text."""
     if name == "choice":
         if not (isinstance(given, list) and given and all(isinstance(each, str) and each for each in given)):
-            raise RequestError(f"{param} must be a list of texts, none of them empty, got {shown(given)}", param=param)
+            raise wrong(param, "must be a list of texts, none of them empty", given)
         return Grammar("choice", json.dumps(given), param=param)
     if name == "json" and isinstance(given, dict):
         return Grammar("json_schema", json.dumps(given), compact, param)
     if not isinstance(given, str) or not given:
         wanted = "a JSON schema, as an object or as text" if name == "json" else "a text that is not empty"
-        raise RequestError(f"{param} must be {wanted}, got {shown(given)}", param=param)
+        raise wrong(param, f"must be {wanted}", given)
     return Grammar(_KINDS[name], given, compact, param)

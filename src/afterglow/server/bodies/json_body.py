@@ -13,9 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from afterglow.errors import RequestError
-from afterglow.server.bodies.limits import MAX_CHAT_VALUES, MAX_NAME
+from afterglow.server.bodies.limits import MAX_CHAT_VALUES, MAX_NAME, wrong
 from afterglow.server.bodies.tool_fields import ToolUse
-from afterglow.text.chat_template import shown
 
 MAX_SESSION_NAME = 256
 
@@ -111,7 +110,7 @@ def with_effort(
 def check_effort(effort: object, param: str) -> None:
     """Refuse an effort that has no name. Raises: RequestError."""
     if effort is not None and effort not in EFFORTS:
-        raise RequestError(f"{param} must be one of {', '.join(EFFORTS)}, got {shown(effort)}", param=param)
+        raise wrong(param, f"must be one of {', '.join(EFFORTS)}", effort)
 
 
 def check_variables(variables: Mapping[str, object] | None) -> None:

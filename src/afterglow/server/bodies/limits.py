@@ -27,6 +27,16 @@ MAX_NAME = 4096  # characters of names, keys and stop strings
 MESSAGE_CHARS = 64  # a message is as much work as so many characters of text
 
 
+def wrong(where: str, wanted: str, got: object) -> RequestError:
+    """Make the error for a field that is not as it must be. `where`: its path."""
+    return RequestError(f"{where} {wanted}, got {shown(got)}", param=where)
+
+
+def unsupported(where: str) -> RequestError:
+    """Make the error for a field that would change what a reply means, and is not honoured."""
+    return RequestError(f"{where} is not supported; leave it out", param=where, code="unsupported_parameter")
+
+
 def count_values(data: bytes | bytearray) -> int:
     """Count the values of a JSON text, at most. Cheap: commas and brackets in strings count too."""
     return data.count(b",") + data.count(b"[") + data.count(b"{") + 1

@@ -1,24 +1,72 @@
-"""Messages in Anthropic's form, turned into those of a chat.
+"""Messages and tools in Anthropic's form, turned into those of a chat, and the field `cache_control` of their blocks.
 
 A message is a list of blocks: text, calls (`tool_use`), results (`tool_result`), thoughts. Results are messages of their own in a
 chat, and messages of one role that follow each other are one turn.
-
-The fields `tools` and `tool_choice` in Anthropic's form are read here as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from afterglow.errors import RequestError
-from afterglow.server.bodies.cache_marks import CacheMarks
-from afterglow.server.bodies.limits import MAX_MESSAGES, check_chars
-from afterglow.server.bodies.tool_fields import MAX_TOOLS, ToolUse, read_function
-from afterglow.text.block_marks import BlockMark
+from afterglow.request import MAX_BREAKPOINTS
+from afterglow.server.bodies.limits import MAX_MESSAGES, unsupported, wrong
+from afterglow.server.bodies.tool_fields import ToolUse, read_function, read_tools
 from afterglow.text.chat_template import shown, shown_kind
-from afterglow.text.tool_messages import MAX_CALLS
+from afterglow.text.messages import MAX_CALLS
+from afterglow.text.turns import BlockMark
+
+LIFETIMES = {"5m": 300.0, "1h": 3600.0}  # seconds
+
+
+class CacheMarks:
+    """Collects the marks of a request, each with its seconds."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[BlockMark, float]] = []
+
+    def add(self, block: Mapping[str, Any], where: str, mark: BlockMark) -> None:
+        """Add the mark of a block, if it has one. Raises: RequestError."""
+        if (seconds := read_lifetime(block, where)) is None:
+            return
+        if len(self.found) == MAX_BREAKPOINTS:
+            raise RequestError(
+                f"{where}: at most {MAX_BREAKPOINTS} blocks may be marked with cache_control, and this is one more",
+                param=where,
+            )
+        self.found.append((mark, seconds))
+
+    def add_last(self, body: Mapping[str, Any], mark: BlockMark) -> None:
+        """Add the mark that the whole request asks for: of its last block. Raises: RequestError."""
+        own = next((seconds for known, seconds in self.found if known == mark), None)
+        if own is None:
+            self.add(body, "cache_control", mark)
+        elif read_lifetime(body, "cache_control") not in (None, own):
+            raise RequestError(
+                "cache_control.ttl: the last block is marked with another ttl; give one of them",
+                param="cache_control.ttl",
+            )
+
+
+def read_lifetime(block: Mapping[str, Any], where: str) -> float | None:
+    """Read the seconds of a block's mark; None without one. `where`: the path of the field. Raises: RequestError."""
+    given = block.get("cache_control")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise wrong(where, "must be an object", given)
+    if given.get("type") != "ephemeral":
+        raise wrong(f"{where}.type", "must be 'ephemeral'", given.get("type"))
+    ttl = given.get("ttl")
+    if ttl is None:
+        ttl = "5m"
+    if not isinstance(ttl, str) or ttl not in LIFETIMES:
+        raise wrong(f"{where}.ttl", "must be '5m' or '1h'", ttl)
+    return LIFETIMES[ttl]
+
 
 Block = tuple[Mapping[str, Any], str]  # with its path
 ROLES = ("user", "assistant", "system")
@@ -48,12 +96,10 @@ class ChatWriter:
     def message(self, given: object, where: str) -> None:
         """Add a message. Raises: RequestError, with the path of the mistake."""
         if not isinstance(given, Mapping):
-            raise RequestError(f"{where} must be an object with role and content, got {shown(given)}", param=where)
+            raise wrong(where, "must be an object with role and content", given)
         role = given.get("role")
         if role not in ROLES:
-            raise RequestError(
-                f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role"
-            )
+            raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
         read = {"user": self._user, "assistant": self._assistant, "system": self._more_system}[role]
         blocks = _blocks(given.get("content"), f"{where}.content")
         if role == "assistant" and (not self.messages or self.messages[-1]["role"] != "assistant"):
@@ -101,7 +147,7 @@ class ChatWriter:
             place = f"{where}.{'name' if name else 'id'}"
             raise RequestError(f"{place} must not be empty", param=place)
         if not isinstance(given, Mapping):
-            raise RequestError(f"{where}.input must be an object, got {shown(given)}", param=f"{where}.input")
+            raise wrong(f"{where}.input", "must be an object", given)
         calls, number = message.setdefault("tool_calls", []), len(self.messages) - 1
         if self._callers.get(name) == number:
             raise RequestError(f"{where}.id: {name[:80]!r} is the id of two calls", param=f"{where}.id")
@@ -120,9 +166,7 @@ class ChatWriter:
         if not self._open[name]:
             raise RequestError(f"{place}: the call {name[:80]!r} has a result already", param=place)
         if not isinstance(failed, bool | None):
-            raise RequestError(
-                f"{where}.is_error must be true or false, got {shown(failed)}", param=f"{where}.is_error"
-            )
+            raise wrong(f"{where}.is_error", "must be true or false", failed)
         self._open[name] = False
         self._begin({"role": "tool", "tool_call_id": name})
         if failed:
@@ -205,11 +249,11 @@ def _blocks(content: object, where: str) -> Iterator[Block]:
         yield {"type": "text", "text": content}, where
         return
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of blocks, got {shown(content)}", param=where)
+        raise wrong(where, "must be a string or a list of blocks", content)
     for number, block in enumerate(content):
         place = f"{where}[{number}]"
         if not isinstance(block, Mapping):
-            raise RequestError(f"{place} must be a block, which is an object, got {shown(block)}", param=place)
+            raise wrong(place, "must be a block, which is an object", block)
         yield block, place
 
 
@@ -227,7 +271,7 @@ def _text_of(block: Mapping[str, Any], where: str, known: str) -> str:
 def _string(block: Mapping[str, Any], name: str, where: str) -> str:
     given = block.get(name)
     if not isinstance(given, str):
-        raise RequestError(f"{where}.{name} must be a string, got {shown(given)}", param=f"{where}.{name}")
+        raise wrong(f"{where}.{name}", "must be a string", given)
     return given
 
 
@@ -242,39 +286,9 @@ _PATH = "tools[{}].input_schema"
 
 def read_message_tools(tools: object, choice: object, marks: CacheMarks) -> ToolUse:
     """Read both fields; adds the marks of tools. Raises: RequestError, with the path of the mistake."""
-    found = _read_tools(tools, marks)
-    if choice is None:
-        return ToolUse(found, path=_PATH)
-    if not isinstance(choice, Mapping):
-        raise RequestError(f"tool_choice must be an object with a type, got {shown(choice)}", param="tool_choice")
-    kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise RequestError(
-            f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', got {shown(kind)}", param="tool_choice.type"
-        )
-    if not isinstance(single, bool | None):
-        where = "tool_choice.disable_parallel_tool_use"
-        raise RequestError(f"{where} must be true or false, got {shown(single)}", param=where)
-    if kind == "any" and not found:
-        raise RequestError("tool_choice.type: 'any' needs tools", param="tool_choice.type")
-    name = choice.get("name") if kind == "tool" else None
-    if kind == "tool" and name not in [tool["function"]["name"] for tool in found]:
-        raise RequestError(f"tool_choice.name: there is no tool {shown(name)} in tools", param="tool_choice.name")
-    return ToolUse(found, _CHOICES[kind], name, not single, _PATH)
+    counted = itertools.count()
 
-
-def _read_tools(tools: object, marks: CacheMarks) -> tuple[dict[str, Any], ...]:
-    if tools is None:
-        return ()
-    if not isinstance(tools, list):
-        raise RequestError(f"tools must be a list, got {shown(tools)}", param="tools")
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools: at most {MAX_TOOLS} are accepted, got {len(tools)}", param="tools")
-    found, names = [], set()
-    for number, tool in enumerate(tools):
-        where = f"tools[{number}]"
-        if not isinstance(tool, Mapping):
-            raise RequestError(f"{where} must be an object, got {shown(tool)}", param=where)
+    def read(tool: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
         if tool.get("type") not in (None, "custom"):
             raise RequestError(
                 f"{where} is {shown_kind(tool)}; only tools with a name and an input_schema are supported",
@@ -282,16 +296,28 @@ def _read_tools(tools: object, marks: CacheMarks) -> tuple[dict[str, Any], ...]:
                 code="unsupported_parameter",
             )
         if tool.get("defer_loading"):
-            place = f"{where}.defer_loading"
-            raise RequestError(f"{place} is not supported; leave it out", param=place, code="unsupported_parameter")
+            raise unsupported(f"{where}.defer_loading")
         if tool.get("input_schema") is None:
             place = f"{where}.input_schema"
             raise RequestError(f"{place} is required", param=place)
-        found.append(read_function(tool, where, "input_schema"))
-        name = found[-1]["function"]["name"]
-        if name in names:
-            raise RequestError(f"{where}.name: there are two tools {name!r}", param=f"{where}.name")
-        names.add(name)
-        marks.add(tool, f"{where}.cache_control", BlockMark(tool=number))
-    check_chars(len(json.dumps(found)), "tools")
-    return tuple(found)
+        found = read_function(tool, where, "input_schema")
+        marks.add(tool, f"{where}.cache_control", BlockMark(tool=next(counted)))
+        return found, where
+
+    found = read_tools(tools, read)
+    if choice is None:
+        return ToolUse(found, path=_PATH)
+    if not isinstance(choice, Mapping):
+        raise wrong("tool_choice", "must be an object with a type", choice)
+    kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise wrong("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'", kind)
+    if not isinstance(single, bool | None):
+        where = "tool_choice.disable_parallel_tool_use"
+        raise wrong(where, "must be true or false", single)
+    if kind == "any" and not found:
+        raise RequestError("tool_choice.type: 'any' needs tools", param="tool_choice.type")
+    name = choice.get("name") if kind == "tool" else None
+    if kind == "tool" and name not in [tool["function"]["name"] for tool in found]:
+        raise RequestError(f"tool_choice.name: there is no tool {shown(name)} in tools", param="tool_choice.name")
+    return ToolUse(found, _CHOICES[kind], name, not single, _PATH)

@@ -9,14 +9,13 @@ from pydantic import PrivateAttr
 
 from afterglow.errors import RequestError
 from afterglow.request import Grammar
-from afterglow.server.bodies.cache_marks import CacheMarks
 from afterglow.server.bodies.grammar_fields import read_format
 from afterglow.server.bodies.json_body import Int, Name, Unused, at_most, check_variables, with_effort
-from afterglow.server.bodies.limits import MAX_NAME, check_messages
-from afterglow.server.bodies.message_blocks import last_block, read_message_tools, read_messages
+from afterglow.server.bodies.limits import MAX_NAME, check_messages, wrong
+from afterglow.server.bodies.message_blocks import CacheMarks, last_block, read_message_tools, read_messages
 from afterglow.server.bodies.reply_bodies import MAX_STOPS, Body
-from afterglow.text.block_marks import BlockMark
-from afterglow.text.chat_template import shown, shown_kind
+from afterglow.text.chat_template import shown_kind
+from afterglow.text.turns import BlockMark
 
 LEAST_BUDGET = 1024  # tokens for thoughts, as Anthropic has it
 # as templates know them
@@ -86,14 +85,14 @@ class MessagesBody(Body):
             if self.max_tokens is None:
                 raise RequestError("max_tokens is required", param="max_tokens")
             if self.max_tokens < 0:
-                raise RequestError(f"max_tokens must be 0 or more, got {self.max_tokens}", param="max_tokens")
+                raise wrong("max_tokens", "must be 0 or more", self.max_tokens)
         check_variables(self.chat_template_kwargs)
         self._check_thinking()
         self._check_effort()
         _check_edits(self.context_management or {})
         user = (self.metadata or {}).get("user_id")
         if not isinstance(user, str | None):
-            raise RequestError(f"metadata.user_id must be a string, got {shown(user)}", param="metadata.user_id")
+            raise wrong("metadata.user_id", "must be a string", user)
         marks = CacheMarks()
         self._tool_use = read_message_tools(self.tools, self.tool_choice, marks)
         self.messages = read_messages(self.system, self.messages, marks)
@@ -108,28 +107,18 @@ class MessagesBody(Body):
             return
         kind, display = given.get("type"), given.get("display")
         if kind not in THINKING:
-            raise RequestError(
-                f"thinking.type must be one of {', '.join(THINKING)}, got {shown(kind)}", param="thinking.type"
-            )
+            raise wrong("thinking.type", f"must be one of {', '.join(THINKING)}", kind)
         if display not in (None, "summarized", "omitted"):
-            raise RequestError(
-                f"thinking.display must be 'summarized' or 'omitted', got {shown(display)}", param="thinking.display"
-            )
+            raise wrong("thinking.display", "must be 'summarized' or 'omitted'", display)
         if kind == "enabled":
             budget = given.get("budget_tokens")
             if not isinstance(budget, int) or isinstance(budget, bool) or budget < LEAST_BUDGET:
-                raise RequestError(
-                    f"thinking.budget_tokens must be {LEAST_BUDGET} or more, got {shown(budget)}",
-                    param="thinking.budget_tokens",
-                )
+                raise wrong("thinking.budget_tokens", f"must be {LEAST_BUDGET} or more", budget)
 
     def _check_effort(self) -> None:
         effort = (self.output_config or {}).get("effort")
         if effort is not None and (not isinstance(effort, str) or effort not in MESSAGE_EFFORTS):
-            raise RequestError(
-                f"output_config.effort must be one of {', '.join(MESSAGE_EFFORTS)}, got {shown(effort)}",
-                param="output_config.effort",
-            )
+            raise wrong("output_config.effort", f"must be one of {', '.join(MESSAGE_EFFORTS)}", effort)
 
 
 class CountTokensBody(MessagesBody):
@@ -144,7 +133,7 @@ def _check_edits(given: Mapping[str, Any]) -> None:
     edits = given.get("edits") or []
     if not isinstance(edits, list):
         where = "context_management.edits"
-        raise RequestError(f"{where} must be a list, got {shown(edits)}", param=where)
+        raise wrong(where, "must be a list", edits)
     for number, edit in enumerate(edits):
         kind = edit.get("type") if isinstance(edit, Mapping) else None
         if not isinstance(kind, str) or not kind.startswith("clear_"):

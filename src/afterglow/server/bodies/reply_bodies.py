@@ -23,7 +23,7 @@ from afterglow.server.bodies.json_body import (
     check_variables,
     with_effort,
 )
-from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts
+from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts, wrong
 from afterglow.server.bodies.response_items import read_input
 from afterglow.server.bodies.tool_fields import read_tool_use
 from afterglow.text.chat_template import shown
@@ -86,10 +86,8 @@ class Body(GrammarFields):
                 raise RequestError(f"{name} must be a non-empty string; leave it out for none", param=name)
         check_session(self.session_id)
         if not -PRIORITIES <= (self.priority or 0) <= PRIORITIES:
-            raise RequestError(
-                f"priority must lie between {-PRIORITIES} and {PRIORITIES} (lower is served first), got {self.priority}",
-                param="priority",
-            )
+            wanted = f"must lie between {-PRIORITIES} and {PRIORITIES} (lower is served first)"
+            raise wrong("priority", wanted, self.priority)
         if len(self.stops) > MAX_STOPS or not all(self.stops):
             raise RequestError(f"stop must be at most {MAX_STOPS} non-empty strings", param="stop")
         _ = self.ttl_s
@@ -131,11 +129,8 @@ class Body(GrammarFields):
             return RETENTIONS[value]
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST_TTL_S:
             return float(value)
-        raise RequestError(
-            f"prompt_cache_retention must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f}), "
-            f"got {shown(value)}",
-            param="prompt_cache_retention",
-        )
+        wanted = f"must be 'in_memory', '24h', or a number of seconds (up to {LONGEST_TTL_S:.0f})"
+        raise wrong("prompt_cache_retention", wanted, value)
 
     @property
     def volatile(self) -> bool:
@@ -179,7 +174,7 @@ class ChoicesBody(Body):
     def check(self) -> None:
         super().check()
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
-            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}", param="n")
+            raise wrong("n", f"must be between 1 and {MAX_CHOICES}", self.n)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", param="stream_options")
 
@@ -224,7 +219,7 @@ class CompletionBody(ChoicesBody):
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError(f"best_of must equal n ({self.n or 1}), got {self.best_of}", param="best_of")
+            raise wrong("best_of", f"must equal n ({self.n or 1})", self.best_of)
         self.prompt = read_prompts(self.prompt)
 
 
@@ -262,9 +257,7 @@ class ChatBody(ChoicesBody):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise RequestError(
-                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}", param="top_logprobs"
-            )
+            raise wrong("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}", self.top_logprobs)
         check_effort(self.reasoning_effort, "reasoning_effort")
         check_variables(self.chat_template_kwargs)
 
@@ -325,9 +318,7 @@ class ResponseBody(Body):
         check_effort(self.reasoning_effort, "reasoning.effort")
         check_variables(self.chat_template_kwargs)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            raise RequestError(
-                f"max_output_tokens must be 1 or more, got {self.max_output_tokens}", param="max_output_tokens"
-            )
+            raise wrong("max_output_tokens", "must be 1 or more", self.max_output_tokens)
         metadata = self.metadata or {}
         if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
             raise RequestError(

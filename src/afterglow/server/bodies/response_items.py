@@ -1,14 +1,16 @@
-"""Items of `/v1/responses`: read from clients, stored, and turned into the messages of a chat."""
+"""Items of `/v1/responses`: read from clients, stored, turned into the messages of a chat, and those of a reply as they grow."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from afterglow.errors import RequestError
+from afterglow.request import CallDelta, Content, Part, Reasoning, ToolCall
+from afterglow.server.bodies.limits import wrong
 from afterglow.text import Reply
-from afterglow.text.chat_template import shown, shown_kind
+from afterglow.text.chat_template import shown_kind
 
 Item = dict[str, Any]
 
@@ -58,7 +60,7 @@ def _read_item(item: object, where: str) -> Item:
         }
     role = item.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role")
+        raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
     return _message(role, _read_texts(item.get("content"), f"{where}.content"), item.get("id"))
 
 
@@ -66,7 +68,7 @@ def _read_texts(content: object, where: str, kinds: Sequence[str] = PARTS) -> li
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of text parts, got {shown(content)}", param=where)
+        raise wrong(where, "must be a string or a list of text parts", content)
     texts = []
     for number, part in enumerate(content):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
@@ -83,9 +85,7 @@ def _read_texts(content: object, where: str, kinds: Sequence[str] = PARTS) -> li
 def _read_call(item: Mapping[str, Any], where: str) -> Item:
     arguments = item.get("arguments")
     if not isinstance(arguments, str):
-        raise RequestError(
-            f"{where}.arguments must be JSON in a string, got {shown(arguments)}", param=f"{where}.arguments"
-        )
+        raise wrong(f"{where}.arguments", "must be JSON in a string", arguments)
     name, call = _named(item, "name", where), _named(item, "call_id", where)
     return function_call(_id(item, "fc"), call, name, arguments, "completed")
 
@@ -93,7 +93,7 @@ def _read_call(item: Mapping[str, Any], where: str) -> Item:
 def _named(item: Mapping[str, Any], field: str, where: str) -> str:
     found = item.get(field)
     if not isinstance(found, str) or not found:
-        raise RequestError(f"{where}.{field} must be a non-empty string, got {shown(found)}", param=f"{where}.{field}")
+        raise wrong(f"{where}.{field}", "must be a non-empty string", found)
     return found
 
 
@@ -212,3 +212,94 @@ def as_messages(
         else:
             messages.append({"role": item["role"], "content": text})
     return messages, replies
+
+
+Event = tuple[str, dict[str, Any]]  # its type and fields
+
+
+class ResponseOutput:
+    """Collects the parts of a reply as items. Each call returns its events, in order."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []  # that are done
+        self._name = ""  # of the item that grows; empty without one
+        self._text = ""  # of a message, or of reasoning, that grows
+        self._thinking = False  # reasoning grows
+        self._call: ToolCall | None = None  # that grows
+
+    def open_message(self) -> Iterator[Event]:
+        """Begin a message."""
+        self._name, self._text = new_id("msg"), ""
+        item = output_message(self._name, "in_progress", [])
+        yield "response.output_item.added", {"output_index": len(self.items), "item": item}
+        yield "response.content_part.added", {**self._place(), "part": output_text("")}
+
+    def add(self, parts: Iterable[Part]) -> Iterator[Event]:
+        """Add parts of the reply."""
+        for part in parts:
+            if isinstance(part, Content):
+                yield from self._add_text(part.text)
+            elif isinstance(part, Reasoning):
+                yield from self._add_reasoning(part.text)
+            elif isinstance(part, CallDelta):
+                yield from self._add_call(part)
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """End the item that grows; a reply without any gets an empty message."""
+        if not self._name and not self.items:
+            yield from self.open_message()
+        yield from self._close(status)
+
+    def _add_reasoning(self, text: str) -> Iterator[Event]:
+        if not self._thinking:
+            yield from self._close("completed")
+            self._name, self._text, self._thinking = new_id("rs"), "", True
+            item = reasoning_item(self._name, "in_progress", [])
+            yield "response.output_item.added", {"output_index": len(self.items), "item": item}
+            yield "response.content_part.added", {**self._place(), "part": reasoning_text("")}
+        self._text += text
+        yield "response.reasoning_text.delta", {**self._place(), "delta": text}
+
+    def _add_text(self, text: str) -> Iterator[Event]:
+        if self._call is not None or self._thinking:
+            yield from self._close("completed")
+        if not self._name:
+            yield from self.open_message()
+        self._text += text
+        yield "response.output_text.delta", {**self._place(), "delta": text, "logprobs": []}
+
+    def _add_call(self, part: CallDelta) -> Iterator[Event]:
+        if part.first:
+            yield from self._close("completed")
+            self._name, self._call = new_id("fc"), part.call
+            item = function_call(self._name, part.call.id, part.call.name, "", "in_progress")
+            yield "response.output_item.added", {"output_index": len(self.items), "item": item}
+        if part.arguments:
+            place = {"item_id": self._name, "output_index": len(self.items)}
+            yield "response.function_call_arguments.delta", {**place, "delta": part.arguments}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._name:
+            return
+        place = {"item_id": self._name, "output_index": len(self.items)}
+        call = self._call
+        if self._thinking:
+            item = reasoning_item(self._name, status, [self._text])
+            yield "response.reasoning_text.done", {**self._place(), "text": self._text}
+            yield "response.content_part.done", {**self._place(), "part": item["content"][0]}
+        elif call is None:
+            item = output_message(self._name, status, [self._text])
+            part = item["content"][0]
+            yield "response.output_text.done", {**self._place(), "text": self._text, "logprobs": []}
+            yield "response.content_part.done", {**self._place(), "part": part}
+        else:
+            ended = "completed" if call.ended else "incomplete"  # by a stop string, perhaps
+            item = function_call(self._name, call.id, call.name, call.arguments, ended)
+            done = {"name": call.name, "arguments": call.arguments}
+            yield "response.function_call_arguments.done", {**place, **done}
+        yield "response.output_item.done", {"output_index": len(self.items), "item": item}
+        self.items.append(item)
+        self._name, self._call, self._thinking = "", None, False
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._name, "output_index": len(self.items), "content_index": 0}

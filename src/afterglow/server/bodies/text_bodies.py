@@ -15,9 +15,9 @@ from afterglow.server.bodies.limits import (
     check_messages,
     read_documents,
     read_inputs,
+    wrong,
 )
 from afterglow.server.bodies.tool_fields import read_tool_use
-from afterglow.text.chat_template import shown
 
 
 class TokenizeBody(JsonBody):
@@ -89,8 +89,8 @@ class RerankBody(JsonBody):
 
     def check(self) -> None:
         if not isinstance(self.query, str) or not self.query:
-            raise RequestError(f"query must be a non-empty string, got {shown(self.query)}", param="query")
+            raise wrong("query", "must be a non-empty string", self.query)
         check_chars(len(self.query), "query")
         self.documents = read_documents(self.documents)
         if self.top_n is not None and self.top_n < 1:
-            raise RequestError(f"top_n must be 1 or more, got {self.top_n}", param="top_n")
+            raise wrong("top_n", "must be 1 or more", self.top_n)

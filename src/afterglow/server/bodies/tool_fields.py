@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from afterglow.errors import RequestError
-from afterglow.server.bodies.limits import check_chars
+from afterglow.server.bodies.limits import check_chars, wrong
 from afterglow.text.chat_template import shown, shown_kind
 from afterglow.text.tool_calls.parts import Schemas
 
@@ -57,7 +57,16 @@ class ToolUse:
 def read_tool_use(tools: object, choice: object, parallel: bool | None, *, flat: bool = False) -> ToolUse:
     """Read the three fields. `flat`: a tool's name stands beside its type, as in responses. Raises: RequestError, with the
     path of the mistake."""
-    found = _read_tools(tools, flat)
+
+    def read(tool: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]:
+        if tool.get("type") != "function":
+            raise RequestError(f"{place} is {shown_kind(tool)}; only functions are supported", param=f"{place}.type")
+        said, where = (tool, place) if flat else (tool.get("function"), f"{place}.function")
+        if not isinstance(said, Mapping):
+            raise wrong(where, "must be an object with a name", said)
+        return read_function(said, where), where
+
+    found = read_tools(tools, read)
     names = [tool["function"]["name"] for tool in found]
     path = "tools[{}].parameters" if flat else ToolUse.path
     if choice is None:
@@ -68,7 +77,7 @@ def read_tool_use(tools: object, choice: object, parallel: bool | None, *, flat:
         return ToolUse(found, choice, None, parallel is not False, path)
     wanted = "must be 'none', 'auto', 'required' or an object with the name of a function"
     if not isinstance(choice, Mapping):
-        raise RequestError(f"tool_choice {wanted}, got {shown(choice)}", param="tool_choice")
+        raise wrong("tool_choice", wanted, choice)
     if choice.get("type") != "function":
         raise RequestError(f"tool_choice is {shown_kind(choice)}; it {wanted}", param="tool_choice.type")
     said, where = (choice, "tool_choice") if flat else (choice.get("function"), "tool_choice.function")
@@ -78,28 +87,28 @@ def read_tool_use(tools: object, choice: object, parallel: bool | None, *, flat:
     return ToolUse(found, "required", name, parallel is not False, path)
 
 
-def _read_tools(tools: object, flat: bool) -> tuple[dict[str, Any], ...]:
+def read_tools(
+    tools: object, read: Callable[[Mapping[str, Any], str], tuple[dict[str, Any], str]]
+) -> tuple[dict[str, Any], ...]:
+    """Read a list of tools. `read` reads the one at a path, and returns it with the path of its name. Raises: RequestError, with the
+    path of the mistake."""
     if tools is None:
         return ()
     if not isinstance(tools, list):
-        raise _wrong("tools", "must be a list", tools)
+        raise wrong("tools", "must be a list", tools)
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools: at most {MAX_TOOLS} are accepted, got {len(tools)}", param="tools")
     found, names = [], set()
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
         if not isinstance(tool, Mapping):
-            raise _wrong(place, "must be an object", tool)
-        if tool.get("type") != "function":
-            raise RequestError(f"{place} is {shown_kind(tool)}; only functions are supported", param=f"{place}.type")
-        said, where = (tool, place) if flat else (tool.get("function"), f"{place}.function")
-        if not isinstance(said, Mapping):
-            raise _wrong(where, "must be an object with a name", said)
-        found.append(read_function(said, where))
-        name = found[-1]["function"]["name"]
+            raise wrong(place, "must be an object", tool)
+        function, where = read(tool, place)
+        name = function["function"]["name"]
         if name in names:
             raise RequestError(f"{where}.name: there are two tools {name!r}", param=f"{where}.name")
         names.add(name)
+        found.append(function)
     check_chars(len(json.dumps(found)), "tools")
     return tuple(found)
 
@@ -108,18 +117,18 @@ def read_function(said: Mapping[str, Any], where: str, schema: str = "parameters
     """Read a tool. `schema`: the field of its arguments' JSON schema. Raises: RequestError."""
     name, description, parameters = said.get("name"), said.get("description"), said.get(schema)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{where}.name", "must be 1 to 128 letters, digits and _ - . : /", name)
+        raise wrong(f"{where}.name", "must be 1 to 128 letters, digits and _ - . : /", name)
     if description is not None and not isinstance(description, str):
-        raise _wrong(f"{where}.description", "must be a string", description)
+        raise wrong(f"{where}.description", "must be a string", description)
     if not isinstance(said.get("strict"), bool | None):
-        raise _wrong(f"{where}.strict", "must be true or false", said["strict"])
+        raise wrong(f"{where}.strict", "must be true or false", said["strict"])
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        raise _wrong(f"{where}.{schema}", "must be a JSON schema, which is an object", parameters)
+        raise wrong(f"{where}.{schema}", "must be a JSON schema, which is an object", parameters)
     check_schema(parameters, f"{where}.{schema}")
     if parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.{schema}.type", "must be 'object'", parameters["type"])
+        raise wrong(f"{where}.{schema}.type", "must be 'object'", parameters["type"])
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 
 
@@ -128,21 +137,21 @@ def check_schema(schema: object, where: str) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
-        raise _wrong(where, "must be a JSON schema", schema)
+        raise wrong(where, "must be a JSON schema", schema)
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not all(isinstance(each, str) and each in _TYPES for each in kinds):
-        raise _wrong(f"{where}.type", f"must be one of {', '.join(_TYPES)}, or a list of them", kind)
+        raise wrong(f"{where}.type", f"must be one of {', '.join(_TYPES)}, or a list of them", kind)
     for key in _SCHEMA_MAPS:
         if (held := schema.get(key)) is not None:
             if not isinstance(held, Mapping):
-                raise _wrong(f"{where}.{key}", "must be an object of schemas", held)
+                raise wrong(f"{where}.{key}", "must be an object of schemas", held)
             for name, each in held.items():
                 check_schema(each, f"{where}.{key}.{name}")
     for key in _SCHEMA_LISTS:
         if (held := schema.get(key)) is not None:
             if not isinstance(held, list) or not held:
-                raise _wrong(f"{where}.{key}", "must be a list of at least one schema", held)
+                raise wrong(f"{where}.{key}", "must be a list of at least one schema", held)
             for number, each in enumerate(held):
                 check_schema(each, f"{where}.{key}[{number}]")
     for key in _SCHEMAS:
@@ -150,10 +159,6 @@ def check_schema(schema: object, where: str) -> None:
             check_schema(held, f"{where}.{key}")
     required, options = schema.get("required"), schema.get("enum")
     if required is not None and not (isinstance(required, list) and all(isinstance(each, str) for each in required)):
-        raise _wrong(f"{where}.required", "must be a list of names", required)
+        raise wrong(f"{where}.required", "must be a list of names", required)
     if options is not None and not isinstance(options, list):
-        raise _wrong(f"{where}.enum", "must be a list", options)
-
-
-def _wrong(where: str, wanted: str, got: object) -> RequestError:
-    return RequestError(f"{where} {wanted}, got {shown(got)}", param=where)
+        raise wrong(f"{where}.enum", "must be a list", options)

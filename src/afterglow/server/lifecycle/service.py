@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,19 +20,18 @@ import uvicorn
 
 from afterglow.errors import ConfigError
 from afterglow.server.app import create_app
-from afterglow.server.error_responses import shutting_down
-from afterglow.server.lifecycle.address import announce
+from afterglow.server.blocking import PROMPTS
+from afterglow.server.json_responses import shutting_down
+from afterglow.server.lifecycle.address import announce, certificate_of, server_context
 from afterglow.server.lifecycle.connections import Connection, Listener
-from afterglow.server.lifecycle.prompt_file import read_prompt
-from afterglow.server.lifecycle.tls import certificate_of, server_context
-from afterglow.server.server_config import ServerConfig
+from afterglow.server.server_config import ServerConfig, read_prompt
 from afterglow.server.state import State
 from afterglow.text import Tokenizer
 from afterglow.version import __version__
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
-    from afterglow.server.engine_like import EngineLike
+    from afterglow.server.bridge import EngineLike
 
 log = logging.getLogger("afterglow.server")
 
@@ -156,6 +154,7 @@ class Service:
             ),
             Listener(self.socket, config, tls, self.state.metrics),
         )
+        self._prompts: asyncio.Future[None] | None = None  # the computation of registered system prompts
         self._stopping: float | None = None  # since when
 
     @property
@@ -172,7 +171,6 @@ class Service:
 
     async def _main(self, signals: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self._prepared = asyncio.Event()
         if signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 # Not the loop's handlers: they end with the loop, and closing the engine takes longer.
@@ -206,21 +204,13 @@ class Service:
             if self._system_prompt is not None:
                 raise ConfigError("--system-prompt-file is for models that chat, and this one only embeds")
             return True
-        failures: list[Exception] = []
-
-        def work() -> None:
-            try:
-                self.state.system_prompts.start(self._system_prompt)
-            except Exception as error:
-                failures.append(error)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._prepared.set)
-
-        # Not one of the loop's threads: the loop would wait for its end.
-        threading.Thread(target=work, name="afterglow-prompts", daemon=True).start()
-        await self._prepared.wait()
-        if failures:
-            raise failures[0]
+        if self._server.should_exit:
+            return False
+        self._prompts = asyncio.ensure_future(PROMPTS(self.state.system_prompts.start, self._system_prompt))
+        await asyncio.wait([self._prompts])
+        if self._prompts.cancelled():
+            return False
+        self._prompts.result()
         return not self._server.should_exit
 
     def on_signal(self, *_: object) -> None:
@@ -237,11 +227,12 @@ class Service:
     def _begin_end(self) -> None:
         if not self.started:
             self._server.should_exit = True
-            self._prepared.set()
+            if self._prompts is not None:
+                self._prompts.cancel()
             return
         if self.state.bridge.draining:
             return
-        self.state.bridge.drain()
+        self.state.bridge.draining = True
         # uvicorn stops accepting and waits for the connections; the requests' end lets their responses end
         # properly.
         self._loop.call_later(self._config.grace, lambda: self.state.bridge.abort(shutting_down()))

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from afterglow.server.error_responses import CLIENT_GONE
+from afterglow.server.json_responses import CLIENT_GONE
 from afterglow.server.metrics.metric_names import ROWS, number_at
 from afterglow.text import Tokenizer
 
@@ -197,43 +197,26 @@ class EmbeddingMetrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(f"afterglow:embedding_{name}", help, ("model_name",), registry=registry)
 
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"afterglow:embedding_{name}", help, ("model_name",), registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"afterglow:embedding_{name}", help, ("model_name",), buckets=buckets, registry=registry)
+
         self._requests = counter("requests", "Requests to embed or to rerank that were answered.")
         self._texts = counter("texts", "Texts embedded.")
         self._tokens = counter("tokens", "Tokens of embedded texts.")
         self._hits = counter("memo_hits", "Texts whose attention maps came from the memo.")
         self._forward = counter("forward_seconds", "Time spent on forward passes of embeddings.")
-        self._latency = Histogram(
-            "afterglow:embedding_latency_seconds",
-            "Time of whole embedding requests.",
-            ("model_name",),
-            buckets=_SECONDS,
-            registry=registry,
+        self._latency = histogram("latency_seconds", "Time of whole embedding requests.", _SECONDS)
+        self._batch = histogram("batch_size", "Texts of one forward pass.", _SIZES)
+        self._damaged = gauge("memo_damaged", "Attention maps that were found damaged, and not used.")
+        self._used = gauge(
+            "memo_used", "1 if attention maps are used, 0 if they are there and are left alone (--memo-mode)."
         )
-        self._batch = Histogram(
-            "afterglow:embedding_batch_size",
-            "Texts of one forward pass.",
-            ("model_name",),
-            buckets=_SIZES,
-            registry=registry,
-        )
-
-        self._damaged = Gauge(
-            "afterglow:embedding_memo_damaged",
-            "Attention maps that were found damaged, and not used.",
-            ("model_name",),
-            registry=registry,
-        )
-        self._used = Gauge(
-            "afterglow:embedding_memo_used",
-            "1 if attention maps are used, 0 if they are there and are left alone (--memo-mode).",
-            ("model_name",),
-            registry=registry,
-        )
-        self._speedup = Gauge(
-            "afterglow:embedding_memo_expected_speedup",
+        self._speedup = gauge(
+            "memo_expected_speedup",
             "How many times as fast embedding was found to be with attention maps, where that was measured.",
-            ("model_name",),
-            registry=registry,
         )
 
     def watch(self, name: str, memo: MemoUse) -> None:

@@ -17,7 +17,7 @@ from afterglow.errors import ConfigError, RequestError
 from afterglow.plan.prefix.salts import covers, everything_of
 from afterglow.request import PrefixInfo
 from afterglow.server.blocking import PROMPTS
-from afterglow.server.engine_like import EngineLike
+from afterglow.server.bridge import EngineLike
 from afterglow.server.server_config import SystemPromptMode
 from afterglow.text import Reply, Tokenizer, flatten_messages
 from afterglow.text.next_turn import system_prefix

@@ -1,34 +1,161 @@
-"""From prompts to the engine's requests, and the grammars of replies that may call tools or begin with reasoning."""
+"""From a conversation's messages to the engine's requests: token ids, lengths of prompt and reply, and the grammars of replies that may
+call tools or begin with reasoning.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
 
 from afterglow.errors import RequestError
 from afterglow.json_schema import ENDLESS, endless
 from afterglow.request import Breakpoint, Grammar, Request, SamplingParams
-from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.json_body import check_session
-from afterglow.server.bodies.reply_bodies import Body
+from afterglow.server.bodies.message_bodies import MessagesBody
+from afterglow.server.bodies.reply_bodies import Body, ChatBody, ResponseBody
 from afterglow.server.bodies.tool_fields import ToolUse
-from afterglow.server.state import State
-from afterglow.text import ChatPrompt
-from afterglow.text.tool_calls.forced import forced_grammar
+from afterglow.server.prompts.system_prompts import RegisteredPrompt
+from afterglow.server.state import State, parts_of
+from afterglow.text import ChatPrompt, Reply
+from afterglow.text.lengths import LONG
+from afterglow.text.messages import texts_in
+from afterglow.text.tool_calls.formats import forced_grammar
+from afterglow.text.turns import TEMPLATE, BlockMark
 
 if TYPE_CHECKING:
     from afterglow.engine.grammars.compiler import Grammars
+
+log = logging.getLogger("afterglow.server")
+
+
+def check_count(state: State, count: int, param: str) -> None:
+    """Refuse more replies than the queue can hold: a later try would not help. Raises: RequestError."""
+    most = state.engine.config.max_queue
+    if count > most:
+        raise RequestError(
+            f"{count} replies were asked for at once, and this server's queue holds {most} (--max-queue); "
+            "ask for them in several requests",
+            param=param,
+        )
+
+
+def max_tokens(state: State, body: Body, rows: int, cut: bool = False) -> int:
+    """Count the tokens that may be generated after a prompt of `rows` tokens. `cut`: the engine may truncate the prompt.
+
+    Raises: RequestError, if prompt and reply do not fit the context.
+    """
+    window, asked, wanted = state.window, body.reply_tokens, _wanted(state, body)
+    if rows == 0:
+        raise RequestError("the prompt is empty", param=body.prompt_field)
+    if cut:
+        if asked is not None and asked >= window.limit and not body.clamped:
+            raise window.error(f"{asked} were asked for the reply alone", body.tokens_field)
+        # A truncated prompt's length is known later: the engine ends the reply.
+        return min(wanted, window.room(rows if window.fits(rows, wanted) else 1))
+    window.refuse(rows, 1 if asked is None else asked, param=body.prompt_field)
+    if asked is not None and asked > window.room(rows) and not body.clamped:
+        raise window.error(
+            f"{rows + asked} were asked for: {rows} in the prompt and {asked} for the reply", body.tokens_field
+        )
+    return min(wanted, window.room(rows))
+
+
+def _wanted(state: State, body: Body) -> int:
+    """Choose a reply's length: the request's, else the least of its endpoint's and its model's, else the whole context."""
+    if body.reply_tokens is not None:
+        return body.reply_tokens
+    found = [n for n in (body.default_tokens, state.defaults.max_new_tokens) if n is not None]
+    return min(found, default=state.window.limit)
+
+
+async def encode(
+    http: HttpRequest,
+    body: ChatBody | ResponseBody | MessagesBody,
+    messages: Any,
+    *,
+    size: int,
+    cut: bool,
+    replies: Mapping[int, Reply] | None = None,
+    marks: Sequence[BlockMark] = (),
+    limited: bool = True,
+) -> ChatPrompt:
+    """Render and tokenise the conversation of a request, behind the system prompt that is registered for it. `size`: how much work
+    that is, in characters. `cut`: the engine truncates a prompt that is too long, and is told its turns; otherwise such a prompt is
+    an error, unless it is not `limited`. `marks`: of blocks of `messages`.
+
+    Raises: RequestError.
+    """
+    state, record = parts_of(http)
+    tokenizer, prompts = state.tokenizer, state.system_prompts
+    salt = state.tenants.salt(record.caller, body.cache_salt)
+    variables = body.template_variables
+    tools = body.tool_use.tools
+
+    def work() -> tuple[ChatPrompt, RegisteredPrompt | None]:
+        tokenizer.check_roles(messages)  # by the client's numbers
+        begun, known, registered = prompts.begin(messages, salt, replies)
+        shift = len(begun) - len(messages) if marks else 0
+        found = tokenizer.encode_chat(
+            begun,
+            salt=salt,
+            tools=tools,
+            variables=variables,
+            replies=known,
+            cut_over=state.window.longest(_wanted(state, body)) if cut else None,
+            window=None if cut or not limited else state.window,
+            marks=[replace(mark, message=mark.message + shift) for mark in marks],
+        )
+        return found, registered
+
+    size *= 1 + len(marks)  # to find them is to render anew
+    if size <= LONG:
+        texts = (*texts_in(messages), *prompts.texts(salt))
+        # A marker in a message may need another tokenizer, whose construction takes seconds once.
+        waits = any(map(tokenizer.markers.mentioned_in, texts)) or tokenizer.markers.mentioned(tools)
+        size = LONG + 1 if waits else max(size, sum(map(len, texts)) + body.tool_use.size)
+    try:
+        prompt, registered = await state.text_threads.run(size, work)
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = body.prompt_field
+        raise
+    if prompt.uncut == TEMPLATE and not state.warned_uncut:
+        state.warned_uncut = True
+        log.warning("truncation: %s; the oldest tokens after the system prompt are left out instead", TEMPLATE)
+    if registered is not None and not variables and not tools:
+        prompts.used(registered, prompt.ids)
+    return prompt
+
+
+def chat_requests(
+    http: HttpRequest,
+    body: Body,
+    prompt: ChatPrompt,
+    *,
+    cut: bool,
+    logprobs: int | None = None,
+    breakpoints: tuple[Breakpoint, ...] = (),
+) -> list[Request]:
+    """Make a request for each reply to a conversation. `cut`: the engine may truncate the prompt. `logprobs`: alternatives for each
+    token; None: no log-probabilities. Raises: RequestError.
+    """
+    state, _ = parts_of(http)
+    sampling = body.sampling(state.defaults, max_tokens(state, body, len(prompt.ids), cut), logprobs)
+    sampling = with_tool_grammar(state, body.tool_use, sampling, prompt)
+    chosen = [(prompt.ids, sampling)]
+    return make_requests(http, body, chosen, prompt.salt, cut=cut, turns=prompt.turns, breakpoints=breakpoints)
 
 
 def make_requests(
     http: HttpRequest,
     body: Body,
-    prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+    prompts: Sequence[tuple[list[int], SamplingParams]],
     salt: str,
     *,
     cut: bool = False,
@@ -39,7 +166,7 @@ def make_requests(
 
     Raises: RequestError, for a priority that the caller may not have, and for a session's name that is none.
     """
-    record: RequestRecord = http.scope["afterglow.record"]
+    _, record = parts_of(http)
     record.caller.check_priority(body.priority or 0)
     session = body.session_id or _header(http, "x-session-id")
     check_session(session)
@@ -47,8 +174,7 @@ def make_requests(
     if cache_key is not None and salt:
         cache_key = f"{salt}/{cache_key}"  # one tenant's requests must not wait for, or go before, another's
     made: list[Request] = []
-    for ids, sampling in prompts:
-        prompt = list(ids)
+    for prompt, sampling in prompts:
         for number in range(body.replies_per_prompt):
             if sampling.seed is not None and number:
                 sampling = replace(sampling, seed=(sampling.seed + 1) % 2**63)

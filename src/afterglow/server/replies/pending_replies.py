@@ -1,28 +1,139 @@
-"""The replies to one HTTP request while they are under way: submission, outputs, text, accounts and end."""
+"""The replies to one HTTP request while they are under way: submission, outputs, text, accounts and end; server-sent events, and waiting for
+a result while the client is connected.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from afterglow.errors import RequestError
-from afterglow.library.assemble import Assembler, Piece
 from afterglow.request import CachedTokens, Output, Request
-from afterglow.server.access.tenants import RequestRecord
 from afterglow.server.bodies.reply_bodies import Body
-from afterglow.server.bridge.bridge import Deliver
+from afterglow.server.bridge import Deliver
+from afterglow.server.json_responses import ClientGone, body_of, to_json
 from afterglow.server.replies.make_requests import check_grammar
-from afterglow.server.replies.stream import PING, EventStream, while_connected
-from afterglow.server.state import State
-from afterglow.text import ChatPrompt
+from afterglow.server.state import parts_of
+from afterglow.text import ChatPrompt, Reply
+from afterglow.text.detokenizer import Assembler
 from afterglow.text.lengths import LONG
+
+log = logging.getLogger("afterglow.server")
+T = TypeVar("T")
+
+PING = b": ping\n\n"  # a comment: clients skip it, and proxies see that the connection is alive
+PING_SECONDS = 5.0
+
+
+def event(value: object) -> bytes:
+    """Write a server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends the events of a generator. When the client disconnects, closes the generator and calls `close`. Sends `ping`, by
+    default a comment, after each `PING_SECONDS` without an event.
+
+    Starlette's own streaming leaves a generator that is cancelled between two chunks to the garbage collector. Here
+    requests depend on it, which must end at once.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        ping: bytes = PING,
+        failed: Callable[[RequestError], bytes] = lambda error: event(body_of(error)),
+    ) -> None:
+        """`failed` writes an error that comes too late for a status."""
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close  # a generator that was never begun runs no code when it is closed
+        self._alive = ping
+        self._failed = failed
+        self._sending = False
+        self._sent = 0.0  # by the loop's clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(self._send_all(send), HttpRequest(scope, receive))
+        finally:
+            self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._sent = asyncio.get_running_loop().time()
+            pings = asyncio.create_task(self._ping(send))
+            try:
+                async for chunk in events:
+                    await self._send_part(send, chunk)
+            except RequestError as error:
+                await self._send_part(send, self._failed(error))
+            except Exception:
+                log.exception("a stream failed")
+                await self._send_part(send, self._failed(RequestError("internal error", status=500)))
+            finally:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_part(self, send: Send, chunk: bytes) -> None:
+        self._sending = True  # sending may take long: a client that reads slowly needs no comments
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sending = False
+        self._sent = asyncio.get_running_loop().time()
+
+    async def _ping(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = (clock() if self._sending else self._sent) + PING_SECONDS
+            if clock() >= due:
+                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+                self._sent = clock()
+            else:
+                await asyncio.sleep(due - clock())
+
+
+async def while_connected(work: Coroutine[Any, Any, T], request: HttpRequest) -> T:
+    """Return the result of `work`, which is cancelled if the client disconnects first. Raises: ClientGone, and the
+    errors of `work`."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Replies(ABC):
@@ -32,13 +143,16 @@ class Replies(ABC):
     """
 
     ping: ClassVar[bytes] = PING  # for a stream without events
+    prefix: ClassVar[str]  # of the answer's id
 
     def __init__(
-        self, state: State, http: HttpRequest, body: Body, requests: Sequence[Request], chat: ChatPrompt | None = None
+        self, http: HttpRequest, body: Body, requests: Sequence[Request], chat: ChatPrompt | None = None
     ) -> None:
         """`chat`: the conversation that is answered, if it is one."""
-        self.state = state
-        self.record: RequestRecord = http.scope["afterglow.record"]
+        self.state, self.record = parts_of(http)
+        state = self.state
+        self.id = self.prefix + uuid.uuid4().hex
+        self.created = int(time.time())
         self.body = body
         self.requests = requests
         self.chat = chat
@@ -75,13 +189,23 @@ class Replies(ABC):
     def stream(self) -> AsyncGenerator[bytes, None]:
         """Write the replies as server-sent events while they arrive."""
 
+    def failed(self, error: RequestError) -> bytes:
+        """Write an error as the last event of a stream."""
+        return event(body_of(error))
+
+    def remember(self, *, write: bool = True) -> Reply | None:
+        """Remember the first reply for when it comes back as text: a client that asks for several continues one at most. See
+        `KeptReplies.remember`."""
+        assert self.chat is not None
+        return self.state.kept_replies.remember(self.chat, self.requests[0], self.texts[0], write=write)
+
     async def answer(self) -> Response:
         """Submit the requests, and answer as the client wants it. Raises: RequestError, ClientGone."""
         if self.requests[0].sampling.grammar is not None:
             await self._compile()
         self._submit()
         if self.body.stream:
-            return EventStream(self.stream(), self.close, self.ping)
+            return EventStream(self.stream(), self.close, self.ping, self.failed)
         try:
             return await while_connected(self.whole(), self._http)
         finally:
@@ -109,7 +233,7 @@ class Replies(ABC):
             self.close()
             raise
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield (number of the reply, its new part) until all are finished. Close the generator: that ends the
         requests, however the iteration ends. Raises: RequestError."""
         try:
@@ -120,7 +244,7 @@ class Replies(ABC):
                 if index not in self._open:
                     continue  # the engine's step after a stop string
                 piece = self.texts[index].feed(output)
-                if piece.finish is not None or output.finish_reason is not None:
+                if piece.finish_reason is not None or output.finish_reason is not None:
                     self._leave(index, running=output.finish_reason is None)
                 self._account(index, piece)
                 yield index, piece
@@ -138,7 +262,7 @@ class Replies(ABC):
 
     # -------------------------------------------------------------------------------------------- accounts
 
-    def _account(self, index: int, piece: Piece) -> None:
+    def _account(self, index: int, piece: Output) -> None:
         record, now = self.record, time.perf_counter()
         if len(piece.tokens) == len(
             self.texts[index].tokens
@@ -152,7 +276,7 @@ class Replies(ABC):
             record.last_token = now
             record.generated += len(piece.tokens)
             self._first.setdefault(index, now)
-        if piece.finish is not None:
+        if piece.finish_reason is not None:
             self._finished(index, now)
 
     def _finished(self, index: int, now: float) -> None:
@@ -183,18 +307,12 @@ class Replies(ABC):
     @property
     def cached(self) -> CachedTokens:
         """Count cached tokens by tier. Further replies to a prompt find it cached by the first one: they do not count."""
-        found = [self.texts[index].cached for index in self._firsts]
-        return CachedTokens(*(sum(getattr(c, tier) for c in found) for tier in ("device", "host", "disk", "shared")))
+        return sum((self.texts[index].cached for index in self._firsts), CachedTokens())
 
     @property
     def prompt_tokens(self) -> int:
         """Count the tokens of the prompts, without the tokens that truncation left out."""
         return sum(map(self._prompt_of, self._firsts))
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Count the generated tokens that are reasoning."""
-        return sum(reply.reasoning_tokens for reply in self.texts)
 
     def _prompt_of(self, index: int) -> int:
         cut = self.texts[index].truncation
@@ -205,33 +323,29 @@ class Replies(ABC):
     def usage(self) -> dict[str, Any]:
         """Describe the tokens of all replies, as OpenAI does, and Afterglow's own details."""
         prompt = self.prompt_tokens
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": self.record.generated,
             "total_tokens": prompt + self.record.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached.total},
-            **(
-                {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
-                if self.chat is not None
-                else {}
-            ),
-            **self.own_usage(),
         }
+        if self.chat is not None:
+            reasoning = sum(reply.reasoning_tokens for reply in self.texts)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage | self.own_usage()
 
     def own_usage(self) -> dict[str, Any]:
         """Describe the tokens of all replies as no other server does."""
-        cached = self.cached
-        replies, truncation, selected = self._returned(), self._truncation(), self._selected()
         config = self.state.engine.config
-        kv_dtype, shared = config.kv_dtype, {} if config.cache.shared is None else {"shared": cached.shared}
-        return {
-            "cached_tokens_details": {"device": cached.device, "host": cached.host, "disk": cached.disk, **shared},
-            **({"kv_dtype": kv_dtype} if kv_dtype != "auto" else {}),
+        details = {
+            "cached_tokens_details": self.cached.by_tier(config.cache.shared is not None),
+            "kv_dtype": config.kv_dtype if config.kv_dtype != "auto" else None,
             "missed_tokens_details": self._missed(),
-            **({"replies_details": replies} if replies is not None else {}),
-            **({"truncation": truncation} if truncation is not None else {}),
-            **({"kv_selection": selected} if selected is not None else {}),
+            "replies_details": self._returned(),
+            "truncation": self._truncation(),
+            "kv_selection": self._selected(),
         }
+        return {name: value for name, value in details.items() if value is not None}
 
     def _missed(self) -> dict[str, int]:
         """Count the prompt tokens that were computed, by reason: not in the cache, or `recomputed` because that was

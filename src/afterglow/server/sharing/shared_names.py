@@ -22,7 +22,7 @@ from afterglow.errors import RequestError, StoreError
 from afterglow.plan.prefix.salts import covers, everything_of
 from afterglow.request import PrefixInfo, Request, SessionInfo
 from afterglow.server.blocking import BlockingCalls
-from afterglow.server.engine_like import EngineLike
+from afterglow.server.bridge import EngineLike
 from afterglow.server.prompts.system_prompts import SystemPrompts
 from afterglow.store.shared.notices import SKEW_S
 from afterglow.store.shared.records import LIVES_S

@@ -1,7 +1,10 @@
-"""Which format a model writes its calls in: by its chat template, or as the operator says."""
+"""Which format a model writes its calls in: by its chat template, or as the operator says; and grammars of replies that must be calls: in that
+format, with arguments that follow the schema.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,12 +12,119 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from afterglow.errors import ConfigError, ModelError
+from afterglow.json_schema import sharpened
 from afterglow.text.tool_calls.harmony import HarmonyParser
 from afterglow.text.tool_calls.json_calls import HermesParser, LlamaParser
 from afterglow.text.tool_calls.mistral import MistralParser
 from afterglow.text.tool_calls.parts import ReplyParser, Schemas, nine_characters, openai_id
 from afterglow.text.tool_calls.qwen_xml import QwenXmlParser
 from afterglow.text.tool_calls.response_template import TemplateParser
+
+Mark = Callable[[str], str]  # writes a mark in a grammar: as a token where it is a special one, and as text otherwise
+
+# As templates write JSON, and as they tell models to.
+_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Beside these, properties may be listed elsewhere.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref")
+
+
+def forced_grammar(
+    form: str,
+    tools: Schemas,
+    mark: Mark,
+    *,
+    several: bool,
+    newer: bool = False,
+    answer: Mapping[str, Any] | bool | None = None,
+) -> str:
+    """Write the Lark grammar of a reply that calls one of `tools`, or several times.
+
+    `form`: of the calls. `newer`: names stand before `[ARGS]`, as Mistral's newer models have it. `answer`: the schema of
+    replies that are no call; None if there must be one.
+    """
+    start, rules = _calls(form, tools, mark, several, newer)
+    if answer is None:
+        return f"start: {start}\n{rules}"
+    said = {"x-guidance": _FORM, **sharpened(answer)} if isinstance(answer, Mapping) else {"x-guidance": _FORM}
+    head = f'{mark("<|channel|>")} "final" {mark("<|message|>")} ' if form == "openai" else ""
+    return f"start: calls | answer\ncalls: {start}\nanswer: {head}%json {json.dumps(said)}\n{rules}"
+
+
+def _calls(form: str, tools: Schemas, mark: Mark, several: bool, newer: bool) -> tuple[str, str]:
+    """Write the rule of all calls, and the rules that it names."""
+    if form == "qwen3_coder":
+        return 'call ("\\n" call)*' if several else "call", _xml(tools)
+    if form == "openai":
+        head, between = mark("<|channel|>"), f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
+        calls = [
+            f"{head} {_text(f'commentary to=functions.{name} ')} {between} {_json(schema)}"
+            for name, schema in tools.items()
+        ]
+        return "call", f"call: {' | '.join(calls)}\n"
+    if form == "mistral" and newer:
+        head, between = mark("[TOOL_CALLS]"), mark("[ARGS]")
+        calls = [f"{head} {_text(name)} {between} {_json(schema)}" for name, schema in tools.items()]
+        return "call+" if several else "call", f"call: {' | '.join(calls)}\n"
+    if form == "mistral":
+        more = ' (", " call)*' if several else ""
+        return f'{mark("[TOOL_CALLS]")} "[" call{more} "]"', _objects(tools, "arguments")
+    if form == "llama3_json":
+        return "call", _objects(tools, "parameters")
+    marked = f'{mark("<tool_call>")} "\\n" call "\\n" {mark("</tool_call>")}'
+    return f'{marked} ("\\n" {marked})*' if several else marked, _objects(tools, "arguments")
+
+
+def _objects(tools: Schemas, field: str) -> str:
+    calls = [
+        f'{_text(f"""{{"name": {json.dumps(name)}, "{field}": """)} {_json(schema)} "}}"'
+        for name, schema in tools.items()
+    ]
+    return f"call: {' | '.join(calls)}\n"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """Write JSON as templates do: one space after commas and colons. What the compiler does not know of a schema is not
+    enforced. A function has no other arguments than those that are listed, unless the schema says so, or asks for more."""
+    listed, required = schema.get("properties"), schema.get("required") or ()
+    closed = isinstance(listed, Mapping) and set(required) <= set(listed) and not set(_OPEN) & set(schema)
+    if closed and listed is not None and schema.get("minProperties") not in (None, *range(len(listed) + 1)):
+        closed = False
+    said = {"type": "object", **({"additionalProperties": False} if closed else {}), **sharpened(schema)}
+    return "%json " + json.dumps({**said, "x-guidance": {**_FORM, "lenient": True}})
+
+
+def _xml(tools: Schemas) -> str:
+    rules, calls = [], []
+    for number, (name, schema) in enumerate(tools.items()):
+        head = _text(f"<tool_call>\n<function={name}>\n")
+        parts = []
+        required = schema.get("required", ())
+        for place, (key, value) in enumerate((schema.get("properties") or {}).items()):
+            rule = f"value_{number}_{place}"
+            rules.append(_value(rule, value, schema))
+            part = f"{_text(f'<parameter={key}>' + chr(10))} {rule}"
+            parts.append(part if key in required else f"({part})?")
+        calls.append(" ".join([head, *parts, _text("</function>\n</tool_call>")]))
+    return "\n".join([f"call: {' | '.join(calls)}", *rules, ""])
+
+
+def _value(rule: str, schema: object, root: Mapping[str, Any]) -> str:
+    """Write a rule for a parameter's value, up to the end of its tag."""
+    end = "\n</parameter>\n"
+    said = schema if isinstance(schema, Mapping) else {}
+    if said.get("type") == "string":
+        options = said.get("enum")
+        if options:
+            return f"{rule}: ({' | '.join(_text(str(each)) for each in options)}) {_text(end)}"
+        return f"{rule}[suffix={_text(end)}]: /(?s:.*)/"
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    written = json.dumps({**sharpened({**shared, **said}), "x-guidance": {**_FORM, "lenient": True}})
+    return f"{rule}: %json {written} {_text(end)}"
+
 
 log = logging.getLogger("afterglow.text")
 

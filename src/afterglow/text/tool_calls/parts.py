@@ -1,4 +1,4 @@
-"""The parts that a reply consists of, as they are found in its text."""
+"""Find the parts that a reply consists of in its text."""
 
 from __future__ import annotations
 
@@ -9,44 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from afterglow.request import CallDelta, Content, Part, Reasoning, ToolCall
+
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's arguments, by the tool's name
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A call that a model made. `arguments`: JSON, as the model wrote it; it may be malformed, or cut short."""
-
-    id: str
-    name: str
-    arguments: str = ""
-    ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text that the model wrote for itself."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A new part of a call's arguments. `first`: the call begins here; `index` counts the calls of a reply."""
-
-    index: int
-    call: ToolCall
-    arguments: str
-    first: bool
-
-
-Part = Content | Reasoning | CallDelta
 
 
 class ReplyParser(ABC):

@@ -9,23 +9,29 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
 from afterglow.errors import RequestError, StoreError
-from afterglow.library.assemble import Assembler
 from afterglow.library.text_reply import expected_turn
 from afterglow.request import Request
 from afterglow.server.blocking import FILES
-from afterglow.server.engine_like import EngineLike
+from afterglow.server.bridge import EngineLike
 from afterglow.text import ChatPrompt, Reply, Tokenizer
+from afterglow.text.detokenizer import Assembler
 
 log = logging.getLogger("afterglow.server")
 MAX_WAITING = 64  # replies whose next turns are being rendered; further ones are not
 
 
-class NextTurns:
-    """Renders the next turns of conversations beside the event loop, one at a time. Lives on the event loop."""
+SWEEP_SECONDS = 60.0
 
-    def __init__(self, engine: EngineLike, tokenizer: Tokenizer) -> None:
+
+class KeptReplies:
+    """Remembers replies in memory, and over restarts where there is a disk tier. Renders the next turns of conversations beside the
+    event loop, one at a time. Lives on the event loop."""
+
+    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, *, expects: bool) -> None:
+        """`expects`: what the next turn has of a reply may differ from what was generated."""
         self._engine = engine
         self._tokenizer = tokenizer
+        self._expects = expects
         self._thread = ThreadPoolExecutor(1, "afterglow-next-turns")  # which begins with the first reply
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -33,47 +39,6 @@ class NextTurns:
     def busy(self) -> bool:
         """Check whether next turns are being rendered."""
         return bool(self._tasks)
-
-    def expect(self, prompt: ChatPrompt, request: Request, reply: Assembler) -> None:
-        """Have the engine compute what the next turn will begin with, as far as that differs from the prompt and the reply."""
-        if len(self._tasks) < MAX_WAITING and request.reuse and self._engine.config.cache.reuse:
-            task = asyncio.get_running_loop().create_task(self._expect(prompt, request, reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _expect(self, prompt: ChatPrompt, request: Request, reply: Assembler) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.run_in_executor(self._thread, expected_turn, self._tokenizer, prompt, request, reply)
-            if found:
-                self._engine.expect(found, request.id)
-        except RequestError as error:  # the engine has stopped
-            log.debug("a next turn is not computed ahead: %s", error)
-        except Exception:
-            log.exception("a next turn could not be rendered")
-
-    def forget(self) -> None:
-        """Forget the turns that are being rendered: conversations are deleted."""
-        for task in self._tasks:
-            task.cancel()
-
-    def close(self) -> None:
-        """Drop the work that waits, and let the thread end."""
-        self.forget()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-SWEEP_SECONDS = 60.0
-
-
-class KeptReplies:
-    """Remembers replies in memory, and over restarts where there is a disk tier."""
-
-    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, next_turns: NextTurns | None = None) -> None:
-        """`next_turns`: where what the next turn has of a reply may differ from what was generated."""
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._next_turns = next_turns
 
     def remember(self, prompt: ChatPrompt, request: Request, reply: Assembler, *, write: bool) -> Reply | None:
         """Remember the ids of a finished reply in memory until its KV expires, and expect the next turn. `write`: over restarts
@@ -83,22 +48,15 @@ class KeptReplies:
         """
         ttl = request.ttl_s if request.ttl_s is not None else self._engine.config.cache.ttl
         ends = time.time() + ttl if ttl is not None else inf
-        kept = self._remember(prompt, reply, ends)
+        kept = None
+        if reply.reasoning or not reply.reasoned:  # otherwise the message does not show that there were marks
+            parts = (reply.content, reply.calls, reply.reasoning)
+            kept = self._tokenizer.remember(prompt, reply.text, reply.tokens, ends, *parts)
         if kept is not None and write and request.reuse and not request.volatile:
             self._write(prompt, kept, request, ends)
-        if self._next_turns is not None:
-            self._next_turns.expect(prompt, request, reply)
+        if self._expects:
+            self._expect(prompt, request, reply)
         return kept
-
-    def _remember(self, prompt: ChatPrompt, reply: Assembler, ends: float) -> Reply | None:
-        if reply.reasoned and not reply.reasoning:
-            return None  # the message does not show that there were marks
-        return self._tokenizer.remember(
-            *(prompt, reply.text, reply.tokens, ends),
-            content=reply.content,
-            calls=reply.calls,
-            reasoning=reply.reasoning,
-        )
 
     def _write(self, prompt: ChatPrompt, reply: Reply, request: Request, ends: float) -> None:
         """Write the ids of a reply to the catalog, where there is one; in a thread, without waiting for it."""
@@ -135,3 +93,33 @@ class KeptReplies:
                 await FILES(self._engine.conversations.sweep)
             except (StoreError, RequestError) as error:
                 log.warning("expired conversations are still stored: %s", error)
+
+    # ------------------------------------------------------------------------------------------------ next turns
+
+    def _expect(self, prompt: ChatPrompt, request: Request, reply: Assembler) -> None:
+        """Have the engine compute what the next turn will begin with, as far as that differs from the prompt and the reply."""
+        if len(self._tasks) < MAX_WAITING and request.reuse and self._engine.config.cache.reuse:
+            task = asyncio.get_running_loop().create_task(self._render(prompt, request, reply))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _render(self, prompt: ChatPrompt, request: Request, reply: Assembler) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._thread, expected_turn, self._tokenizer, prompt, request, reply)
+            if found:
+                self._engine.expect(found, request.id)
+        except RequestError as error:  # the engine has stopped
+            log.debug("a next turn is not computed ahead: %s", error)
+        except Exception:
+            log.exception("a next turn could not be rendered")
+
+    def forget_turns(self) -> None:
+        """Forget the turns that are being rendered: conversations are deleted."""
+        for task in self._tasks:
+            task.cancel()
+
+    def close(self) -> None:
+        """Drop the work that waits, and let the thread end."""
+        self.forget_turns()
+        self._thread.shutdown(wait=False, cancel_futures=True)

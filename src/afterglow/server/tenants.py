@@ -60,10 +60,7 @@ class TenantUsage:
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-    shared: int = 0
+    cached: CachedTokens = CachedTokens()
 
 
 class Tenants:
@@ -120,10 +117,7 @@ class Tenants:
         usage.requests += 1
         usage.prompt_tokens += prompt
         usage.generated_tokens += generated
-        usage.device += cached.device
-        usage.host += cached.host
-        usage.disk += cached.disk
-        usage.shared += cached.shared
+        usage.cached += cached
 
 
 def _digest(key: str) -> bytes:

@@ -1,19 +1,27 @@
-"""From rows just computed to extents: drafts are filled, sealed, saved and inserted into the index.
+"""The jobs on the device: their room there, the contexts that remain when they leave, and their rows on the way to extents.
 
-It knows host slots, the index and the jobs' token strings; not what runs when. A draft's life:
+Rows just computed become extents so: drafts are filled, sealed, saved and inserted into the index. A draft's life:
 
     tee (schedule) -> commit -> seal -> all rows answered -> inserted | duplicate | orphan | dead
 
 Drafts of a job are resolved in row order, because each hangs below the one before it. Rows become matchable when
 their step has been committed and their bytes are saved, never before.
+
+`Drafts` knows host slots, the index and the jobs' token strings, not what runs when; `Batch` knows not what a step consists of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 from afterglow.plan.batching.job import Draft, Job
+from afterglow.plan.batching.merging import Merging
 from afterglow.plan.cache import Cache
+from afterglow.plan.prefix.extent import Extent, View
+from afterglow.plan.prefix.salts import client_salt, covers
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
-from afterglow.plan.step import Save, SaveDone
+from afterglow.plan.step import Release, Save, SaveDone
+from afterglow.plan.tiers.device import GROWTH_BLOCKS
 
 SLOTS_AHEAD = 4  # slots that a decoding job takes at a time while there is room; what it does not need it gives back
 
@@ -236,3 +244,145 @@ class Drafts:
             assert 0 <= draft.rows <= draft.planned <= len(draft.slots) * self._cache.capacity.block_rows
             assert draft.answered <= draft.teed
             assert not (draft.complete and draft.job.drafts[0] is draft)
+
+
+class Batch:
+    """Jobs that run, and jobs that have run and are still being saved."""
+
+    def __init__(self, cache: Cache, drafts: Drafts, merging: Merging) -> None:
+        self.running: list[Job] = []  # in order of admission
+        self.releases: list[Release] = []
+        self._tails: dict[int, Job] = {}  # off the device, perhaps finished, with drafts still being saved; by seq
+        self._cache = cache
+        self.drafts = drafts
+        self.merging = merging
+
+    def extend(self, job: Job) -> bool:
+        """Give a decoding job more room, at the cost of retained contexts."""
+        least = self._cache.capacity.round_up(job.rows + 1)
+        most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
+        for rows in (min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most), least):
+            if least <= rows <= self._cache.device.most and self._cache.device.reserve(rows, job.capacity):
+                job.capacity = rows
+                return True
+        return False
+
+    def extend_early(self, job: Job) -> None:
+        """Give a decoding job more room before it needs it, if that costs nothing."""
+        most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
+        device = self._cache.device
+        rows = min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most, device.most)
+        if rows > job.capacity and device.has_room(rows, job.capacity):
+            device.reserve(rows, job.capacity)
+            job.capacity = rows
+
+    def pin(self, job: Job, views: Sequence[View]) -> None:
+        """Pin the extents that the job is about to gather from; unpin those of before."""
+        before, job.pins = job.pins, [view.extent for view in views]
+        for extent in job.pins:
+            self._cache.pin(extent)
+        for extent in before:
+            self._cache.unpin(extent)
+
+    def unpin(self, job: Job) -> None:
+        """Unpin the job's extents: it has gathered its rows, or never will."""
+        self.pin(job, ())
+
+    def depart(self, job: Job, now: float, retain: bool) -> None:
+        """Take a job off the device. Its committed rows may stay as a context, as far as the index knows them or will."""
+        self.running.remove(job)
+        self.unpin(job)
+        self.drafts.leave(job, now)
+        if job.drafts:
+            self._tails[job.seq] = job
+        rows = min(job.rows, job.reach)
+        job.context = None
+        if retain and job.spec.write and rows and not job.approximate:
+            tokens = bytes(job.tokens[: 4 * rows])
+            lacks = self._cache.device.letting_go(job.lacks, job.rows)
+            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity, lacks).id
+        else:
+            self._cache.device.release(job.capacity)
+        self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
+        job.rows = job.capacity = 0
+        job.stages, job.stop = [], None
+
+    def settle(self, job: Job, now: float) -> None:
+        """Let go of a job's extents, if none of its rows is on the device or being saved any more."""
+        if job.grown:
+            self.merging.grown(job, now)
+        if job.drafts:
+            return
+        self._tails.pop(job.seq, None)
+        if job.running:
+            return
+        used = list(job.uses)
+        if used and job.spec.session is not None and job.spec.write and not job.disowned:
+            extents = [view.extent for view in self._cache.match(job.spec.salt, bytes(job.tokens)).views]
+            self._cache.sessions.used(client_salt(job.spec.salt), job.spec.session, extents, now)
+        self._let_go(job)
+        if job.disowned:
+            self.merging.cancel()
+            self._cache.sessions.discard(used)
+        if job.context is not None:
+            self._cache.trim(job.context)
+        job.context = None
+        if used and job.state == "gone" and not job.disowned:
+            self.merging.ended(job, now)
+
+    def promising(self) -> Iterator[Job]:
+        """Yield the jobs whose tokens are on their way into the index."""
+        yield from self.running
+        yield from self._tails.values()
+
+    def forget_tails(self, whose: str | None) -> None:
+        """Give up the drafts that departed jobs (see `covers`) still save: they become no extents, and keep none."""
+        for job in self._tails.values():
+            if not covers(whose, job.spec.salt):
+                continue
+            self.drafts.kill(job)
+            if not job.running:
+                self._let_go(job)
+
+    def disown(self, tenant: str, name: str, jobs: Iterable[Job]) -> None:
+        """Take note that a conversation was deleted: the rows of its turns (among `jobs`, or still being saved) go when they
+        end."""
+        for job in (*jobs, *self._tails.values()):
+            if job.owner == (tenant, name):
+                job.disowned = True
+
+    def _let_go(self, job: Job) -> None:
+        for extent in job.uses:
+            extent.ref_count -= 1
+        job.uses = {}
+
+    def path_rows(self, job: Job) -> int:
+        """Count the rows of all extents that a job goes through or leaves, in whole blocks."""
+        rows = [*(extent.rows for extent in job.uses), *(draft.rows for draft in job.drafts)]
+        return sum(self._cache.capacity.round_up(count) for count in rows)
+
+    def expected_slots(self) -> int:
+        """Host slots that running prefills are going to need."""
+        return sum(
+            self._cache.capacity.blocks(job.target - max(job.rows, job.covered))
+            for job in self.running
+            if job.state == "prefilling" and job.saving
+        )
+
+    def check(self, queued: list[Job], copied: list[Extent]) -> None:
+        """Budgets and reference counts against the jobs (and copies, which read `copied`) that cause them."""
+        self._cache.device.check([job.capacity for job in self.running])
+        pins: dict[Extent, int] = {}
+        users: dict[Extent, int] = {}
+        for extent in copied:
+            pins[extent] = pins.get(extent, 0) + 1
+        for job in dict.fromkeys([*queued, *self.running, *self._tails.values()]):
+            for extent in job.pins:
+                pins[extent] = pins.get(extent, 0) + 1
+            for extent in job.uses:
+                users[extent] = users.get(extent, 0) + 1
+            assert bool(job.drafts) or job.seq not in self._tails
+            assert job.running or not (job.capacity or job.rows)
+        for extent in self._cache.index.extents.values():
+            assert extent.pins == pins.get(extent, 0)
+            assert extent.ref_count == users.get(extent, 0)

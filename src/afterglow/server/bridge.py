@@ -1,4 +1,4 @@
-"""The bridge between the engine's thread and the event loop.
+"""The engine as the server sees it, and the bridge between its thread and the event loop.
 
 The engine calls a sink on its own thread and must not wait there. All outputs of a step cross in one wake-up of the
 loop, and are handed to the HTTP requests that wait for them.
@@ -10,12 +10,51 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
-from afterglow.request import Output, Request
-from afterglow.server.engine_like import EngineLike
-from afterglow.server.error_responses import engine_dead, shutting_down
+from afterglow.request import Output, PrefixInfo, Request, SessionInfo
+from afterglow.server.json_responses import engine_dead, shutting_down
 from afterglow.server.metrics.trace_recorder import TraceRecorder
+from afterglow.store.database.conversations import Conversations
+
+if TYPE_CHECKING:
+    from afterglow.engine.grammars.compiler import Grammars
+    from afterglow.engine.shared_ids import SharedIds
+
+
+class EngineLike(Protocol):
+    """An engine, or its stand-in on a server that only embeds."""
+
+    model_name: str
+    config: EngineConfig
+    max_model_len: int
+    vocab_size: int
+    grammars: Grammars
+    shared_ids: SharedIds | None
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def conversations(self) -> Conversations: ...
+    def submit(self, request: Request, sink: Any) -> None: ...
+    def expect(self, prompts: Sequence[Request], after: str | None = None) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def stats(self) -> Any: ...
+    def reset_cache(self, salt: str | None = None, *, tenant: str | None = None) -> None: ...
+
+    # These wait for the engine's thread: never call them on the event loop.
+    def sessions(self, salt: str) -> list[SessionInfo]: ...
+    def forget_session(self, salt: str, name: str) -> bool: ...
+    def pin_session(self, salt: str, name: str, pinned: bool) -> bool: ...
+    def register_prefix(
+        self, name: str, tokens: Sequence[int], *, salt: str | None = "", about: str = ""
+    ) -> PrefixInfo: ...
+    def forget_prefix(self, name: str, *, salt: str | None = "") -> bool: ...
+    def prefixes(self, salt: str | None = "") -> list[PrefixInfo]: ...
+    def all_prefixes(self) -> dict[str, list[PrefixInfo]]: ...
+
 
 WATCH_SECONDS = 0.5
 Deliver = Callable[[Output | RequestError], None]  # called on the event loop
@@ -27,7 +66,7 @@ class Bridge:
     def __init__(self, engine: EngineLike) -> None:
         self.engine = engine
         self.recorder: TraceRecorder | None = None
-        self.draining = False
+        self.draining = False  # new requests are refused
         self._delivers: dict[str, Deliver] = {}  # by request id
         self._arrived: deque[Output] = deque()
         self._scheduled = False
@@ -60,10 +99,6 @@ class Bridge:
             self.recorder.ended(request, tokens)
         if running:
             self.engine.cancel(request.id)
-
-    def drain(self) -> None:
-        """Refuse new requests from now on."""
-        self.draining = True
 
     def abort(self, error: RequestError) -> None:
         """End all requests in flight with an error."""

@@ -1,1 +1,0 @@
-"""Rights of callers: API keys, and web pages in browsers."""

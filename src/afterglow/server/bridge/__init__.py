@@ -1,1 +1,0 @@
-"""Between the engine's thread and the event loop; replies that are remembered."""

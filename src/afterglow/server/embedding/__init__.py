@@ -1,1 +1,0 @@
-"""Models that embed, beside the engine."""

@@ -13,7 +13,7 @@ from afterglow.errors import ConfigError
 from afterglow.sim.capacity.bill import charged, hourly, price_list
 from afterglow.sim.cluster.engines import Cluster, Network
 from afterglow.sim.engine_setup import Setup
-from afterglow.sim.machine.catalogue import Hardware, hardware, model
+from afterglow.sim.machine.catalogue import RESERVE, Hardware, hardware, model
 from afterglow.sim.machine.shape import ModelShape
 from afterglow.sim.machine.timing import Calibration
 from afterglow.sim.nearest import unknown
@@ -25,7 +25,6 @@ from afterglow.sim.workload.turns import Conversation, Workload
 
 GB = 10**9
 PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
-RESERVE = 0.1  # of the devices' memory, as in `catalogue.kv_room`
 
 
 class TurnSource(Protocol):

@@ -70,7 +70,7 @@ def read_arguments(args: Mapping[str, Any]) -> ServedWith:
     if "write_policy" not in found.given.names:  # a replica that is killed writes nothing at its end
         config = replace(config, cache=replace(config.cache, write_policy="write_through"))
     return ServedWith(
-        options, found.configs["model"], server, replace(config, threads=config.threads or _threads(options))
+        options, found.configs["model"], server, replace(config, threads=config.threads or max(1, int(options.cpus)))
     )
 
 
@@ -79,10 +79,6 @@ def _number(name: str, value: Any) -> Any:
         return _KINDS[name](value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} must be a number, got {value!r}") from None
-
-
-def _threads(options: DeployOptions) -> int:
-    return max(1, int(options.cpus))
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:

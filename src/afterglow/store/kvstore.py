@@ -27,8 +27,7 @@ from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.throttle import ArtificiallySlowTier, Throttle
 from afterglow.store.extents.tier import Buffer, HostArena, Tier
-from afterglow.store.moving.copying import copy_rows
-from afterglow.store.moving.move_work import LoadWork, drop_extent, store_extent, sweep_extent
+from afterglow.store.moving.move_work import LoadWork, copy_rows, drop_extent, store_extent, sweep_extent
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.reading import ChunkIO
 from afterglow.store.moving.saver import RowSaver

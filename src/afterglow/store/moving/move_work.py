@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.errors import SlowError, StoreError
 from afterglow.plan.step import DEMAND, Load, Store
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.extents.tier import ExtentRead, HostArena
+from afterglow.store.extents.tier import ExtentRead, HostArena, runs
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.stored_extents import StoredExtents
 from afterglow.store.moving.task import Abandoned, Task
@@ -24,6 +25,9 @@ MIN_READ_BYTES: Final = 256 << 10  # below it a read costs more calls than bytes
 MAX_READ_BYTES: Final = 2 << 20
 MAX_ALONE_BYTES: Final = 32 << 20  # of a read that no load waits for: a load that comes meanwhile waits for it
 MIN_READS: Final = 3  # into how many reads an extent is cut that is smaller than all that
+
+Piece = tuple[Sequence[int], int, int]  # slots of a whole extent, first row, stop row
+Stretch = tuple[int, int]  # rows [first, stop) of the arena, where row i of slot s is number 64 s + i
 
 
 def layers_at_once(layout: KVLayout, blocks: int, crowded: bool) -> int:
@@ -132,3 +136,73 @@ def sweep_extent(extent: str, stored: StoredExtents, swept: Callable[[], None], 
         stored.tier.delete(extent)
         swept()
     return 0
+
+
+def copy_rows(
+    arena: HostArena,
+    pieces: Sequence[Piece],
+    slots: Sequence[int],
+    rows: int,
+    layer_done: Callable[[int], None],
+) -> int:
+    """Make the pieces, one after another, rows [0, rows) of the blocks in `slots`; returns the bytes copied. So the rows that a truncated
+    conversation keeps become an extent of their own.
+
+    All layers, keys and values; the rows of the last block beyond `rows` are zeroed. `layer_done(n)` before the first
+    layer and after each: the first n are in place. Where it raises, nothing more is written. Raises StoreError, before anything is written, where slots and rows do not agree or a slot
+    is both read and written.
+    """
+    _check(arena, pieces, slots, rows)
+    target = _stretches(slots, 0, rows)
+    source = [stretch for piece in pieces for stretch in _stretches(*piece)]
+    spans = list(_spans(source, target))
+    layer_done(0)  # the slots of a task that was given up have a new owner
+    arena.zero_tail(slots, rows)
+    layout = arena.layout
+    flat = arena.rows.reshape(layout.layers, 2, arena.slots * BLOCK_ROWS, layout.row_bytes)
+    for layer in range(layout.layers):
+        for read, written, count in spans:
+            flat[layer, :, written : written + count] = flat[layer, :, read : read + count]
+        layer_done(layer + 1)
+    return rows * layout.row_bytes * 2 * layout.layers
+
+
+def _check(arena: HostArena, pieces: Sequence[Piece], slots: Sequence[int], rows: int) -> None:
+    for own, first, stop in pieces:
+        if not 0 <= first < stop <= len(own) * BLOCK_ROWS:
+            raise StoreError(f"rows [{first}, {stop}) are not in {len(own)} slots")
+    total = sum(stop - first for _, first, stop in pieces)
+    if rows < 1 or total != rows or len(slots) != arena.layout.blocks(rows):
+        raise StoreError(f"{len(slots)} slots and pieces of {total} rows cannot make an extent of {rows} rows")
+    read = {slot for own, _, _ in pieces for slot in own}
+    if not all(0 <= slot < arena.slots for slot in read.union(slots)):
+        raise StoreError(f"a slot is outside the {arena.slots} of the arena")
+    if len(set(slots)) != len(slots) or not read.isdisjoint(slots):
+        raise StoreError("a slot is written twice, or both read and written")
+
+
+def _stretches(slots: Sequence[int], first: int, stop: int) -> list[Stretch]:
+    """Where rows [first, stop) of the blocks in `slots` lie, in order; consecutive slots make one stretch."""
+    stretches = []
+    at = 0  # row of the first slot of the run
+    for a, b in runs(slots):
+        end = at + (b - a) * BLOCK_ROWS
+        lower, upper = max(first, at), min(stop, end)
+        if lower < upper:
+            shift = a * BLOCK_ROWS - at
+            stretches.append((lower + shift, upper + shift))
+        at = end
+    return stretches
+
+
+def _spans(source: Sequence[Stretch], target: Sequence[Stretch]) -> Iterator[tuple[int, int, int]]:
+    """(row to read from, row to write to, count): both lists, of as many rows, cut where either has a cut."""
+    reads = iter(source)
+    a, a_end = 0, 0
+    for b, b_end in target:
+        while b < b_end:
+            if a == a_end:
+                a, a_end = next(reads)
+            count = min(a_end - a, b_end - b)
+            yield a, b, count
+            a, b = a + count, b + count

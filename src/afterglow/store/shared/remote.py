@@ -92,11 +92,11 @@ class Remote:
         self._clock = clock
         self._lock = threading.Lock()
         self._threads = KeptThreads("afterglow-shared-call")
-        self._objects: Objects | None = None
+        self.opened: Objects | None = None  # the store, if it has been opened
         self._failures = 0
         self._told = False  # was it logged that the store fails?
         self._rests_until = 0.0
-        self._hung = 0
+        self.hung = 0  # calls that have not come back by their deadline
         self._aside = 0  # calls that are not the store's
         self._closed = False
 
@@ -104,17 +104,7 @@ class Remote:
     def rests(self) -> bool:
         """Is the store left alone now?"""
         with self._lock:
-            return self._closed or self._hung >= MAX_HUNG or self._clock() < self._rests_until
-
-    @property
-    def hung(self) -> int:
-        """Count the calls that have not come back by their deadline."""
-        return self._hung
-
-    @property
-    def opened(self) -> Objects | None:
-        """Return the store, if it has been opened."""
-        return self._objects
+            return self._closed or self.hung >= MAX_HUNG or self._clock() < self._rests_until
 
     def aside(self, work: Callable[[], T], seconds: float) -> T | None:
         """Return what `work` returns, if it does within `seconds`; else None. It is no call of the store, and says nothing about it."""
@@ -136,7 +126,7 @@ class Remote:
         """Refuse all further calls; close what was opened, if that can be closed."""
         with self._lock:
             self._closed = True
-            objects = self._objects
+            objects = self.opened
         if isinstance(objects, Closeable):
             objects.close()
         self._threads.close()
@@ -159,7 +149,7 @@ class Remote:
             with self._lock:
                 if not answer.there.is_set():
                     answer.late = True
-                    self._hung += 1
+                    self.hung += 1
             if answer.late:
                 reason = f"{what}: no answer for {seconds:.2f} s"
                 self._failed(reason)
@@ -193,18 +183,18 @@ class Remote:
     def _run(self, work: Callable[[Objects], T], answer: _Answer[T]) -> None:
         try:
             with self._lock:
-                objects = self._objects
+                objects = self.opened
             if objects is None:
                 objects = self._open()
                 with self._lock:
-                    self._objects = objects
+                    self.opened = objects
             answer.value.append(work(objects))
         except BaseException as error:
             answer.error = error
         finally:
             with self._lock:
                 answer.there.set()
-                self._hung -= answer.late
+                self.hung -= answer.late
 
     def _answered(self) -> None:
         with self._lock:

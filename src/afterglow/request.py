@@ -103,11 +103,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
-    def stops(self, eos: frozenset[int]) -> frozenset[int]:
-        """List the tokens that end a reply. The end of a grammar is one of the model's (`eos`), also with `ignore_eos`."""
-        ignored = self.ignore_eos and self.grammar is None
-        return frozenset(self.stop_token_ids) | (frozenset() if ignored else eos)
-
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wanted: str) -> None:
             if not ok:
@@ -138,6 +133,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
+
+
+def stop_tokens(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
+    """List the tokens that end a reply. The end of a grammar is one of the model's, also with `ignore_eos`."""
+    ignored = sampling.ignore_eos and sampling.grammar is None
+    return frozenset(sampling.stop_token_ids) | (frozenset() if ignored else eos)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from afterglow.request import (
     Selected,
     TokenLogprob,
     Truncation,
+    stop_tokens,
 )
 
 if TYPE_CHECKING:  # these import torch
@@ -156,7 +157,7 @@ def job_spec(request: Request, config: EngineConfig, eos: frozenset[int], salt: 
         job=0,
         prompt=token_bytes(request.prompt),
         max_tokens=sampling.max_tokens,
-        stop_tokens=sampling.stops(eos),
+        stop_tokens=stop_tokens(sampling, eos),
         salt=salt,
         read=request.reuse and config.cache.reuse and sampling.prompt_logprobs is None,
         write=request.reuse and config.cache.reuse,

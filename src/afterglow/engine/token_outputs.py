@@ -15,7 +15,7 @@ from afterglow.engine.speculation.guesser import Guesser, Guesses
 from afterglow.engine.transfers import on_device
 from afterglow.model.decoder import Decoder
 from afterglow.plan.step import Run, StepResult
-from afterglow.request import Request, Selected, TokenLogprob
+from afterglow.request import Request, Selected, TokenLogprob, stop_tokens
 
 LOGIT_ROWS = 256  # rows of logits at a time for prompt log-probabilities, so that a long prompt needs little memory
 
@@ -58,7 +58,7 @@ class TokenOutputs:
     def register(self, job: int, request: Request, constraint: Constraint | None) -> None:
         """Prepare the sampler of a request, and the first mask of its grammar."""
         sampling = request.sampling
-        stops = sampling.stops(self._eos)
+        stops = stop_tokens(sampling, self._eos)
         forbidden = stops if constraint is None else ()  # masks have these
         self._requests[job] = request, Sampler.of(sampling, self._decoder.device, request.prompt, forbidden)
         if self._guesser is not None:

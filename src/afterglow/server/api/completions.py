@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from starlette.requests import Request as HttpRequest
@@ -35,6 +36,36 @@ class ChoiceReplies(Replies):
         """Return the fields that an answer, or an event, begins with."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    async def whole(self) -> Response:
+        logprobs: list[list[TokenLogprob]] = [[] for _ in self.texts]
+        async with aclosing(self.pieces()) as pieces:
+            async for index, piece in pieces:
+                logprobs[index].extend(piece.logprobs)
+        if self.chat is not None:
+            self.remember()
+        size = sum(len(reply.text) for reply in self.texts) + self.values * sum(map(len, logprobs))
+        size += self.prompt_values * sum(len(request.prompt) for request in self.requests)
+
+        def describe() -> dict[str, Any]:
+            choices = [self.choice(index, found) for index, found in enumerate(logprobs)]
+            return {**self.head(self.object), **self.prompt_ids(), "choices": choices, "usage": self.usage()}
+
+        return await self.state.text_threads.respond(size, describe)
+
+    @property
+    @abstractmethod
+    def values(self) -> int:
+        """About how many values there are for the log-probabilities of a token."""
+
+    @property
+    def prompt_values(self) -> int:
+        """About how many values there are for a token of a prompt."""
+        return int(bool(self.body.return_token_ids))
+
+    @abstractmethod
+    def choice(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Write a whole reply."""
+
     @abstractmethod
     async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
         """Write the new part of a reply: `choices` and the fields beside it; None if the part is empty."""
@@ -54,6 +85,10 @@ class ChoiceReplies(Replies):
         if self.body.include_usage:
             yield event({**self.head(self.part), "choices": [], "usage": self.usage()})
         yield DONE
+
+    def prompt_ids(self) -> dict[str, Sequence[int]]:
+        """Return the field beside the choices for the token ids of the prompt they share, where the client wants them."""
+        return {}
 
     def ids(self, tokens: Sequence[int], prompt: Sequence[int] | None = None) -> dict[str, Sequence[int]]:
         """Return the fields for token ids, where the client wants them; `prompt`: those of the prompt as well."""
@@ -135,16 +170,8 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """Describe an echoed prompt; its first token has no probability, because nothing comes before."""
-        padded = [*logprobs, *[None] * (len(ids) - len(logprobs))]
-        return self._lists([(token, found) for token, found in zip(ids, padded, strict=True)])
-
-    def reply(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Describe tokens of the reply."""
-        return self._lists([(found.token, found) for found in logprobs])
-
-    def _lists(self, rows: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+    def lists(self, rows: Iterable[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+        """Describe tokens. None: one has no probability, because nothing comes before."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, found in rows:
             name = token_name(self._tokenizer, token)
@@ -160,15 +187,6 @@ class CompletionLogprobs:
             lists["text_offset"].append(self._offset)
             self._offset += len(name)
         return lists
-
-
-def join(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join lists of several pieces."""
-    joined: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for part in parts:
-        for name, values in part.items():
-            joined[name].extend(values)
-    return joined
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -195,35 +213,19 @@ class ChatReplies(ChoiceReplies):
     object = "chat.completion"
     part = "chat.completion.chunk"
 
-    async def whole(self) -> Response:
-        logprobs: list[list[TokenLogprob]] = [[] for _ in self.texts]
-        async with aclosing(self.pieces()) as pieces:
-            async for index, piece in pieces:
-                logprobs[index].extend(piece.logprobs)
-        self.remember()
-        values = 8 * sum(len(found) for found in logprobs) * (1 + (self.body.top_logprobs or 0))
-        size = values + sum(len(reply.text) for reply in self.texts)
-        if self.body.return_token_ids:
-            size += len(self.chat.ids)
-        return await self.state.text_threads.respond(size, lambda: self._describe(logprobs))
+    @property
+    def values(self) -> int:
+        return 8 * (1 + (self.body.top_logprobs or 0))
 
-    def _describe(self, logprobs: list[list[TokenLogprob]]) -> dict[str, Any]:
+    def choice(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        reply = self.texts[index]
+        reasoning = reply.reasoning if self._thinks_aloud else ""
         return {
-            **self.head(self.object),
-            **self._prompt_ids(),
-            "choices": [
-                {
-                    "index": index,
-                    "message": message_fields(
-                        reply.content, reply.reasoning if self._thinks_aloud else "", reply.calls
-                    ),
-                    "logprobs": self._logprobs(logprobs[index]),
-                    "finish_reason": reply.reason,
-                    **self.ids(reply.tokens),
-                }
-                for index, reply in enumerate(self.texts)
-            ],
-            "usage": self.usage(),
+            "index": index,
+            "message": message_fields(reply.content, reasoning, reply.calls),
+            "logprobs": self._logprobs(logprobs),
+            "finish_reason": reply.reason,
+            **self.ids(reply.tokens),
         }
 
     @property
@@ -242,14 +244,14 @@ class ChatReplies(ChoiceReplies):
             return None
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.logprobs)}
         return {
-            **(self._prompt_ids() if first else {}),
+            **(self.prompt_ids() if first else {}),
             "choices": [{**choice, "finish_reason": self.texts[index].reason, **ids}],
         }
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(self.state.tokenizer, logprobs) if self.body.logprobs else None
 
-    def _prompt_ids(self) -> dict[str, list[int]]:
+    def prompt_ids(self) -> dict[str, Sequence[int]]:
         return {"prompt_token_ids": self.chat.ids} if self.body.return_token_ids else {}
 
 
@@ -320,62 +322,41 @@ class CompletionReplies(ChoiceReplies):
         self._prompts = prompts
         self._logprobs = [CompletionLogprobs(self.state.tokenizer) for _ in requests]
 
-    async def whole(self) -> Response:
-        parts: list[list[dict[str, Any]]] = [[] for _ in self.texts]
-        written = [""] * len(parts)
-        async with aclosing(self.pieces()) as pieces:
-            async for index, piece in pieces:
-                text, logprobs = await self._part(index, piece, first=not parts[index])
-                written[index] += text
-                parts[index].append(logprobs)
-        tokens = sum(len(part["tokens"]) for found in parts for part in found)
-        size = sum(map(len, written)) + tokens * self._values
-        if self.body.return_token_ids:
-            size += sum(len(request.prompt) for request in self.requests) + sum(len(t.tokens) for t in self.texts)
-        return await self.state.text_threads.respond(size, lambda: self._describe(written, parts))
-
-    def _describe(self, written: list[str], parts: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        return {
-            **self.head(self.object),
-            "choices": [
-                self._choice(index, written[index], reply.finish, join(parts[index]))
-                | self.ids(reply.tokens, self.requests[index].prompt)
-                for index, reply in enumerate(self.texts)
-            ],
-            "usage": self.usage(),
-        }
-
-    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
-        text, logprobs = await self._part(index, piece, first)
-        ids = self.ids(piece.tokens, self.requests[index].prompt if first else None)
-        if not (text or piece.finish_reason or logprobs["tokens"] or ids):
-            return None
-        return {"choices": [self._choice(index, text, piece.finish_reason, logprobs) | ids]}
-
     @property
-    def _values(self) -> int:
-        """About how many values there are for each token."""
+    def values(self) -> int:
         return 4 * (1 + (self.body.logprobs or 0))
 
-    async def _part(self, index: int, piece: Output, first: bool) -> tuple[str, dict[str, Any]]:
-        """Return text and log-probabilities of a piece; the first one carries the echo."""
-        echoes = first and self.body.echo
-        size = len(self.requests[index].prompt) * self._values if echoes else 0
-        return await self.state.text_threads.run(size, lambda: self._write(index, piece, first))
+    @property
+    def prompt_values(self) -> int:
+        return super().prompt_values + (self.values if self.body.echo else 0)
 
-    def _write(self, index: int, piece: Output, first: bool) -> tuple[str, dict[str, Any]]:
-        body, lists = self.body, self._logprobs[index]
-        text, parts = piece.text, []
-        if first and body.echo:
+    def choice(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        reply = self.texts[index]
+        choice = self._write(index, reply.content, logprobs, reply.finish, echoes=True)
+        return choice | self.ids(reply.tokens, self.requests[index].prompt)
+
+    async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
+        def work() -> dict[str, Any]:
+            return self._write(index, piece.text, piece.logprobs, piece.finish_reason, echoes=first)
+
+        size = self.prompt_values * len(self.requests[index].prompt) if first and self.body.echo else 0
+        choice = await self.state.text_threads.run(size, work)
+        ids = self.ids(piece.tokens, self.requests[index].prompt if first else None)
+        lists = choice["logprobs"]
+        if not (choice["text"] or piece.finish_reason or (lists and lists["tokens"]) or ids):
+            return None
+        return {"choices": [choice | ids]}
+
+    def _write(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: str | None, *, echoes: bool
+    ) -> dict[str, Any]:
+        """Write a choice, or a part of one. `echoes`: the prompt comes before it, where the client wants that."""
+        body = self.body
+        rows: list[tuple[int, TokenLogprob | None]] = []
+        if echoes and body.echo:
             prompt = self._prompts[index // body.replies_per_prompt]
-            echo = self.state.tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text
-            text = echo + text
-            if body.logprobs is not None:
-                parts.append(lists.prompt(prompt.ids, self.texts[index].prompt_logprobs))
-        if body.logprobs is not None:
-            parts.append(lists.reply(piece.logprobs))
-        return text, join(parts)
-
-    def _choice(self, index: int, text: str, finish: str | None, logprobs: dict[str, Any]) -> dict[str, Any]:
-        lists = logprobs if self.body.logprobs is not None else None
+            text = (self.state.tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text) + text
+            rows += zip_longest(prompt.ids, self.texts[index].prompt_logprobs)
+        rows += [(found.token, found) for found in logprobs]
+        lists = self._logprobs[index].lists(rows) if body.logprobs is not None else None
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": finish}

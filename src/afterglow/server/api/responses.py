@@ -222,9 +222,9 @@ async def get_response(http: HttpRequest) -> Response:
 
 async def delete_response(http: HttpRequest) -> Response:
     """Delete a stored response."""
-    state, _ = parts_of(http)
+    state, record = parts_of(http)
     name = http.path_params["response"]
-    if not await ask_database(state.engine.conversations.delete, name, _tenant(http)):
+    if not await ask_database(state.engine.conversations.delete, name, record.caller.tenant):
         raise _not_found(name)
     return json_response({"id": name, "object": "response", "deleted": True})
 
@@ -232,10 +232,10 @@ async def delete_response(http: HttpRequest) -> Response:
 async def input_items(http: HttpRequest) -> Response:
     """List the items that a response answered, earlier turns included; the newest first, as in OpenAI's API."""
     found = await _find(http)
-    state, _ = parts_of(http)
+    state, record = parts_of(http)
     before = None
     if found.previous is not None:
-        before = await ask_database(state.engine.conversations.chain, found.previous, _tenant(http))
+        before = await ask_database(state.engine.conversations.chain, found.previous, record.caller.tenant)
     own = found.items[: len(found.items) - len(found.body["output"])]
     items = [public(item) for item in [*(before or []), *own]]
     query = http.query_params
@@ -264,17 +264,12 @@ async def input_items(http: HttpRequest) -> Response:
 
 
 async def _find(http: HttpRequest) -> StoredResponse:
-    state, _ = parts_of(http)
+    state, record = parts_of(http)
     name = http.path_params["response"]
-    found: StoredResponse | None = await ask_database(state.engine.conversations.get, name, _tenant(http))
+    found: StoredResponse | None = await ask_database(state.engine.conversations.get, name, record.caller.tenant)
     if found is None:
         raise _not_found(name)
     return found
-
-
-def _tenant(http: HttpRequest) -> str:
-    record: RequestRecord = http.scope["afterglow.record"]
-    return record.caller.tenant
 
 
 def _not_found(name: str) -> RequestError:

@@ -129,9 +129,6 @@ def _token_text(entry: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-_TOKENS = ("[UNK]", "[CLS]", "[SEP]")
-
-
 def from_vocab(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Make a tokenizer of `path`, a `vocab.txt` with a piece per line, and of `config`, a `tokenizer_config.json`, whose
     defaults are BERT's.
@@ -145,7 +142,9 @@ def from_vocab(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if not pieces[-1]:
         pieces.pop()
     vocab = {piece.removesuffix("\r"): index for index, piece in enumerate(pieces)}
-    unknown, first, last = (_named(config, key, token) for key, token in zip(_KEYS, _TOKENS, strict=True))
+    usual = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    named = {key: _token_text(config.get(key)) for key in usual}
+    unknown, first, last = (usual[key] if text is None else text for key, text in named.items())
     missing = [token for token in (unknown, first, last) if token not in vocab]
     if missing:
         raise ModelError(f"{path} lacks {missing[0]}, so it is not the vocabulary of a BERT tokenizer")
@@ -159,12 +158,3 @@ def from_vocab(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         lowercase=config.get("do_lower_case", True),
     )
     return tokenizers.Tokenizer.from_str(fast.to_str())
-
-
-_KEYS = ("unk_token", "cls_token", "sep_token")
-
-
-def _named(config: Mapping[str, Any], key: str, default: str) -> str:
-    value = config.get(key, default)
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else default

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from afterglow.text.tool_calls.json_calls import is_json
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, before_mark
+from afterglow.text.tool_calls.parts import ReplyParser, before_mark
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -26,11 +25,8 @@ class HarmonyParser(ReplyParser):
     The prompt ends with `<|start|>assistant`, so the reply begins within a header.
     """
 
-    def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, one_call=one_call, call_id=call_id)
-        self._buffer = Buffer()
-        self._header = ""
-        self._kind = ""  # of the message that is read; empty within a header
+    _header = ""
+    _kind = ""  # of the message that is read; empty within a header
 
     def _read(self, text: str) -> None:
         self._buffer.text += text

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas
+from afterglow.text.tool_calls.parts import ReplyParser, Schemas
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _BETWEEN = " \t\r\n,;[]"  # between the objects of a list
@@ -150,11 +150,6 @@ class JsonCalls:
         self.refused = ""  # what was read of the object that is no call
 
     @property
-    def inside(self) -> bool:
-        """Tell whether an object has begun and not ended."""
-        return self._call is not None
-
-    @property
     def raw(self) -> str:
         """The text of the object that has begun, if it is not known to be a call yet."""
         return self._call.raw if self._call is not None and not self._call.begun else ""
@@ -239,11 +234,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser(ReplyParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls."""
 
-    def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
-        super().__init__(tools, one_call=one_call, call_id=call_id)
-        self._buffer = Buffer()
-        self._objects: JsonCalls | None = None  # between the marks
-        self._empty = True  # no call since the mark
+    _objects: JsonCalls | None = None  # between the marks
+    _empty = True  # no call since the mark
 
     def _read(self, text: str) -> None:
         self._buffer.text += text
@@ -254,14 +246,12 @@ class HermesParser(ReplyParser):
                 self._content(content)
                 if mark is None:
                     return
-                self._objects, self._empty = self._list(), True
+                self._objects = JsonCalls(bool, self._begun, self._argue, self._close)
+                self._empty = True
             else:
                 self._inside(self._objects)
             if len(self._buffer.text) in (0, before):
                 return
-
-    def _list(self) -> JsonCalls:
-        return JsonCalls(bool, self._begun, self._argue, self._close)
 
     def _begun(self, name: str) -> None:
         self._empty = False

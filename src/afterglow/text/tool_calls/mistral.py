@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from afterglow.text.tool_calls.json_calls import JsonCalls, is_json
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, before_mark, nine_characters
+from afterglow.text.tool_calls.parts import ReplyParser, Schemas, before_mark, nine_characters
 
 MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -16,7 +16,6 @@ class MistralParser(ReplyParser):
 
     def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
         super().__init__(tools, one_call=one_call, call_id=call_id or nine_characters)
-        self._buffer = Buffer()
         self._step = self._text
         self._objects = JsonCalls(bool, self._begin, self._argue, self._close)
         self._name = ""

@@ -6,12 +6,33 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from afterglow.request import CallDelta, Content, Part, Reasoning, ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's arguments, by the tool's name
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Text that has arrived and is not read yet."""
+
+    text: str = ""
+
+    def take(self, count: int) -> str:
+        """Remove and return the first characters."""
+        taken, self.text = self.text[:count], self.text[count:]
+        return taken
+
+    def take_until(self, marks: Collection[str]) -> tuple[str, str | None]:
+        """Remove and return the text before the first mark, and the mark; without one the text that is certainly none."""
+        found = first_of(self.text, marks)
+        if found is None:
+            return self.take(len(before_mark(self.text, marks))), None
+        before = self.take(found[0])
+        self.take(len(found[1]))
+        return before, found[1]
 
 
 class ReplyParser(ABC):
@@ -29,6 +50,7 @@ class ReplyParser(ABC):
         self.calls: list[ToolCall] = []
         self.complete = False
         self._one_call = one_call
+        self._buffer = Buffer()
         self._parts: list[Part] = []
         self._space = ""  # white space after content, which is dropped if a call follows
 
@@ -123,24 +145,3 @@ def first_of(text: str, marks: Collection[str]) -> tuple[int, str] | None:
     """Find the mark that comes first in the text, the longest where several begin there: (place, mark)."""
     found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
     return (min(found)[0], min(found)[2]) if found else None
-
-
-@dataclass(slots=True)
-class Buffer:
-    """Text that has arrived and is not read yet."""
-
-    text: str = field(default="")
-
-    def take(self, count: int) -> str:
-        """Remove and return the first characters."""
-        taken, self.text = self.text[:count], self.text[count:]
-        return taken
-
-    def take_until(self, marks: Collection[str]) -> tuple[str, str | None]:
-        """Remove and return the text before the first mark, and the mark; without one the text that is certainly none."""
-        found = first_of(self.text, marks)
-        if found is None:
-            return self.take(len(before_mark(self.text, marks))), None
-        before = self.take(found[0])
-        self.take(len(found[1]))
-        return before, found[1]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from afterglow.text.tool_calls.parts import Buffer, ReplyParser, Schemas, before_mark
+from afterglow.text.tool_calls.parts import ReplyParser, Schemas, before_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
@@ -21,7 +21,6 @@ class QwenXmlParser(ReplyParser):
 
     def __init__(self, tools: Schemas, *, one_call: bool = False, call_id: Callable[[], str] | None = None) -> None:
         super().__init__(tools, one_call=one_call, call_id=call_id)
-        self._buffer = Buffer()
         self._step = self._text
         self._name = ""
         self._value = ""  # of a parameter that is no string

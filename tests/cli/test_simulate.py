@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from afterglow.cli import main, simulate
 from afterglow.cli.commands import app
-from afterglow.cli.progress import Report
+from afterglow.cli.terminal import Report
 from afterglow.sim.machine.catalogue import all_hardware, all_prices, model
 from afterglow.sim.machine.timing import Calibrated, Calibration
 from afterglow.sim.scenario_options import EngineModel, option_kinds

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from afterglow.store.extents import summed_reads
+from afterglow.store.extents import pieces
 
 PATIENCE = 30.0  # seconds after which even a hanging call returns
 
@@ -89,7 +89,7 @@ class Syscalls:
             self._wrap(os, name, self._by_path)
         for name in ("preadv", "pwritev", "pwrite"):
             self._wrap(os, name, self._by_descriptor)
-        self._wrap(summed_reads, "preadv", self._by_descriptor)  # the compiled kernels' own
+        self._wrap(pieces, "preadv", self._by_descriptor)  # the compiled kernels' own
         self._wrap(os, "open", self._opening)
         self._wrap(os, "close", self._closing)
         self._wrap(builtins, "open", self._by_path)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from afterglow.plan.step import ExtentRecord, Load, MoveDone, Store, TransferDone
-from afterglow.store.extents import pieces, summed_reads
+from afterglow.store.extents import pieces
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.tier import HostArena, arena_bytes
 from afterglow.store.kvstore import KVStore
@@ -141,7 +141,7 @@ def patch_reads(monkeypatch: Any, wrap: Callable[[Callable[..., int]], Callable[
     descriptor, buffers and an offset, and return bytes.
     """
     monkeypatch.setattr(os, "preadv", wrap(os.preadv))
-    monkeypatch.setattr(summed_reads, "preadv", wrap(summed_reads.preadv))
+    monkeypatch.setattr(pieces, "preadv", wrap(pieces.preadv))
 
 
 def limit_reads(monkeypatch: Any, num_bytes: int) -> None:

@@ -20,7 +20,7 @@ from afterglow.errors import StoreError
 from afterglow.plan.step import Drop, Load, MoveDone
 from afterglow.store import admin
 from afterglow.store.database import rows as catalog_rows
-from afterglow.store.extents import summed_reads
+from afterglow.store.extents import pieces
 from afterglow.store.namespace.namespace import Namespace
 from tests import doors
 from tests.store.store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, limit_reads, name_of, patch_reads
@@ -258,7 +258,7 @@ def test_a_read_that_returns_late_with_an_error_removes_nothing_newer(tmp_path, 
     with Kit(tmp_path, read_timeout=0.3) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
-            for module in (os, summed_reads):
+            for module in (os, pieces):
                 _hang_once(patch, module, "preadv", gate, then=_raise(errno.ENOENT))
             kit.store.start([Load(60, extent_name(1), 64, (5,))])
             assert _collect(kit, 1)[0].slots_busy

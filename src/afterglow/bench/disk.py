@@ -12,9 +12,9 @@ import functools
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -196,24 +196,17 @@ class PlainFiles:
 
     def _speed(self, threads: int, one: Callable[[int], None]) -> float:
         """MB/s of `one(n)` for every file n, dealt out to threads."""
-        broken: list[BaseException] = []
 
         def deal(first: int) -> None:
-            try:
-                for n in range(first, self.count, threads):
-                    one(n)
-            except BaseException as error:
-                broken.append(error)
+            for n in range(first, self.count, threads):
+                one(n)
 
         start = time.perf_counter()
-        others = [threading.Thread(target=deal, args=(first,)) for first in range(1, threads)]
-        for thread in others:
-            thread.start()
-        deal(0)
-        for thread in others:
-            thread.join()
-        if broken:
-            raise broken[0]
+        with ThreadPoolExecutor(threads) as others:
+            ended = [others.submit(deal, first) for first in range(1, threads)]
+            deal(0)
+            for each in ended:
+                each.result()
         return self.count * self.file_bytes / (time.perf_counter() - start) / 1e6
 
 

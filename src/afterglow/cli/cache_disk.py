@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.cli.command_options import CacheFolder, CacheListing
-from afterglow.cli.progress import progress
 from afterglow.cli.server_client import ServerClient, server_of
+from afterglow.cli.terminal import progress
 from afterglow.cli.terminal_tables import NOTHING, lines, nested, print_json, table
 from afterglow.config import default_cache_dir, format_size
 from afterglow.errors import ConfigError, StoreError
@@ -218,29 +218,26 @@ def _clear(info: NamespaceInfo) -> int:
     """Remove the extents and the texts of stored responses; return the bytes freed. Raises: ConfigError, if a process
     holds the namespace; StoreError."""
     before = bytes_below(info.path)
-    if info.description is None:
-        _empty(info)
-        return max(0, before - bytes_below(info.path))
-    admin.clear(info.path)
-    with Namespace.open_existing(info.path):
-        try:
-            conversations.erase(info.path)
-        except OSError as error:
-            raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
+    try:
+        if info.description is None:
+            _empty(info.path)
+        else:
+            admin.clear(info.path)
+            with Namespace.open_existing(info.path):
+                conversations.erase(info.path)
+    except OSError as error:
+        raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
     return max(0, before - bytes_below(info.path))
 
 
-def _empty(info: NamespaceInfo) -> None:
-    """Remove everything in a namespace of another version, or with a damaged description. Raises: as `_clear`."""
-    try:
-        with locked(info.path):
-            # The description last: with it the rest is still found if this ends half-way. The lock's file stays: a process
-            # that waits for the lock must not hold another file of that name.
-            for entry in sorted(info.path.iterdir(), key=lambda entry: entry.name == DESCRIPTION):
-                if entry.name != LOCK:
-                    remove_path(entry)
-    except OSError as error:
-        raise StoreError(f"cannot clear {info.path}: {error.strerror}") from error
+def _empty(path: Path) -> None:
+    """Remove everything in a namespace of another version, or with a damaged description. Raises: ConfigError, OSError."""
+    with locked(path):
+        # The description last: with it the rest is still found if this ends half-way. The lock's file stays: a process
+        # that waits for the lock must not hold another file of that name.
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == DESCRIPTION):
+            if entry.name != LOCK:
+                remove_path(entry)
 
 
 def select(cache_dir: Path | None, namespace: str | None) -> Sequence[NamespaceInfo]:

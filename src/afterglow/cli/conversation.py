@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from afterglow.cli.command_options import ChatOptions, SamplingOptions
-from afterglow.cli.progress import progress, summary
-from afterglow.cli.standard_input import not_utf8, utf8_stdin
+from afterglow.cli.terminal import not_utf8, progress, summary, utf8_stdin
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError, UserError
 from afterglow.library.language_model import LanguageModel, load_model

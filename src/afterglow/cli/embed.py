@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afterglow.cli.command_options import EmbedConfig
-from afterglow.cli.progress import progress
-from afterglow.cli.standard_input import full_lines, read_text
+from afterglow.cli.terminal import full_lines, progress, read_text
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError
 from afterglow.library.embedder import load_embedder

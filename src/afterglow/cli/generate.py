@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from afterglow.cli.command_options import GenerateOptions, SamplingOptions
-from afterglow.cli.progress import progress, summary
-from afterglow.cli.standard_input import read_text
+from afterglow.cli.terminal import progress, read_text, summary
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, ModelError
 from afterglow.library.language_model import load_model

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from afterglow.cli import simulation_report as fig
 from afterglow.cli.command_options import MemoTexts
-from afterglow.cli.progress import progress
-from afterglow.cli.standard_input import full_lines, read_file
+from afterglow.cli.terminal import full_lines, progress, read_file
 from afterglow.cli.terminal_tables import print_json, table
 from afterglow.config import EngineConfig, format_size
 from afterglow.errors import AfterglowError, ConfigError

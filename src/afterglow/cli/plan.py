@@ -9,7 +9,7 @@ from typing import Any
 from afterglow.cli import simulation_report as fig
 from afterglow.cli.command_options import ReportOptions
 from afterglow.cli.plots import check_plots, draw_plan
-from afterglow.cli.progress import progress
+from afterglow.cli.terminal import progress
 from afterglow.cli.terminal_tables import lines, table
 from afterglow.config import format_size
 from afterglow.errors import ConfigError

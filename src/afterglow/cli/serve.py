@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from afterglow.cli.progress import progress
+from afterglow.cli.terminal import progress
 from afterglow.config import PINNED, EngineConfig
 from afterglow.errors import ConfigError, UserError
 from afterglow.library.embedder import load_embedder

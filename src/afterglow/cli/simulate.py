@@ -11,7 +11,7 @@ from afterglow.cli import simulation_report as fig
 from afterglow.cli.command_options import ReportOptions
 from afterglow.cli.option_sources import Given
 from afterglow.cli.plots import check_plots, draw_run, draw_sweep
-from afterglow.cli.progress import Report, progress
+from afterglow.cli.terminal import Report, progress
 from afterglow.cli.terminal_tables import lines, table
 from afterglow.config import format_size
 from afterglow.errors import ConfigError

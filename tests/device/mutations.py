@@ -96,7 +96,10 @@ def _left(node: ast.Call, source: bytes) -> str | None:
 
 
 def outcome(site: Site | None, scene: str, device: str, folder: Path) -> Any:
-    """Run a scene in a process of its own, without `site`: its answer, or what stopped it."""
+    """Run a scene in a process of its own, without `site`: its answer, or what stopped it.
+
+    The process is a fork of this one, which must not have computed anything yet: forks lack the threads that compute.
+    """
     folder.mkdir()
     result = folder / "result"
     child = os.fork()
@@ -108,10 +111,9 @@ def outcome(site: Site | None, scene: str, device: str, folder: Path) -> Any:
     return json.loads(result.read_text())
 
 
-def outcome_apart(site: Site, scene: str, folder: Path) -> Any:
-    """Do the same from a process that has imported the package."""
-    code = "from tests.device.mutations import *; print(json.dumps(outcome(Site(*{}), {!r}, 'cuda', Path({!r}))))"
-    code = code.format(tuple(site), scene, str(folder))
+def apart(expression: str) -> Any:
+    """Evaluate an expression of this module in a process that has imported the package, and done nothing else."""
+    code = f"from tests.device.mutations import *; print(json.dumps({expression}))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout)

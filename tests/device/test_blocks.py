@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from afterglow.model.gguf.mapped_weights import GgufWeights
-from afterglow.model.memory_check import weight_bytes
+from afterglow.model.loader import weight_bytes
 from tests.device.test_pretend import play
 
 TRITON = pytest.mark.skipif(

@@ -27,19 +27,18 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
 )
 def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race: str, tmp_path: Path) -> None:
     (site,) = [site for site in mutations.sites() if site.path == f"engine/{file}.py" and wait in site.text]
-    found = mutations.outcome_apart(site, scene, tmp_path / "without")
+    found = mutations.apart(f"outcome(Site(*{tuple(site)}), {scene!r}, 'cuda', Path({str(tmp_path / 'without')!r}))")
     assert any(race in each for each in found["races"])
 
 
 @pytest.mark.parametrize("scene", ["agreeing", "grammar"])
 @pytest.mark.long
 def test_answers_are_the_cpus_and_no_index_comes_from_the_host(scene: str, tmp_path: Path) -> None:
-    scenes = mutations.Scenes(tmp_path)
-    assert scenes.expected(scene)
+    assert mutations.apart(f"Scenes(Path({str(tmp_path)!r})).expected({scene!r})")
 
 
 @pytest.mark.parametrize("move", ["rows.to(loaded.keys.device)", "keys.to(loaded.keys.device)"])
 @pytest.mark.long
 def test_a_move_that_is_missing_is_noticed(move: str, tmp_path: Path) -> None:
     (site,) = [site for site in mutations.sites() if site.path == "engine/selective.py" and site.text == move]
-    assert mutations.Scenes(tmp_path).noticed(site) is not None
+    assert mutations.apart(f"Scenes(Path({str(tmp_path)!r})).noticed(Site(*{tuple(site)}))") is not None

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.request import Request as Call
-from urllib.request import urlopen
 
 import pytest
 
 from tests.engine.conftest import Handle
+from tests.engine.store_servers import SERVERS, store_server
 from tests.engine.test_shared_s3 import BUCKET, rows_of
 from tests.faults import bad_line as lines
 from tests.faults.bad_line import BadLine, bad_line
@@ -34,27 +32,15 @@ SHORTER = (  # what fails is asked again soon, so that faults are met again and 
 SEED = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
 
 
-@pytest.fixture
-def store_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[BadLine]:
-    """The line to an S3 server, which the environment leads to."""
-    moto = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's: a line for each call
-    moto.start()
-    _, port = moto.get_host_and_port()
-    urlopen(Call(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")).close()
-    try:
-        with bad_line(port, SEED) as line:
-            for name, value in {
-                "AWS_ENDPOINT": f"http://127.0.0.1:{line.port}",
-                "AWS_ALLOW_HTTP": "true",
-                "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "key",
-                "AWS_SECRET_ACCESS_KEY": "secret",
-            }.items():
+@pytest.fixture(params=SERVERS)
+def store_line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BadLine]:
+    """The line to a store, which the environment leads to."""
+    with store_server(request.param) as server:
+        server.make(BUCKET)
+        with bad_line(server.entry, SEED) as line:
+            for name, value in server.environment_by(line.port).items():
                 monkeypatch.setenv(name, value)
             yield line
-    finally:
-        moto.stop()
 
 
 @pytest.fixture
@@ -88,13 +74,14 @@ def test_conversations_over_bad_lines(
     model_of: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     store_line: BadLine,
     redis: RedisServer | None,
 ) -> None:
     print(f"CHAOS_SEED={SEED}")
     monkeypatch.setattr(lines, "LINE_FAULTS", {})
     with contextlib.ExitStack() as opened:
-        options = {"shared": f"s3://{BUCKET}/kv"}
+        options = {"shared": f"{request.node.callspec.params['store_line']}://{BUCKET}/kv"}
         if redis is not None:
             line = opened.enter_context(bad_line(redis.port, SEED))
             options["shared_directory"] = f"redis://127.0.0.1:{line.port}/0"

@@ -1,4 +1,7 @@
-"""`gs://` and `az://`: the clients of both, with what the environment says, at a server in memory that answers as the services do."""
+"""`gs://` and `az://`: the clients of both, with what the environment says, at a server in memory that answers as the services do.
+
+`test_shared_stores` has the same over servers that others wrote, where they are installed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from afterglow.store.shared.objects import ObstoreObjects
 from tests.engine.cloud_server import CONTAINER, PAGE, CloudServer, cloud_server
 from tests.engine.conftest import Handle
-from tests.engine.test_shared_s3 import published, rows_of
+from tests.engine.test_shared_s3 import STATUSES, answering, cannot_be_used, published, rows_of, shorter
 from tests.waiting import wait_for
 
 pytest.importorskip("obstore")
@@ -19,19 +22,29 @@ SIGNED = {"gs": "Bearer token", "az": "SharedKey account:"}
 
 
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudServer]:
-    """A server that the environment leads to, with credentials, as its operator would."""
-    with cloud_server() as server:
+def point(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Point the environment at a server, with credentials, as its operator would."""
+
+    def to(url: str) -> None:
         for name, value in (
-            ("GOOGLE_BASE_URL", server.url),
+            ("GOOGLE_BASE_URL", url),
             ("GOOGLE_BEARER_TOKEN", "token"),
             ("GOOGLE_ALLOW_HTTP", "true"),
             ("AZURE_STORAGE_ACCOUNT_NAME", "account"),
             ("AZURE_STORAGE_ACCOUNT_KEY", "a2V5"),
-            ("AZURE_STORAGE_ENDPOINT", server.url),
+            ("AZURE_STORAGE_ENDPOINT", url),
             ("AZURE_ALLOW_HTTP", "true"),
         ):
             monkeypatch.setenv(name, value)
+
+    return to
+
+
+@pytest.fixture
+def cloud(point: Callable[[str], None]) -> Iterator[CloudServer]:
+    """A server that the environment leads to."""
+    with cloud_server() as server:
+        point(server.url)
         yield server
 
 
@@ -87,3 +100,32 @@ def test_wrong_credentials_are_counted_as_such(
     shared = handle.engine.parts.store.shared
     assert shared is not None
     wait_for(lambda: "denied" in shared.stats().failures)
+
+
+@pytest.mark.parametrize("scheme", SIGNED)
+@pytest.mark.parametrize(("status", "kind"), STATUSES)
+def test_a_container_that_cannot_be_used_is_no_fault_of_a_request(
+    start: Callable[..., Handle],
+    model_of: Callable[[str], Path],
+    tmp_path: Path,
+    point: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    status: int | None,
+    kind: str,
+) -> None:
+    shorter(monkeypatch)
+    with answering(status) as url:
+        point(url)
+        cannot_be_used(start(model_of("llama"), tmp_path / "a", shared=f"{scheme}://{CONTAINER}/kv"), kind)
+
+
+@pytest.mark.parametrize("scheme", SIGNED)
+def test_a_server_that_fails_is_not_taken_for_an_object_that_ends_early(
+    point: Callable[[str], None], scheme: str
+) -> None:
+    with answering(500) as url:
+        point(url)
+        objects = ObstoreObjects(f"{scheme}://orange/kv")
+        with pytest.raises(Exception, match=r"Error performing"):
+            objects.get("digest/extents/ab/abcd.safetensors", 0, 100)

@@ -1,4 +1,4 @@
-"""The shared tier over HTTP: a real S3 server, where one is installed, and servers that answer as S3 does on a bad day."""
+"""The shared tier over HTTP: servers that answer as S3 does on a bad day. `test_shared_stores` has servers of real stores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.request import Request as Call
-from urllib.request import urlopen
 
 import pytest
 
@@ -51,35 +49,6 @@ def published(handle: Handle) -> None:
     assert shared.rest(20.0)
 
 
-def test_engines_share_a_bucket(start: Start, model_of: Models, tmp_path: Path, s3: Callable[[str], None]) -> None:
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        s3(f"http://{host}:{port}")
-        urlopen(Call(f"http://{host}:{port}/{BUCKET}", method="PUT")).close()
-        options = {"shared": f"s3://{BUCKET}/some/folder"}
-        engines = [start(model_of("llama"), tmp_path / name, **options) for name in ("a", "b")]
-        text, previous = rows_of(1, 150), 0
-        for turn in range(4):
-            handle = engines[turn % 2]
-            done = handle.ask(text, max_tokens=20)
-            assert done.tokens == handle.ask(text, max_tokens=20, reuse=False).tokens
-            assert done.cached.total == previous, turn
-            published(handle)
-            previous = len(text) + len(done.tokens) - 1
-            text = [*text, *done.tokens, *rows_of(10 + turn, 70)]
-        for handle in engines:
-            stats = handle.engine.stats().shared
-            assert stats is not None
-            assert stats.failures == {}
-            assert stats.fetches > 0
-        engines[1].engine.reset_cache()
-        published(engines[1])
-    finally:
-        server.stop()
-
-
 @contextmanager
 def answering(status: int | None) -> Iterator[str]:
     """Run a server that answers all requests with a status; None: that does not answer. Yields its URL."""
@@ -113,9 +82,29 @@ def answering(status: int | None) -> Iterator[str]:
         server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"), [(500, "io"), (403, "denied"), (404, "io"), (None, "timeout"), (200, "io")]
-)
+def cannot_be_used(handle: Handle, kind: str) -> None:
+    """Requests go on over a store that cannot be used, and its failures are counted; closes the engine."""
+    for seed in range(4):
+        prompt = rows_of(seed, 150)
+        done = handle.ask(prompt, max_tokens=4)
+        assert done.tokens == handle.ask(prompt, max_tokens=4, reuse=False).tokens
+    assert handle.ask([*rows_of(0, 150), 1]).cached.total == 150, "what is here is found all the same"
+    shared = handle.engine.parts.store.shared
+    assert shared is not None
+    wait_for(lambda: kind in shared.stats().failures)
+    handle.engine.close()
+
+
+def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give calls that do not come back little time."""
+    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 0.3)
+    monkeypatch.setattr("afterglow.store.shared.extent_publisher.PUT_S", 0.3)
+
+
+STATUSES = [(500, "io"), (403, "denied"), (404, "io"), (None, "timeout"), (200, "io")]
+
+
+@pytest.mark.parametrize(("status", "kind"), STATUSES)
 def test_a_bucket_that_cannot_be_used_is_no_fault_of_a_request(
     start: Start,
     model_of: Models,
@@ -125,20 +114,10 @@ def test_a_bucket_that_cannot_be_used_is_no_fault_of_a_request(
     status: int | None,
     kind: str,
 ) -> None:
-    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 0.3)
-    monkeypatch.setattr("afterglow.store.shared.extent_publisher.PUT_S", 0.3)
+    shorter(monkeypatch)
     with answering(status) as url:
         s3(url)
-        a = start(model_of("llama"), tmp_path / "a", shared=f"s3://{BUCKET}")
-        for seed in range(4):
-            prompt = rows_of(seed, 150)
-            done = a.ask(prompt, max_tokens=4)
-            assert done.tokens == a.ask(prompt, max_tokens=4, reuse=False).tokens
-        assert a.ask([*rows_of(0, 150), 1]).cached.total == 150, "what is here is found all the same"
-        shared = a.engine.parts.store.shared
-        assert shared is not None
-        wait_for(lambda: kind in shared.stats().failures)
-        a.engine.close()
+        cannot_be_used(start(model_of("llama"), tmp_path / "a", shared=f"s3://{BUCKET}"), kind)
 
 
 def test_a_server_that_fails_is_not_taken_for_an_object_that_ends_early(s3: Callable[[str], None]) -> None:

@@ -1,20 +1,19 @@
-"""An S3 server on a bad day: moto's, behind a proxy that answers 500, stalls, is late, and flips bits on the way in and out, and a bad line."""
+"""A store on a bad day: a server (`store_servers`), behind a proxy that answers 500, stalls, is late, and flips bits on the way in and out, and a bad line."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import logging
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.engine.store_servers import store_server
 from tests.faults.bad_line import BadLine, bad_line
 
 BUCKET = "afterglow-chaos"
@@ -57,32 +56,23 @@ class BadStore:
 
 
 @contextlib.contextmanager
-def bad_store(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[BadStore]:
+def bad_store(scheme: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[BadStore]:
     """Run such a server, with a bucket; the environment of new processes leads to it."""
-    moto = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's: a line for each call
-    moto.start()
-    store = BadStore(*moto.get_host_and_port(), seed)
-    urlopen(Request(f"http://{store.host}:{store.port}/{BUCKET}", method="PUT")).close()
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(store))
-    proxy.daemon_threads = True
-    proxy.handle_error = lambda *_: None  # type: ignore[method-assign]  # a killed server resets its connections
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    try:
-        with bad_line(proxy.server_address[1], seed) as store.line:
-            for name, value in {
-                "AWS_ENDPOINT": f"http://127.0.0.1:{store.line.port}",
-                "AWS_ALLOW_HTTP": "true",
-                "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "key",
-                "AWS_SECRET_ACCESS_KEY": "secret",
-            }.items():
-                monkeypatch.setenv(name, value)
-            yield store
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
-        moto.stop()
+    with store_server(scheme) as server:
+        server.make(BUCKET)
+        store = BadStore("127.0.0.1", server.entry, seed)
+        proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(store))
+        proxy.daemon_threads = True
+        proxy.handle_error = lambda *_: None  # type: ignore[method-assign]  # a killed server resets its connections
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        try:
+            with bad_line(proxy.server_address[1], seed) as store.line:
+                for name, value in server.environment_by(store.line.port).items():
+                    monkeypatch.setenv(name, value)
+                yield store
+        finally:
+            proxy.shutdown()
+            proxy.server_close()
 
 
 def _handler(store: BadStore) -> type[BaseHTTPRequestHandler]:

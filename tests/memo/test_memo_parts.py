@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.distances import labels
-from afterglow.memo.isotonic import isotonic
-from afterglow.memo.memo_settings import MemoSettings
+from afterglow.memo.memo_settings import MemoSettings, isotonic
 from afterglow.memo.options import MemoOptions
 from afterglow.memo.projector import Projector, ProjectorSpec
 from afterglow.memo.training import train

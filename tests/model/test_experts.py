@@ -17,9 +17,10 @@ from afterglow.errors import ModelError
 from afterglow.kernels.block import Block, ExpertPanels, Pair
 from afterglow.kernels.built import native
 from afterglow.kernels.matrix import Panels
+from afterglow.model.checkpoint import Checkpoint
 from afterglow.model.experts import Experts, Mlp
 from afterglow.model.linear import BlockLinear, PanelLinear, PlainLinear
-from afterglow.model.loader import Checkpoint, load_model
+from afterglow.model.loader import load_model
 from afterglow.model.spec import ExpertsSpec
 from afterglow.model.stacked_experts import StackedExperts
 from tests.model import families_hf, gguf_kit

@@ -20,10 +20,11 @@ from afterglow.config import format_size
 from afterglow.errors import ModelError
 from afterglow.gguf_file import FileTensor, open_gguf
 from afterglow.memory import free
-from afterglow.model import memory_check
+from afterglow.model import loader
+from afterglow.model.checkpoint import weight_files
 from afterglow.model.decoder import Decoder, PlainAttend
 from afterglow.model.digest import model_digest
-from afterglow.model.loader import load_model, read_spec, weight_files
+from afterglow.model.loader import load_model, read_spec
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.tables import PackedTensor
 from afterglow.model.weights import WeightAssembler
@@ -320,9 +321,9 @@ def test_a_model_that_does_not_fit_into_memory(
         "none": SMALL.num_parameters * 4,
         "int8": SMALL.num_parameters + 300 * 256 * 3,  # embeddings are not rounded
     }[quantization]
-    monkeypatch.setattr(memory_check, "free_bytes", lambda: about)
+    monkeypatch.setattr(loader, "free_bytes", lambda: about)
     load_model(path, quantization=quantization)
-    monkeypatch.setattr(memory_check, "free_bytes", lambda: about - 1)
+    monkeypatch.setattr(loader, "free_bytes", lambda: about - 1)
     needs = (
         rf"0\.00 billion weights need about {re.escape(format_size(about))}, besides up to 4\.0 KiB for keys and values"
     )

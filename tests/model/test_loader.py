@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from afterglow.errors import ModelError
+from afterglow.model.checkpoint import INDEX
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.digest import model_digest, numeric_mode
-from afterglow.model.loader import INDEX, load_model
+from afterglow.model.loader import load_model
 from afterglow.model.presets import PRESETS, random_model, save_hf
 from tests.model.families_hf import save_case
 

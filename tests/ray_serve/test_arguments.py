@@ -15,9 +15,8 @@ import yaml
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.errors import ConfigError
-from afterglow.ray.affinity import ranked
 from afterglow.ray.deploy_options import DeployOptions, read_arguments
-from afterglow.ray.replica_folder import own_folder
+from afterglow.ray.replica_folder import own_folder, ranked
 from afterglow.server.server_config import ServerConfig
 from tests.docs.code_blocks import code_blocks
 

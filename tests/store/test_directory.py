@@ -311,11 +311,11 @@ def test_a_directory_that_was_restarted_empty_is_filled_again(server: RedisServe
     server.kill()
     assert a.find() is None
     a.put(TWO)
-    failures = a.failures
-    assert failures in (1, 2), "the second, where it was asked again"
+    assert a.failures in (1, 2), "the second, where it was asked again"
     server.start()
     time.sleep(0.06)
     a.know_all()
+    failures = a.failures  # it may have been asked while it started
     assert a.find() == {"3": 128, "4": 192}
     with server.client as client:
         client.flushall()

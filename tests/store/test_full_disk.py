@@ -21,7 +21,7 @@ from afterglow.store.database import connection, recovery, rows
 from afterglow.store.database.catalog import Catalog, CatalogShares
 from afterglow.store.database.conversations import Conversations
 from afterglow.store.extents.disk_tier import DiskTier
-from afterglow.store.moving.copying import copy_rows
+from afterglow.store.moving.move_work import copy_rows
 from afterglow.store.moving.task import Abandoned
 from afterglow.store.places import bytes_below
 from tests.store.store_kit import ALIGNED, Kit, arena_of, extent_name, record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from afterglow.errors import ConfigError, RefusedError, StoreError
 from afterglow.store.faults import kind_of
 from afterglow.store.shared.budget import Budget
 from afterglow.store.shared.counters import SharedCounters
-from afterglow.store.shared.objects import Objects, check_url
+from afterglow.store.shared.objects import Objects, ObstoreObjects, check_url
 from afterglow.store.shared.paths import Paths
 from afterglow.store.shared.remote import MAX_ASIDE, MAX_FAILURES, REST_S, Remote
 from tests.store.bucket import Bucket
@@ -95,6 +96,49 @@ def test_a_missing_bucket_is_no_missing_object(code: str) -> None:
         assert str(error.value) == reason
         assert kind_of(error.value) == "io"
     assert remote.rests
+    remote.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "what"),
+    [
+        *((scheme, what) for scheme in ("az", "s3", "gs") for what in ("refused", "http")),
+        ("az", "credentials"),
+        ("s3", "credentials"),  # for Google's, no variable leads away from the machine's own address
+    ],
+)
+def test_what_a_user_can_mend_is_in_the_reason(scheme: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `obstore`'s own errors: it says no more than that a request could not be sent, or built, and its own words are far below."""
+    pytest.importorskip("obstore")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        nowhere = f"127.0.0.1:{probe.getsockname()[1]}"
+    for name, value in {
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_STORAGE_ENDPOINT": f"http://{nowhere}/account",
+        "AZURE_MSI_ENDPOINT": f"http://{nowhere}/identity",
+        "AWS_ENDPOINT": f"http://{nowhere}",
+        "AWS_REGION": "us-east-1",
+        "AWS_METADATA_ENDPOINT": f"http://{nowhere}",
+        "GOOGLE_BASE_URL": f"http://{nowhere}",
+        "GOOGLE_BEARER_TOKEN": "token",
+        **(
+            {} if what == "http" else dict.fromkeys(("AZURE_ALLOW_HTTP", "AWS_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP"), "true")
+        ),
+        **({} if what == "credentials" else dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "key")),
+        **({} if what == "credentials" else {"AZURE_STORAGE_ACCOUNT_KEY": "a2V5"}),
+    }.items():
+        monkeypatch.setenv(name, value)
+    remote = Remote(lambda: ObstoreObjects(f"{scheme}://bucket/folder"))
+    with pytest.raises(StoreError) as error:
+        remote.call("reading", lambda objects: objects.get("a", 0, 4), 20)
+    assert (
+        str(error.value)
+        == {
+            "refused": "reading: HTTP error: error sending request: Connection refused",
+            "http": "reading: an http:// endpoint needs AWS_ALLOW_HTTP, GOOGLE_ALLOW_HTTP or AZURE_ALLOW_HTTP=true",
+            "credentials": f"reading: asking {nowhere} for credentials: HTTP error: error sending request: Connection refused",
+        }[what]
+    )
     remote.close()
 
 

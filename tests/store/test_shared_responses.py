@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from afterglow.errors import StoreError
-from afterglow.store.database import unpublished
 from afterglow.store.database.conversations import TTL_S
-from afterglow.store.shared import remote
+from afterglow.store.shared import remote, shared_responses
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
@@ -190,7 +189,6 @@ def test_a_store_that_cannot_be_listed_is_left_alone(a: Replica, bucket: Bucket)
 HANGING_READS = """
 import threading
 from afterglow.errors import StoreError
-from afterglow.store.database import unpublished
 from afterglow.store.shared import counters, records, remote
 class Hanging:
     def get(self, *args):
@@ -287,7 +285,7 @@ def test_what_others_have_deleted_is_not_written_again(a: Replica, b: Replica, b
 def test_so_many_are_kept_that_could_not_be_written(
     a: Replica, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpublished, "MAX_UNPUBLISHED", 2)
+    monkeypatch.setattr(shared_responses, "MAX_UNPUBLISHED", 2)
     bucket.down = True
     for name in ("one", "two", "three"):
         a.say(name, None)

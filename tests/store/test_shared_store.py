@@ -18,10 +18,9 @@ from afterglow.store.extents.layout import KVLayout
 from afterglow.store.shared import budget, extent_publisher, fetcher, remote
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.finder import Prompt, SharedExtent
-from afterglow.store.shared.kept_threads import KEPT, KeptThreads
 from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.paths import Paths
-from afterglow.store.shared.remote import Remote
+from afterglow.store.shared.remote import KEPT, KeptThreads, Remote
 from afterglow.store.shared.shared_store import SharedStore
 from tests.store.store_kit import ALIGNED, EIGHT_BITS, ODD, Kit, contents, extent_name, record
 from tests.waiting import wait_for

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from afterglow.importance.row_selector import Queries, RowSelector
-from afterglow.importance.select import Selection, SelectionRules, probes_of
+from afterglow.importance.select import Queries, RowSelector, Selection, SelectionRules, probes_of
 from afterglow.importance.sums import grouped, head_sums
 from afterglow.importance.waits import at_hand, waited
 from afterglow.kernels.attention import attend, merge

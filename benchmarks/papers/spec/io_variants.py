@@ -10,8 +10,7 @@ from torch import Tensor
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.importance.chunk_cache import ChunkCache, Place
 from afterglow.importance.chunk_loader import ImportanceStats
-from afterglow.importance.row_selector import Queries, RowSelector
-from afterglow.importance.select import SelectionRules
+from afterglow.importance.select import Queries, RowSelector, SelectionRules
 from afterglow.importance.speculation import Prior
 from afterglow.plan.step import Selectable
 

@@ -7,16 +7,16 @@ a server has written (`afterglow serve --journal FILE`) instead.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from afterglow.bench.report import arguments, show
-from afterglow.bench.timed_requests import ask, words
+from afterglow.bench.timed_requests import ask, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
@@ -88,20 +88,14 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-@contextlib.contextmanager
 def _engine(
     model: str, longest: int, folder: Path, threads: int | None, journal: Path | None = None, **cache: Any
-) -> Iterator[Engine]:
+) -> AbstractContextManager[Engine]:
     settings = CacheConfig(cache_dir=folder, source="load", warm_start=False, **cache)
     config = EngineConfig(
         cache=settings, threads=threads, max_model_len=2 * longest, max_batch=max(BATCHES), journal=journal
     )
-    engine = Engine.load(model, config)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.close(flush=False)
+    return running(model, config)
 
 
 def _talk(engine: Engine, rng: random.Random, longest: int) -> None:

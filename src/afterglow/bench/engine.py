@@ -7,19 +7,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
+from afterglow.bench.timed_requests import greedy, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError
 from afterglow.model.presets import PRESETS, save_hf
-from afterglow.request import Request, SamplingParams
 
 PREFILL, DECODE_PROMPT, DECODED = 1024, 256, 64
-_ids = count()
 
 
 def main(args: Sequence[str]) -> int:
@@ -31,15 +29,13 @@ def main(args: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         save_hf(options.model, Path(folder), seed=options.seed)
         config = EngineConfig(cache=CacheConfig(disk_cache=0), max_model_len=4096, threads=options.threads)
-        engine = Engine.load(folder, config)
-        engine.start()
-        try:
+        with running(folder, config) as engine:
             rng = random.Random(options.seed)
             ours, theirs = _Ours(engine), _Transformers(Path(folder))
-            _agree(ours, theirs, rng, engine.vocab_size)
-            found = _measure(ours, theirs, rng, engine.vocab_size, repeats)
-        finally:
-            engine.close(flush=False)
+            _agree(ours, theirs, words(rng, engine, 64))
+            long = words(rng, engine, PREFILL)
+            one, *eight = (words(rng, engine, DECODE_PROMPT) for _ in range(9))
+            found = _measure(ours, theirs, long, one, eight, repeats)
     rows = [
         {"name": name, "tokens_per_s": round(statistics.median(s), 2), "spread": round(spread(s), 4)}
         for name, s in found.items()
@@ -75,8 +71,7 @@ class _Ours:
         self._engine = engine
 
     def run(self, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
-        sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-        requests = [Request(f"bench-{next(_ids)}", p, sampling, reuse=False) for p in prompts]
+        requests = [greedy(p, new, reuse=False) for p in prompts]
         began = time.perf_counter()
         done = self._engine.generate(requests)
         return time.perf_counter() - began, [list(d.tokens) for d in done]
@@ -119,27 +114,20 @@ class _Transformers:
         return seconds, [list(o.generated_tokens) for o in out.values()]
 
 
-def _prompts(rng: random.Random, vocab: int, n: int, tokens: int) -> list[list[int]]:
-    return [[rng.randrange(vocab) for _ in range(tokens)] for _ in range(n)]
-
-
-def _agree(ours: _Ours, theirs: _Transformers, rng: random.Random, vocab: int) -> None:
+def _agree(ours: _Ours, theirs: _Transformers, prompt: list[int]) -> None:
     """Same weights must mean same first tokens; otherwise no timing below means anything."""
-    prompts = _prompts(rng, vocab, 1, 64)
-    a, b = ours.run(prompts, 4)[1], theirs.run(prompts, 4)[1]
+    a, b = ours.run([prompt], 4)[1], theirs.run([prompt], 4)[1]
     if a != b:
         raise RuntimeError(f"the two engines disagree: {a} and {b}")
 
 
 def _measure(
-    ours: _Ours, theirs: _Transformers, rng: random.Random, vocab: int, repeats: int
+    ours: _Ours, theirs: _Transformers, long: list[int], one: list[int], eight: list[list[int]], repeats: int
 ) -> dict[str, list[float]]:
-    long, one = _prompts(rng, vocab, 1, PREFILL), _prompts(rng, vocab, 1, DECODE_PROMPT)
-    eight = _prompts(rng, vocab, 8, DECODE_PROMPT)
     Run = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]
 
     def prefill(run: Run) -> float:
-        return PREFILL / run(long, 1)[0]
+        return PREFILL / run([long], 1)[0]
 
     def decode(run: Run, prompts: list[list[int]]) -> float:
         """Tokens/s after the first token: the difference of a long and a one-token reply."""
@@ -154,8 +142,8 @@ def _measure(
         {
             "prefill": lambda: prefill(ours.run),
             "prefill, generate": lambda: prefill(theirs.run),
-            "decode, batch 1": lambda: decode(ours.run, one),
-            "decode, batch 1, generate": lambda: decode(theirs.run, one),
+            "decode, batch 1": lambda: decode(ours.run, [one]),
+            "decode, batch 1, generate": lambda: decode(theirs.run, [one]),
             "decode, batch 8": lambda: decode(ours.run, eight),
             "decode, batch 8, generate (padded batch)": lambda: decode(theirs.run, eight),
             "batch 8": lambda: whole(ours.run),

@@ -7,18 +7,15 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
-from afterglow.bench.timed_requests import words
+from afterglow.bench.timed_requests import greedy, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.request import Request, SamplingParams
 
 VARIANTS = ("recompute", "device", "host", "disk")
-_ids = count()
 
 
 def main(args: Sequence[str]) -> int:
@@ -40,13 +37,9 @@ def main(args: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-", dir=options.cache_dir) as folder:
         cache = CacheConfig(cache_dir=Path(folder), source="load", warm_start=False)
         config = EngineConfig(cache=cache, max_model_len=4096, threads=options.threads)
-        engine = Engine.load(options.model, config)
-        engine.start()
-        try:
+        with running(options.model, config) as engine:
             rng = random.Random(options.seed)
             rows = [_history(engine, rng, h, options.new, repeats) for h in options.histories]
-        finally:
-            engine.close(flush=False)
     show(
         f"TTFT of a turn of {options.new} new tokens, {options.model}, ms (median of {repeats})",
         ("history", *VARIANTS, "host / recompute", "disk / recompute", "host / device", "spread"),
@@ -68,31 +61,19 @@ def main(args: Sequence[str]) -> int:
 def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     row = rows[-1]
     ttft, noise = row["ttft_ms"], row["spread"]
-    assert isinstance(ttft, dict)
-    assert isinstance(noise, dict)
-    at = f"at {row['history']} tokens"
     return [
         goal(
-            f"host / recompute {at}",
-            ttft["host"] / ttft["recompute"],
-            1 / 10,
+            f"{ours} / {other} at {row['history']} tokens",
+            ttft[ours] / ttft[other],
+            wanted,
             least=False,
-            spread=max(noise["host"], noise["recompute"]),
-        ),
-        goal(
-            f"disk / recompute {at}",
-            ttft["disk"] / ttft["recompute"],
-            1 / 8,
-            least=False,
-            spread=max(noise["disk"], noise["recompute"]),
-        ),
-        goal(
-            f"host / device {at}",
-            ttft["host"] / ttft["device"],
-            1.3,
-            least=False,
-            spread=max(noise["host"], noise["device"]),
-        ),
+            spread=max(noise[ours], noise[other]),
+        )
+        for ours, other, wanted in (
+            ("host", "recompute", 1 / 10),
+            ("disk", "recompute", 1 / 8),
+            ("host", "device", 1.3),
+        )
     ]
 
 
@@ -101,8 +82,7 @@ def _history(engine: Engine, rng: random.Random, history: int, new: int, repeats
     past = words(rng, engine, history + 1)
 
     def ask(prompt: list[int], reuse: bool = True) -> tuple[float, dict[str, int]]:
-        request = Request(f"bench-{next(_ids)}", prompt, SamplingParams(max_tokens=1, temperature=0), reuse=reuse)
-        (done,) = engine.generate([request])
+        (done,) = engine.generate([greedy(prompt, reuse=reuse)])
         cached = done.cached
         return done.ttft_s * 1e3, {"device": cached.device, "host": cached.host, "disk": cached.disk}
 

@@ -12,25 +12,23 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
-from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
 import httpx
 
 from afterglow.bench.report import arguments, finish, goal, show, spread
+from afterglow.bench.timed_requests import greedy, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import Index, extent_id
-from afterglow.request import Output, Request, SamplingParams
+from afterglow.request import Output
 
 PROMPT = 32  # tokens: few, so that a delay of the first packets cannot hide behind prefill
 STREAMED = 16  # tokens of a reply
-
-_ids = count()
 
 
 def main(args: Sequence[str]) -> int:
@@ -43,31 +41,15 @@ def main(args: Sequence[str]) -> int:
         index_match(rng, 10_000 if options.quick else 100_000),
     ]
     show("overheads", ("", "median", "unit"), [(r["name"], r["value"], r["unit"]) for r in rows])
+    first, _, between, kept, matched = rows
     wanted = [
-        goal(
-            "first token over HTTP, connection kept alive, minus library, ms",
-            rows[0]["value"],
-            10,
-            least=False,
-            spread=rows[0]["spread"],
-        ),
-        goal(
-            "time between first and last token, HTTP / library",
-            rows[2]["value"],
-            0.8,
-            least=True,
-            spread=rows[2]["spread"],
-        ),
-        goal("bookkeeping / decode step at batch 8", rows[3]["value"], 0.02, least=False, spread=rows[3]["spread"]),
-        goal(
-            f"match of 32K tokens in {rows[4]['extents']:,} extents, ms",
-            rows[4]["value"],
-            2,
-            least=False,
-            spread=rows[4]["spread"],
-        ),
+        ("first token over HTTP, connection kept alive, minus library, ms", first, 10, False),
+        ("time between first and last token, HTTP / library", between, 0.8, True),
+        ("bookkeeping / decode step at batch 8", kept, 0.02, False),
+        (f"match of 32K tokens in {matched['extents']:,} extents, ms", matched, 2, False),
     ]
-    finish(options, rows, wanted)
+    goals = [goal(name, row["value"], it, least=least, spread=row["spread"]) for name, row, it, least in wanted]
+    finish(options, rows, goals)
     return 0
 
 
@@ -78,20 +60,20 @@ def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> list
     """
     model = str(files("afterglow") / "assets" / "model")
     config = EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads)
-    engine = Engine.load(model, config)
-    engine.start()
-    prompts = iter(lambda: [rng.randrange(300, engine.vocab_size) for _ in range(PROMPT)], None)
     extra = ["--threads", str(threads)] if threads else []
-    found: dict[str, list[TimedReply]] = {"library": [], "http": []}
-    try:
-        with _server([model, "--disk-cache", "0", *extra]) as url, httpx.Client(timeout=60) as client:
-            for _ in range(repeats + 2):
-                found["library"].append(_library(engine, next(prompts)))
-                found["http"].append(_http(client, url, next(prompts)))
-    finally:
-        engine.close(flush=False)
-    library, http = found["library"][2:], found["http"][2:]
-    if len({reply.port for reply in found["http"]}) > 1:
+    library, http = [], []
+    with (
+        running(model, config) as engine,
+        _server([model, "--disk-cache", "0", *extra]) as url,
+        httpx.Client(timeout=60) as client,
+    ):
+        prompts = iter(lambda: [rng.randrange(300, engine.vocab_size) for _ in range(PROMPT)], None)
+        for _ in range(repeats + 2):
+            library.append(_library(engine, next(prompts)))
+            http.append(_http(client, url, next(prompts)))
+    ports = {reply.port for reply in http}
+    del library[:2], http[:2]
+    if len(ports) > 1:
         raise RuntimeError("the server closed a connection that was to be kept alive")
     return [
         _difference("first token", [r.first_ms for r in library], [r.first_ms for r in http]),
@@ -132,10 +114,9 @@ class TimedReply:
 
 
 def _library(engine: Engine, prompt: list[int]) -> TimedReply:
-    sampling = SamplingParams(max_tokens=STREAMED, temperature=0, ignore_eos=True)
     came: SimpleQueue[tuple[float, Output]] = SimpleQueue()
     began = time.perf_counter()
-    engine.submit(Request(f"bench-{next(_ids)}", prompt, sampling), lambda out: came.put((time.perf_counter(), out)))
+    engine.submit(greedy(prompt, STREAMED), lambda out: came.put((time.perf_counter(), out)))
     times: list[float] = []
     while True:
         at, output = came.get(timeout=60)
@@ -193,26 +174,18 @@ def _server(args: list[str]) -> Iterator[str]:
 
 def bookkeeping(rng: random.Random, tokens: int, threads: int | None) -> dict[str, Any]:
     """Share of a decode step at batch 8 that schedule, commit and index take (`bench-100m`)."""
-    engine = Engine.load("bench-100m", EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads))
-    engine.start()
-    try:
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        requests = [
-            Request(f"bench-{next(_ids)}", [rng.randrange(engine.vocab_size) for _ in range(64)], sampling)
-            for _ in range(8)
-        ]
-        engine.generate([Request("warm", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0))])
+    with running("bench-100m", EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads)) as engine:
+        prompts = [words(rng, engine, 64) for _ in range(8)]
+        engine.generate([greedy([1, 2, 3], 4)])  # warms memory
         shares, plans, forwards = [], [], []
         for _ in range(3):
             before = engine.stats()
-            engine.generate([replace(request, id=f"bench-{next(_ids)}") for request in requests])
+            engine.generate([greedy(prompt, tokens) for prompt in prompts])
             after = engine.stats()
             steps = after.engine.steps - before.engine.steps
             plans.append((after.engine.plan_seconds - before.engine.plan_seconds) / steps)
             forwards.append((after.engine.forward_seconds - before.engine.forward_seconds) / steps)
             shares.append(plans[-1] / (plans[-1] + forwards[-1]))
-    finally:
-        engine.close(flush=False)
     return {
         "name": "schedule + commit + index, share of a decode step at batch 8",
         "value": round(statistics.median(shares), 5),

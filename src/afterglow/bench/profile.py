@@ -17,14 +17,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from afterglow.bench.report import arguments, finish, show, spread
-from afterglow.bench.timed_requests import words
+from afterglow.bench.timed_requests import greedy, running, words
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine import token_outputs
 from afterglow.engine.cached_attention import CachedAttend, RelayAttend
@@ -41,7 +40,6 @@ from afterglow.model.keeping import Keeping
 from afterglow.model.linear import BytePanelLinear, Int8Linear, PackedLinear, PanelLinear, PlainLinear
 from afterglow.model.presets import PRESETS
 from afterglow.plan.scheduler import Scheduler
-from afterglow.request import Request, SamplingParams
 
 REST = "the rest: Python, batch tensors, hand-over"
 PARTS: list[tuple[Any, str, str]] = [
@@ -71,7 +69,6 @@ PARTS: list[tuple[Any, str, str]] = [
     (EngineLoop, "_execute", REST),
 ]
 READ_BYTES = 256 << 20
-_ids = count()
 
 
 @dataclass
@@ -156,17 +153,13 @@ def main(args: Sequence[str]) -> int:
     window = min(4096, PRESETS[options.model].max_positions)
     watch = Stopwatch()
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder, watch.in_place():
-        engine = Engine.load(
-            options.model,
-            EngineConfig(
-                cache=CacheConfig(cache_dir=Path(folder), source="load", warm_start=False),
-                max_model_len=window,
-                threads=options.threads,
-                quantization=options.quantization,
-            ),
+        config = EngineConfig(
+            cache=CacheConfig(cache_dir=Path(folder), source="load", warm_start=False),
+            max_model_len=window,
+            threads=options.threads,
+            quantization=options.quantization,
         )
-        engine.start()
-        try:
+        with running(options.model, config) as engine:
             profile = Profile(engine, watch, random.Random(options.seed), PRESETS[options.model], options.quantization)
             rows = [
                 profile.decode(1, min(1024, window // 2), repeats),
@@ -174,8 +167,6 @@ def main(args: Sequence[str]) -> int:
                 profile.prefill(min(1024, window // 2), repeats),
                 profile.reused(min(2048, window - 128), 64, repeats),
             ]
-        finally:
-            engine.close(flush=False)
         profile.machine = profile.machine.better(MachineRoof.measured())
     for row in rows:
         row["bound_ms"] = round(profile.machine.bound(row.pop("read"), row.pop("operations")), 4)
@@ -245,8 +236,7 @@ class Profile:
 
     def _ask(self, prompts: list[list[int]], new: int, reuse: bool = False) -> dict[str, float]:
         """Milliseconds by label, and those of steps as a whole."""
-        sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-        requests = [Request(f"bench-{next(_ids)}", p, sampling, reuse=reuse) for p in prompts]
+        requests = [greedy(p, new, reuse=reuse) for p in prompts]
         self._watch.seconds.clear()
         self._watch.running = True
         self._engine.generate(requests)

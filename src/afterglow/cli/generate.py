@@ -8,7 +8,7 @@ from pathlib import Path
 
 from afterglow.cli.command_options import GenerateOptions, SamplingOptions
 from afterglow.cli.progress import progress, summary
-from afterglow.cli.standard_input import not_utf8, utf8_stdin
+from afterglow.cli.standard_input import read_text
 from afterglow.config import EngineConfig
 from afterglow.errors import ConfigError, ModelError
 from afterglow.library.language_model import load_model
@@ -59,14 +59,5 @@ def _read(prompt: str | None, file: Path | None) -> str:
         raise ConfigError("give --prompt or --file, not both")
     if prompt is not None:
         return prompt
-    if file is not None:
-        try:
-            return file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {file}: {error}") from None
-    if sys.stdin.isatty():
-        print("The text to go on with; Ctrl-D ends it:", file=sys.stderr)
-    try:
-        return utf8_stdin().read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(error) from None
+    text = read_text(file, "The text to go on with; Ctrl-D ends it:")
+    return text if file is not None else text.removesuffix("\n")

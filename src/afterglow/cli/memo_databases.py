@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from afterglow.cli import simulation_report as fig
 from afterglow.cli.command_options import MemoTexts
 from afterglow.cli.progress import progress
-from afterglow.cli.terminal_tables import table
+from afterglow.cli.standard_input import full_lines, read_file
+from afterglow.cli.terminal_tables import print_json, table
 from afterglow.config import EngineConfig, format_size
 from afterglow.errors import AfterglowError, ConfigError
 from afterglow.library.embedder import load_embedder
@@ -37,7 +37,7 @@ def build(texts: MemoTexts, out: Path, options: MemoOptions, config: EngineConfi
 
         builder = _builder(embedder, folder, out, options, report)
         try:
-            database = builder.run([_tokens(embedder, text) for text in given])
+            database = builder.run([embedder.tokens(text) for text in given])
         except KeyboardInterrupt:
             print(
                 f"afterglow: ended; the maps collected so far are in {out}: the same command goes on from there",
@@ -62,7 +62,7 @@ def add(texts: MemoTexts, folder: Path, max_bytes: int | None, config: EngineCon
     embedder, where = _embedder(texts, config)
     with progress() as report:
         builder = _builder(embedder, where, folder, options, report)
-        new = builder.add([_tokens(embedder, text) for text in given], max_bytes)
+        new = builder.add([embedder.tokens(text) for text in given], max_bytes)
     print(f"{new} texts added to {folder}, without training")
     if builder.skipped:
         print(f"{builder.skipped} left out: too long, or no room under --max-bytes")
@@ -103,7 +103,7 @@ def check(folder: Path, as_json: bool) -> int:
         **dataclasses.asdict(store.identity),
     }
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         for line in wrong:
             print(line)
@@ -142,16 +142,8 @@ def _builder(embedder: TextEmbedder, model: Path, folder: Path, options: MemoOpt
     return Builder(embedder.embedder, folder, options, report=report, **about)
 
 
-def _tokens(embedder: TextEmbedder, text: str) -> list[int]:
-    return embedder.tokens(text)
-
-
 def _lines(path: Path) -> list[str]:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --texts {path}: {error}") from None
-    found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    found = full_lines(read_file(path, f"--texts {path}"))
     if not found:
         raise ConfigError(f"--texts {path} has no texts; write one in a line")
     return found

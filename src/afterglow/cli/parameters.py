@@ -56,19 +56,19 @@ class Only:
 
 
 def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
-    """Register a function as a command. Its parameters are dataclasses, a `typer.Context` or `Given`; it returns the exit
-    code."""
+    """Register a function as a command. Its parameters are dataclasses, single options (`Annotated[bool, option(False, "...")]`),
+    a `typer.Context` or `Given`; it returns the exit code."""
 
     def register(run: F) -> F:
         hints = typing.get_type_hints(run, include_extras=True)
         hints.pop("return", None)
-        configs = {name: _config(hint) for name, hint in hints.items() if hint not in (typer.Context, Given)}
+        configs = {name: _split(hint) for name, hint in hints.items() if hint not in (typer.Context, Given)}
 
         def invoke(context: typer.Context, config: str | None, **values: Any) -> None:
             given = given_in(context)
             known: dict[Any, Any] = {typer.Context: context, Given: given}
             try:
-                built = {name: _build(kind, values) for name, (kind, _) in configs.items()}
+                built = {name: _build(name, kind, values) for name, (kind, _) in configs.items()}
                 if isinstance(context.obj, _Unrun):
                     context.obj.parsed = Parsed(built, given)
                     return
@@ -79,7 +79,7 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
             raise typer.Exit(code)
 
         parameters = [_parameter("context", typer.Context, inspect.Parameter.empty)]
-        parameters += [made for kind, only in configs.values() for made in _parameters(kind, only)]
+        parameters += [made for name, parts in configs.items() for made in _parameters(name, *parts)]
         parameters.append(_parameter("config", _ConfigFile, None))
         invoke.__doc__ = run.__doc__
         invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command that was read and not run: its dataclasses by the names of its function's parameters, and what was given."""
+    """A command that was read and not run: what its function's parameters would be, by name, and what was given."""
 
     configs: Mapping[str, Any]
     given: Given
@@ -116,39 +116,39 @@ def parse(app: typer.Typer, args: Sequence[str]) -> Parsed:
     return asked.parsed
 
 
-def _config(hint: Any) -> tuple[Any, tuple[str, ...] | None]:
-    """Take apart a parameter's type: the dataclass, and the fields that are wanted, None for all."""
+def _split(hint: Any) -> tuple[Any, Only | Field[Any] | None]:
+    """Take apart a parameter's type: a dataclass, and which of its fields are wanted, None for all; or a value and its field."""
     if typing.get_origin(hint) is not Annotated:
         return hint, None
-    kind, only = typing.get_args(hint)
-    return kind, only.names
+    kind, about = typing.get_args(hint)
+    return kind, about
 
 
-def _build(config: Any, values: dict[str, Any]) -> Any:
-    """Build a config from the values of its options; lists become tuples, which frozen dataclasses hold."""
-    made = {}
-    for name, kind in typing.get_type_hints(config).items():
-        if is_dataclass(kind):
-            made[name] = _build(kind, values)
-        elif name in values:
-            made[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
-    return config(**made)
+def _build(name: str, kind: Any, values: dict[str, Any]) -> Any:
+    """Build a config from the values of its options, or one value; lists become tuples, which frozen dataclasses hold."""
+    if not is_dataclass(kind):
+        return tuple(values[name]) if isinstance(values[name], list) else values[name]
+    inner = typing.get_type_hints(kind).items()
+    made = {each: _build(each, of, values) for each, of in inner if is_dataclass(of) or each in values}
+    return kind(**made)  # type: ignore[operator]
 
 
-def _parameters(config: Any, only: tuple[str, ...] | None = None) -> list[inspect.Parameter]:
+def _parameters(name: str, kind: Any, about: Only | Field[Any] | None = None) -> list[inspect.Parameter]:
     """Make the parameters of a dataclass: its own fields, then inherited ones, then those of dataclasses within it. Fields
-    without a help text are no options."""
-    hints = typing.get_type_hints(config)
-    panel = _PANELS.get(config.__name__)
-    if only is not None:
-        return [_from_field(f, hints[f.name], None) for f in fields(config) if f.name in only]
-    ordered = sorted(fields(config), key=lambda field: field.name not in config.__annotations__)
-    own = [_from_field(f, hints[f.name], panel) for f in ordered if "help" in f.metadata]
-    inner = [kind for kind in hints.values() if is_dataclass(kind)]
-    return own + [parameter for each in inner for parameter in _parameters(each)]
+    without a help text are no options. Of a value with a field: the one parameter."""
+    if isinstance(about, Field):
+        return [_from_field(name, about, kind, None)]
+    hints = typing.get_type_hints(kind)
+    panel = _PANELS.get(kind.__name__)
+    if about is not None:
+        return [_from_field(f.name, f, hints[f.name], None) for f in fields(kind) if f.name in about.names]
+    ordered = sorted(fields(kind), key=lambda field: field.name not in kind.__annotations__)
+    own = [_from_field(f.name, f, hints[f.name], panel) for f in ordered if "help" in f.metadata]
+    inner = {each: of for each, of in hints.items() if is_dataclass(of)}
+    return own + [parameter for each, of in inner.items() for parameter in _parameters(each, of)]
 
 
-def _from_field(field: Field[Any], kind: Any, panel: str | None) -> inspect.Parameter:
+def _from_field(name: str, field: Field[Any], kind: Any, panel: str | None) -> inspect.Parameter:
     about = field.metadata
     default = inspect.Parameter.empty if field.default is MISSING else field.default
     more: dict[str, Any] = {"help": about["help"], "rich_help_panel": panel, "metavar": about.get("metavar")}
@@ -174,11 +174,11 @@ def _from_field(field: Field[Any], kind: Any, panel: str | None) -> inspect.Para
         more["help"] = about["help"] if choices in about["help"] else f"{about['help']} One of {choices}."
     if about.get("argument"):
         more["show_default"] = False
-        return _parameter(field.name, Annotated[kind, typer.Argument(**more)], default)
-    flag = "--" + field.name.replace("_", "-")
+        return _parameter(name, Annotated[kind, typer.Argument(**more)], default)
+    flag = "--" + name.replace("_", "-")
     if kind is bool and not about.get("names"):
         flag = f"{flag}/--no-{flag[2:]}"
-    return _parameter(field.name, Annotated[kind, typer.Option(*(about.get("names") or (flag,)), **more)], default)
+    return _parameter(name, Annotated[kind, typer.Option(*(about.get("names") or (flag,)), **more)], default)
 
 
 def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:

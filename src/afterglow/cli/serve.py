@@ -1,18 +1,49 @@
-"""`afterglow serve`."""
+"""`afterglow serve`, and what a server serves: a model that was found, and the parts that are loaded from it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from afterglow.cli.load_served import find_served, loaded
-from afterglow.config import EngineConfig
-from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED
+from afterglow.cli.progress import progress
+from afterglow.config import PINNED, EngineConfig
+from afterglow.errors import ConfigError, UserError
+from afterglow.library.embedder import load_embedder
+from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_embedding_model, find_model, model_name
 from afterglow.library.threads import set_up_threads
 from afterglow.server.server_config import ServerConfig
 
+if TYPE_CHECKING:
+    from afterglow.engine.engine import Engine
+    from afterglow.memo.texts import TextEmbedder
+    from afterglow.server.bridge import EngineLike
+    from afterglow.text import Tokenizer
+
 log = logging.getLogger("afterglow.server")
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model's folder and name, and the settings to serve it with."""
+
+    folder: Path
+    name: str
+    server: ServerConfig
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class LoadedParts:
+    """An engine that runs, its tokenizer, and the models of `/v1/embeddings`, the default first."""
+
+    engine: EngineLike
+    tokenizer: Tokenizer
+    embedders: Sequence[TextEmbedder]
 
 
 def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
@@ -40,3 +71,111 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
         with loaded(found) as parts:
             Service(parts.engine, parts.tokenizer, server, found.folder, sock, parts.embedders).run()
     return 0
+
+
+def find_served(model: str | None, server: ServerConfig, config: EngineConfig) -> FoundModel:
+    """Find a model, and settle what depends on it: its name in the API, and each tenant's part. Raises: UserError."""
+    if config.cache.tenant_pins is None and server.api_key:
+        tenants = len({*server.api_key, *([server.admin_key] if server.admin_key else [])})
+        config = replace(config, cache=replace(config.cache, tenant_pins=PINNED / tenants))
+    folder = find_model(model)
+    name = model_name(model, folder)
+    if not server.served_model_name:
+        server = replace(server, served_model_name=(name,))
+    return FoundModel(folder, name, server, config)
+
+
+@contextmanager
+def loaded(found: FoundModel) -> Iterator[LoadedParts]:
+    """Load the models and start the engine; at the end the engine writes its cache to disk. Raises: UserError."""
+    from afterglow.model.loader import is_encoder
+    from afterglow.text import Tokenizer
+
+    folder, server, config = found.folder, found.server, found.config
+    tokenizer = Tokenizer(folder)
+
+    if is_encoder(folder):
+        from afterglow.server.embedding_models import EncoderOnly
+
+        only = _encoder(folder, tokenizer, server, config)
+        yield LoadedParts(EncoderOnly(only, config), tokenizer, [only])
+        return
+    beside = _beside(server, config)
+    from afterglow.engine.engine import Engine
+
+    with progress() as report:
+        engine = Engine.load(folder, config, report, name=found.name)
+    engine.start()
+    try:
+        yield LoadedParts(engine, tokenizer, [*beside, *_own(engine, folder, tokenizer, server)])
+    finally:
+        engine.close(flush=True)
+
+
+def _encoder(folder: Path, tokenizer: Tokenizer, server: ServerConfig, config: EngineConfig) -> TextEmbedder:
+    """Load the only model of a server that has no decoder."""
+    if server.embedding_model is not None:
+        raise ConfigError(
+            f"{folder} is an encoder itself, and there is no place for --embedding-model {server.embedding_model} beside "
+            "it; start a second server, or serve it beside a model that generates"
+        )
+    return _load(folder, server.served_model_name[0], server, config, tokenizer, config.max_model_len)
+
+
+def _beside(server: ServerConfig, config: EngineConfig) -> list[TextEmbedder]:
+    """Load the model of --embedding-model before the other: it is the smaller one, and may be a mistake."""
+    if server.embedding_model is None:
+        return []
+    folder, name = find_embedding_model(server.embedding_model)
+    if name in server.served_model_name:
+        raise ConfigError(f"--embedding-model is called {name!r}, and so is the other model; use --served-model-name")
+    return [_load(folder, name, server, config)]
+
+
+def _load(
+    folder: Path,
+    name: str,
+    server: ServerConfig,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None = None,
+    max_tokens: int | None = None,
+) -> TextEmbedder:
+    with progress() as report:
+        return load_embedder(
+            folder,
+            config,
+            name=name,
+            tokenizer=tokenizer,
+            template=server.embedding_template,
+            memo=server.memo,
+            threshold=server.threshold,
+            memo_mode=server.memo_mode,
+            max_tokens=max_tokens,
+            progress=report,
+        )
+
+
+def _own(engine: Engine, folder: Path, tokenizer: Tokenizer, server: ServerConfig) -> list[TextEmbedder]:
+    """Make an embedder of the model that generates: with the memo and the template, unless there is another embedder."""
+    from afterglow.memo.texts import text_embedder
+
+    first = server.embedding_model is None
+    try:
+        return [
+            text_embedder(
+                engine.decoder,
+                folder,
+                tokenizer,
+                server.served_model_name[0],
+                template=server.embedding_template if first else None,
+                memo=server.memo if first else None,
+                threshold=server.threshold,
+                memo_mode=server.memo_mode,
+                max_tokens=engine.max_model_len,
+            )
+        ]
+    except UserError as error:
+        if first and (server.memo is not None or server.embedding_template is not None):
+            raise
+        log.warning("no embeddings with this model: %s", error)
+        return []

@@ -19,8 +19,7 @@ from afterglow.engine.transfers import fetched
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.loaded_rows import LoadedRows, Pair
 from afterglow.importance.prefix_loader import PrefixLoader
-from afterglow.importance.row_selector import Queries, RowSelector
-from afterglow.importance.select import Selection, SelectionRules, probes_of
+from afterglow.importance.select import Queries, RowSelector, Selection, SelectionRules, probes_of
 from afterglow.importance.waits import Waits, at_hand
 from afterglow.kernels.rope import LayerRotations, rotate
 from afterglow.model.decoder import Decoder

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -56,39 +56,14 @@ class ChunkRecord(Generic[C]):
     score: float = 0.0
 
 
-class ChunkPolicy(NamedTuple):
-    """Compare chunks by a score. `ages`: are the scores of weighted requests?"""
-
-    name: str
-    score: Callable[[ChunkRecord[Any]], float]
-    ages: bool = True
-
-
-def _score(chunk: ChunkRecord[Any]) -> float:
-    # Frequency x mean ratio; as a sum of rows it is exact, so equal scores are equal.
-    return chunk.wanted / chunk.tokens
-
-
-def _ema(chunk: ChunkRecord[Any]) -> float:
-    return chunk.asked * chunk.ratio
-
-
-def _lru(chunk: ChunkRecord[Any]) -> float:
-    return chunk.last
-
-
-def _lfu(chunk: ChunkRecord[Any]) -> float:
-    return chunk.asked
-
-
-CHUNK_POLICIES: dict[str, ChunkPolicy] = {
-    row.name: row
-    for row in (
-        ChunkPolicy("score", _score),
-        ChunkPolicy("ema", _ema),
-        ChunkPolicy("lru", _lru, False),
-        ChunkPolicy("lfu", _lfu),
-    )
+# The scores by which chunks are compared. All but `lru` age: theirs are of weighted requests.
+CHUNK_POLICIES: dict[str, Callable[[ChunkRecord[Any]], float]] = {
+    "score": lambda chunk: (
+        chunk.wanted / chunk.tokens
+    ),  # frequency x mean ratio; a sum of rows is exact, so equal scores are equal
+    "ema": lambda chunk: chunk.asked * chunk.ratio,
+    "lru": lambda chunk: chunk.last,
+    "lfu": lambda chunk: chunk.asked,
 }
 
 
@@ -171,7 +146,7 @@ class ChunkPlacement(Generic[C]):
             raise ConfigError(f"budgets must be 0 or more bytes, got {device} for device and {host} for host")
         if not 0 < beta <= 1:
             raise ConfigError(f"beta must be more than 0 and at most 1, got {beta:g}")
-        self.policy, self._rule, self._beta = policy, CHUNK_POLICIES[policy].score, beta
+        self.policy, self._rule, self._beta = policy, CHUNK_POLICIES[policy], beta
         self.device: _Cache[C] = _Cache("device", device)
         self.host: _Cache[C] = _Cache("host", host)
         self._chunks: dict[C, ChunkRecord[C]] = {}
@@ -179,11 +154,8 @@ class ChunkPlacement(Generic[C]):
         self._weight = 1.0  # of a request
         self.forgot: Callable[[C], object] = lambda chunk: None  # called with chunks that are forgotten
         self._requests = 0
-        self.rows: dict[Place, int] = {
-            "device": 0,
-            "host": 0,
-            "disk": 0,
-        }  # that requests wanted, by where they were (spec S20)
+        # Rows that requests wanted, by where they were (spec S20).
+        self.rows: dict[Place, int] = dict.fromkeys(get_args(Place), 0)
 
     def __len__(self) -> int:
         """Count the remembered chunks, wherever they are."""
@@ -199,7 +171,7 @@ class ChunkPlacement(Generic[C]):
         known = self._chunks.get(chunk)
         if known is None:
             return 0.0
-        return known.score / self._weight if CHUNK_POLICIES[self.policy].ages else known.score
+        return known.score if self.policy == "lru" else known.score / self._weight
 
     def access(self, chunk: C, size: int, tokens: int, wanted: int) -> tuple[Place, list[ChunkMove[C]]]:
         """Count that a request reads `wanted` of a chunk's `tokens` rows. `size`: the chunk's bytes.

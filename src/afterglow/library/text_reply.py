@@ -18,26 +18,6 @@ if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
 
 
-def expected_turn(tokenizer: Tokenizer, prompt: ChatPrompt, request: Request, reply: Assembler) -> list[Request]:
-    """List the prompts that may begin the next turn after a reply, as far as they part from what was computed for it. None
-    where the prompt was truncated, or the reply was cut off before its answer."""
-    cut = reply.finish == "length" and not (reply.content or reply.calls)
-    if cut or reply.truncation is not None or reply.finish is None:
-        return []
-    found = next_prompts(tokenizer, prompt, reply.tokens, reply.content, reply.calls, reply.reasoning)
-    return [
-        Request(
-            f"next-{number}-{request.id}",
-            ids,
-            salt=request.salt,
-            session_id=request.session_id,
-            ttl_s=request.ttl_s,
-            volatile=request.volatile,
-        )
-        for number, ids in enumerate(found)
-    ]
-
-
 class TextReply:
     """One reply: iterate over it for pieces of its text as they are generated; `completion` has the whole reply.
 
@@ -175,3 +155,23 @@ def generated(engine: Engine, replies: Sequence[TextReply]) -> Generator[tuple[T
         outputs.close()
         for reply in replies:
             reply._remember()
+
+
+def expected_turn(tokenizer: Tokenizer, prompt: ChatPrompt, request: Request, reply: Assembler) -> list[Request]:
+    """List the prompts that may begin the next turn after a reply, as far as they part from what was computed for it: an idle
+    engine computes them. None where the prompt was truncated, or the reply was cut off before its answer."""
+    cut = reply.finish == "length" and not (reply.content or reply.calls)
+    if cut or reply.truncation is not None or reply.finish is None:
+        return []
+    found = next_prompts(tokenizer, prompt, reply.tokens, reply.content, reply.calls, reply.reasoning)
+    return [
+        Request(
+            f"next-{number}-{request.id}",
+            ids,
+            salt=request.salt,
+            session_id=request.session_id,
+            ttl_s=request.ttl_s,
+            volatile=request.volatile,
+        )
+        for number, ids in enumerate(found)
+    ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from afterglow.errors import ConfigError
 from afterglow.memo.database import PROJECTOR, MemoDatabase, check_identity, vectors_file, write_vectors
-from afterglow.memo.evaluate import HeldOutTrial, calibrate, threshold_curve
+from afterglow.memo.evaluate import HeldOutTrial, Report, calibrate, threshold_curve
 from afterglow.memo.map_attention import RecordingAttend
 from afterglow.memo.maps import MAPS, Identity, MapStore, token_key
 from afterglow.memo.memo_settings import SETTINGS, MemoSettings
@@ -29,7 +29,6 @@ from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.training import buckets_of, train
 from afterglow.memo.vector_index import VectorIndex
 
-Report = Callable[[str, int, int], None]  # what, done, total
 INPUTS = "inputs.bin"
 BATCH_TOKENS = 1024
 FLUSH = 64  # sentences after which a killed build loses nothing
@@ -116,16 +115,7 @@ class Builder:
             store.flush()
             numbers, rows = self._merge(database, store.tokens, settings.records, vectors)
             crc = write_vectors(self._folder, numbers, rows)
-            done = MemoSettings(
-                records=len(store),
-                trained_on=settings.trained_on,
-                vectors_crc=crc,
-                options=settings.options,
-                variation=settings.variation,
-                errors=settings.errors,
-                curve=settings.curve,
-            )
-            done.save(self._folder)
+            replace(settings, records=len(store), vectors_crc=crc).save(self._folder)
             if len(store) != settings.records:
                 vectors_file(self._folder, settings.records).unlink(missing_ok=True)
             return len(store) - settings.records
@@ -246,15 +236,15 @@ class Builder:
         place = {int(n): (s, row) for s, members in numbers.items() for row, n in enumerate(members)}
         queries = {n: vectors[place[n][0]][place[n][1]] for n in held}
         trial = HeldOutTrial(self._embedder, store, index, {n: sentences[n] for n in held}, queries, options.neighbours)
-        measured = calibrate(trial, identity.layers, self._report)
+        variation, errors = calibrate(trial, identity.layers, self._report)
         crc = write_vectors(self._folder, numbers, vectors)
         settings = MemoSettings(
             records=len(store),
             trained_on=len(store),
             vectors_crc=crc,
             options=options,
-            variation=measured.variation,
-            errors=measured.errors,
+            variation=variation,
+            errors=errors,
         )
         settings.curve.extend(threshold_curve(trial, settings, self._report))
         settings.save(self._folder)

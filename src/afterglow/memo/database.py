@@ -28,7 +28,6 @@ from afterglow.memo.memo_settings import POWER, MemoSettings
 from afterglow.memo.projector import Projector
 from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.digest import model_digest
-from afterglow.model.loader import Progress
 
 PROJECTOR = "projector.safetensors"
 
@@ -36,12 +35,10 @@ Numbers = dict[int, NDArray[np.int64]]
 Vectors = dict[int, NDArray[np.float32]]
 
 
-def memo_digest(
-    model: str | Path, dtype: str, quantization: KeptWeights = "none", *, progress: Progress | None = None
-) -> str:
+def memo_digest(model: str | Path, dtype: str, quantization: KeptWeights = "none") -> str:
     """The digest of a model for its attention maps; `dtype`: the type of the computation. Raises: ModelError."""
     weights = "" if quantization == "none" else f", weights={quantization}"
-    return model_digest(model, f"attention maps, compute={dtype}{weights}", progress=progress)
+    return model_digest(model, f"attention maps, compute={dtype}{weights}")
 
 
 @dataclass(frozen=True, slots=True)

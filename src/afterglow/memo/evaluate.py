@@ -13,26 +13,17 @@ from torch import Tensor
 
 from afterglow.memo.database import Fetched, merged_maps, stacked
 from afterglow.memo.distances import total_variation
-from afterglow.memo.isotonic import Isotonic, isotonic
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
-from afterglow.memo.memo_settings import POWER, MemoSettings
+from afterglow.memo.memo_settings import POWER, Isotonic, MemoSettings, isotonic
 from afterglow.memo.packing import unpack
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.encoder import BatchAttend
 
 THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.87, 0.86, 0.85)
-Report = Callable[[str, int, int], None]
+Report = Callable[[str, int, int], None]  # what, done, total
 Vector = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredErrors:
-    """Functions of the distance to the nearest sentence; see `MemoSettings`."""
-
-    variation: Isotonic
-    errors: tuple[Isotonic, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +92,19 @@ class HeldOutTrial:
         return torch.cat(out)
 
 
-def calibrate(trial: HeldOutTrial, layers: int, report: Report) -> MeasuredErrors:
-    """Fit distance -> total variation, and for each layer distance -> error of the embedding. Without any held-out
-    sentence that has a neighbour nothing is known, and only sentences' own maps will be accepted."""
+def calibrate(trial: HeldOutTrial, layers: int, report: Report) -> tuple[Isotonic, tuple[Isotonic, ...]]:
+    """Fit distance to the nearest sentence -> total variation, and for each layer -> error of the embedding: see `MemoSettings`. Without
+    any held-out sentence that has a neighbour nothing is known, and only sentences' own maps will be accepted."""
     nothing = Isotonic((0.0, 1e-3), (0.0, 1.0))
     if not len(trial.distances):
-        return MeasuredErrors(nothing, (nothing,) * layers)
+        return nothing, (nothing,) * layers
     errors = []
     for layer in range(layers):
         alone = np.zeros((len(trial.distances), layers), bool)
         alone[:, layer] = True
         errors.append(_from_zero(trial.distances, trial.errors(alone)))
         report("calibrating", layer + 1, layers)
-    return MeasuredErrors(_from_zero(trial.distances, trial.variations), tuple(errors))
+    return _from_zero(trial.distances, trial.variations), tuple(errors)
 
 
 def threshold_curve(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> list[dict[str, float]]:

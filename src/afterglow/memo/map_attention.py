@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from afterglow.memo.database import Fetched, MemoDatabase
 from afterglow.memo.packing import unpack
 from afterglow.model.decoder import Attention
-from afterglow.model.encoder import BatchAttend, Model, runs
+from afterglow.model.encoder import BatchAttend, Model, attend_whole, runs
 
 Bools = NDArray[np.bool_]
 FEW = 1 << 14  # numbers of a sentence's context, below which a copy for each sentence costs more than it saves
@@ -134,8 +133,12 @@ def groups(lengths: Sequence[int], chosen: Bools) -> Iterator[SentenceGroup]:
 class MapsAttend:
     """Attention by maps that are at hand, for those sentences and layers that have them; exact for the others."""
 
-    def __init__(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> None:
-        """A flat batch, as for `BatchAttend`; nothing has a map until `use`."""
+    def __init__(
+        self, model: Model, positions: Tensor, lengths: Sequence[int], memo: AttentionMemo | None = None
+    ) -> None:
+        """A flat batch, as for `BatchAttend`; nothing has a map until `use`, or until the `memo` has looked the sentences up by their
+        embedded input, which layer 0 is given."""
+        self._source = memo
         self._model, self._positions, self._lengths = model, positions, lengths
         self._causal = model.spec.causal
         self._maps: list[Fetched] = []
@@ -153,6 +156,8 @@ class MapsAttend:
         return [bool(layers.any()) for layers in self.layers]
 
     def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
+        if layer == 0 and self._source is not None:
+            self.use(*self._source.find(x, self._lengths))
         split = self._split(self.layers[:, layer])
         if split.plain is not None:
             return split.plain(layer, attention, x)
@@ -177,15 +182,7 @@ class MapsAttend:
             count = len(group.members)
             where = slice(start, start := start + count * group.length)
             queries, keys, values = (by_sentence(t[where], count, group.length).transpose(1, 2) for t in (q, k, v))
-            attended = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                is_causal=self._causal,
-                scale=attention.scale,
-                enable_gqa=attention.heads != attention.kv_heads,
-            )
-            group.put(out, attended)
+            group.put(out, attend_whole(attention, queries, keys, values, causal=self._causal))
 
     def _unpacked(self, group: SentenceGroup, layer: int) -> Tensor:
         packed = self._maps[group.run].layer(layer, group.members)
@@ -198,19 +195,6 @@ class MapsAttend:
         return self._splits[key]
 
 
-class MemoMapsAttend(MapsAttend):
-    """Looks sentences up by their embedded input, which layer 0 is given, and computes with the maps found."""
-
-    def __init__(self, memo: AttentionMemo, model: Model, positions: Tensor, lengths: Sequence[int]) -> None:
-        super().__init__(model, positions, lengths)
-        self._memo = memo
-
-    def __call__(self, layer: int, attention: Attention, x: Tensor) -> Tensor:
-        if layer == 0:
-            self.use(*self._memo.find(x, self._lengths))
-        return super().__call__(layer, attention, x)
-
-
 class AttentionMemo:
     """A database of attention maps in use: what an `Embedder` is given. May be used from several threads."""
 
@@ -218,9 +202,9 @@ class AttentionMemo:
         """`threshold`: the least similarity at which maps are used (see `MemoDatabase.find`)."""
         self.database, self.threshold = database, threshold
 
-    def attend(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> MemoMapsAttend:
+    def attend(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> MapsAttend:
         """See `Memo.attend`."""
-        return MemoMapsAttend(self, model, positions, lengths)
+        return MapsAttend(model, positions, lengths, self)
 
     def find(self, x: Tensor, lengths: Sequence[int]) -> tuple[list[Fetched], Bools]:
         """`x` [tokens, hidden], embedded inputs of a flat batch -> maps for each run, and [sentences, layers]: in which

@@ -1,10 +1,13 @@
-"""What a database knows besides maps and vectors: how it was made, what distances mean, what held-out text showed."""
+"""What a database knows besides maps and vectors: how it was made, what held-out text showed, and what a projector's distances mean, by
+isotonic regression on held-out sentences.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import ConfigError, DamageError
-from afterglow.memo.isotonic import Isotonic
 from afterglow.memo.options import MemoOptions
 
 SETTINGS = "memo.json"
 POWER = 2.0
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Isotonic:
+    """A function that never falls: linear between its points, constant beyond them."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __call__(self, x: Any) -> Floats:
+        """Of numbers in any shape."""
+        return np.interp(np.asarray(x, np.float64), self.x, self.y)
+
+
+def isotonic(x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> Isotonic:
+    """Fit the never-falling function of `x` nearest to `y` in squares (pool adjacent violators). Raises: ValueError, if
+    there are no points."""
+    if not len(x):
+        raise ValueError("a calibration needs at least one point")
+    order = np.argsort(np.asarray(x, np.float64), kind="stable")
+    blocks: list[list[float]] = []  # sum of y, points, first x, last x
+    for place, value in zip(np.asarray(x, np.float64)[order], np.asarray(y, np.float64)[order], strict=True):
+        blocks.append([float(value), 1.0, float(place), float(place)])
+        while len(blocks) > 1 and _tied_or_falling(blocks[-2], blocks[-1]):
+            total, points, _, last = blocks.pop()
+            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + points, blocks[-1][2], last]
+    knots: list[tuple[float, float]] = []
+    for total, points, first, last in blocks:
+        knots += [(first, total / points)] if first == last else [(first, total / points), (last, total / points)]
+    return Isotonic(tuple(p[0] for p in knots), tuple(p[1] for p in knots))
+
+
+def _tied_or_falling(before: list[float], after: list[float]) -> bool:
+    return before[3] == after[2] or before[0] / before[1] >= after[0] / after[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +92,7 @@ class MemoSettings:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DamageError(f"{path} cannot be read ({error}); build the database anew") from None
 
-    def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], Floats]:
         """Nearest distances [n], inf where there is no neighbour -> which layers take maps, [n, layers], and the
         similarity of each sentence."""
         known = np.isfinite(distances)

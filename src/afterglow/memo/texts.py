@@ -16,9 +16,10 @@ from afterglow.memo.map_attention import AttentionMemo
 from afterglow.memo.options import DEFAULT_THRESHOLD, MemoMode, check_memo_mode
 from afterglow.memo.pooling import Pooling
 from afterglow.memo.sequence_embedder import Embedder, EmbedResult
+from afterglow.model.checkpoint import Progress
 from afterglow.model.decoder import Decoder
 from afterglow.model.encoder import Model
-from afterglow.model.loader import Progress, is_encoder, load_encoder, load_model
+from afterglow.model.loader import is_encoder, load_encoder, load_model
 from afterglow.text import Tokenizer
 
 PLACE = "{text}"

@@ -32,13 +32,6 @@ class VectorIndex:
         self._graphs: dict[int, Any] = {}
         self.notes: list[str] = []  # what the operator should know
 
-    def __len__(self) -> int:
-        return sum(map(len, self._numbers.values()))
-
-    def lengths(self) -> dict[int, int]:
-        """How many sentences there are of each length."""
-        return {tokens: len(numbers) for tokens, numbers in self._numbers.items()}
-
     def contents(self) -> tuple[dict[int, Numbers], dict[int, Floats]]:
         """All record numbers, and all vectors, by length."""
         return dict(self._numbers), dict(self._vectors)

@@ -14,15 +14,19 @@ from afterglow.model.spec import Activation, ModelSpec
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """The way to read `config.json` of one model type."""
 
     architecture: str
     read: Callable[[Config], dict[str, Any]]  # ModelSpec fields that differ from Llama's reading
-    names: Callable[[ModelSpec], Names]
+    names: Names | Callable[[ModelSpec], Names] = Names()
+    usual: Config = field(default_factory=dict)  # values of keys that are left out
     renamed: Mapping[str, str] = field(default_factory=dict)  # its names of common keys
     honoured: frozenset[str] = frozenset()  # keys of refusals.UNSUPPORTED that this family does honour
+
+    def names_of(self, spec: ModelSpec) -> Names:
+        return self.names(spec) if callable(self.names) else self.names
 
 
 ACTIVATIONS: dict[str, Activation] = {

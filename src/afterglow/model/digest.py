@@ -12,9 +12,10 @@ from pathlib import Path
 import platformdirs
 
 from afterglow.choices import KeptWeights
-from afterglow.model.loader import Progress, is_preset, read_json, read_spec, weight_files
+from afterglow.model.checkpoint import Progress, read_json, weight_files
+from afterglow.model.loader import is_preset, read_spec
 from afterglow.model.presets import PRESETS
-from afterglow.model.quantization_config import unpacking
+from afterglow.model.quantized import unpacking
 
 KV_LAYOUT_VERSION = 1  # raise it whenever the same weights would yield differently laid out keys and values
 READ_BYTES = 8 << 20

@@ -100,17 +100,22 @@ class BatchAttend:
                 start = where.stop
                 continue
             queries, keys, values = (t[where].view(count, length, -1, t.shape[2]).transpose(1, 2) for t in (q, k, v))
-            attended = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                is_causal=self._causal,
-                scale=attention.scale,
-                enable_gqa=attention.heads != attention.kv_heads,
-            )
+            attended = attend_whole(attention, queries, keys, values, causal=self._causal)
             out[where].view(count, length, -1, out.shape[2]).copy_(attended.transpose(1, 2))
             start = where.stop
         return out.flatten(1)
+
+
+def attend_whole(attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> Tensor:
+    """Attend within whole sequences of equal length: [sequences, heads or kv_heads, length, head_dim], as the result."""
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        is_causal=causal,
+        scale=attention.scale,
+        enable_gqa=attention.heads != attention.kv_heads,
+    )
 
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int]]:

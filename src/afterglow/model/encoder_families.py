@@ -6,12 +6,10 @@ for decoders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from afterglow.errors import ModelError
-from afterglow.model.config_reading import Config, need, read_activation
+from afterglow.model.config_reading import Config, Family, need, read_activation
 from afterglow.model.names import Names
 from afterglow.model.refusals import refuse_keys
 from afterglow.model.spec import EncoderSpec
@@ -19,15 +17,6 @@ from afterglow.model.spec import EncoderSpec
 # What a checkpoint may have been saved as: the encoder alone, or below a head that is not needed. Heads that make
 # something else of the states (classes, answers) belong to models whose plain states mean little.
 HEADS = ("Model", "ForMaskedLM", "ForPreTraining")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderFamily:
-    """The way to read `config.json` of one model type, and the names of its weights."""
-
-    architecture: str  # the class's name without the head
-    read: Callable[[Config], dict[str, Any]]
-    names: Names
 
 
 def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
@@ -63,17 +52,19 @@ def encoder_from_config(config: Config) -> tuple[EncoderSpec, Names]:
         tied_embeddings=True,
         **family.read(config),
     )
-    return spec, family.names
+    return spec, family.names_of(spec)
 
 
 def _bert(config: Config) -> dict[str, Any]:
     hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"a hidden size of {hidden} is not a multiple of {heads} heads; config.json is damaged")
     return {
         "layers": need(config, "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": heads,
-        "head_dim": _head_dim(hidden, heads),
+        "head_dim": hidden // heads,
         "ffn": need(config, "intermediate_size"),
         "max_positions": config.get("max_position_embeddings") or 512,
         "norm_eps": config.get("layer_norm_eps", 1e-12),
@@ -91,24 +82,17 @@ def _roberta(config: Config) -> dict[str, Any]:
 
 
 def _distilbert(config: Config) -> dict[str, Any]:
-    hidden, heads = config.get("dim", 768), config.get("n_heads", 12)
-    return {
-        "layers": config.get("n_layers", 6),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": _head_dim(hidden, heads),
-        "ffn": config.get("hidden_dim", 4 * hidden),
-        "max_positions": config.get("max_position_embeddings", 512),
-        "norm_eps": 1e-12,
-        "activation": read_activation(config.get("activation", "gelu")),
-    }
-
-
-def _head_dim(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        raise ModelError(f"a hidden size of {hidden} is not a multiple of {heads} heads; config.json is damaged")
-    return hidden // heads
+    hidden = config.get("dim", 768)
+    return _bert(
+        {
+            "num_hidden_layers": config.get("n_layers", 6),
+            "hidden_size": hidden,
+            "num_attention_heads": config.get("n_heads", 12),
+            "intermediate_size": config.get("hidden_dim", 4 * hidden),
+            "hidden_act": config.get("activation", "gelu"),
+            "type_vocab_size": 0,
+        }
+    ) | {"max_positions": config.get("max_position_embeddings", 512)}
 
 
 def _bert_names(outer: str) -> Names:
@@ -128,25 +112,23 @@ def _bert_names(outer: str) -> Names:
     )
 
 
-_DISTILBERT = "distilbert.transformer.layer.{l}."
+_LAYER = "distilbert.transformer.layer.{l}."
+_DISTILBERT_NAMES = Names(
+    embed="distilbert.embeddings.word_embeddings",
+    positions="distilbert.embeddings.position_embeddings",
+    embed_norm="distilbert.embeddings.LayerNorm",
+    attn_norm=_LAYER + "sa_layer_norm",
+    mlp_norm=_LAYER + "output_layer_norm",
+    qkv=tuple(f"{_LAYER}attention.{x}_lin" for x in "qkv"),
+    out=_LAYER + "attention.out_lin",
+    mlp=(_LAYER + "ffn.lin1",),
+    mlp_out=_LAYER + "ffn.lin2",
+)
 
-ENCODERS: dict[str, EncoderFamily] = {
-    "bert": EncoderFamily(architecture="Bert", read=_bert, names=_bert_names("bert")),
-    "roberta": EncoderFamily(architecture="Roberta", read=_roberta, names=_bert_names("roberta")),
-    "xlm-roberta": EncoderFamily(architecture="XLMRoberta", read=_roberta, names=_bert_names("roberta")),
-    "distilbert": EncoderFamily(
-        architecture="DistilBert",
-        read=_distilbert,
-        names=Names(
-            embed="distilbert.embeddings.word_embeddings",
-            positions="distilbert.embeddings.position_embeddings",
-            embed_norm="distilbert.embeddings.LayerNorm",
-            attn_norm=_DISTILBERT + "sa_layer_norm",
-            mlp_norm=_DISTILBERT + "output_layer_norm",
-            qkv=tuple(f"{_DISTILBERT}attention.{x}_lin" for x in "qkv"),
-            out=_DISTILBERT + "attention.out_lin",
-            mlp=(_DISTILBERT + "ffn.lin1",),
-            mlp_out=_DISTILBERT + "ffn.lin2",
-        ),
-    ),
+# Architectures are the class's name without the head.
+ENCODERS: dict[str, Family] = {
+    "bert": Family("Bert", _bert, _bert_names("bert")),
+    "roberta": Family("Roberta", _roberta, _bert_names("roberta")),
+    "xlm-roberta": Family("XLMRoberta", _roberta, _bert_names("roberta")),
+    "distilbert": Family("DistilBert", _distilbert, _DISTILBERT_NAMES),
 }

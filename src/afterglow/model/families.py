@@ -14,7 +14,7 @@ from afterglow.model.config_reading import Config, need, reading, refuse_archite
 from afterglow.model.fallback.fallback_config import FALLBACK
 from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
 from afterglow.model.names import Names
-from afterglow.model.quantization_config import unpacking
+from afterglow.model.quantized import unpacking
 from afterglow.model.refusals import refuse_keys, refused_kind
 from afterglow.model.rms_families import RMS_FAMILIES
 from afterglow.model.spec import ModelSpec
@@ -36,9 +36,10 @@ def spec_from_config(config: Config) -> tuple[ModelSpec, Names]:
         unpacking(config)
         refuse_keys(config, family.honoured | {"quantization_config"})
         refuse_architecture(config, family.architecture)
-        config = {**config, **{name: config[key] for key, name in family.renamed.items() if key in config}}
+        renamed = {name: config[key] for key, name in family.renamed.items() if key in config}
+        config = {**family.usual, **config, **renamed}
         spec = ModelSpec(family=kind, **_read_common(config) | family.read(config))
-        return spec, family.names(spec)
+        return spec, family.names_of(spec)
 
 
 def _read_common(config: Config) -> dict[str, Any]:

@@ -17,49 +17,28 @@ from afterglow.model.names import Names
 from afterglow.model.spec import ModelSpec, RopeSpec
 from afterglow.model.weights import WeightAssembler
 
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        vocab=vocab,
+        max_positions=positions,
+        rope=RopeSpec(dim=hidden // heads, base=10000.0),
+        bos_id=1,
+        eos_ids=(2,),
+    )
+
+
 PRESETS = {
-    "bench-56m": ModelSpec(
-        family="llama",
-        layers=8,
-        hidden=512,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        ffn=1408,
-        vocab=32000,
-        max_positions=8192,
-        rope=RopeSpec(dim=64, base=10000.0),
-        bos_id=1,
-        eos_ids=(2,),
-    ),
-    "bench-100m": ModelSpec(
-        family="llama",
-        layers=12,
-        hidden=768,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        ffn=2048,
-        vocab=32000,
-        max_positions=8192,
-        rope=RopeSpec(dim=64, base=10000.0),
-        bos_id=1,
-        eos_ids=(2,),
-    ),
-    "tiny": ModelSpec(
-        family="llama",
-        layers=2,
-        hidden=64,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn=128,
-        vocab=512,
-        max_positions=2048,
-        rope=RopeSpec(dim=16, base=10000.0),
-        bos_id=1,
-        eos_ids=(2,),
-    ),
+    "bench-56m": _llama(8, 512, 8, 4, ffn=1408, vocab=32000, positions=8192),
+    "bench-100m": _llama(12, 768, 12, 4, ffn=2048, vocab=32000, positions=8192),
+    "tiny": _llama(2, 64, 4, 2, ffn=128, vocab=512, positions=2048),
 }
 
 INIT_STD = 0.02

@@ -1,4 +1,5 @@
-"""Quantised checkpoints in safetensors: AWQ, GPTQ and compressed-tensors, 4 and 8 bits. Their matrices stay in groups of 32.
+"""Quantised checkpoints in safetensors: AWQ, GPTQ and compressed-tensors, 4 and 8 bits. Their matrices stay in groups of 32. Which
+method packed the weights, and whether it is one that is read here, says `quantization_config` in `config.json`.
 
 A weight is scale * (number - zero), with a scale and a zero for each group of inputs. Methods differ in how numbers are packed
 into words of 32 bits, lowest bits first:
@@ -12,40 +13,22 @@ into words of 32 bits, lowest bits first:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from afterglow.errors import ModelError
 from afterglow.kernels.packed import GROUP, asymmetric_blocks
+from afterglow.model.checkpoint import Checkpoint, UnpackedCheckpoint
 from afterglow.model.tables import PackedTensor
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in a word
 DEQUANTISE = "--quantization none, int8 and int4 dequantise it"
-
-
-class Files(Protocol):
-    """The tensors of a checkpoint by name."""
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor as it is. Raises: ModelError if it is missing."""
-        ...
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of floats: see `WeightSource`."""
-        ...
-
-    def dtype_of(self, name: str) -> str:
-        """Return the dtype of a tensor of floats. Raises: ModelError if it is not such a one."""
-        ...
-
-    def __exit__(self, *exc: object) -> None: ...
+KEYS = ("quantization_config", "compression_config")
+SUPPORTED = "awq, gptq and compressed-tensors, with weights of 4 or 8 bits, and mxfp4 of gpt-oss"
+REMEDY = "use the checkpoint that it was quantised from; --quantization int4 or int8 rounds it here"
 
 
 class QuantizedMatrix(NamedTuple):
@@ -77,7 +60,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 Result = TypeVar("Result")
-Unpack = Callable[[Files, str, tuple[int, int]], QuantizedMatrix]
+Unpack = Callable[[Checkpoint, str, tuple[int, int]], QuantizedMatrix]
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -117,7 +100,7 @@ def _order(name: str, groups_of: Tensor, groups: int) -> Tensor | None:
     return None if torch.equal(order, torch.arange(inputs)) else order
 
 
-def gptq(files: Files, module: str, shape: tuple[int, int], *, less: int = 1) -> QuantizedMatrix:
+def gptq(files: Checkpoint, module: str, shape: tuple[int, int], *, less: int = 1) -> QuantizedMatrix:
     """Unpack a matrix of GPTQ; `less`: what was subtracted from its zeros."""
     outputs, inputs = shape
     words = files.read(module + ".qweight")
@@ -134,12 +117,12 @@ def gptq(files: Files, module: str, shape: tuple[int, int], *, less: int = 1) ->
     return QuantizedMatrix(numbers, scale, zero, bits, order)
 
 
-def gptq_v2(files: Files, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
+def gptq_v2(files: Checkpoint, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
     """Unpack a matrix of GPTQ whose zeros are stored as they are."""
     return gptq(files, module, shape, less=0)
 
 
-def awq(files: Files, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
+def awq(files: Checkpoint, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
     """Unpack a matrix of AWQ (gemm)."""
     outputs, inputs = shape
     words = _shaped(module + ".qweight", files.read(module + ".qweight"), inputs, outputs // 8)
@@ -149,7 +132,7 @@ def awq(files: Files, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
     return QuantizedMatrix(numbers.contiguous(), scale, zero.short(), 4)
 
 
-def compressed(files: Files, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
+def compressed(files: Checkpoint, module: str, shape: tuple[int, int]) -> QuantizedMatrix:
     """Unpack a matrix of compressed-tensors, packed or in int8."""
     outputs, inputs = shape
     scale = files.read(module + ".weight_scale").float()
@@ -176,22 +159,73 @@ def compressed(files: Files, module: str, shape: tuple[int, int]) -> QuantizedMa
     return QuantizedMatrix(numbers, scale, zero, bits, order)
 
 
-class QuantizedWeights:
+def unpacking(config: Mapping[str, Any]) -> Unpack | None:
+    """Return how to unpack the matrices of a checkpoint; None if it is not quantised, or in blocks (`stacked_experts`).
+
+    Raises: ModelError, with the method, for one that is not read.
+    """
+    about = next((config[key] for key in KEYS if config.get(key) is not None), None)
+    if about is None:
+        return None
+    method = about.get("quant_method") if isinstance(about, Mapping) else None
+    if method == "gptq":
+        _check(method, "bits", about.get("bits"), (4, 8))
+        _check(
+            method,
+            "checkpoint_format",
+            about.get("checkpoint_format") or about.get("format") or "gptq",
+            ("gptq", "gptq_v2"),
+        )
+        return gptq_v2 if "gptq_v2" in (about.get("checkpoint_format"), about.get("format")) else gptq
+    if method == "awq":
+        _check(method, "bits", about.get("bits", about.get("w_bit")), (4,))
+        _check(method, "version", str(about.get("version") or about.get("format") or "gemm").lower(), ("gemm",))
+        return awq
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
+        return None
+    if method == "compressed-tensors":
+        _check_compressed(about)
+        return compressed
+    raise ModelError(
+        f"quantised weights of the method {method!r} are not supported (quantization_config in config.json; supported are "
+        f"{SUPPORTED}); {REMEDY}"
+    )
+
+
+def _check(method: str, key: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ModelError(
+            f"quantised weights of the method {method!r} with {key} = {value!r} are not supported (supported: "
+            f"{', '.join(map(str, known))}); {REMEDY}"
+        )
+
+
+def _check_compressed(about: Mapping[str, Any]) -> None:
+    method, formats = "compressed-tensors", ("pack-quantized", "int-quantized", "naive-quantized")
+    groups = [group for group in (about.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    for group in groups or [{}]:
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        _check(method, "format", group.get("format") or about.get("format"), formats)
+        _check(method, "type of weights", weights.get("type", "int"), ("int",))
+        _check(method, "num_bits of weights", weights.get("num_bits"), (4, 8))
+        _check(method, "strategy of weights", weights.get("strategy"), ("group", "channel", "tensor"))
+        if inputs is not None:  # rows are rounded to 8 bits here in any case, by a scale of their own
+            kind = (inputs.get("type", "int"), inputs.get("num_bits"), inputs.get("dynamic"))
+            _check(method, "input_activations (type, num_bits, dynamic)", kind, (("int", 8, True),))
+        _check(method, "output_activations", group.get("output_activations"), (None,))
+    _check(method, "sparsity", (about.get("sparsity_config") or {}).get("format", "dense"), ("dense",))
+    _check(method, "transform_config", about.get("transform_config") or None, (None,))
+
+
+class QuantizedWeights(UnpackedCheckpoint):
     """A source of weights over a quantised checkpoint. Modules that are not quantised are read as they are."""
 
-    def __init__(self, files: Files, unpack: Unpack) -> None:
+    in_blocks = True
+
+    def __init__(self, files: Checkpoint, unpack: Unpack) -> None:
         """Read `files`, whose quantised matrices `unpack` unpacks."""
-        self._files, self._unpack = files, unpack
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._files.__exit__(*exc)
-
-    def dtype_of(self, name: str) -> str:
-        """Return the dtype of a tensor that is not quantised. Raises: ModelError."""
-        return self._files.dtype_of(name)
+        super().__init__(files)
+        self._unpack = unpack
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, dequantised if need be: see `WeightSource`."""

@@ -9,7 +9,7 @@ from afterglow.errors import ModelError
 from afterglow.model.config_reading import Config, Family, every_layer, head_dim, need, read_activation, windowed
 from afterglow.model.names import Names
 from afterglow.model.rotary import read_rope
-from afterglow.model.spec import ExpertsSpec, ModelSpec
+from afterglow.model.spec import ExpertsSpec
 
 LAYER = "model.layers.{l}."
 FUSED_MLP = (LAYER + "mlp.gate_up_proj",)
@@ -51,10 +51,8 @@ def _ministral3(config: Config) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     beta, original = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings")
     rope.pop("max_position_embeddings", None)
-    config = {**config, "head_dim": config.get("head_dim", 128), "rope_parameters": rope}
-    fields = windowed(
-        _llama(config) | {"head_dim": head_dim(config)}, config.get("sliding_window"), every_layer(config)
-    )
+    fields = _llama({**config, "rope_parameters": rope}) | {"head_dim": head_dim(config)}
+    fields = windowed(fields, config.get("sliding_window"), every_layer(config))
     if not beta:
         return fields
     if original is None:
@@ -83,7 +81,6 @@ def _qwen2(config: Config) -> dict[str, Any]:
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
-    config = {"head_dim": 128, **config}  # its default, whatever the hidden size
     fields = _llama(config) | {"qk_norm": True, "head_dim": head_dim(config)}
     return _qwen(config, fields, _later_layers(config))
 
@@ -103,9 +100,7 @@ def _experts(config: Config, count: str, ffn: str, **other: Any) -> ExpertsSpec:
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
-    fields = _llama({"rms_norm_eps": 1e-5, **config}) | {
-        "experts": _experts(config, "num_local_experts", "intermediate_size")
-    }
+    fields = _llama(config) | {"experts": _experts(config, "num_local_experts", "intermediate_size")}
     return windowed(fields, config.get("sliding_window"), every_layer(config))
 
 
@@ -131,7 +126,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
 
 def _olmoe(config: Config) -> dict[str, Any]:
     normed = bool(config.get("norm_topk_prob"))
-    return _llama({"rms_norm_eps": 1e-5, **config}) | {
+    return _llama(config) | {
         "qk_norm": True,
         "qk_norm_over": "width",
         "experts": _experts(config, "num_experts", "intermediate_size", normed=normed),
@@ -143,7 +138,7 @@ def _phi3(config: Config) -> dict[str, Any]:
     if (rope.get("rope_type") or rope.get("type")) == "yarn":  # as its first files call LongRoPE
         config = {**config, "rope_parameters": rope | {"rope_type": "longrope"}}
     original = rope.get("original_max_position_embeddings", 4096)
-    config = {"original_max_position_embeddings": original, "rms_norm_eps": 1e-5, **config}
+    config = {"original_max_position_embeddings": original, **config}
     return windowed(_llama(config, partial=1.0), config.get("sliding_window"), every_layer(config))
 
 
@@ -156,22 +151,13 @@ def _smollm3(config: Config) -> dict[str, Any]:
         turned = [(layer + 1) % interval != 0 for layer in range(layers)]
     if len(turned) < layers:
         raise ModelError(f"no_rope_layers in config.json has {len(turned)} numbers for {layers} layers")
-    fields = _llama({"rope_theta": 2000000.0, **config})
-    fields |= {
-        "unturned": tuple(layer for layer in range(layers) if not turned[layer]),
-        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
-    }
+    fields = _llama(config) | {"unturned": tuple(layer for layer in range(layers) if not turned[layer])}
     slides = _sliding(config, fields["unturned"])
     return windowed(fields, config.get("sliding_window") if config.get("use_sliding_window") else None, slides)
 
 
 def _olmo2(config: Config) -> dict[str, Any]:
-    return _llama({"rms_norm_eps": 1e-5, **config}) | {
-        "norm_before": False,
-        "norm_after": True,
-        "qk_norm": True,
-        "qk_norm_over": "width",
-    }
+    return _llama(config) | {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_over": "width"}
 
 
 def _granite(config: Config) -> dict[str, Any]:
@@ -184,7 +170,6 @@ def _granite(config: Config) -> dict[str, Any]:
 
 
 def _glm(config: Config) -> dict[str, Any]:
-    config = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True, **config}
     return _llama(config, partial=0.5) | {"head_dim": head_dim(config), "out_bias": False}
 
 
@@ -192,35 +177,19 @@ def _glm4(config: Config) -> dict[str, Any]:
     return _glm(config) | {"norm_after": True}
 
 
-def _llama_names(spec: ModelSpec) -> Names:
-    return Names()
-
-
-def _phi3_names(spec: ModelSpec) -> Names:
-    return Names(qkv=(LAYER + "self_attn.qkv_proj",), mlp=FUSED_MLP)
-
-
-def _olmo2_names(spec: ModelSpec) -> Names:
-    return Names(attn_after=LAYER + "post_attention_layernorm", mlp_after=LAYER + "post_feedforward_layernorm")
-
-
-def _mixtral_names(spec: ModelSpec) -> Names:
-    block = LAYER + "block_sparse_moe."
-    return Names(
-        router=block + "gate",
-        expert_mlp=(block + "experts.{e}.w1", block + "experts.{e}.w3"),
-        expert_mlp_out=block + "experts.{e}.w2",
-    )
-
-
-def _glm_names(spec: ModelSpec) -> Names:
-    return Names(
-        attn_after=LAYER + "post_self_attn_layernorm",
-        mlp_after=LAYER + "post_mlp_layernorm",
-        mlp=FUSED_MLP,
-        neighbours=True,
-    )
-
+_PHI3_NAMES = Names(qkv=(LAYER + "self_attn.qkv_proj",), mlp=FUSED_MLP)
+_OLMO2_NAMES = Names(attn_after=LAYER + "post_attention_layernorm", mlp_after=LAYER + "post_feedforward_layernorm")
+_MIXTRAL_NAMES = Names(
+    router=LAYER + "block_sparse_moe.gate",
+    expert_mlp=tuple(LAYER + f"block_sparse_moe.experts.{{e}}.{x}" for x in ("w1", "w3")),
+    expert_mlp_out=LAYER + "block_sparse_moe.experts.{e}.w2",
+)
+_GLM_NAMES = Names(
+    attn_after=LAYER + "post_self_attn_layernorm",
+    mlp_after=LAYER + "post_mlp_layernorm",
+    mlp=FUSED_MLP,
+    neighbours=True,
+)
 
 _BIAS = frozenset({"attention_bias"})
 _BIASES = _BIAS | {"mlp_bias"}
@@ -228,36 +197,33 @@ _EXPERTS = frozenset({"num_experts", "mlp_only_layers"})
 _MULTIPLIERS = frozenset({"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"})
 _NO_ROPE = frozenset({"no_rope_layers", "no_rope_layer_interval"})
 
+_EPS = {"rms_norm_eps": 1e-5}
+_GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True}
+_SMOLLM3 = {"rope_theta": 2000000.0, "tie_word_embeddings": True}
+_HEAD_128 = {"head_dim": 128}  # whatever the hidden size
+
 RMS_FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", read=_llama, names=_llama_names, honoured=_BIASES),
-    "mistral": Family(architecture="MistralForCausalLM", read=_mistral, names=_llama_names),
-    "ministral": Family(architecture="MinistralForCausalLM", read=_ministral, names=_llama_names),
-    "ministral3": Family(architecture="Ministral3ForCausalLM", read=_ministral3, names=_llama_names),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", read=_qwen2, names=_llama_names),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", read=_qwen3, names=_llama_names, honoured=_BIAS),
+    "llama": Family("LlamaForCausalLM", _llama, honoured=_BIASES),
+    "mistral": Family("MistralForCausalLM", _mistral),
+    "ministral": Family("MinistralForCausalLM", _ministral),
+    "ministral3": Family("Ministral3ForCausalLM", _ministral3, usual=_HEAD_128),
+    "qwen2": Family("Qwen2ForCausalLM", _qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", _qwen3, usual=_HEAD_128, honoured=_BIAS),
     "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        read=_mixtral,
-        names=_mixtral_names,
-        honoured=frozenset({"num_local_experts"}),
+        "MixtralForCausalLM", _mixtral, _MIXTRAL_NAMES, usual=_EPS, honoured=frozenset({"num_local_experts"})
     ),
-    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", read=_qwen2_moe, names=_llama_names, honoured=_EXPERTS),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", _qwen2_moe, honoured=_EXPERTS),
     "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        read=_qwen3_moe,
-        names=_llama_names,
+        "Qwen3MoeForCausalLM",
+        _qwen3_moe,
         renamed={"num_local_experts": "num_experts"},
         honoured=_BIAS | _EXPERTS | {"num_local_experts"},
     ),
-    "olmoe": Family(architecture="OlmoeForCausalLM", read=_olmoe, names=_llama_names, honoured=_BIAS | _EXPERTS),
-    "phi3": Family(architecture="Phi3ForCausalLM", read=_phi3, names=_phi3_names),
-    "smollm3": Family(
-        architecture="SmolLM3ForCausalLM", read=_smollm3, names=_llama_names, honoured=_BIASES | _NO_ROPE
-    ),
-    "olmo2": Family(architecture="Olmo2ForCausalLM", read=_olmo2, names=_olmo2_names, honoured=_BIAS),
-    "granite": Family(
-        architecture="GraniteForCausalLM", read=_granite, names=_llama_names, honoured=_BIASES | _MULTIPLIERS
-    ),
-    "glm": Family(architecture="GlmForCausalLM", read=_glm, names=_glm_names, honoured=_BIAS),
-    "glm4": Family(architecture="Glm4ForCausalLM", read=_glm4, names=_glm_names, honoured=_BIAS),
+    "olmoe": Family("OlmoeForCausalLM", _olmoe, usual=_EPS, honoured=_BIAS | _EXPERTS),
+    "phi3": Family("Phi3ForCausalLM", _phi3, _PHI3_NAMES, usual=_EPS),
+    "smollm3": Family("SmolLM3ForCausalLM", _smollm3, usual=_SMOLLM3, honoured=_BIASES | _NO_ROPE),
+    "olmo2": Family("Olmo2ForCausalLM", _olmo2, _OLMO2_NAMES, usual=_EPS, honoured=_BIAS),
+    "granite": Family("GraniteForCausalLM", _granite, honoured=_BIASES | _MULTIPLIERS),
+    "glm": Family("GlmForCausalLM", _glm, _GLM_NAMES, usual=_GLM, honoured=_BIAS),
+    "glm4": Family("Glm4ForCausalLM", _glm4, _GLM_NAMES, usual=_GLM, honoured=_BIAS),
 }

@@ -8,15 +8,13 @@ a byte, the first one in its low half, and `gate_up_proj_scales` [experts, outpu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from afterglow.errors import ModelError
 from afterglow.kernels.packed import GROUP, dequantize
-from afterglow.model.quantized import Files
+from afterglow.model.checkpoint import UnpackedCheckpoint
 from afterglow.model.tables import PackedTensor
 
 EXPERT = re.compile(r"(?P<place>.*\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.(?P<kind>weight|bias)")
@@ -24,40 +22,13 @@ BYTES = GROUP // 2  # of a group's numbers
 NUMBERS, BYTE = (torch.float32, torch.bfloat16, torch.float16), (torch.uint8,)
 
 
-class StackedFiles(Files, Protocol):
-    """The tensors of a checkpoint by name, whole or in part."""
-
-    @property
-    def names(self) -> Iterable[str]:
-        """The names of the tensors."""
-        ...
-
-    def piece(self, name: str, index: int) -> Tensor:
-        """Return `tensor[index]` of any dtype, without reading the rest. Raises: ModelError if there is none."""
-        ...
-
-
-class StackedExperts:
+class StackedExperts(UnpackedCheckpoint):
     """A source of weights in which each expert has a module of its own, `...experts.NUMBER.gate_up_proj`."""
-
-    def __init__(self, files: StackedFiles) -> None:
-        """Read `files`; what belongs to no expert is read as it is."""
-        self._files = files
 
     @property
     def in_blocks(self) -> bool:
         """Whether there are tensors for `packed`."""
         return any(name.endswith("_proj_blocks") for name in self._files.names)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._files.__exit__(*exc)
-
-    def dtype_of(self, name: str) -> str:
-        """Return the dtype of a tensor of floats. Raises: ModelError."""
-        return self._files.dtype_of(name)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, dequantised if need be: see `WeightSource`."""

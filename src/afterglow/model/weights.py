@@ -148,9 +148,8 @@ class WeightAssembler:
         def gate(name: str, outputs: int, bias: bool = False) -> Linear:
             name = name.replace("{l}", layer)
             weight = self._get(name + ".weight", outputs, hidden)
-            return unrounded(
-                weight, self._get(name + ".bias", outputs).clone() if bias else None
-            )  # it decides, and is small
+            # It decides, and is small.
+            return unrounded(weight, self._get(name + ".bias", outputs).clone() if bias else None)
 
         templates = [name.replace("{l}", layer) for name in (*names.expert_mlp, names.expert_mlp_out)]
         experts = [

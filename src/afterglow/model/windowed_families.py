@@ -10,10 +10,11 @@ from afterglow.model.layer_norm_families import LAYER_NORM_FAMILIES
 from afterglow.model.names import Names
 from afterglow.model.rms_families import RMS_FAMILIES
 from afterglow.model.rotary import read_rope
-from afterglow.model.spec import ExpertsSpec, ModelSpec
+from afterglow.model.spec import ExpertsSpec
 
 LAYER = "model.layers.{l}."
 SLIDING, FULL = "sliding_attention", "full_attention"
+_LLAMA, _OLMO2, _COHERE = RMS_FAMILIES["llama"], RMS_FAMILIES["olmo2"], LAYER_NORM_FAMILIES["cohere"]
 
 
 def _windows(config: Config, every: int, *, patterns: bool = True) -> dict[str, Any]:
@@ -60,12 +61,10 @@ def _ropes(config: Config, theta: dict[str, float]) -> dict[str, Any]:
 
 
 def _gemma_parts(config: Config, activation: str) -> dict[str, Any]:
-    config = {"head_dim": 256, **config, "hidden_act": activation}
-    return RMS_FAMILIES["llama"].read(config) | {
+    return _LLAMA.read({**config, "hidden_act": activation}) | {
         "head_dim": head_dim(config),
         "embed_scale": float(need(config, "hidden_size") ** 0.5),
         "norm_plus_one": bool(config.get("rms_norm_plus_one", True)),  # GGUF files have the one in their weights
-        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
     }
 
 
@@ -88,12 +87,10 @@ def _gemma_windows(config: Config, every: int, *, patterns: bool) -> dict[str, A
 
 
 def _gemma2(config: Config) -> dict[str, Any]:
-    config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
     return _gemma_windows(config, 2, patterns=False)
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
-    config = {"head_dim": 256, "max_position_embeddings": 131072, **config}
     theta = {FULL: config.get("rope_theta") or 1e6, SLIDING: config.get("rope_local_base_freq") or 1e4}
     ropes = _ropes(config, theta)
     plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
@@ -105,7 +102,7 @@ def _olmo3(config: Config) -> dict[str, Any]:
     base = config.get("rope_theta") or 500000.0
     ropes = _ropes(config, {FULL: base, SLIDING: base})
     plain = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    return RMS_FAMILIES["olmo2"].read(plain) | ropes | _windows(config, 4, patterns=False)
+    return _OLMO2.read(plain) | ropes | _windows(config, 4, patterns=False)
 
 
 def _unturned(config: Config, fields: dict[str, Any]) -> tuple[int, ...]:
@@ -114,12 +111,12 @@ def _unturned(config: Config, fields: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _exaone4(config: Config) -> dict[str, Any]:
-    fields = RMS_FAMILIES["olmo2"].read(config) | {"qk_norm_over": "head"} | _windows(config, 4)
+    fields = _OLMO2.read(config) | {"qk_norm_over": "head"} | _windows(config, 4)
     return fields | {"unturned": _unturned(config, fields) if "window" in fields else ()}
 
 
 def _cohere2(config: Config) -> dict[str, Any]:
-    fields = LAYER_NORM_FAMILIES["cohere"].read({"rope_theta": 10000.0, **config}) | _windows(config, 4)
+    fields = _COHERE.read(config) | _windows(config, 4)
     return fields | {"unturned": _unturned(config, fields)}
 
 
@@ -132,24 +129,16 @@ def _above_0(config: Config, key: str, usual: float) -> float:
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
     """Read gpt-oss: attention sinks, clamped gates, a router and experts with biases."""
-    usual = {
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "rope_theta": 150000.0,
-        "sliding_window": 128,
-    }
-    config = {**usual, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-        config["rope_parameters"] = yarn
+        config = {**config, "rope_parameters": yarn}
     experts = ExpertsSpec(
         count=need(config, "num_local_experts"),
         chosen=need(config, "num_experts_per_tok"),
         ffn=need(config, "intermediate_size"),
         layers=tuple(range(need(config, "num_hidden_layers"))),
     )
-    return RMS_FAMILIES["llama"].read(config) | {
+    return _LLAMA.read(config) | {
         "head_dim": head_dim(config),
         "mlp_bias": True,
         "router_bias": True,
@@ -160,47 +149,49 @@ def _gpt_oss(config: Config) -> dict[str, Any]:
     }
 
 
-def _gpt_oss_names(spec: ModelSpec) -> Names:
-    experts = LAYER + "mlp.experts.{e}."
-    return Names(
-        router=LAYER + "mlp.router",
-        expert_mlp=(experts + "gate_up_proj",),
-        expert_mlp_out=experts + "down_proj",
-        sinks=LAYER + "self_attn.sinks",
-        gates_in_turn=True,
-    )
-
-
-def _gemma_names(spec: ModelSpec) -> Names:
-    return Names(
-        attn_after=LAYER + "post_attention_layernorm",
-        mlp_norm=LAYER + "pre_feedforward_layernorm",
-        mlp_after=LAYER + "post_feedforward_layernorm",
-    )
-
-
+_GPT_OSS_NAMES = Names(
+    router=LAYER + "mlp.router",
+    expert_mlp=(LAYER + "mlp.experts.{e}.gate_up_proj",),
+    expert_mlp_out=LAYER + "mlp.experts.{e}.down_proj",
+    sinks=LAYER + "self_attn.sinks",
+    gates_in_turn=True,
+)
+_GEMMA_NAMES = Names(
+    attn_after=LAYER + "post_attention_layernorm",
+    mlp_norm=LAYER + "pre_feedforward_layernorm",
+    mlp_after=LAYER + "post_feedforward_layernorm",
+)
 _BIAS = frozenset({"attention_bias"})
-_SCORES = frozenset({"final_logit_softcapping", "query_pre_attn_scalar"})
+_SCORES = _BIAS | {"final_logit_softcapping", "query_pre_attn_scalar"}
 _CAPS = frozenset({"attn_logit_softcapping"})  # Gemma 3's own code leaves scores as they are, whatever this key says
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
+_GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GPT_OSS = {"head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0, "sliding_window": 128}
 
 WINDOWED_FAMILIES: dict[str, Family] = {
-    "gemma": Family(architecture="GemmaForCausalLM", read=_gemma, names=RMS_FAMILIES["llama"].names, honoured=_BIAS),
-    "gemma2": Family(
-        architecture="Gemma2ForCausalLM", read=_gemma2, names=_gemma_names, honoured=_BIAS | _SCORES | _CAPS
+    "gemma": Family("GemmaForCausalLM", _gemma, usual=_GEMMA, honoured=_BIAS),
+    "gemma2": Family("Gemma2ForCausalLM", _gemma2, _GEMMA_NAMES, usual=_GEMMA | _GEMMA2_CAPS, honoured=_SCORES | _CAPS),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _gemma3,
+        _GEMMA_NAMES,
+        usual=_GEMMA | {"max_position_embeddings": 131072},
+        honoured=_SCORES,
     ),
-    "gemma3_text": Family(architecture="Gemma3ForCausalLM", read=_gemma3, names=_gemma_names, honoured=_BIAS | _SCORES),
-    "olmo3": Family(architecture="Olmo3ForCausalLM", read=_olmo3, names=RMS_FAMILIES["olmo2"].names, honoured=_BIAS),
-    "exaone4": Family(architecture="Exaone4ForCausalLM", read=_exaone4, names=RMS_FAMILIES["olmo2"].names),
+    "olmo3": Family("Olmo3ForCausalLM", _olmo3, _OLMO2.names, usual=_OLMO2.usual, honoured=_BIAS),
+    "exaone4": Family("Exaone4ForCausalLM", _exaone4, _OLMO2.names, usual=_OLMO2.usual),
     "gpt_oss": Family(
-        architecture="GptOssForCausalLM",
-        read=_gpt_oss,
-        names=_gpt_oss_names,
+        "GptOssForCausalLM",
+        _gpt_oss,
+        _GPT_OSS_NAMES,
+        usual=_GPT_OSS,
         honoured=_BIAS | {"num_experts", "num_local_experts"},
     ),
     "cohere2": Family(
-        architecture="Cohere2ForCausalLM",
-        read=_cohere2,
-        names=LAYER_NORM_FAMILIES["cohere"].names,
+        "Cohere2ForCausalLM",
+        _cohere2,
+        _COHERE.names,
+        usual={**_COHERE.usual, "rope_theta": 10000.0},
         honoured=_BIAS | {"logit_scale"},
     ),
 }

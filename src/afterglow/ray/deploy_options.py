@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from afterglow.cli.command_options import ModelChoice
 from afterglow.cli.commands import app
 from afterglow.cli.parameters import parse
 from afterglow.config import EngineConfig
@@ -60,7 +59,6 @@ def read_arguments(args: Mapping[str, Any]) -> ServedWith:
     options = DeployOptions(**{name: _number(name, names.pop(name)) for name in _KINDS if name in names})
     model = names.pop("model", None)
     found = parse(app, ["serve", *_flags(names), *(["--", str(model)] if model is not None else [])])
-    chosen: ModelChoice = found.configs["chosen"]
     server: ServerConfig = found.configs["server"]
     config: EngineConfig = found.configs["engine"]
     one_each = {
@@ -71,7 +69,9 @@ def read_arguments(args: Mapping[str, Any]) -> ServedWith:
             raise ConfigError(f"{name} {value} cannot be the same for all replicas; leave it out")
     if "write_policy" not in found.given.names:  # a replica that is killed writes nothing at its end
         config = replace(config, cache=replace(config.cache, write_policy="write_through"))
-    return ServedWith(options, chosen.model, server, replace(config, threads=config.threads or _threads(options)))
+    return ServedWith(
+        options, found.configs["model"], server, replace(config, threads=config.threads or max(1, int(options.cpus)))
+    )
 
 
 def _number(name: str, value: Any) -> Any:
@@ -79,10 +79,6 @@ def _number(name: str, value: Any) -> Any:
         return _KINDS[name](value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} must be a number, got {value!r}") from None
-
-
-def _threads(options: DeployOptions) -> int:
-    return max(1, int(options.cpus))
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:

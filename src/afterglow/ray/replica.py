@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from afterglow.cli.load_served import find_served, loaded
+from afterglow.cli.serve import find_served, loaded
 from afterglow.config import EngineConfig, default_cache_dir
 from afterglow.library.threads import set_up_threads
 from afterglow.ray.replica_folder import own_folder

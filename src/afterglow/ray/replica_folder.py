@@ -1,12 +1,14 @@
-"""A replica's folder for its disk tier: the first of its machine that no process holds. Needs no Ray."""
+"""A replica's folder for its disk tier, the first of its machine that no process holds; and the choice of a replica for a conversation by
+these folders. Needs no Ray."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 
 LOCK = "lock"
@@ -32,3 +34,12 @@ def own_folder(parent: Path) -> Iterator[Path]:
         finally:
             os.close(lock)
         return
+
+
+def ranked(session: str, places: Iterable[str]) -> list[str]:
+    """Order places for a conversation, its own first, by rendezvous hashing. A place that comes or goes moves only the conversations whose own it is."""
+
+    def weight(place: str) -> bytes:
+        return blake2b(f"{place}\0{session}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+    return sorted(places, key=lambda place: (weight(place), place))

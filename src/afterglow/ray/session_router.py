@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from afterglow.ray.affinity import ranked
+from afterglow.ray.replica_folder import ranked
 
 PLACE = "place"  # in a replica's metadata
 

@@ -13,7 +13,7 @@ from afterglow.errors import ConfigError
 from afterglow.sim.capacity.bill import charged, hourly, price_list
 from afterglow.sim.cluster.engines import Cluster, Network
 from afterglow.sim.engine_setup import Setup
-from afterglow.sim.machine.catalogue import Hardware, hardware, model
+from afterglow.sim.machine.catalogue import RESERVE, Hardware, hardware, model
 from afterglow.sim.machine.shape import ModelShape
 from afterglow.sim.machine.timing import Calibration
 from afterglow.sim.nearest import unknown
@@ -25,7 +25,6 @@ from afterglow.sim.workload.turns import Conversation, Workload
 
 GB = 10**9
 PRESET_RATE, TRACE_RATE = 1.0, 0.1  # conversations per second, where nothing says it
-RESERVE = 0.1  # of the devices' memory, as in `catalogue.kv_room`
 
 
 class TurnSource(Protocol):
@@ -57,40 +56,34 @@ class _First:
 class Running:
     """One scenario on its way: `figures` can be asked for at any time."""
 
-    def __init__(self, scenario: Scenario, kind: type[Workload] = Workload) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         """Prepare the simulation. Raises: ConfigError, ModelError."""
         self.scenario = scenario
         self.setup = setup_of(scenario)
         self.rates = price_list(scenario)
         self.trace, self.source = source_of(scenario, self.setup.longest)
-        self.workload = kind(self.source, scenario.source.pace)
+        self.workload = Workload(self.source, scenario.source.pace)
         self.complete = False
         self.outcome: Outcome | None = None
         cluster, warm_up = scenario.cluster, scenario.source.warm_up
-        self._engine: Simulation | None = None
-        self._cluster: Cluster | None = None
+        self._engines: Simulation | Cluster
         if cluster.engines == 1 and not cluster.shared_tier:
-            self._engine = Simulation(self.setup, self.workload, warm_up=warm_up)
+            self._engines = Simulation(self.setup, self.workload, warm_up=warm_up)
         else:
             network = Network(cluster.network * GB, cluster.shared_tier)
-            self._cluster = Cluster(
+            self._engines = Cluster(
                 self.setup, self.workload, cluster.engines, cluster.router, network, scenario.source.seed, warm_up
             )
 
     def run(self, progress: Callable[[float], object] | None = None) -> dict[str, Any]:
         """To the end. `progress` is told how much of the workload has begun, 0 to 1."""
-        tell = (lambda _: progress(self.source.fraction)) if progress is not None else None
-        if self._engine is not None:
-            self._engine.run(tell)
-        elif self._cluster is not None:
-            self._cluster.run(tell)
+        self._engines.run((lambda _: progress(self.source.fraction)) if progress is not None else None)
         self.complete = True
         return self.figures()
 
     def figures(self) -> dict[str, Any]:
         """Collect the figures so far. Raises: ConfigError, where the run has ended and nothing was counted."""
-        outcome = self._engine.finish() if self._engine is not None else self._cluster_outcome()
-        self.outcome = outcome
+        self.outcome = outcome = self._engines.finish()
         if self.complete and not outcome.turns:
             raise ConfigError(
                 f"nothing to count: the warm-up took {outcome.skipped} turns, {outcome.refused} were refused "
@@ -100,17 +93,13 @@ class Running:
         found["history_tokens"] = sum(outcome.history)
         found["window"] = self.setup.longest
         found["cost"] = self._cost(outcome)
-        if self._cluster is not None:
-            found["cluster"] = self._cluster.figures()
+        if isinstance(self._engines, Cluster):
+            found["cluster"] = self._engines.figures()
         if self.trace is not None and self.trace.skipped:
             found["bad_lines"] = {"skipped": self.trace.skipped, "first": self.trace.first_bad}
         found["complete"] = self.complete
         found["fraction"] = 1.0 if self.complete else self.source.fraction
         return found
-
-    def _cluster_outcome(self) -> Outcome:
-        assert self._cluster is not None
-        return self._cluster.finish()
 
     def _cost(self, outcome: Outcome) -> dict[str, Any] | None:
         if self.rates is None:

@@ -236,14 +236,11 @@ class Simulation:
         outcome.cut_tokens += live.dropped
         outcome.ttft.append(live.first - live.arrival.time)
         outcome.waited.append(live.began - live.arrival.time)
-        for column, value in (
-            (outcome.history, history),
-            (outcome.device, device),
-            (outcome.host, host),
-            (outcome.disk, disk),
-            (outcome.prompts, live.prompt),
-        ):
-            column.append(value)
+        outcome.history.append(history)
+        outcome.device.append(device)
+        outcome.host.append(host)
+        outcome.disk.append(disk)
+        outcome.prompts.append(live.prompt)
 
     def finish(self) -> Outcome:
         """The outcome so far."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -232,13 +233,13 @@ def _check(
         report.problems.append(Problem("catalog", CATALOG, str(error)))
     if rows is not None:
         report.problems += [*_pairs(path, disk, files, rows, live), *_notes(path)]
-    names = _Names(description.digest, rows or {}, name_of)
+    name = partial(_name, digest=description.digest, rows=rows or {}, name_of=name_of)
     unpaired = {problem.name for problem in report.problems if problem.kind == "orphan"}
     for done, extent in enumerate(files):
         if progress is not None:
             progress(done, len(files))
         if extent not in unpaired:
-            report.problems += _contents(disk, extent, rows, names, live, report)
+            report.problems += _contents(disk, extent, rows, name, live, report)
     if progress is not None:
         progress(len(files), len(files))
     if not live:
@@ -281,35 +282,26 @@ def _notes(path: Path) -> Iterator[Problem]:
     yield from (Problem("note", str(row), "its checksum is wrong") for row in bad)
 
 
-class _Names:
-    """Computes the names that extents should have: hashes of all that their bytes depend on, the tokens before included."""
-
-    def __init__(self, digest: str, rows: Rows, name_of: NameOf) -> None:
-        self._digest = digest
-        self._rows = rows
-        self._name_of = name_of
-
-    def of(self, record: ExtentRecord) -> str | None:
-        """Compute the name of a record; None where a row on the way to the first token is missing or damaged.
-
-        No request can match such an extent.
-        """
-        pieces: list[bytes] = []
-        at = record
-        while at.parent is not None:
-            parent = self._rows.get(at.parent)
-            if parent is None or len(pieces) > len(self._rows):
-                return None
-            pieces.append(parent.tokens[: 4 * at.parent_rows])
-            at = parent
-        return self._name_of(self._digest, record.salt, b"".join(reversed(pieces)), record.tokens)
+def _name(record: ExtentRecord, digest: str, rows: Rows, name_of: NameOf) -> str | None:
+    """Compute the name that an extent should have: a hash of all that its bytes depend on, the tokens before included. None where
+    a row on the way to the first token is missing or damaged: no request can match such an extent.
+    """
+    pieces: list[bytes] = []
+    at = record
+    while at.parent is not None:
+        parent = rows.get(at.parent)
+        if parent is None or len(pieces) > len(rows):
+            return None
+        pieces.append(parent.tokens[: 4 * at.parent_rows])
+        at = parent
+    return name_of(digest, record.salt, b"".join(reversed(pieces)), record.tokens)
 
 
 def _contents(
     disk: DiskTier,
     extent: str,
     rows: Rows | None,
-    names: _Names,
+    name: Callable[[ExtentRecord], str | None],
     live: bool,
     report: Report,
 ) -> Iterator[Problem]:
@@ -322,7 +314,7 @@ def _contents(
         return
     report.extents += 1
     report.bytes += found.file_bytes
-    if names.of(found) not in (extent, None):
+    if name(found) not in (extent, None):
         yield Problem("id", extent, "its name is not the hash of its contents")
     if rows is None or extent not in rows:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from afterglow.config import WRITE_BUFFER
@@ -23,11 +24,10 @@ from afterglow.plan.step import (
 from afterglow.store.database.catalog import CatalogShares
 from afterglow.store.database.recovery import open_catalog
 from afterglow.store.extents.disk_tier import DiskTier
-from afterglow.store.extents.head import Bytes
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.throttle import ArtificiallySlowTier, Throttle
 from afterglow.store.extents.tier import Buffer, HostArena, Tier
-from afterglow.store.moving.move_work import CopyWork, DropWork, LoadWork, StoreWork, SweepWork
+from afterglow.store.moving.move_work import LoadWork, copy_rows, drop_extent, store_extent, sweep_extent
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.reading import ChunkIO
 from afterglow.store.moving.saver import RowSaver
@@ -100,9 +100,11 @@ class KVStore:
             errors = {"damage": damage, "missing": opened.missing}
             found.errors = {kind: number for kind, number in errors.items() if number}
             found.catalog_rebuilds, found.direct_io = opened.rebuilt, disk.direct
-        self._counters = StoreCounters(found)
+        self._counters = StoreCounters(found, found.errors)
         self._mover = Mover(threads, read_timeout, self._moved)
         self._saver = RowSaver(self.arena, self._saved, write_buffer)
+        # New rows of the device go straight to the saver.
+        self.save, self.save_block, self.expect_saves = self._saver.save, self._saver.save_block, self._saver.expect
         self.shared: SharedStore | None = None
         self.far: FarLoads | None = None  # loads from the shared tier
         self._fetches: list[FarLoad] = []  # that have not begun
@@ -115,8 +117,8 @@ class KVStore:
         if self._disk is not None and layout.probe_heads:
             self.chunks = ChunkIO(self.on_disk, self._mover, self._counters)
         for extent in orphans:
-            work = SweepWork(extent, self.on_disk, self._counters.swept)
-            self._mover.submit(Task(extent, BACKGROUND, work.run, move=None, writes=True))
+            work = partial(sweep_extent, extent, self.on_disk, partial(self._counters.count, orphans_swept=1))
+            self._mover.submit(Task(extent, BACKGROUND, work, move=None, writes=True))
 
     # -------------------------------------------------------------------------------------------- the disk
 
@@ -142,30 +144,22 @@ class KVStore:
         self._fetches.clear()
 
     def _task(self, move: Move) -> Task:
-        number, priority = move.move, move.priority
+        make = partial(Task, priority=move.priority, move=move.move)
         if isinstance(move, Load):
             gate = None if move.ahead is None or move.ahead >= self.layout.layers else move.ahead
             load = LoadWork(move, self.arena, self.on_disk, self._mover, self._windowed)
-            task = Task(move.extent, priority, load.run, move=number, writes=False, gate=gate, label="load")
+            task = make(move.extent, work=load.run, writes=False, gate=gate, label="load")
             if self.far is not None and (far := self.far.prepare(move, load, task)) is not None:
                 self._fetches.append(far)
             return task
         if isinstance(move, Copy):  # no order holds between copies
-            return Task(
-                f"copy {number}", priority, CopyWork(move, self.arena).run, move=number, writes=False, label="copy"
-            )
+            copying = partial(copy_rows, self.arena, move.pieces, move.slots, move.rows)
+            work = lambda task: copying(task.advance)  # noqa: E731
+            return make(f"copy {move.move}", work=work, writes=False, label="copy")
         if isinstance(move, Store):
-            return Task(
-                move.record.id,
-                priority,
-                StoreWork(move, self.arena, self.on_disk).run,
-                move=number,
-                writes=True,
-                label="store",
-            )
-        return Task(
-            move.extent, priority, DropWork(move.extent, self.on_disk).run, move=number, writes=True, label="drop"
-        )
+            storing = partial(store_extent, move, self.arena, self.on_disk)
+            return make(move.record.id, work=storing, writes=True, label="store")
+        return make(move.extent, work=partial(drop_extent, move.extent, self.on_disk), writes=True, label="drop")
 
     def release(self, move: int) -> None:
         """Let a Load that was to read only some layers ahead read them all. No effect on any other move.
@@ -223,32 +217,6 @@ class KVStore:
         """
         return {} if self.on_disk.catalog is None else self.on_disk.catalog.notes(kind)
 
-    # ----------------------------------------------------------------------------------------------- the host
-
-    def save(
-        self,
-        draft: int,
-        layer: int,
-        slots: Sequence[int],
-        first_row: int,
-        keys: Bytes,
-        values: Bytes,
-    ) -> None:
-        """Copy one layer's rows into a draft's slots: rows [first_row, first_row + len(keys)) of the draft.
-
-        `keys` and `values` are uint8 [rows, row_bytes] and belong to the store until copied. `slots` are the
-        draft's, from its first row on. One SaveDone follows the last layer. Waits while the write buffer is full.
-        """
-        self._saver.save(draft, layer, slots, first_row, keys, values)
-
-    def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes) -> None:
-        """The same for all layers at once: `block` is uint8 [layers, 2, rows, row_bytes]."""
-        self._saver.save_block(draft, slots, first_row, block)
-
-    def expect_saves(self, rows: int, computing: float) -> None:
-        """Size the write buffer for `rows` rows that are about to be computed, in `computing` seconds after their first layer."""
-        self._saver.expect(rows, computing)
-
     # ------------------------------------------------------------------------------------------ completions
 
     def finished(self) -> list[TransferDone]:
@@ -304,6 +272,6 @@ class KVStore:
         self._notify()
 
     def _saved(self, done: SaveDone, moved: int, seconds: float) -> None:
-        self._counters.saved(moved, seconds)
+        self._counters.count(host_save_bytes=moved, host_save_seconds=seconds)
         self._finished.append(done)
         self._notify()

@@ -34,9 +34,7 @@ def kind_at(path: str | Path) -> Kind:
     """
     try:
         mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return "absent"
-    except NotADirectoryError:
+    except (FileNotFoundError, NotADirectoryError):
         return "absent"
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 

@@ -44,7 +44,7 @@ class Tokenizer:
     in transformers 5); chat templates write their special tokens themselves.
     """
 
-    def __init__(self, model: str | Path, *, replies: ReplyMemory | None = None) -> None:
+    def __init__(self, model: str | Path) -> None:
         parts = read_parts(Path(model))
         self._fast = parts.fast
         self.special_tokens = parts.special_tokens
@@ -64,7 +64,7 @@ class Tokenizer:
         )
         self.response_template = parts.response_template  # how to read replies, for transformers
         self.markers = Markers(self._fast, self._marker_ids(), _unknown(state["model"]))
-        self.replies = ReplyMemory() if replies is None else replies
+        self.replies = ReplyMemory()
         self.spliced = 0  # replies in prompts whose generated ids were used, since the start
         self.retokenised = 0
 

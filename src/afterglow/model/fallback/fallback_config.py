@@ -151,10 +151,8 @@ def _limit(read: Any) -> tuple[int | None, str]:
     """Return the longest context in which keys do not depend on the longest request beside them, and the reason."""
     rope: Mapping[str, Any] = getattr(read, "rope_parameters", None) or {}
     limit, reason = None, ""
-    for each in (
-        rope,
-        *(value for value in rope.values() if isinstance(value, Mapping)),
-    ):  # some say it by type of layer
+    by_layer = (value for value in rope.values() if isinstance(value, Mapping))  # some say it by type of layer
+    for each in (rope, *by_layer):
         kind = each.get("rope_type")
         if kind in ("dynamic", "longrope"):
             original = each.get("original_max_position_embeddings") or read.max_position_embeddings

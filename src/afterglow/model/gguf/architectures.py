@@ -7,7 +7,7 @@ A row of `ARCHITECTURES` says how llama.cpp lays out the files of one architectu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from afterglow.errors import ModelError
@@ -20,12 +20,13 @@ from afterglow.model.spec import ModelSpec
 LAYER = "blk.{l}."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """The way to read the files of one architecture."""
+    """The way to read the files of one architecture. `kind`: its model type; None: `read` says it."""
 
+    kind: str | None
     read: Callable[[Keys], dict[str, Any]]  # keys of config.json besides the common ones
-    names: Callable[[ModelSpec], Names]
+    names: Names | Callable[[ModelSpec], Names]
     experts: bool = False  # whether its files may hold a mixture of experts
 
 
@@ -46,6 +47,8 @@ def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     if keys.whole("expert_count") and not architecture.experts:
         raise ModelError(f"{keys.path}: mixture-of-experts layers are not supported; use a dense model")
     config = common_config(keys) | architecture.read(keys)
+    if architecture.kind is not None:
+        config["model_type"] = architecture.kind
     return architecture, {key: value for key, value in config.items() if value is not None}
 
 
@@ -63,33 +66,27 @@ def _llama(keys: Keys) -> dict[str, Any]:
         return common | {"model_type": "mistral"}
     if bias and not keys.has(LAYER + "attn_output.bias"):  # the arithmetic of Qwen2 under another name
         return common | {"model_type": "qwen2"}
-    return common | {
-        "model_type": "llama",
-        "attention_bias": bias,
-        "mlp_bias": keys.has(LAYER + "ffn_gate.bias"),
+    return common | {"model_type": "llama", "attention_bias": bias, "mlp_bias": keys.has(LAYER + "ffn_gate.bias")}
+
+
+def _qwen2(keys: Keys) -> dict[str, Any]:
+    whole_head(keys)
+    window = keys.whole("attention.sliding_window") or None
+    return {
+        "hidden_act": "silu",
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": -1,  # files do not say which layers have it
     }
 
 
-def _qwen(kind: str) -> Callable[[Keys], dict[str, Any]]:
-    def read(keys: Keys) -> dict[str, Any]:
-        whole_head(keys)
-        window = keys.whole("attention.sliding_window") or None
-        return {
-            "model_type": kind,
-            "hidden_act": "silu",
-            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-            "attention_bias": keys.has(LAYER + "attn_q.bias") if kind == "qwen3" else None,
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": -1,  # files do not say which layers have it
-        }
-
-    return read
+def _qwen3(keys: Keys) -> dict[str, Any]:
+    return _qwen2(keys) | {"attention_bias": keys.has(LAYER + "attn_q.bias")}
 
 
 def _phi2(keys: Keys) -> dict[str, Any]:
     return {
-        "model_type": "phi",
         "hidden_act": "gelu_new",
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "partial_rotary_factor": turned_share(keys),
@@ -103,7 +100,6 @@ def _falcon(keys: Keys) -> dict[str, Any]:
     new = two or kv_heads not in (1, heads)
     whole_head(keys)
     return {
-        "model_type": "falcon",
         "new_decoder_architecture": new,
         "num_ln_in_parallel_attn": 2 if two else 1,
         "parallel_attn": True,
@@ -130,33 +126,28 @@ def _experts(keys: Keys) -> dict[str, Any]:
 
 def _qwen2_moe(keys: Keys) -> dict[str, Any]:
     width, _ = keys.shape("blk.0.ffn_gate_shexp.weight", 2)
-    return _mixture(keys, "qwen2_moe") | {
+    return _mixture(keys) | {
         "shared_expert_intermediate_size": width,
         "qkv_bias": keys.has(LAYER + "attn_q.bias"),
     }
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
-    return _mixture(keys, "qwen3_moe") | {"norm_topk_prob": True}
+    return _mixture(keys) | {"norm_topk_prob": True}
 
 
-def _olmoe(keys: Keys) -> dict[str, Any]:
-    return _mixture(keys, "olmoe")
-
-
-def _mixture(keys: Keys, kind: str) -> dict[str, Any]:
-    return _llama(keys) | _experts(keys) | {"model_type": kind, "num_local_experts": None, "norm_topk_prob": False}
+def _mixture(keys: Keys) -> dict[str, Any]:
+    return _llama(keys) | _experts(keys) | {"num_local_experts": None, "norm_topk_prob": False}
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    config = _mixture(keys, "gpt_oss") | {"num_local_experts": keys.count("expert_count"), "norm_topk_prob": None}
+    config = _mixture(keys) | {"num_local_experts": keys.count("expert_count"), "norm_topk_prob": None}
     config["rope_parameters"] = common_config(keys)["rope_parameters"] | {"truncate": False}  # as the model was made
     return config | {"attention_bias": True}
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
     return {
-        "model_type": "phi3",
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "partial_rotary_factor": turned_share(keys),
         "sliding_window": keys.whole("attention.sliding_window") or None,
@@ -164,19 +155,18 @@ def _phi3(keys: Keys) -> dict[str, Any]:
 
 
 def _smollm3(keys: Keys) -> dict[str, Any]:
-    return _llama(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}  # the only one that llama.cpp knows
+    return _llama(keys) | {"no_rope_layer_interval": 4}  # the only one that llama.cpp knows
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
     if keys.whole("attention.sliding_window"):
         raise ModelError(f"{keys.path}: windows in some layers only (OLMo 3) are not supported; use OLMo 2")
-    return _llama(keys) | {"model_type": "olmo2"}
+    return _llama(keys)
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
     head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
     return _llama(keys) | {
-        "model_type": "granite",
         "embedding_multiplier": keys.number("embedding_scale", 0.0) or 1.0,
         "attention_multiplier": keys.number("attention.scale", 0.0) or head_dim**-0.5,
         "residual_multiplier": keys.number("residual_scale", 0.0) or 1.0,
@@ -190,7 +180,6 @@ def _glm4(keys: Keys) -> dict[str, Any]:
             f"{keys.path}: rotary positions of several axes (GLM-4V) are not supported; use a text-only model"
         )
     return {
-        "model_type": "glm4",
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "partial_rotary_factor": turned_share(keys),
         "attention_bias": keys.has(LAYER + "attn_q.bias"),
@@ -200,7 +189,6 @@ def _glm4(keys: Keys) -> dict[str, Any]:
 def _starcoder2(keys: Keys) -> dict[str, Any]:
     whole_head(keys)
     return {
-        "model_type": "starcoder2",
         "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "use_bias": keys.has(LAYER + "attn_q.bias"),
         # All its sizes have a window, though files may not say so.
@@ -211,7 +199,6 @@ def _starcoder2(keys: Keys) -> dict[str, Any]:
 
 def _gpt_neox(keys: Keys) -> dict[str, Any]:
     return {
-        "model_type": "gpt_neox",
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "partial_rotary_factor": turned_share(keys),
         "use_parallel_residual": bool(keys.get("use_parallel_residual")),
@@ -221,7 +208,6 @@ def _gpt_neox(keys: Keys) -> dict[str, Any]:
 
 def _gpt2(keys: Keys) -> dict[str, Any]:
     return {
-        "model_type": "gpt2",
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "n_inner": keys.count("feed_forward_length"),
     }
@@ -229,7 +215,6 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
 
 def _stablelm(keys: Keys) -> dict[str, Any]:
     return {
-        "model_type": "stablelm",
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "partial_rotary_factor": turned_share(keys),
         "use_parallel_residual": not keys.has(LAYER + "ffn_norm.weight"),
@@ -241,7 +226,6 @@ def _stablelm(keys: Keys) -> dict[str, Any]:
 def _command_r(keys: Keys) -> dict[str, Any]:
     whole_head(keys)
     return {
-        "model_type": "cohere",
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "logit_scale": keys.number("logit_scale"),
         "attention_bias": keys.has(LAYER + "attn_q.bias"),
@@ -252,7 +236,6 @@ def _command_r(keys: Keys) -> dict[str, Any]:
 def _gemma(keys: Keys) -> dict[str, Any]:
     whole_head(keys)
     return {
-        "model_type": "gemma",
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rms_norm_plus_one": False,
     }
@@ -271,7 +254,6 @@ def _gemma_scores(keys: Keys, largest: int) -> dict[str, Any]:
 
 def _gemma2(keys: Keys) -> dict[str, Any]:
     return _gemma_scores(keys, 46) | {
-        "model_type": "gemma2",
         "sliding_window": keys.whole("attention.sliding_window") or 4096,
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
@@ -281,7 +263,6 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
 def _gemma3(keys: Keys) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
     return _gemma_scores(keys, 62) | {
-        "model_type": "gemma3_text",
         "sliding_window": keys.count("attention.sliding_window"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {"full_attention": common_config(keys)["rope_parameters"], "sliding_attention": local},
@@ -290,96 +271,64 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 def _cohere2(keys: Keys) -> dict[str, Any]:
     return _command_r(keys) | {
-        "model_type": "cohere2",
         "sliding_window": keys.count("attention.sliding_window"),
         "sliding_window_pattern": keys.whole("attention.sliding_window_pattern") or None,
     }
 
 
-def _names(**other: Any) -> Names:
-    """Return the names of a sequential model with a gated MLP, but for `other`."""
-    usual: dict[str, Any] = {
-        "embed": "token_embd",
-        "attn_norm": LAYER + "attn_norm",
-        "mlp_norm": LAYER + "ffn_norm",
-        "qkv": tuple(f"{LAYER}attn_{x}" for x in "qkv"),
-        "q_norm": LAYER + "attn_q_norm",
-        "k_norm": LAYER + "attn_k_norm",
-        "out": LAYER + "attn_output",
-        "mlp": (LAYER + "ffn_gate", LAYER + "ffn_up"),
-        "mlp_out": LAYER + "ffn_down",
-        "router": LAYER + "ffn_gate_inp",
-        "expert_mlp": (LAYER + "ffn_gate_exps.{e}", LAYER + "ffn_up_exps.{e}"),
-        "expert_mlp_out": LAYER + "ffn_down_exps.{e}",
-        "shared_mlp": (LAYER + "ffn_gate_shexp", LAYER + "ffn_up_shexp"),
-        "shared_mlp_out": LAYER + "ffn_down_shexp",
-        "shared_gate": LAYER + "ffn_gate_inp_shexp",
-        "final_norm": "output_norm",
-        "head": "output",
-    }
-    return Names(**usual | other)
-
-
-def _usual_names(spec: ModelSpec) -> Names:
-    return _names()
-
-
-def _plain_names(spec: ModelSpec) -> Names:
-    return _names(mlp=(LAYER + "ffn_up",))
+_USUAL = Names(  # of a sequential model with a gated MLP
+    embed="token_embd",
+    attn_norm=LAYER + "attn_norm",
+    mlp_norm=LAYER + "ffn_norm",
+    qkv=tuple(f"{LAYER}attn_{x}" for x in "qkv"),
+    q_norm=LAYER + "attn_q_norm",
+    k_norm=LAYER + "attn_k_norm",
+    out=LAYER + "attn_output",
+    mlp=(LAYER + "ffn_gate", LAYER + "ffn_up"),
+    mlp_out=LAYER + "ffn_down",
+    router=LAYER + "ffn_gate_inp",
+    expert_mlp=(LAYER + "ffn_gate_exps.{e}", LAYER + "ffn_up_exps.{e}"),
+    expert_mlp_out=LAYER + "ffn_down_exps.{e}",
+    shared_mlp=(LAYER + "ffn_gate_shexp", LAYER + "ffn_up_shexp"),
+    shared_mlp_out=LAYER + "ffn_down_shexp",
+    shared_gate=LAYER + "ffn_gate_inp_shexp",
+    final_norm="output_norm",
+    head="output",
+)
+_PLAIN = replace(_USUAL, mlp=(LAYER + "ffn_up",))
+_NEIGHBOURS = replace(_USUAL, neighbours=True)
+_NORMED_AFTER = replace(_USUAL, attn_after=LAYER + "post_attention_norm", mlp_after=LAYER + "post_ffw_norm")
+_GLM4 = replace(_NORMED_AFTER, mlp=(LAYER + "ffn_up",), neighbours=True)
+_GPT_OSS = replace(_USUAL, mlp_norm=LAYER + "post_attention_norm", sinks=LAYER + "attn_sinks.weight")
+_GPT2 = replace(_PLAIN, positions="position_embd")
 
 
 def _falcon_names(spec: ModelSpec) -> Names:
-    if not spec.mlp_norm:
-        return _plain_names(spec)
-    return _names(mlp=(LAYER + "ffn_up",), attn_norm=LAYER + "attn_norm_2", mlp_norm=LAYER + "attn_norm")
-
-
-def _neighbours(spec: ModelSpec) -> Names:
-    return _names(neighbours=True)
-
-
-def _normed_after(**other: Any) -> Names:
-    return _names(attn_after=LAYER + "post_attention_norm", mlp_after=LAYER + "post_ffw_norm", **other)
-
-
-def _olmo2_names(spec: ModelSpec) -> Names:
-    return _normed_after()
-
-
-def _glm4_names(spec: ModelSpec) -> Names:
-    return _normed_after(mlp=(LAYER + "ffn_up",), neighbours=True)
-
-
-def _gpt_oss_names(spec: ModelSpec) -> Names:
-    return _names(mlp_norm=LAYER + "post_attention_norm", sinks=LAYER + "attn_sinks.weight")
-
-
-def _gpt2_names(spec: ModelSpec) -> Names:
-    return _names(mlp=(LAYER + "ffn_up",), positions="position_embd")
+    return replace(_PLAIN, attn_norm=LAYER + "attn_norm_2", mlp_norm=LAYER + "attn_norm") if spec.mlp_norm else _PLAIN
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(read=_llama, names=_neighbours, experts=True),
-    "qwen2": Architecture(read=_qwen("qwen2"), names=_usual_names),
-    "qwen3": Architecture(read=_qwen("qwen3"), names=_usual_names),
-    "qwen2moe": Architecture(read=_qwen2_moe, names=_usual_names, experts=True),
-    "qwen3moe": Architecture(read=_qwen3_moe, names=_usual_names, experts=True),
-    "olmoe": Architecture(read=_olmoe, names=_usual_names, experts=True),
-    "gpt-oss": Architecture(read=_gpt_oss, names=_gpt_oss_names, experts=True),
-    "phi2": Architecture(read=_phi2, names=_plain_names),
-    "phi3": Architecture(read=_phi3, names=_plain_names),
-    "smollm3": Architecture(read=_smollm3, names=_neighbours),
-    "olmo2": Architecture(read=_olmo2, names=_olmo2_names),
-    "granite": Architecture(read=_granite, names=_neighbours),
-    "glm4": Architecture(read=_glm4, names=_glm4_names),
-    "starcoder2": Architecture(read=_starcoder2, names=_plain_names),
-    "gptneox": Architecture(read=_gpt_neox, names=_plain_names),
-    "gpt2": Architecture(read=_gpt2, names=_gpt2_names),
-    "stablelm": Architecture(read=_stablelm, names=_usual_names),
-    "command-r": Architecture(read=_command_r, names=_neighbours),
-    "gemma": Architecture(read=_gemma, names=_usual_names),
-    "gemma2": Architecture(read=_gemma2, names=_olmo2_names),
-    "gemma3": Architecture(read=_gemma3, names=_olmo2_names),
-    "cohere2": Architecture(read=_cohere2, names=_neighbours),
-    "falcon": Architecture(read=_falcon, names=_falcon_names),
+    "llama": Architecture(None, _llama, _NEIGHBOURS, experts=True),
+    "qwen2": Architecture("qwen2", _qwen2, _USUAL),
+    "qwen3": Architecture("qwen3", _qwen3, _USUAL),
+    "qwen2moe": Architecture("qwen2_moe", _qwen2_moe, _USUAL, experts=True),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe, _USUAL, experts=True),
+    "olmoe": Architecture("olmoe", _mixture, _USUAL, experts=True),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, _GPT_OSS, experts=True),
+    "phi2": Architecture("phi", _phi2, _PLAIN),
+    "phi3": Architecture("phi3", _phi3, _PLAIN),
+    "smollm3": Architecture("smollm3", _smollm3, _NEIGHBOURS),
+    "olmo2": Architecture("olmo2", _olmo2, _NORMED_AFTER),
+    "granite": Architecture("granite", _granite, _NEIGHBOURS),
+    "glm4": Architecture("glm4", _glm4, _GLM4),
+    "starcoder2": Architecture("starcoder2", _starcoder2, _PLAIN),
+    "gptneox": Architecture("gpt_neox", _gpt_neox, _PLAIN),
+    "gpt2": Architecture("gpt2", _gpt2, _GPT2),
+    "stablelm": Architecture("stablelm", _stablelm, _USUAL),
+    "command-r": Architecture("cohere", _command_r, _NEIGHBOURS),
+    "gemma": Architecture("gemma", _gemma, _USUAL),
+    "gemma2": Architecture("gemma2", _gemma2, _NORMED_AFTER),
+    "gemma3": Architecture("gemma3_text", _gemma3, _NORMED_AFTER),
+    "cohere2": Architecture("cohere2", _cohere2, _NEIGHBOURS),
+    "falcon": Architecture("falcon", _falcon, _falcon_names),
 }

@@ -52,7 +52,7 @@ def _read_once(path: Path, *version: int) -> tuple[ModelSpec, Names]:
         spec, _ = spec_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    return spec, architecture.names(spec)
+    return spec, architecture.names(spec) if callable(architecture.names) else architecture.names
 
 
 class GgufWeights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from afterglow.sim.workload.turns import Arrival, TraceTurn, Workload
+from afterglow.sim.workload.turns import Arrival, TraceTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,3 @@ class _Tokens:
             end = segment.start + segment.length
             if end > self._ends.get(segment.stream, 0):
                 self._ends[segment.stream] = end
-
-
-class CountedWorkload(Workload):
-    """A workload whose turns are counted as they are taken."""
-
-    census: Census | None = None
-
-    def take(self, now: float) -> list[Arrival]:
-        found = super().take(now)
-        if self.census is not None:
-            for arrival in found:
-                self.census.add(arrival)
-        return found

@@ -15,7 +15,7 @@ from typing import Any
 from afterglow.config import format_size
 from afterglow.errors import ConfigError
 from afterglow.sim.capacity.bill import Bill, hourly, needed_prices
-from afterglow.sim.capacity.census import Census, CountedWorkload, WorkingSet
+from afterglow.sim.capacity.census import Census, WorkingSet
 from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.scenario import Running, fewest_devices
 from afterglow.sim.scenario_options import GoalConfig, Scenario
@@ -139,14 +139,13 @@ class Search:
         if known is not None:
             return known
         scenario = self.scenario.with_values(devices=devices, dram=dram, disk=disk)
-        running = Running(scenario, CountedWorkload)
-        census = None
-        if self.working_set is None and isinstance(running.workload, CountedWorkload):
-            unit = scenario.engine.ttl or UNIT_S
-            census = running.workload.census = Census(unit, self._window, self._row_bytes)
+        running = Running(scenario)
+        census = Census(scenario.engine.ttl or UNIT_S, self._window, self._row_bytes)
+        if self.working_set is None:
+            running.workload.watch = census.add
         tell = self._progress
         figures = running.run((lambda part: tell(self, part)) if tell is not None else None)
-        if census is not None:
+        if self.working_set is None:
             self.working_set = census.result()
         hits, ttft = hit_rate(figures), float(figures[f"ttft_{self.goal.ttft_of}"])
         met = (self.goal.hit_rate is None or hits >= self.goal.hit_rate) and (

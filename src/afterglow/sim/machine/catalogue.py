@@ -27,6 +27,7 @@ from afterglow.sim.nearest import find, unknown
 
 DATA = Path(__file__).parents[1] / "data"
 GIB = 2**30
+RESERVE = 0.1  # of a device's memory, for activations and the allocator
 
 Kind = Literal["gpu", "cpu"]
 
@@ -72,7 +73,9 @@ class Prices:
 
 def hardware(name: str) -> Hardware:
     """Look up a device by name. Raises: ConfigError, with the nearest names."""
-    return _named("hardware", name, all_hardware())
+    if (known := find(name, all_hardware())) is None:
+        raise unknown("hardware", name, all_hardware())
+    return all_hardware()[known]
 
 
 def model(name: str) -> ModelShape:
@@ -110,27 +113,20 @@ def all_prices() -> Mapping[str, Prices]:
     return MappingProxyType({name: _price_list(row, name, row["source"]) for name, row in rows.items()})
 
 
-def kv_room(shape: ModelShape, device: Hardware, devices: int = 1, dtype: str = "float16", reserve: float = 0.1) -> int:
-    """Compute the bytes for keys and values on `devices` devices that share a model's weights, a `reserve` of the memory aside
-    (activations, the allocator). Raises: ConfigError, if the model does not fit."""
+def kv_room(shape: ModelShape, device: Hardware, devices: int = 1, dtype: str = "float16") -> int:
+    """Compute the bytes for keys and values on `devices` devices that share a model's weights, a part of the memory aside (see
+    `RESERVE`). Raises: ConfigError, if the model does not fit."""
     if devices < 1:
         raise ConfigError(f"the number of devices must be 1 or more, got {devices}")
     memory, weights = devices * device.memory_bytes, shape.weight_bytes(dtype)
-    room = int(memory * (1 - reserve)) - weights
+    room = int(memory * (1 - RESERVE)) - weights
     if room < shape.kv_bytes_per_token(dtype):
-        needed = math.ceil(weights / (device.memory_bytes * (1 - reserve)))
+        needed = math.ceil(weights / (device.memory_bytes * (1 - RESERVE)))
         raise ConfigError(
             f"{shape.name} does not fit: its weights are {format_size(weights)} as {dtype}, {devices} {device.name} have "
-            f"{format_size(memory)}, and {reserve:.0%} are kept free; it takes {max(needed, devices + 1)} devices"
+            f"{format_size(memory)}, and {RESERVE:.0%} are kept free; it takes {max(needed, devices + 1)} devices"
         )
     return room
-
-
-def _named(kind: str, name: str, known: Mapping[str, Hardware]) -> Hardware:
-    found = find(name, known)
-    if found is None:
-        raise unknown(kind, name, known)
-    return known[found]
 
 
 def _device(name: str, row: Mapping[str, Any]) -> Hardware:

@@ -198,8 +198,6 @@ def _number(config: Mapping[str, Any], field: str, name: str, default: int | Non
 
 
 def _kv_heads(config: Mapping[str, Any], family: str, heads: int, name: str) -> int:
-    if family == "falcon" and not config.get("new_decoder_architecture"):
-        return 1 if config.get("multi_query", True) else heads
-    if family == "gpt_bigcode":
+    if family == "gpt_bigcode" or (family == "falcon" and not config.get("new_decoder_architecture")):
         return 1 if config.get("multi_query", True) else heads
     return _number(config, "kv_heads", name, heads)

@@ -268,9 +268,8 @@ def request(
     select = machine.launch + _select_seconds(model, machine, work.query, probing) if selecting else 0.0
     ahead, late = _loads(lying, True), _loads(lying, False)
     known, demand = ahead.seconds(machine), late.seconds(machine)
-    guess = (
-        demand if system == "+sp" else 0.0
-    )  # all of this layer's rows, for the next one; the share `next_layer` is right
+    # All of this layer's rows, for the next one; the share `next_layer` is right.
+    guess = demand if system == "+sp" else 0.0
 
     device = links = 0.0  # when each is free
     done = 0.0  # seconds of known loads, all layers together

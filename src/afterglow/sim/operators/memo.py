@@ -25,10 +25,8 @@ XEONS = Hardware(
     source="AttnCache 4.1; flops assumed",
 )
 OPERATOR_S = {"cpu": 41e-6, "gpu": 8e-6}  # an operator besides matrices; cpu: fitted to LazyFormer's 1.39 on LLaMA-2-7B
-FULL_OPERATORS, HIT_OPERATORS = (
-    16,
-    5,
-)  # what Algorithm 2 leaves: value and output projection, sums, transposition, fetch
+FULL_OPERATORS = 16
+HIT_OPERATORS = 5  # what Algorithm 2 leaves: value and output projection, sums, transposition, fetch
 SEARCH_S = 0.5e-3  # at most, of 100K vectors (4.1)
 SENTENCE = 32  # tokens, as in Figure 1
 HIT_RATE = 0.3  # at a threshold of 0.99 (5.2)

@@ -106,10 +106,6 @@ class Served:
     def requests_per_s(self) -> float:
         return self.requests / self.seconds
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
 
 class _Running(NamedTuple):
     ends: int  # number of the decoding step after which it has all its tokens

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b, shake_128
@@ -221,6 +221,7 @@ class Workload:
     def __init__(self, conversations: Iterable[Conversation], pace: Pace = "closed") -> None:
         self.pace = pace
         self.taken = 0  # turns that have arrived
+        self.watch: Callable[[Arrival], object] | None = None  # called with each of them
         self._source = iter(conversations)
         self._next = next(self._source, None)
         self._due: list[tuple[float, int, _LiveConversation, TraceTurn]] = []
@@ -258,6 +259,9 @@ class Workload:
             found.append(Arrival(time, turn))
             self._advance(live)
         self.taken += len(found)
+        if self.watch is not None:
+            for arrival in found:
+                self.watch(arrival)
         return found
 
     def finished(self, session: str, now: float) -> None:

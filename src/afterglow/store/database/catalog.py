@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -157,12 +156,8 @@ class Catalog:
         Raises:
             StoreError: they are not removed, or not within 30 seconds.
         """
-        names = iter(extents)
-        some = list(islice(names, self._slice))
-        while True:
-            self._run(functools.partial(rows.delete, extents=some))
-            if not (some := list(islice(names, self._slice))):
-                return
+        for start in range(0, len(extents) or 1, self._slice):  # without any, what waits is committed
+            self._run(functools.partial(rows.delete, extents=extents[start : start + self._slice]))
 
     def touch(self, uses: Iterable[Use]) -> None:
         """Note how extents were used; written within seconds, together with other changes."""

@@ -44,16 +44,14 @@ class ConversationFile:
             if self._db is None:
                 raise StoreError("conversations: closed")
             try:
-                return transact(self._db, work)
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
-                    raise StoreError(f"conversations: {error}") from error
-                self._db.close()
-                self._db = self._begin_anew(error)
                 try:
                     return transact(self._db, work)
-                except sqlite3.Error as again:
-                    raise StoreError(f"conversations: {again}") from again
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+                    self._db.close()
+                    self._db = self._begin_anew(error)
+                return transact(self._db, work)
             except sqlite3.Error as error:
                 raise StoreError(f"conversations: {error}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -106,7 +106,7 @@ def rebuild(path: Path, disk: DiskTier) -> int:
     cannot be written; the old one is where it was then.
     """
     try:
-        records = list(_salvage_all(disk))
+        records = [record for extent in disk.extents() if (record := salvage(disk, extent)) is not None]
         create(path, records, file_name)
         return len(records)
     except (OSError, sqlite3.Error) as error:
@@ -148,10 +148,3 @@ def salvage(disk: DiskTier, extent: str) -> ExtentRecord | None:
 def file_name(extent: str) -> str:
     """The name of an extent's file, as the catalog has it: relative to the folder of the extents."""
     return f"{extent[:2]}/{extent}{SUFFIX}"
-
-
-def _salvage_all(disk: DiskTier) -> Iterator[ExtentRecord]:
-    for extent in disk.extents():
-        record = salvage(disk, extent)
-        if record is not None:
-            yield record

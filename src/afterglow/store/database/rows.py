@@ -61,22 +61,9 @@ def insert(db: sqlite3.Connection, record: ExtentRecord, file: str) -> None:
     Raises:
         sqlite3.Error: the row cannot be written.
     """
-    names = (record.id, record.parent, record.parent_rows, record.salt, record.kind, file, record.file_bytes)
-    values = (
-        record.id,
-        record.parent,
-        record.parent_rows,
-        record.salt,
-        record.kind,
-        record.tokens,
-        record.rows,
-        file,
-        record.file_bytes,
-        record.last_used,
-        record.hits,
-        _row_crc(names, record.tokens),
-        _end(record.expires),
-    )
+    own, stored = (record.id, record.parent, record.parent_rows, record.salt, record.kind), (file, record.file_bytes)
+    use, crc = (record.last_used, record.hits), _row_crc(own + stored, record.tokens)
+    values = (*own, record.tokens, record.rows, *stored, *use, crc, _end(record.expires))
     db.execute(f"INSERT OR REPLACE INTO extents ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", values)
 
 

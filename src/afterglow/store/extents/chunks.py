@@ -21,6 +21,7 @@ import numpy.typing as npt
 from afterglow.errors import DamageError, StoreError
 from afterglow.store.extents.files import (
     Scratch,
+    check_size,
     forget_pages,
     open_direct,
     read_full,
@@ -99,10 +100,7 @@ class ChunkReader:
         known = self._heads.get(extent)
         if known is not None and known[0] == identity:
             return 0, known[1]
-        if status.st_size != self.layout.file_bytes(rows):
-            raise DamageError(
-                f"{status.st_size} bytes long instead of the {self.layout.file_bytes(rows)} of {rows} rows"
-            )
+        check_size(fd, self.layout, rows)
         raw = read_span(fd, 0, self.layout.head_bytes(rows), self._scratch)
         head = decode_head(raw.tobytes(), self.layout, self.digest, extent=extent, rows=rows)
         head = replace(head, edition=blake2b(raw.data, digest_size=8).hexdigest())

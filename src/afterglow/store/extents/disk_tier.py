@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord
 from afterglow.store.extents.chunks import ChunkRead, ChunkReader
 from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.extent_reader import ExtentReader
 from afterglow.store.extents.extent_writer import ExtentWriter
+from afterglow.store.extents.files import naming
 from afterglow.store.extents.head import Bytes, Head
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.extents.rewriting import FileVersions, Ranks, Rewriting
+from afterglow.store.extents.rewriting import Ranks, Rewriting
 from afterglow.store.extents.tier import ExtentRead, HostArena
 
 
@@ -72,13 +72,9 @@ class DiskTier:
 
     def read_chunks(self, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> tuple[int, Head]:
         """Carry out `reads` of an extent of `rows` rows."""
-        try:
+        with naming(extent, "reading"):
             self.folder.check(extent)
             return self._chunks.read(str(self.path(extent)), extent, rows, reads, edition)
-        except DamageError as error:
-            raise DamageError(f"extent {extent[:16]}: {error}") from error
-        except OSError as error:
-            raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
 
     def rewriting(
         self, extent: str, rows: int, ranks: Ranks, carried: Callable[[int], None] | None = None
@@ -86,8 +82,7 @@ class DiskTier:
         """Begin to put an extent's rows in another order. `carried` is told of the bytes of each layer that has been read and
         written.
         """
-        versions = FileVersions(str(self.path(extent)), self.folder.temporary(extent), self.direct)
-        return Rewriting(versions, self.layout, self.digest, extent, rows, ranks, carried)
+        return Rewriting(self.folder, self.layout, self.digest, extent, rows, ranks, carried)
 
     def rewritten(self, extent: str) -> None:
         """Forget the head of a file that has been replaced by a new version."""

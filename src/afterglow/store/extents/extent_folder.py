@@ -99,12 +99,11 @@ class ExtentFolder:
         Raises:
             OSError: it cannot be renamed.
         """
-        target = f"{self.path}/{extent[:2]}/{extent}{SUFFIX}"
         try:
-            os.rename(name, target)
+            os.rename(name, self.file_name(extent))
         except IsADirectoryError:
             self._out_of_the_way(self.file(extent))
-            os.rename(name, target)
+            os.rename(name, self.file_name(extent))
 
     def delete(self, extent: str) -> None:
         """Remove the file of an extent; a file that is not there is no error.

@@ -17,7 +17,7 @@ from afterglow.errors import DamageError, StoreError
 from afterglow.store.extents import pieces
 from afterglow.store.extents.chunks import TENSORS, crcs_of, in_text_order
 from afterglow.store.extents.extent_folder import ExtentFolder
-from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_full, read_span
+from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
 from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
 from afterglow.store.extents.pieces import Tensors, arena_buffers
@@ -45,22 +45,18 @@ class ExtentReader:
     def read(self, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
         """Fill slots with consecutive layers of an extent's first blocks; return the bytes read. See `Tier.read`."""
         extent, rows = read.extent, read.rows
-        try:
+        with naming(extent, "reading"):
             self._folder.check(extent)
             path, direct = read.file or self._folder.file_name(extent), self._folder.direct and read.file is None
             fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
             try:
-                self._check_size(fd, rows)
+                check_size(fd, self._layout, rows)
                 total = self._read_file(fd, read, layer_done, layers)
                 if not direct:
                     forget_pages(fd)
                 return total
             finally:
                 os.close(fd)
-        except DamageError as error:
-            raise DamageError(f"extent {extent[:16]}: {error}") from error
-        except OSError as error:
-            raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
 
     def head(self, path: Path, extent: str | None = None) -> Head:
         """Read and verify the head of the file at `path`, through the page cache or not.
@@ -75,7 +71,7 @@ class ExtentReader:
             with open(open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
                 start = file.read(ALIGNMENT)
                 rows = peek_rows(start)
-                self._check_size(file.fileno(), rows)  # also keeps a wrong count from asking for gigabytes
+                check_size(file.fileno(), layout, rows)  # also keeps a wrong count from asking for gigabytes
                 size = layout.head_bytes(rows)
                 head = (start + file.read(max(0, size - len(start))))[:size]
         except DamageError as error:
@@ -111,11 +107,6 @@ class ExtentReader:
         except OSError as error:
             raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error
         return head
-
-    def _check_size(self, fd: int, rows: int) -> None:
-        size, wanted = os.fstat(fd).st_size, self._layout.file_bytes(rows)
-        if size != wanted:
-            raise DamageError(f"{size} bytes long instead of the {wanted} of {rows} rows")
 
     def _decode(self, raw: Bytes, read: ExtentRead) -> Head:
         return self._decoded(raw.tobytes(), extent=read.extent, rows=read.rows)

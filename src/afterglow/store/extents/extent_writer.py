@@ -50,32 +50,24 @@ class ExtentWriter:
         parts = list(pieces.pieces(layout, rows, layout.tensor_bytes(rows), slots, pieces.WRITE_BYTES))
         # With one piece only, the making of the file is all that its checksums can be computed beside.
         first = self._begin_checksums(parts[0], arena, slots) if len(parts) == 1 else None
-
-        def fill(fd: int) -> int:
-            return self._write_file(fd, record, arena, slots, parts, first, progress)
-
-        return self._put(record.id, fill, progress)
-
-    def _put(self, extent: str, fill: Callable[[int], int], progress: Callable[[], None]) -> int:
-        """Make the file of an extent, complete or not at all; return the bytes that `fill` says it has written."""
-        temporary = self._folder.temporary(extent)
+        temporary = self._folder.temporary(record.id)
         try:
-            fd, direct = self._folder.create(extent, temporary, direct=self._layout.aligned)
+            fd, direct = self._folder.create(record.id, temporary, direct=layout.aligned)
             try:
                 try:
-                    written = fill(fd)
+                    written = self._write_file(fd, record, arena, slots, parts, first, progress)
                     if not direct:
                         forget_pages(fd)
                 finally:
                     os.close(fd)
                 progress()
-                self._folder.publish(temporary, extent)
+                self._folder.publish(temporary, record.id)
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
                 raise
         except OSError as error:
-            raise StoreError(f"writing extent {extent[:16]}: {error.strerror}") from error
+            raise StoreError(f"writing extent {record.id[:16]}: {error.strerror}") from error
         return written
 
     def _write_file(
@@ -138,15 +130,13 @@ class ExtentWriter:
         return self._checksums.submit(work).result
 
     def _sources(self, part: Tensors, arena: HostArena, slots: Sequence[int], rows: int) -> list[Bytes]:
+        """Return the arena's own buffers of a piece, or where these are not aligned a copy, whose padding chunks are blank."""
         if arena.aligned or not self._layout.aligned:  # where tensors are not aligned, nothing is padded either
             return arena_buffers(part, arena, slots)
-        return [self._gather(part, arena, slots, self._layout.tensor_bytes(rows))]
-
-    def _gather(self, part: Tensors, arena: HostArena, slots: Sequence[int], span: int) -> Bytes:
-        """Copy the tensors of a piece into the bounce buffer, padding chunks blank: uint8 [tensors * span]."""
+        span = self._layout.tensor_bytes(rows)
         bounce = self._scratch.take(len(part) * span)
         for tensor, (layer, kv) in zip(bounce.reshape(-1, span), part, strict=True):
             used = len(slots) * self._layout.chunk_bytes
             tensor[:used].reshape(len(slots), -1)[:] = arena.plane(layer, kv)[list(slots)]
             tensor[used:] = 0
-        return bounce
+        return [bounce]

@@ -1,5 +1,5 @@
-"""Scatter reads and gather writes that bypass the page cache where the file system allows. Knows no
-extents.
+"""Scatter reads and gather writes that bypass the page cache where the file system allows. Knows of extents their names and
+sizes alone.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from afterglow.errors import DamageError
+from afterglow.errors import DamageError, StoreError
 from afterglow.memory.pages import allocate
 from afterglow.store.extents.head import Bytes
-from afterglow.store.extents.layout import ALIGNMENT, align_up
+from afterglow.store.extents.layout import ALIGNMENT, KVLayout, align_up
 from afterglow.store.places import open_file
 
 IOV_MAX: Final = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024)
@@ -61,6 +62,24 @@ def open_direct(path: str, flags: int, *, direct: bool) -> tuple[int, bool]:
             if error.errno != errno.EINVAL:
                 raise
     return open_file(path, flags), False
+
+
+def check_size(fd: int, layout: KVLayout, rows: int) -> None:
+    """Check that a file is as long as that of an extent of `rows` rows. Raises DamageError where it is not."""
+    size, wanted = os.fstat(fd).st_size, layout.file_bytes(rows)
+    if size != wanted:
+        raise DamageError(f"{size} bytes long instead of the {wanted} of {rows} rows")
+
+
+@contextmanager
+def naming(extent: str, doing: str) -> Iterator[None]:
+    """Name the extent in errors, which are of the kinds that tiers raise: DamageError and StoreError."""
+    try:
+        yield
+    except DamageError as error:
+        raise DamageError(f"extent {extent[:16]}: {error}") from error
+    except OSError as error:
+        raise StoreError(f"{doing} extent {extent[:16]}: {error.strerror}") from error
 
 
 def read_full(fd: int, buffers: Sequence[Bytes], offset: int) -> int:

@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.errors import DamageError, StoreError
+from afterglow.errors import DamageError
 from afterglow.store.extents.chunks import crcs_of, in_text_order
-from afterglow.store.extents.files import Scratch, forget_pages, open_direct, read_span, write_full
+from afterglow.store.extents.extent_folder import ExtentFolder
+from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_span, write_full
 from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, decode_head, encode_head
 from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
 
 Ranks = Callable[[], npt.NDArray[np.uint16]]
-
-
-@dataclass(frozen=True, slots=True)
-class FileVersions:
-    """Names the old file, and the new one until it takes the old one's place."""
-
-    path: str
-    temporary: str
-    direct: bool
 
 
 class Rewriting:
@@ -39,7 +30,7 @@ class Rewriting:
 
     def __init__(
         self,
-        files: FileVersions,
+        folder: ExtentFolder,
         layout: KVLayout,
         digest: str,
         extent: str,
@@ -55,7 +46,8 @@ class Rewriting:
             DamageError: the old file has a wrong size or a damaged head.
             StoreError: a file cannot be opened or read.
         """
-        self._files, self._layout, self._digest, self._rows, self._name = files, layout, digest, rows, extent[:16]
+        self._layout, self._digest, self._rows, self._extent = layout, digest, rows, extent
+        self._path, self._temporary = folder.file_name(extent), folder.temporary(extent)
         self._carried = carried
         self._scratch = Scratch()
         self._layer = 0
@@ -63,11 +55,9 @@ class Rewriting:
         self._probe_crcs = np.zeros((layout.layers, layout.file_chunks(rows)), np.uint32)
         self.written = 0
         self._old = self._new = -1
-        with self._said():
-            self._old, _ = open_direct(files.path, os.O_RDONLY, direct=files.direct)
-            size = os.fstat(self._old).st_size
-            if size != layout.file_bytes(rows):
-                raise DamageError(f"{size} bytes long instead of the {layout.file_bytes(rows)} of {rows} rows")
+        with naming(self._extent, "rewriting"):
+            self._old, _ = open_direct(self._path, os.O_RDONLY, direct=folder.direct)
+            check_size(self._old, layout, rows)
             raw = read_span(self._old, 0, layout.head_bytes(rows), self._scratch)
             self._head: Head = decode_head(raw.tobytes(), layout, digest, extent=extent, rows=rows)
             assert self._head.sidecar is not None, "rewriting needs a layout with probe heads"
@@ -81,7 +71,7 @@ class Rewriting:
             )
             if self.needed:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                self._new, _ = open_direct(files.temporary, flags, direct=files.direct and layout.aligned)
+                self._new, _ = open_direct(self._temporary, flags, direct=folder.direct and layout.aligned)
 
     def go_on(self) -> bool:
         """Carry one layer over; return False when the whole file has been written.
@@ -90,7 +80,7 @@ class Rewriting:
             DamageError: a chunk of the old file is damaged.
             StoreError: a file cannot be read or written.
         """
-        with self._said():
+        with naming(self._extent, "rewriting"):
             layout, rows, layer, before = self._layout, self._rows, self._layer, self.written
             for kv in (KEYS, VALUES):
                 stored = self._read(layer, kv)
@@ -122,9 +112,9 @@ class Rewriting:
         Raises:
             StoreError: the file cannot be looked at.
         """
-        with self._said():
+        with naming(self._extent, "rewriting"):
             try:
-                there = os.stat(self._files.path)
+                there = os.stat(self._path)
             except FileNotFoundError:
                 return False
             mine = os.fstat(self._old)
@@ -139,8 +129,8 @@ class Rewriting:
         try:
             if not self.current:
                 return False
-            with self._said():
-                os.rename(self._files.temporary, self._files.path)
+            with naming(self._extent, "rewriting"):
+                os.rename(self._temporary, self._path)
             return True
         finally:
             self.close()
@@ -152,20 +142,11 @@ class Rewriting:
                 os.close(fd)
         if self._new >= 0:
             with contextlib.suppress(OSError):
-                os.unlink(self._files.temporary)
+                os.unlink(self._temporary)
         self._old = self._new = -1
 
     def __del__(self) -> None:
         self.close()
-
-    @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
-        try:
-            yield
-        except DamageError as error:
-            raise DamageError(f"extent {self._name}: {error}") from error
-        except OSError as error:
-            raise StoreError(f"rewriting extent {self._name}: {error.strerror}") from error
 
     def _read(self, layer: int, kv: int) -> Bytes:
         """Read and verify a tensor as it is stored; the next call overwrites it."""

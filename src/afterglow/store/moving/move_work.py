@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.errors import SlowError, StoreError
-from afterglow.plan.step import DEMAND, Copy, Load, Store
+from afterglow.plan.step import DEMAND, Load, Store
 from afterglow.store.extents.layout import KVLayout
-from afterglow.store.extents.tier import ExtentRead, HostArena
-from afterglow.store.moving.copying import copy_rows
+from afterglow.store.extents.tier import ExtentRead, HostArena, runs
 from afterglow.store.moving.mover import Mover
 from afterglow.store.moving.stored_extents import StoredExtents
 from afterglow.store.moving.task import Abandoned, Task
@@ -25,6 +25,9 @@ MIN_READ_BYTES: Final = 256 << 10  # below it a read costs more calls than bytes
 MAX_READ_BYTES: Final = 2 << 20
 MAX_ALONE_BYTES: Final = 32 << 20  # of a read that no load waits for: a load that comes meanwhile waits for it
 MIN_READS: Final = 3  # into how many reads an extent is cut that is smaller than all that
+
+Piece = tuple[Sequence[int], int, int]  # slots of a whole extent, first row, stop row
+Stretch = tuple[int, int]  # rows [first, stop) of the arena, where row i of slot s is number 64 s + i
 
 
 def layers_at_once(layout: KVLayout, blocks: int, crowded: bool) -> int:
@@ -98,77 +101,108 @@ class LoadWork:
             raise SlowError(f"{done} of {layers} layers in {seconds:.3f} s")
 
 
-class CopyWork:
-    """Copies rows from host slots to other host slots."""
+def store_extent(move: Store, arena: HostArena, stored: StoredExtents, task: Task) -> int:
+    """Write host slots as an extent, its file first, then its row in the catalog: all or nothing; return the bytes.
 
-    def __init__(self, move: Copy, arena: HostArena) -> None:
-        self._move = move
-        self._arena = arena
-
-    def run(self, task: Task) -> int:
-        """Copy all layers; return the bytes.
-
-        Raises:
-            StoreError: slots and rows do not agree.
-        """
-        return copy_rows(self._arena, self._move.pieces, self._move.slots, self._move.rows, task.advance)
+    Raises:
+        StoreError: it cannot be written.
+    """
+    if stored.tier is None:
+        raise StoreError("there is no disk tier")
+    record = stored.sized(move.record)
+    written = stored.tier.write(record, arena, move.slots, task.advance)
+    stored.add(record, task.advance)
+    return written
 
 
-class StoreWork:
-    """Writes host slots as an extent: its file first, then its row in the catalog."""
+def drop_extent(extent: str, stored: StoredExtents, _: Task) -> int:
+    """Remove an extent's row and file from the disk; return 0 bytes.
 
-    def __init__(self, move: Store, arena: HostArena, stored: StoredExtents) -> None:
-        self._move = move
-        self._arena = arena
-        self._stored = stored
-
-    def run(self, task: Task) -> int:
-        """Write the whole extent or nothing; return the bytes.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
-        if self._stored.tier is None:
-            raise StoreError("there is no disk tier")
-        record = self._stored.sized(self._move.record)
-        written = self._stored.tier.write(record, self._arena, self._move.slots, task.advance)
-        self._stored.add(record, task.advance)
-        return written
+    Raises:
+        StoreError: the row or the file cannot be removed.
+    """
+    stored.remove(extent)
+    return 0
 
 
-class DropWork:
-    """Removes an extent from the disk."""
+def sweep_extent(extent: str, stored: StoredExtents, swept: Callable[[], None], _: Task) -> int:
+    """Remove a file without a row that was found at the start, unless the extent was stored again since then (the mover keeps
+    the order); return 0 bytes. `swept` is called when the file has been removed.
 
-    def __init__(self, extent: str, stored: StoredExtents) -> None:
-        self._extent = extent
-        self._stored = stored
-
-    def run(self, task: Task) -> int:
-        """Remove row and file; return 0 bytes.
-
-        Raises:
-            StoreError: the row or the file cannot be removed.
-        """
-        self._stored.remove(self._extent)
-        return 0
+    Raises:
+        StoreError: it cannot be removed.
+    """
+    if stored.tier is not None and extent not in stored:
+        stored.tier.delete(extent)
+        swept()
+    return 0
 
 
-class SweepWork:
-    """Removes a file without a row that was found at the start."""
+def copy_rows(
+    arena: HostArena,
+    pieces: Sequence[Piece],
+    slots: Sequence[int],
+    rows: int,
+    layer_done: Callable[[int], None],
+) -> int:
+    """Make the pieces, one after another, rows [0, rows) of the blocks in `slots`; returns the bytes copied. So the rows that a truncated
+    conversation keeps become an extent of their own.
 
-    def __init__(self, extent: str, stored: StoredExtents, swept: Callable[[], None]) -> None:
-        """`swept` is called when the file has been removed."""
-        self._extent = extent
-        self._stored = stored
-        self._swept = swept
+    All layers, keys and values; the rows of the last block beyond `rows` are zeroed. `layer_done(n)` before the first
+    layer and after each: the first n are in place. Where it raises, nothing more is written. Raises StoreError, before anything is written, where slots and rows do not agree or a slot
+    is both read and written.
+    """
+    _check(arena, pieces, slots, rows)
+    target = _stretches(slots, 0, rows)
+    source = [stretch for piece in pieces for stretch in _stretches(*piece)]
+    spans = list(_spans(source, target))
+    layer_done(0)  # the slots of a task that was given up have a new owner
+    arena.zero_tail(slots, rows)
+    layout = arena.layout
+    flat = arena.rows.reshape(layout.layers, 2, arena.slots * BLOCK_ROWS, layout.row_bytes)
+    for layer in range(layout.layers):
+        for read, written, count in spans:
+            flat[layer, :, written : written + count] = flat[layer, :, read : read + count]
+        layer_done(layer + 1)
+    return rows * layout.row_bytes * 2 * layout.layers
 
-    def run(self, task: Task) -> int:
-        """Remove the file, unless the extent was stored again since the start (the mover keeps the order); return 0 bytes.
 
-        Raises:
-            StoreError: it cannot be removed.
-        """
-        if self._stored.tier is not None and self._extent not in self._stored:
-            self._stored.tier.delete(self._extent)
-            self._swept()
-        return 0
+def _check(arena: HostArena, pieces: Sequence[Piece], slots: Sequence[int], rows: int) -> None:
+    for own, first, stop in pieces:
+        if not 0 <= first < stop <= len(own) * BLOCK_ROWS:
+            raise StoreError(f"rows [{first}, {stop}) are not in {len(own)} slots")
+    total = sum(stop - first for _, first, stop in pieces)
+    if rows < 1 or total != rows or len(slots) != arena.layout.blocks(rows):
+        raise StoreError(f"{len(slots)} slots and pieces of {total} rows cannot make an extent of {rows} rows")
+    read = {slot for own, _, _ in pieces for slot in own}
+    if not all(0 <= slot < arena.slots for slot in read.union(slots)):
+        raise StoreError(f"a slot is outside the {arena.slots} of the arena")
+    if len(set(slots)) != len(slots) or not read.isdisjoint(slots):
+        raise StoreError("a slot is written twice, or both read and written")
+
+
+def _stretches(slots: Sequence[int], first: int, stop: int) -> list[Stretch]:
+    """Where rows [first, stop) of the blocks in `slots` lie, in order; consecutive slots make one stretch."""
+    stretches = []
+    at = 0  # row of the first slot of the run
+    for a, b in runs(slots):
+        end = at + (b - a) * BLOCK_ROWS
+        lower, upper = max(first, at), min(stop, end)
+        if lower < upper:
+            shift = a * BLOCK_ROWS - at
+            stretches.append((lower + shift, upper + shift))
+        at = end
+    return stretches
+
+
+def _spans(source: Sequence[Stretch], target: Sequence[Stretch]) -> Iterator[tuple[int, int, int]]:
+    """(row to read from, row to write to, count): both lists, of as many rows, cut where either has a cut."""
+    reads = iter(source)
+    a, a_end = 0, 0
+    for b, b_end in target:
+        while b < b_end:
+            if a == a_end:
+                a, a_end = next(reads)
+            count = min(a_end - a, b_end - b)
+            yield a, b, count
+            a, b = a + count, b + count

@@ -50,7 +50,7 @@ class Mover:
         self._stuck: set[str] = set()  # keys of tasks that were given up and have not returned
         self._writers = 0
         self._alive = 0
-        self._hung = 0
+        self.hung = 0  # threads that sit in a call that timed out
         self._reporting = 0  # threads between the end of a task and its report
         self._number = 0
         self._closed = False
@@ -110,12 +110,7 @@ class Mover:
     def pending(self) -> int:
         """Count the tasks that are queued, run, or wait at their gates; given-up ones do not count."""
         with self._lock:
-            return self._pending()
-
-    @property
-    def hung(self) -> int:
-        """Count the threads that sit in a call that timed out."""
-        return self._hung
+            return sum(len(chain) for chain in self._chains.values()) + self._reporting
 
     def close(self, timeout: float) -> None:
         """Refuse tasks that are queued or come to a gate, let running ones end (for at most `timeout` seconds), and end
@@ -129,7 +124,7 @@ class Mover:
         for task in refused:
             self._refuse(task, "the store is closed")
         with self._lock:
-            self._idle.wait_for(lambda: self._alive == self._hung, timeout)
+            self._idle.wait_for(lambda: self._alive == self.hung, timeout)
             stuck = list(self._running)
             late = [other for task in stuck for other in self._set_aside(task)]
         for task in stuck:
@@ -148,16 +143,13 @@ class Mover:
 
     @property
     def _gone(self) -> bool:
-        return self._hung > 0 and self._hung == self._alive
+        return self.hung > 0 and self.hung == self._alive
 
     def _hangs(self, key: str) -> str | None:
         """Return why a task of this key cannot be taken now; None: it can."""
         if self._gone:
             return "the disk does not answer"
         return "an earlier call hangs" if key in self._stuck else None
-
-    def _pending(self) -> int:
-        return sum(len(chain) for chain in self._chains.values()) + self._reporting
 
     def _spawn(self) -> None:
         self._alive += 1
@@ -231,7 +223,7 @@ class Mover:
     def _set_aside(self, task: Task) -> list[Task]:
         """Give a running task up; its thread counts as hung until the call returns. Return the tasks behind it, to refuse."""
         task.abandon()
-        self._hung += 1
+        self.hung += 1
         self._rest(task)
         self._stuck.add(task.key)
         return list(self._chains.pop(task.key))[1:]
@@ -254,19 +246,17 @@ class Mover:
     def _refuse(self, task: Task, why: str) -> None:
         task.started = True
         task.end(False)
-        self._tell([(task, MoveDone(task.move or 0, False, error=why, why="refused"), "refused")])
+        self._tell(task, MoveDone(task.move or 0, False, error=why, why="refused"), "refused")
 
     def _worker(self) -> None:
         while True:
             with self._lock:
-                task = self._pop()
-                while task is None:
+                while (task := self._pop()) is None:
                     if self._closed:
                         self._alive -= 1
                         self._idle.notify_all()
                         return
                     self._work_there.wait()
-                    task = self._pop()
                 self._begin(task)
             if not self._run(task):
                 return
@@ -290,9 +280,9 @@ class Mover:
                     return True
                 error, kind = "the store is closed", "refused"
             if task.abandoned:
-                self._hung -= 1
+                self.hung -= 1
                 self._stuck.discard(task.key)
-                stays = self._alive - self._hung <= self._normal
+                stays = self._alive - self.hung <= self._normal
                 self._alive -= not stays
                 done = MoveDone(task.move or 0, False, error="returned after its time-out", why="timeout")
                 kind = None
@@ -301,16 +291,15 @@ class Mover:
                 done = MoveDone(task.move or 0, error is None, task.bytes, task.seconds, error, why=kind)
             self._reporting += 1
         task.end(done.ok)
-        self._tell([(task, done, kind)])
+        self._tell(task, done, kind)
         with self._lock:
             self._reporting -= 1
             self._idle.notify_all()
         return stays
 
-    def _tell(self, news: list[tuple[Task, MoveDone, str | None]]) -> None:
-        for task, done, kind in news:
-            if task.move is not None:
-                self._report(task, done, kind)
+    def _tell(self, task: Task, done: MoveDone, kind: str | None) -> None:
+        if task.move is not None:
+            self._report(task, done, kind)
 
     def _watchdog(self) -> None:
         while True:
@@ -333,8 +322,9 @@ class Mover:
             for task in late:
                 log.warning("a move made no progress for %.1f s and was given up", self._timeout)
                 task.end(False)
-            given_up = MoveDone(0, False, error="time-out", slots_busy=True, why="timeout")
-            self._tell([(task, given_up._replace(move=task.move or 0), "timeout") for task in late])
+            for task in late:
+                done = MoveDone(task.move or 0, False, error="time-out", slots_busy=True, why="timeout")
+                self._tell(task, done, "timeout")
             for task in refused:
                 self._refuse(task, "the disk does not answer")
             with self._lock:

@@ -81,16 +81,19 @@ class ChunkIO:
                 reading.bytes, head = self._tier.read_chunks(extent, rows, reads, edition)
             except Stale as stale:
                 reading.stale, reading.bytes = True, stale.bytes
-                self._counters.chunks_read(stale.bytes, time.perf_counter() - began)
+                self._count(stale.bytes, time.perf_counter() - began)
                 return 0
             reading.seconds = time.perf_counter() - began
             reading.head = head
             task.advance(1)
-            self._counters.chunks_read(reading.bytes, reading.seconds)
+            self._count(reading.bytes, reading.seconds)
             return reading.bytes
 
         reading._task = self._submit(extent, priority, work, writes=False)
         return reading
+
+    def _count(self, moved: int, seconds: float) -> None:
+        self._counters.count(chunk_reads=1, chunk_read_bytes=moved, chunk_read_seconds=seconds)
 
     def has(self, extent: str) -> bool:
         """Tell whether an extent is on disk."""
@@ -163,7 +166,7 @@ class ChunkIO:
                 raise
             except StoreError as error:
                 self._stored.drop_lost(extent, error)
-                self._counters.failed(kind_of(error))
+                self._counters.count_error(kind_of(error))
                 raise
 
         task = Task(extent, priority, guarded, move=None, writes=writes)

@@ -71,7 +71,11 @@ class RowSaver:
         keys: Bytes,
         values: Bytes,
     ) -> None:
-        """Copy one layer's rows; uint8 [rows, row_bytes] each, the saver's own until they are copied."""
+        """Copy one layer's rows into a draft's slots: rows [first_row, first_row + len(keys)) of the draft.
+
+        `keys` and `values` are uint8 [rows, row_bytes] and belong to the saver until copied. `slots` are the
+        draft's, from its first row on. One SaveDone follows the last layer. Waits while the write buffer is full.
+        """
 
         def copy() -> None:
             for (a, b), place in self._places(slots, first_row, len(keys)):
@@ -81,7 +85,7 @@ class RowSaver:
         self._run(draft, first_row, len(keys), 1, copy, keys.nbytes + values.nbytes)
 
     def save_block(self, draft: int, slots: Sequence[int], first_row: int, block: Bytes) -> None:
-        """Copy rows of all layers at once; uint8 [layers, 2, rows, row_bytes]."""
+        """The same for all layers at once: `block` is uint8 [layers, 2, rows, row_bytes]."""
         rows = block.shape[2]
 
         def copy() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from afterglow.plan.step import MoveDone
 from afterglow.store.moving.task import Task
+
+S = TypeVar("S")
 
 
 @dataclass(slots=True)
@@ -52,63 +56,46 @@ class StoreStats:
         return self.errors.get("damage", 0)
 
 
-class StoreCounters:
-    """The counters of a store. Every method may be called from any thread."""
+class LockedCounters(Generic[S]):
+    """Counters that several threads add to. Every method may be called from any thread."""
 
-    def __init__(self, found: StoreStats) -> None:
-        """Begin to count. `found`: the counts of the start."""
-        self._stats = found
+    def __init__(self, stats: S, failures: dict[str, int]) -> None:
+        """Begin to count in `stats`. `failures`: the field of it that counts errors by kind."""
+        self._stats = stats
+        self._failures = failures
         self._lock = threading.Lock()
 
-    def snapshot(self) -> StoreStats:
+    def count(self, **more: float) -> None:
+        """Add to counters by their names."""
+        with self._lock:
+            for name, value in more.items():
+                setattr(self._stats, name, getattr(self._stats, name) + value)
+
+    def count_error(self, kind: str) -> None:
+        """Count an error by its kind."""
+        with self._lock:
+            self._failures[kind] = self._failures.get(kind, 0) + 1
+
+    def snapshot(self) -> S:
         """Copy the counters."""
         with self._lock:
-            return replace(self._stats, errors=dict(self._stats.errors))
+            return deepcopy(self._stats)
+
+
+class StoreCounters(LockedCounters[StoreStats]):
+    """The counters of a store."""
 
     def moved(self, task: Task, done: MoveDone, kind: str | None) -> None:
         """Count a move that has ended. `kind`: the kind of its error."""
         if task.label == "fetch":  # the shared tier has counters of its own
             return
-        with self._lock:
-            stats = self._stats
-            if kind is not None and kind != "slow":
-                stats.errors[kind] = stats.errors.get(kind, 0) + 1
-            if not done.ok:
-                pass
-            elif task.label == "load":
-                stats.disk_reads += 1
-                stats.disk_read_bytes += done.bytes
-                stats.disk_read_seconds += done.seconds
-            elif task.label == "copy":
-                stats.host_copies += 1
-                stats.host_copy_bytes += done.bytes
-                stats.host_copy_seconds += done.seconds
-            elif task.label == "store":
-                stats.disk_writes += 1
-                stats.disk_write_bytes += done.bytes
-                stats.disk_write_seconds += done.seconds
-            else:
-                stats.disk_drops += 1
-
-    def saved(self, moved: int, seconds: float) -> None:
-        """Count rows that were copied into host slots."""
-        with self._lock:
-            self._stats.host_save_bytes += moved
-            self._stats.host_save_seconds += seconds
-
-    def chunks_read(self, moved: int, seconds: float) -> None:
-        """Count a call that has read chunks."""
-        with self._lock:
-            self._stats.chunk_reads += 1
-            self._stats.chunk_read_bytes += moved
-            self._stats.chunk_read_seconds += seconds
-
-    def failed(self, kind: str) -> None:
-        """Count an error of something that is no move."""
-        with self._lock:
-            self._stats.errors[kind] = self._stats.errors.get(kind, 0) + 1
-
-    def swept(self) -> None:
-        """Count an orphan that was removed."""
-        with self._lock:
-            self._stats.orphans_swept += 1
+        if kind is not None and kind != "slow":
+            self.count_error(kind)
+        if done.ok and task.label == "load":
+            self.count(disk_reads=1, disk_read_bytes=done.bytes, disk_read_seconds=done.seconds)
+        elif done.ok and task.label == "copy":
+            self.count(host_copies=1, host_copy_bytes=done.bytes, host_copy_seconds=done.seconds)
+        elif done.ok and task.label == "store":
+            self.count(disk_writes=1, disk_write_bytes=done.bytes, disk_write_seconds=done.seconds)
+        elif done.ok:
+            self.count(disk_drops=1)

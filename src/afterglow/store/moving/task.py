@@ -55,14 +55,9 @@ class Task:
         self.progress_at = 0.0  # monotonic seconds
         self.bytes = 0  # moved by the calls of `work` that have returned
         self.seconds = 0.0  # spent in them
-        self._layers = 0
+        self.layers = 0  # in place
         self._ended: bool | None = None  # None: not yet; then whether it went well
         self._changed = threading.Condition()
-
-    @property
-    def layers(self) -> int:
-        """Return the number of layers in place."""
-        return self._layers
 
     def limit(self, layers: int) -> int:
         """Return how many of `layers` layers may be in place while the gate is as it is, and no more bytes have come."""
@@ -71,7 +66,7 @@ class Task:
     @property
     def waits(self) -> bool:
         """Tell whether the task has come to its gate, and the gate is closed, or to bytes that have not come yet."""
-        return any(each is not None and self._layers >= each for each in (self.gate, self.arrived))
+        return any(each is not None and self.layers >= each for each in (self.gate, self.arrived))
 
     def pause(self) -> None:
         """Note that there is more to do, behind the gate or after other tasks; the work calls this, then returns."""
@@ -87,8 +82,8 @@ class Task:
         with self._changed:
             if self.abandoned:
                 raise Abandoned("given up after a time-out")
-            if layers > self._layers:
-                self._layers = layers
+            if layers > self.layers:
+                self.layers = layers
                 self._changed.notify_all()
 
     def abandon(self) -> None:
@@ -116,5 +111,5 @@ class Task:
     def wait_layer(self, layer: int, timeout: float | None) -> bool:
         """Wait for `layer`, at most `timeout` seconds; tell whether it is in place."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or self._layers > layer, timeout)
-            return self._layers > layer if self._ended is None else self._ended
+            self._changed.wait_for(lambda: self._ended is not None or self.layers > layer, timeout)
+            return self.layers > layer if self._ended is None else self._ended

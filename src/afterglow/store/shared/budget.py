@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from operator import methodcaller
 from typing import Final, NamedTuple
 
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.ledger import Ledger, Tally
-from afterglow.store.shared.objects import Listed, Objects
+from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.paths import Paths, extent_of, published_at
 from afterglow.store.shared.remote import Remote
 
@@ -124,20 +124,10 @@ class Budget:
         return _Found(extents, kids)
 
     def _list(self, folder: str) -> Iterator[Listed]:
-        """Yield all objects below a folder; each step has its own deadline, however many there are."""
-        call = partial(self._remote.call, "counting extents", seconds=LIST_S)
-
-        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
-            steps = objects.list(folder)
-            return steps, next(
-                steps, None
-            )  # one call: nothing is asked before the first step, so that a call without it never fails
-
-        steps, some = call(begin)
-        while some is not None:
+        """Yield all objects below a folder."""
+        for some in self._remote.list("counting extents", folder, LIST_S):
             self._go_on()
             yield from some
-            some = call(lambda _: next(steps, None))
 
     def _go_on(self) -> None:
         """Keep the lease. Raises: _LostLease."""
@@ -151,14 +141,10 @@ class Budget:
         paths = [kid.path for kid in found.kids.pop(name, [])]
         there = found.objects.pop(name, None)
         for path in [*paths, *([there.path] if there is not None else [])]:
-            self._remote.call("removing an extent", partial(_delete, path), DELETE_S)
+            self._remote.call("removing an extent", methodcaller("delete", path), DELETE_S)
         if there is not None:
             self.used -= there.size
             self._counters.count(swept=1)
-
-
-def _delete(path: str, objects: Objects) -> None:
-    objects.delete(path)
 
 
 def _rank(name: ExtentId, found: _Found) -> tuple[float, int, ExtentId]:

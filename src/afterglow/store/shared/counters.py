@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from afterglow.errors import StoreError
 from afterglow.store.faults import kind_of
+from afterglow.store.moving.store_stats import LockedCounters
 
 
 @dataclass(slots=True)
@@ -40,27 +40,15 @@ class SharedStats:
     used_bytes: int = 0  # as last counted
 
 
-class SharedCounters:
-    """The counters of a shared tier. Every method may be called from any thread."""
+class SharedCounters(LockedCounters[SharedStats]):
+    """The counters of a shared tier."""
 
     def __init__(self) -> None:
-        self._stats = SharedStats()
-        self._lock = threading.Lock()
-
-    def count(self, **more: float) -> None:
-        """Add to counters by their names."""
-        with self._lock:
-            for name, value in more.items():
-                setattr(self._stats, name, getattr(self._stats, name) + value)
+        stats = SharedStats()
+        super().__init__(stats, stats.failures)
 
     def failed(self, error: StoreError) -> str:
         """Count an error; returns its kind."""
         kind = "denied" if isinstance(error.__cause__, PermissionError) else kind_of(error)
-        with self._lock:
-            self._stats.failures[kind] = self._stats.failures.get(kind, 0) + 1
+        self.count_error(kind)
         return kind
-
-    def snapshot(self) -> SharedStats:
-        """Copy the counters."""
-        with self._lock:
-            return replace(self._stats, failures=dict(self._stats.failures))

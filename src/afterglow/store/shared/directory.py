@@ -102,7 +102,7 @@ class DirectoryObjects:
         self._refusal = ResponseError
         self._clients = DirectoryClients(url, CALL_S, COPY_S)
         self._redis, self._patient = self._clients.quick, self._clients.patient
-        self._changes = DirectoryChanges(self)
+        self._changes = DirectoryChanges(self.change, self.missed, self.rests)
         self._copier = DirectoryCopy(objects, self._patient, counters)
         self._counters = counters
         self._names: DirectoryNames | None = None

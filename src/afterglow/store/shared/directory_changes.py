@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from afterglow.store.shared.directory_names import DirectoryNames
 
@@ -21,24 +21,16 @@ class Change(NamedTuple):
     make: Callable[[DirectoryNames], object]
 
 
-class Changed(Protocol):
-    """The directory that changes."""
-
-    def rests(self) -> float:
-        """Return for how many seconds it is left alone."""
-
-    def change(self, change: Change) -> bool:
-        """Make a change; False: it has to be tried again."""
-
-    def missed(self, change: Change) -> None:
-        """Note that a change is never made."""
-
-
 class DirectoryChanges:
     """The thread, and what waits for it."""
 
-    def __init__(self, directory: Changed) -> None:
-        self._directory = directory
+    def __init__(
+        self, make: Callable[[Change], bool], missed: Callable[[Change], None], rests: Callable[[], float]
+    ) -> None:
+        """`make`: makes a change; False: it has to be tried again. `missed` is told of one that is never made. `rests`: for how many
+        seconds the directory is left alone.
+        """
+        self._make, self._missed, self._rests = make, missed, rests
         self._changed = threading.Condition()
         self._waiting: deque[Change] = deque()
         self._thread: threading.Thread | None = None
@@ -55,13 +47,11 @@ class DirectoryChanges:
                     self._thread.start()
                 self._changed.notify_all()
         if full:
-            self._directory.missed(change)
+            self._missed(change)
         elif seconds:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: (
-                        self._closed or all(each is not change for each in self._waiting) or self._directory.rests()
-                    ),
+                    lambda: self._closed or all(each is not change for each in self._waiting) or self._rests(),
                     seconds,
                 )
 
@@ -82,8 +72,8 @@ class DirectoryChanges:
                 if self._closed:
                     return
                 change = self._waiting[0]
-            made = self._directory.change(change)
-            wait = 0.0 if made else min(max(TRY_S, self._directory.rests()), MOST_S)
+            made = self._make(change)
+            wait = 0.0 if made else min(max(TRY_S, self._rests()), MOST_S)
             with self._changed:
                 if made and self._waiting:
                     self._waiting.popleft()

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from operator import methodcaller
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from afterglow.plan.step import ExtentId
 from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.extents.head import Head, crc32c, decode_head
 from afterglow.store.extents.layout import KEYS, KVLayout
-from afterglow.store.shared.objects import Objects
 from afterglow.store.shared.paths import Paths
 from afterglow.store.shared.remote import Remote
 
@@ -195,8 +194,8 @@ class Fetcher:
             StoreError: the store fails.
         """
         layout, what = self._layout, coming.what
-        read = partial(_get, self._paths.extent(what.extent), start, length)
-        data = self._remote.call("fetching", read, READ_S)
+        read = methodcaller("get", self._paths.extent(what.extent), start, length)
+        data: bytes = self._remote.call("fetching", read, READ_S)
         if len(data) != length:
             raise DamageError(f"extent {what.extent[:16]}: its object ends early")
         skipped = 0
@@ -232,10 +231,6 @@ class Fetcher:
         if error is not None and not coming.what.goes_on(coming.at, coming.seconds):  # nothing waits for it any more
             error = SlowError(str(error))
         coming.what.ended(FetchEnd(error, coming.at, coming.seconds))
-
-
-def _get(path: str, start: int, length: int, objects: Objects) -> bytes:
-    return objects.get(path, start, length)
 
 
 def _length(layout: KVLayout, rows: int, at: int) -> int:

@@ -126,16 +126,13 @@ class Notices:
     def save(self) -> None:
         """Write down which events were seen."""
         with self._saving:
-            self._save()
-
-    def _save(self) -> None:
-        with self._lock:
-            text = json.dumps({"until": self._until, "seen": {hour: sorted(m) for hour, m in self._seen.items()}})
-        self._saved = self._clock()
-        new = self._file.with_name(f"{FILE}.new")
-        with contextlib.suppress(OSError):  # events of the last hours are then acted upon again, or not at all
-            new.write_text(text)
-            os.replace(new, self._file)
+            with self._lock:
+                text = json.dumps({"until": self._until, "seen": {hour: sorted(m) for hour, m in self._seen.items()}})
+            self._saved = self._clock()
+            new = self._file.with_name(f"{FILE}.new")
+            with contextlib.suppress(OSError):  # events of the last hours are then acted upon again, or not at all
+                new.write_text(text)
+                os.replace(new, self._file)
 
     def _tell(self, name: str, event: Value) -> None:
         """Write an event in the folder of the hour that it is now, where others look, however late that is. Raises: StoreError."""

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, Final
 
 from afterglow.errors import StoreError
@@ -57,10 +58,9 @@ class Records:
 
     def put(self, kind: str, owner: str, name: str, value: Mapping[str, Any]) -> None:
         """Write a record, in the place of one that is there."""
-        path = self._path(kind, owner, name)
+        path = f"{self._folder(kind, owner)}/{self.mark(owner, name)}"
         data = _encoded(value, owner, path)
-        work = partial(_put, path, data)
-        self._call("writing a record", work, CALL_S + len(data) / RATE)
+        self._call("writing a record", methodcaller("put", path, data, replace=True), CALL_S + len(data) / RATE)
 
     def delete(self, kind: str, owner: str, name: str) -> None:
         """Remove a record; one that is not there is no error."""
@@ -68,7 +68,7 @@ class Records:
 
     def drop(self, kind: str, owner: str, mark: str) -> None:
         """Remove the record that is listed as this mark; one that is not there is no error."""
-        self._call("removing a record", partial(_delete, f"{self._folder(kind, owner)}/{mark}"), CALL_S)
+        self._call("removing a record", methodcaller("delete", f"{self._folder(kind, owner)}/{mark}"), CALL_S)
 
     def marks(self, kind: str, owner: str) -> set[str]:
         """List the names of an owner's records, as `mark` writes them."""
@@ -85,7 +85,7 @@ class Records:
         end = time.time() - seconds
         found = self._list("listing old records", f"{self._root}/{kind}", LIST_S)
         for path in [each.path for each in found if each.modified <= end]:
-            self._call("removing an old record", partial(_delete, path), CALL_S)
+            self._call("removing an old record", methodcaller("delete", path), CALL_S)
 
     def mark(self, owner: str, name: str) -> str:
         """Hash a name, keyed by its owner: 32 hexadecimal digits."""
@@ -98,20 +98,14 @@ class Records:
     def _folder(self, kind: str, owner: str) -> str:
         return f"{self._root}/{kind}/{self.folder_of(owner)}"
 
-    def _path(self, kind: str, owner: str, name: str) -> str:
-        return f"{self._folder(kind, owner)}/{self.mark(owner, name)}"
-
     def _list(self, what: str, folder: str, seconds: float) -> Iterator[Listed]:
-        """Yield all objects below a folder; each step has its own deadline, however many there are."""
-
-        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
-            steps = objects.list(folder)
-            return steps, next(steps, None)  # one call: one that only makes the iterator never fails
-
-        steps, some = self._call(what, begin, seconds)
-        while some is not None:
-            yield from some
-            some = self._call(what, lambda _: next(steps, None), seconds)
+        """Yield all objects below a folder."""
+        try:
+            for some in self._remote.list(what, folder, seconds):
+                yield from some
+        except StoreError as error:
+            self._counters.failed(error)
+            raise
 
     def _call(self, what: str, work: Any, seconds: float) -> Any:
         try:
@@ -157,11 +151,3 @@ def _read(paths: Sequence[str], objects: Objects) -> dict[str, bytes]:
     if failed:
         raise failed[0]
     return found
-
-
-def _put(path: str, data: bytes, objects: Objects) -> None:
-    objects.put(path, data, replace=True)
-
-
-def _delete(path: str, objects: Objects) -> None:
-    objects.delete(path)

@@ -11,13 +11,13 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from queue import SimpleQueue
 from typing import Final, Generic, TypeVar
 
 from afterglow.errors import RefusedError, StoreError
-from afterglow.store.shared.kept_threads import KeptThreads
-from afterglow.store.shared.objects import Closeable, Objects
+from afterglow.store.shared.objects import Closeable, Listed, Objects
 
 log = logging.getLogger("afterglow.store")
 T = TypeVar("T")
@@ -28,8 +28,52 @@ NO_BUCKET: Final = (
     "NoSuchBucket",
     "ContainerNotFound",
 )  # then all objects are missing, which says nothing of any of them
+KEPT: Final = 8  # idle threads
 MAX_ASIDE: Final = 32  # calls that are not the store's, at a time: more hang
 MAX_HUNG: Final = 8  # calls that do not come back, before no more are made
+
+
+class KeptThreads:
+    """As many threads as there are things to do at the same time, kept for what comes next: to start one takes its time while others
+    compute. They are daemons: what hangs keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[Callable[[], object] | None]] = []
+        self._closed = False
+
+    @property
+    def idle(self) -> int:
+        """Count the threads that wait for something to do."""
+        with self._lock:
+            return len(self._idle)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Have a thread do `work`, which raises nothing. Returns at once."""
+        with self._lock:
+            todo = self._idle.pop() if self._idle else None
+        if todo is None:
+            todo = SimpleQueue()
+            threading.Thread(target=self._work, args=(todo,), name=self._name, daemon=True).start()
+        todo.put(work)
+
+    def close(self) -> None:
+        """End the threads that are idle, and the others when they are."""
+        with self._lock:
+            self._closed = True
+            for todo in self._idle:
+                todo.put(None)
+            self._idle.clear()
+
+    def _work(self, todo: SimpleQueue[Callable[[], object] | None]) -> None:
+        while (work := todo.get()) is not None:
+            work()
+            del work  # and what it holds
+            with self._lock:
+                if self._closed or len(self._idle) >= KEPT:
+                    return
+                self._idle.append(todo)
 
 
 class _Answer(Generic[T]):
@@ -48,11 +92,11 @@ class Remote:
         self._clock = clock
         self._lock = threading.Lock()
         self._threads = KeptThreads("afterglow-shared-call")
-        self._objects: Objects | None = None
+        self.opened: Objects | None = None  # the store, if it has been opened
         self._failures = 0
         self._told = False  # was it logged that the store fails?
         self._rests_until = 0.0
-        self._hung = 0
+        self.hung = 0  # calls that have not come back by their deadline
         self._aside = 0  # calls that are not the store's
         self._closed = False
 
@@ -60,17 +104,7 @@ class Remote:
     def rests(self) -> bool:
         """Is the store left alone now?"""
         with self._lock:
-            return self._closed or self._hung >= MAX_HUNG or self._clock() < self._rests_until
-
-    @property
-    def hung(self) -> int:
-        """Count the calls that have not come back by their deadline."""
-        return self._hung
-
-    @property
-    def opened(self) -> Objects | None:
-        """Return the store, if it has been opened."""
-        return self._objects
+            return self._closed or self.hung >= MAX_HUNG or self._clock() < self._rests_until
 
     def aside(self, work: Callable[[], T], seconds: float) -> T | None:
         """Return what `work` returns, if it does within `seconds`; else None. It is no call of the store, and says nothing about it."""
@@ -92,7 +126,7 @@ class Remote:
         """Refuse all further calls; close what was opened, if that can be closed."""
         with self._lock:
             self._closed = True
-            objects = self._objects
+            objects = self.opened
         if isinstance(objects, Closeable):
             objects.close()
         self._threads.close()
@@ -115,7 +149,7 @@ class Remote:
             with self._lock:
                 if not answer.there.is_set():
                     answer.late = True
-                    self._hung += 1
+                    self.hung += 1
             if answer.late:
                 reason = f"{what}: no answer for {seconds:.2f} s"
                 self._failed(reason)
@@ -130,21 +164,37 @@ class Remote:
             self._failed(reason)
         raise StoreError(reason) from cause
 
+    def list(self, what: str, folder: str, seconds: float) -> Iterator[list[Listed]]:
+        """Yield all objects below a folder, some at a time; each step has `seconds`, however many there are.
+
+        Raises:
+            StoreError: as `call`.
+        """
+
+        def begin(objects: Objects) -> tuple[Iterator[list[Listed]], list[Listed] | None]:
+            steps = objects.list(folder)
+            return steps, next(steps, None)  # one call: one that only makes the iterator never fails
+
+        steps, some = self.call(what, begin, seconds)
+        while some is not None:
+            yield some
+            some = self.call(what, lambda _: next(steps, None), seconds)
+
     def _run(self, work: Callable[[Objects], T], answer: _Answer[T]) -> None:
         try:
             with self._lock:
-                objects = self._objects
+                objects = self.opened
             if objects is None:
                 objects = self._open()
                 with self._lock:
-                    self._objects = objects
+                    self.opened = objects
             answer.value.append(work(objects))
         except BaseException as error:
             answer.error = error
         finally:
             with self._lock:
                 answer.there.set()
-                self._hung -= answer.late
+                self.hung -= answer.late
 
     def _answered(self) -> None:
         with self._lock:
@@ -182,6 +232,14 @@ def _cause(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     """Shorten an error to its reason: stores' errors begin with the whole URL, and end with pages."""
     text = str(error) or repr(error)
-    reason = text.splitlines()[0].rsplit(" - ", 1)[-1].partition("<?xml")[0].strip(": ")
-    said = re.search("<Message>([^<]+)</Message>", text)
+    first = text.splitlines()[0]
+    reason = first.rsplit(" - ", 1)[-1].partition("<?xml")[0].strip(": ")
+    asked = re.search(r"token request: .*? https?://([^/ ]+)/", first) or re.search(
+        r" https?://([^/ ]+)/latest/api/token ", first
+    )
+    if asked is not None:  # another server than the store's
+        reason = f"asking {asked[1]} for credentials: {reason}"
+    if "source: BadScheme" in text:
+        reason = "an http:// endpoint needs AWS_ALLOW_HTTP, GOOGLE_ALLOW_HTTP or AZURE_ALLOW_HTTP=true"
+    said = re.search("<Message>([^<]+)</Message>", text) or re.search(r'\b(?:message|error): "([^"]+)"', text)
     return (f"{reason}: {' '.join(said[1].split())}" if said is not None else reason)[:200]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from afterglow.errors import StoreError
-from afterglow.store.database import unpublished
 from afterglow.store.database.connection import Schema
+from afterglow.store.database.conversation_file import ConversationFile
 from afterglow.store.database.conversations import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -29,7 +30,6 @@ from afterglow.store.database.conversations import (
     Item,
     StoredResponse,
 )
-from afterglow.store.database.unpublished import Unpublished
 from afterglow.store.shared.records import Records
 
 log = logging.getLogger("afterglow.store")
@@ -38,12 +38,16 @@ RESPONSES: Final = "responses"
 DELETED: Final = "deleted"
 BATCH: Final = 64  # responses whose ids a response names, and that are fetched at a time
 CLEAN_S: Final = 6 * 3600.0  # between looks for records that have expired
+TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS unpublished (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL)",
+)
+MAX_UNPUBLISHED: Final = 4096
 
 
 class SharedConversations(Conversations):
     """Conversations of this engine's own file, and of a shared store."""
 
-    schema: ClassVar[Schema] = replace(SCHEMA, later=(*SCHEMA.later, *unpublished.TABLES))
+    schema: ClassVar[Schema] = replace(SCHEMA, later=(*SCHEMA.later, *TABLES))
 
     def __init__(
         self,
@@ -182,6 +186,34 @@ class SharedConversations(Conversations):
         for name, value in [*line, (response, found)]:
             self.copy(_response(name, value, ends), tenant)
         return True
+
+
+class Unpublished:
+    """Ids of responses that the shared store may not have yet, and whose they are, in the order in which they were added: a table of a
+    server's own file, so that a restart forgets none. Every method raises StoreError where the file fails."""
+
+    def __init__(self, file: ConversationFile) -> None:
+        """`file` has `TABLES`."""
+        self._file = file
+
+    def add(self, response: str, tenant: str) -> None:
+        """Add a response; beyond MAX_UNPUBLISHED the first goes."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("INSERT OR IGNORE INTO unpublished (id, tenant) VALUES (?, ?)", (response, tenant))
+            latest = "SELECT number FROM unpublished ORDER BY number DESC LIMIT ?"
+            db.execute(f"DELETE FROM unpublished WHERE number NOT IN ({latest})", (MAX_UNPUBLISHED,))
+
+        self._file.run(work)
+
+    def read(self) -> list[tuple[str, str]]:
+        """List ids and tenants, the first to come first."""
+        query = "SELECT id, tenant FROM unpublished ORDER BY number"
+        return self._file.run(lambda db: [(str(each), str(tenant)) for each, tenant in db.execute(query)])
+
+    def remove(self, response: str) -> None:
+        """Remove a response, if it is there."""
+        self._file.run(lambda db: db.execute("DELETE FROM unpublished WHERE id = ?", (response,)))
 
 
 def _response(name: str, value: Mapping[str, Any], ends: float) -> StoredResponse:

@@ -19,11 +19,10 @@ from afterglow.store.shared.counters import SharedCounters, SharedStats
 from afterglow.store.shared.extent_publisher import ExtentPublisher, Publication
 from afterglow.store.shared.fetcher import Fetch, FetchEnd, Fetcher
 from afterglow.store.shared.finder import Finder, Prompt, SharedExtent
-from afterglow.store.shared.kept_threads import KeptThreads
 from afterglow.store.shared.objects import Objects
 from afterglow.store.shared.paths import Paths
 from afterglow.store.shared.records import Records
-from afterglow.store.shared.remote import Remote
+from afterglow.store.shared.remote import KeptThreads, Remote
 
 log = logging.getLogger("afterglow.store")
 

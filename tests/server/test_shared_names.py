@@ -10,7 +10,7 @@ import pytest
 
 from afterglow.request import Request, SamplingParams
 from afterglow.server.blocking import FILES
-from afterglow.server.sharing.shared_names import SharedNames
+from afterglow.server.shared_names import SharedNames
 from afterglow.store.shared import remote
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.notices import Notices

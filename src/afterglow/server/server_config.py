@@ -155,12 +155,12 @@ class ServerConfig(MemoReuse):
             )
         if self.system_prompt_mode not in get_args(SystemPromptMode):
             raise ConfigError(f"--system-prompt-mode must be default or always, got {self.system_prompt_mode!r}")
-        if self.tool_call_parser not in get_args(ToolCallParserName):
-            allowed = ", ".join(get_args(ToolCallParserName))
-            raise ConfigError(f"--tool-call-parser must be one of {allowed}, got {self.tool_call_parser!r}")
-        if self.reasoning_parser not in get_args(ReasoningParserName):
-            allowed = ", ".join(get_args(ReasoningParserName))
-            raise ConfigError(f"--reasoning-parser must be one of {allowed}, got {self.reasoning_parser!r}")
+        for name, given, known in (
+            ("--tool-call-parser", self.tool_call_parser, get_args(ToolCallParserName)),
+            ("--reasoning-parser", self.reasoning_parser, get_args(ReasoningParserName)),
+        ):
+            if given not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {given!r}")
         if self.chat_truncation not in get_args(Truncation):
             raise ConfigError(f"--chat-truncation must be disabled or auto, got {self.chat_truncation!r}")
 

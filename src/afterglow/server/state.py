@@ -33,7 +33,7 @@ from afterglow.text.tool_calls.parts import ReplyParser
 
 if TYPE_CHECKING:
     from afterglow.memo.texts import TextEmbedder
-    from afterglow.server.sharing.shared_names import SharedNames
+    from afterglow.server.shared_names import SharedNames
 
 
 class ServedModels:
@@ -118,7 +118,7 @@ class State:
         ids = self.engine.shared_ids
         if ids is None:
             return None
-        from afterglow.server.sharing.shared_names import SharedNames
+        from afterglow.server.shared_names import SharedNames
 
         return SharedNames(ids, self.engine, self.system_prompts, self.tokenizer)
 

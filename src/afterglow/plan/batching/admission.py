@@ -15,8 +15,7 @@ from math import inf
 from afterglow.plan.batching.batch import Batch
 from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.job import Job, Stage, Wait
-from afterglow.plan.batching.load_or_recompute import LoadOrRecompute, stages_of
-from afterglow.plan.batching.seen_rows import SeenRows
+from afterglow.plan.batching.load_or_recompute import LoadOrRecompute, SeenRows, stages_of
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.extent import View

@@ -22,7 +22,7 @@ from afterglow.server.state import State, parts_of
 from afterglow.server.tenants import RequestRecord
 
 if TYPE_CHECKING:
-    from afterglow.server.sharing.shared_names import SharedNames
+    from afterglow.server.shared_names import SharedNames
 
 T = TypeVar("T")
 COUNT_SECONDS = 1.0  # for stored responses to be counted
@@ -220,19 +220,16 @@ def _prompt_card(prompt: PrefixInfo) -> dict[str, Any]:
 async def _refuse_prompt(state: State, salt: str, name: str) -> None:
     """Raise a RequestError where the name is a registered system prompt's."""
     for prompt in await ENGINE(state.system_prompts.listing, salt):
-        if prompt.name == name:
-            raise _is_prompt(prompt)
-
-
-def _is_prompt(prompt: PrefixInfo) -> RequestError:
-    if prompt.shared:
-        message = f"{prompt.name!r} is the system prompt of all tenants; start the server without --system-prompt-file"
-    else:
-        message = (
-            f"{prompt.name!r} is a registered system prompt; afterglow cache unregister, or"
-            f" DELETE /v1/cache/prompts/{prompt.name}, lets it go"
-        )
-    return RequestError(message, status=409, code="registered_prompt")
+        if prompt.name != name:
+            continue
+        if prompt.shared:
+            message = f"{name!r} is the system prompt of all tenants; start the server without --system-prompt-file"
+        else:
+            message = (
+                f"{name!r} is a registered system prompt; afterglow cache unregister, or"
+                f" DELETE /v1/cache/prompts/{name}, lets it go"
+            )
+        raise RequestError(message, status=409, code="registered_prompt")
 
 
 def _tiers(sessions: Sequence[SessionInfo | PrefixInfo]) -> dict[str, int]:

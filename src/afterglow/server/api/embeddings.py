@@ -38,7 +38,10 @@ async def embeddings(http: HttpRequest) -> Response:
     form = "float" if body.encoding_format is None else body.encoding_format
     if form not in ("float", "base64"):
         raise wrong("encoding_format", "must be 'float' or 'base64'", form)
-    size = check_dimensions(body.dimensions, model)
+    most = model.embedder.dimensions
+    size = most if body.dimensions is None else body.dimensions
+    if not 1 <= size <= most:
+        raise wrong("dimensions", f"must be between 1 and {most}, the size of this model's embeddings", size)
     cut = truncation(body.truncate_prompt_tokens, model)
     sequences = await read_sequences(state, model, body.input, "input", cut)
     result = await embed(http, state, model, sequences)
@@ -112,16 +115,6 @@ def truncation(wanted: int | None, model: TextEmbedder) -> int | None:
         f"got {wanted}",
         param="truncate_prompt_tokens",
     )
-
-
-def check_dimensions(wanted: int | None, model: TextEmbedder) -> int:
-    """Return the size of the embeddings that a request asks for. Raises: RequestError."""
-    most = model.embedder.dimensions
-    if wanted is None:
-        return most
-    if not 1 <= wanted <= most:
-        raise wrong("dimensions", f"must be between 1 and {most}, the size of this model's embeddings", wanted)
-    return wanted
 
 
 def shorten(vectors: Tensor, dimensions: int) -> Tensor:

@@ -156,12 +156,12 @@ class _EngineCollector(Collector):
         for row in ROWS:
             if (value := number_at(stats, row.path)) is not None:
                 self._add(families, row.name, row.kind, row.help, row.labels, value)
-        for kind, number in snapshot.store.errors.items():
-            self._add(families, "afterglow:store_errors", "counter", "Failed calls of the store, by kind.",
-                      (("kind", kind),), number)  # fmt: skip
-        for kind, number in (snapshot.shared.failures if snapshot.shared is not None else {}).items():
-            self._add(families, "afterglow:shared_errors", "counter", "Failed calls of the shared store, by kind.",
-                      (("kind", kind),), number)  # fmt: skip
+        failures = [("store_errors", "Failed calls of the store, by kind.", snapshot.store.errors)]
+        if snapshot.shared is not None:
+            failures.append(("shared_errors", "Failed calls of the shared store, by kind.", snapshot.shared.failures))
+        for name, text, found in failures:
+            for kind, number in found.items():
+                self._add(families, f"afterglow:{name}", "counter", text, (("kind", kind),), number)
         device = snapshot.tiers.device
         usage = device.used / device.capacity if device.capacity else 0.0
         self._add(families, "vllm:kv_cache_usage_perc", "gauge", "Used part of device KV, 0 to 1.", (), usage)

@@ -1,1 +1,0 @@
-"""Names that several servers share."""

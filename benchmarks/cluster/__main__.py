@@ -106,16 +106,36 @@ def _moved(row: dict[str, Any]) -> dict[str, Any]:
 def _hits(size: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     show(
         f"hit shares of {rows[0]['turns']} turns, {size} memory",
-        ("", "engines", "measured", "simulated"),
-        [(row["arm"], row["engines"], *(f"{100 * row[name]:.1f} %" for name in ("measured", "simulated"))) for row in rows],
-    )  # fmt: skip
+        ("", "engines", "measured", "simulated", "engines left alone"),
+        [
+            (
+                row["arm"],
+                row["engines"],
+                *(f"{100 * row[name]:.1f} %" for name in ("measured", "simulated")),
+                ", ".join(f"{100 * each:.1f}" for each in row["alone"]),
+            )
+            for row in rows
+        ],
+    )
     one, session, shared, _ = (100 * row["measured"] for row in rows)
     apart = max(100 * abs(row["measured"] - row["simulated"]) for row in rows)
     found = [goal(f"hit shares measured and simulated, points apart, {size}", apart, 2, least=False, spread=COUNTED)]
+    (random,) = (row for row in rows if row["alone"])
+    alone = [100 * each for each in random["alone"]]
+    found.append(
+        goal(
+            f"the same, {random['arm']}, engines left alone: the mean of {len(alone)} runs, {size}",
+            abs(sum(alone) / len(alone) - 100 * random["simulated"]),
+            2,
+            least=False,
+            spread=(max(alone) - min(alone)) / 2 / 2,
+        )
+    )
     if size == "roomy":  # else each engine lacks room for its part, which is not the same as all for all
         found += [
             goal("hit share routed by session, points below one engine", one - session, 1, least=False, spread=COUNTED),
             goal("hit share at random with a store, points below one engine", one - shared, 3, least=False, spread=COUNTED),
+            goal("the same, engines left alone: the mean of all runs", one - sum(alone) / len(alone), 3, least=False, spread=(max(alone) - min(alone)) / 2 / 3),
         ]  # fmt: skip
     return found
 

@@ -1,15 +1,19 @@
 """Hit shares of a cluster, measured and simulated: the same turns, the same routes, the plan's own code in both.
 
-Turns are asked one after another in the order of the trace, and each has been stored and published before the next: what is found depends on
-sizes and on that order, not on how fast this machine is.
+Turns are asked one after another in the order of the trace, and each has been stored and published before the next. Moves of an engine end
+before its next step, here and in the simulator. So what is found depends on sizes and on that order, not on how fast this machine is, and is the
+same in every run. Engines that are left alone choose by what has ended: what they find differs from run to run, and is told besides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 from unittest.mock import patch
 
@@ -21,12 +25,13 @@ from afterglow.plan.scheduler import Scheduler
 from afterglow.sim.cluster.engines import Cluster, Network
 from afterglow.sim.cluster.routers import router
 from afterglow.sim.engine_setup import Setup
+from afterglow.sim.executor import Machine
 from afterglow.sim.machine.catalogue import hardware
 from afterglow.sim.machine.shape import ModelShape
 from afterglow.sim.scenario_options import RouterName
 from afterglow.sim.simulator import summary
 from afterglow.sim.workload.turns import Conversation, StreamSegment, TraceTurn, Workload
-from benchmarks.cluster.replicas import replicas, turn
+from benchmarks.cluster.replicas import in_step, replicas, turn
 
 MODEL = "tiny"
 LONGEST = 1024
@@ -34,6 +39,8 @@ DEVICE = 1280  # rows of each replica
 # Rows of each replica's host memory and disk, and of the store for each row of all disks: replicas cut and merge extents each for itself,
 # so that the store has many rows twice.
 SIZES = {"roomy": (4096, 6144, 2), "tight": (3072, 3072, 1)}
+RUNS = 3  # of the engines with a store, left alone
+AT_ONCE = inf  # bytes/s
 GAP_S = 5.0  # simulated seconds between turns, so that each is over before the next
 THINK = 30.0  # turns of others between two of a conversation, in the mean
 
@@ -84,8 +91,10 @@ def trace(talks: int, seed: int) -> list[Said]:
     return [said for _, said in sorted(found, key=lambda each: each[0])]
 
 
-def measured(arm: Arm, said: Sequence[Said], count: int, size: str, folder: Path, seed: int) -> tuple[float, Capacity]:
-    """The hit share of real engines, and the capacity of one of them."""
+def measured(
+    arm: Arm, said: Sequence[Said], count: int, size: str, folder: Path, seed: int, alone: bool = False
+) -> tuple[float, Capacity]:
+    """The hit share of real engines, and the capacity of one of them. `alone`: their moves end when they end."""
     row, scale = PRESETS[MODEL].kv_bytes_per_token("float32"), count // arm.engines
     host, disk, store = SIZES[size]
     cache: dict[str, Any] = {
@@ -101,11 +110,12 @@ def measured(arm: Arm, said: Sequence[Said], count: int, size: str, folder: Path
     hits = history = 0
     # Uses of shared extents count every ten minutes; here turns come a hundred times as fast as from people.
     with (
-        patch("afterglow.store.shared.extent_publisher.REFRESH_S", 0.0),
+        contextlib.nullcontext() if alone else in_step(),
+        patch("afterglow.plan.retention.shared_room.REFRESH_S", 0.0),
         replicas(
             arm.engines,
             MODEL,
-            folder / f"{size} {arm.name}" if arm.shared else None,
+            Path(mkdtemp(dir=folder)) if arm.shared else None,
             cache,
             threads=1,
             max_model_len=LONGEST + 64,
@@ -132,6 +142,11 @@ class _AsEngines(Setup):
     def scheduler(self) -> Scheduler:
         return Scheduler(self.more["capacity"], self.more["options"])
 
+    def machine(self) -> Machine:
+        """Moves end before the next step, as those of the engines that are measured do."""
+        fast: dict[str, Any] = dict.fromkeys(("host_link", "disk_read", "disk_write", "host_copy"), AT_ONCE)
+        return replace(super().machine(), disk_latency=0.0, **fast)
+
 
 def simulated(arm: Arm, said: Sequence[Said], count: int, size: str, capacity: Capacity, seed: int) -> float:
     """The hit share of simulated engines of that capacity."""
@@ -150,9 +165,10 @@ def simulated(arm: Arm, said: Sequence[Said], count: int, size: str, capacity: C
         more={"capacity": capacity, "options": options},
     )  # fmt: skip
     _, disk, store = SIZES[size]
-    network = Network(12.5e9, store * disk * count * row if arm.shared else 0)
+    network = Network(AT_ONCE, store * disk * count * row if arm.shared else 0)
     workload = Workload(_conversations(said), pace="open")
-    values = summary(Cluster(setup, workload, arm.engines, arm.routing, network, seed).run())
+    with in_step(), patch("afterglow.plan.retention.shared_room.REFRESH_S", 0.0):  # as where it is measured
+        values = summary(Cluster(setup, workload, arm.engines, arm.routing, network, seed).run())
     return float(values["hit_rate"])
 
 
@@ -198,6 +214,10 @@ def rows(count: int, talks: int, size: str, folder: Path, seed: int) -> list[dic
                 "engines": arm.engines,
                 "turns": len(said),
                 "measured": real,
+                "alone": [
+                    measured(arm, said, count, size, folder, seed, alone=True)[0]
+                    for _ in range(RUNS if arm.shared else 0)
+                ],
                 "simulated": simulated(arm, said, count, size, capacity, seed),
             }
         )

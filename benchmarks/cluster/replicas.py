@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -12,6 +13,9 @@ from unittest.mock import patch
 
 from afterglow.bench.timed_requests import Turn, asked
 from afterglow.engine.engine import Engine
+from afterglow.plan.step import Move, MoveDone, TransferDone
+from afterglow.sim.executor import Executor
+from afterglow.store.kvstore import KVStore
 from afterglow.store.shared.objects import ObstoreObjects
 from benchmarks.common.engines import engine_of
 
@@ -41,6 +45,48 @@ def idle(engine: Engine) -> None:
     shared = engine.parts.store.shared
     if shared is not None and not shared.rest(IDLE_S):
         raise TimeoutError(f"an engine still publishes after {IDLE_S:.0f} s")
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Moves of engines, real and simulated, end before their next step meanwhile, in the order in which they were planned, and what these
+    leave is published before other moves begin. Otherwise it is the machine that chooses between what is merged, evicted and published before
+    what, and what is found differs from run to run.
+    """
+    finished, start, take = KVStore.finished, KVStore.start, Executor.take
+
+    def all_finished(store: KVStore) -> list[TransferDone]:
+        wait_for(lambda: not store.moves)
+        return sorted(finished(store), key=_planned)
+
+    def start_alone(store: KVStore, moves: Sequence[Move]) -> None:
+        if moves and store.shared is not None:
+            wait_for(partial(store.shared.rest, 0.0))
+        start(store, moves)
+
+    def take_in_order(executor: Executor, now: float) -> list[TransferDone]:
+        return sorted(take(executor, now), key=_planned)
+
+    with (
+        patch.object(KVStore, "finished", all_finished),
+        patch.object(KVStore, "start", start_alone),
+        patch.object(Executor, "take", take_in_order),
+    ):
+        yield
+
+
+def _planned(done: TransferDone) -> int:
+    """The number of a move; rows that were saved have none, and go first."""
+    return done.move if isinstance(done, MoveDone) else -1
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    """Wait until something is done, which moves are doing."""
+    end = time.monotonic() + IDLE_S
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"an engine still moves rows after {IDLE_S:.0f} s")
+        time.sleep(0.0002)
 
 
 class SlowObjects(ObstoreObjects):

@@ -37,6 +37,15 @@ def test_hit_shares_are_those_of_the_simulator(tmp_path: Path) -> None:
     assert found["at random"]["measured"] < 0.9, "else nothing is shown"
 
 
+def test_where_memory_is_tight_hit_shares_are_the_same_in_every_run_and_in_the_simulator(tmp_path: Path) -> None:
+    """In it rows are merged, evicted and swept; and engines whose moves end before their next step find what the simulated ones do."""
+    said, shared = hits.trace(24, 1), hits.arms(2)[2]
+    first, capacity = hits.measured(shared, said, 2, "tight", tmp_path, 1)
+    assert hits.measured(shared, said, 2, "tight", tmp_path, 1)[0] == first
+    assert abs(hits.simulated(shared, said, 2, "tight", capacity, 1) - first) <= 0.005
+    assert 0.5 < first < 0.95, "else there is room for all, and nothing is shown"
+
+
 def test_turns_after_a_change_of_replica_come_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round checks where its rows came from."""
     monkeypatch.setattr(latency, "ROWS", 128)

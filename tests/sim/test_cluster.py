@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from afterglow.plan.step import ExtentRecord
+from afterglow.plan.retention.shared_room import PARTS
 from afterglow.sim.cluster.engines import Cluster, Network, SharingEngine
 from afterglow.sim.cluster.routers import BUSIER, router
 from afterglow.sim.cluster.shared_tier import SharedTier
@@ -109,7 +109,7 @@ def test_truncated_conversations_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch
 def test_a_small_shared_store_stays_small() -> None:
     cluster, _ = clustered(scenario(engines=4, router="random", shared_tier=GIB))
     assert isinstance(cluster.shared, SharedTier)
-    assert 0 < cluster.shared.used <= GIB
+    assert 0 < cluster.shared.used <= GIB + 4 * (GIB // PARTS), "each engine counts for itself"
     assert cluster.shared.evicted > 0
 
 
@@ -154,43 +154,6 @@ def test_warm_up_is_left_out() -> None:
     everything = Running(scenario(engines=2)).run()
     some = Running(scenario(engines=2, warm_up=20)).run()
     assert some["turns"] == everything["turns"] - 20
-
-
-def record(name: str, parent: str | None, tokens: bytes, parent_rows: int = 0) -> ExtentRecord:
-    return ExtentRecord(name, parent, parent_rows, "", "exact", tokens, 100, 0.0)
-
-
-def test_the_shared_store_drops_leaves_first_and_nothing_that_was_promised() -> None:
-    store = SharedTier(300)
-    a, b = b"aaaa" * 10, b"bbbb" * 10
-    store.publish(record("a", None, a), b"", 1.0)
-    store.publish(record("below a", "a", b, 10), a, 2.0)
-    store.publish(record("b", None, b), b"", 3.0)
-    assert store.knows("below a")
-    assert store.match("", a + b, 0.5) == []  # still on its way
-    assert [extent.id for extent in store.match("", a + b, 3.0)] == ["a", "below a"]
-    store.promise("b")
-    store.publish(record("c", None, b"cccc"), b"", 4.0)
-    store.match("", b"cccc", 4.0)
-    # b is the oldest, but promised; a has an extent below it; that one goes.
-    assert [store.knows(name) for name in ("a", "below a", "b", "c")] == [True, False, True, True]
-    store.release("b")
-    store.publish(record("d", None, b"dddd"), b"", 5.0)
-    store.match("", b"dddd", 5.0)
-    assert [store.knows(name) for name in ("a", "b", "c", "d")] == [True, False, True, True]
-    assert (store.used, store.evicted) == (300, 2)
-
-
-def test_the_shared_store_forgets_what_was_not_used_for_its_time() -> None:
-    store = SharedTier(1000, ttl=10.0)
-    a, b = b"aaaa" * 10, b"bbbb" * 10
-    store.publish(record("a", None, a), b"", 0.0)
-    store.publish(record("below a", "a", b, 10), a, 1.0)
-    assert len(store.match("", a + b, 5.0)) == 2
-    assert len(store.match("", a, 12.0)) == 1
-    assert [extent.id for extent in store.match("", a + b, 16.0)] == ["a"]  # only a was of use since 5.0
-    assert store.match("", a + b, 27.0) == []
-    assert store.used == 0
 
 
 def test_every_promise_is_kept_or_given_back() -> None:

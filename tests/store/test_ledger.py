@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from afterglow.plan.prefix.published import Published
+from afterglow.plan.retention import shared_room
 from afterglow.store.shared import budget, directory
 from afterglow.store.shared.budget import Budget
 from afterglow.store.shared.counters import SharedCounters
@@ -111,7 +112,7 @@ def test_the_budget_holds_and_the_last_used_stay(two: list[Writer], bucket: Buck
         assert two[number % 2].write(number) == 1
         assert len(there(bucket)) * BYTES <= SIZE
     assert there(bucket) == {*range(60 - len(there(bucket)), 60)}
-    assert len(there(bucket)) * BYTES > budget.LOW * SIZE - 3 * BYTES
+    assert len(there(bucket)) * BYTES > shared_room.LOW * SIZE - 3 * BYTES
 
 
 def test_one_that_finds_no_room_waits_for_the_leader(two: list[Writer], server: RedisServer, bucket: Bucket) -> None:
@@ -159,7 +160,7 @@ def test_while_another_counts_for_the_first_time_little_is_written(
     leading.start()
     try:
         wait_for(lambda: a.counts)
-        assert b.write(*range(60)) <= SIZE // budget.PARTS // BYTES + 1
+        assert b.write(*range(60)) <= SIZE // shared_room.PARTS // BYTES + 1
     finally:
         goes_on.set()
         leading.join(20)
@@ -233,7 +234,7 @@ def test_a_server_with_an_old_snapshot_is_not_believed(
     server.start()
     time.sleep(0.06)
     assert b.write(32) == 1
-    assert len(there(bucket)) * BYTES <= budget.LOW * SIZE + BYTES
+    assert len(there(bucket)) * BYTES <= shared_room.LOW * SIZE + BYTES
     assert b.budget.used == len(there(bucket)) * BYTES
 
 

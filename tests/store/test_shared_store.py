@@ -579,3 +579,21 @@ def test_threads_are_kept_for_what_comes_next() -> None:
     kept.run(work)
     wait_for(lambda: not any(thread.name == "kept" for thread in threading.enumerate()))
     assert len(names) == 5 + KEPT + 3
+
+
+def test_of_a_path_that_is_taken_over_the_beginning_is_used_last(tmp_path: Path) -> None:
+    """Without its beginning nothing leads to an extent: it must not be the first to go when there is no room."""
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        paths = []
+        for number in (1, 2, 3):
+            a.share(number)
+            paths.append(a.shared.paths.kid(f"{number:040x}", Published(extent_name(number), 0, ROWS)))
+        taken = [
+            SharedExtent(Published(extent_name(number), 0, ROWS), b"", Listed(path, 0, 0.0))
+            for number, path in enumerate(paths, 1)
+        ]
+        objects.written.clear()
+        a.shared.expect(taken)
+        assert a.shared.rest(20)
+        assert objects.written == paths[::-1]

@@ -12,11 +12,12 @@ from functools import partial
 
 from afterglow.engine.inbox import Inbox
 from afterglow.errors import StoreError
-from afterglow.plan.options import MERGED_ROWS, Capacity
+from afterglow.plan.options import Capacity
 from afterglow.plan.prefix.block_keys import BLOCK_ROWS, block_keys, lead_to
 from afterglow.plan.prefix.extent import Extent
-from afterglow.plan.prefix.index import Match, extent_id
+from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS, Published, expiry, listed_under
+from afterglow.plan.prefix.shared_way import forks
 from afterglow.plan.prefix.truncation import is_private
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import ExtentId, JobSpec, Load, Move, MoveDone, Store, TransferDone
@@ -25,7 +26,6 @@ from afterglow.store.shared.finder import Prompt, SharedExtent
 
 log = logging.getLogger("afterglow.engine")
 
-MAX_FORKS = 8  # of small extents that are looked at for a merged one
 MAX_KEYS = 64  # extents whose hashes of blocks are kept
 
 
@@ -69,7 +69,7 @@ class Sharing:
         def found(path: Sequence[SharedExtent]) -> None:
             self._inbox.send(partial(self._found, spec, path))
 
-        self.shared.look_up(Prompt(spec.salt, spec.prompt, match.rows, _forks(match)), found)
+        self.shared.look_up(Prompt(spec.salt, spec.prompt, match.rows, forks(match)), found)
         return True
 
     def gives_up(self, job: int) -> bool:
@@ -158,14 +158,3 @@ class Sharing:
         if len(self._keys) > MAX_KEYS:
             self._keys.popitem(last=False)
         return keys
-
-
-def _forks(match: Match) -> list[int]:
-    """Return the rows at which the last extents of a match begin, the last one first: those that may be merged with what follows."""
-    found, row = [], match.rows
-    for view in reversed(match.views[-MAX_FORKS:]):
-        if view.extent.rows >= MERGED_ROWS:
-            break
-        row -= view.stop - view.start
-        found.append(row)
-    return found

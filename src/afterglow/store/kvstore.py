@@ -234,7 +234,12 @@ class KVStore:
 
     def at_rest(self) -> bool:
         """Nothing is queued, runs, or waits to be collected."""
-        return not (self._mover.pending() or self._saver.pending() or self._finished)
+        return not (self.moves or self._finished)
+
+    @property
+    def moves(self) -> bool:
+        """Is anything queued, or does it run?"""
+        return bool(self._mover.pending() or self._saver.pending())
 
     def close(self, timeout: float = 10.0) -> None:
         """End the threads; queued moves fail, rows that were brought are saved. The buffer must live on while `stats().hung` is not 0."""

@@ -15,10 +15,13 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Any
 
+from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS
-from afterglow.plan.prefix.truncation import Cut
+from afterglow.plan.prefix.shared_way import forks
+from afterglow.plan.prefix.truncation import Cut, is_private
+from afterglow.plan.retention.shared_room import SharedRoom
 from afterglow.plan.stats import Counters
-from afterglow.plan.step import Step
+from afterglow.plan.step import Event, Step
 from afterglow.sim.cluster.routers import router
 from afterglow.sim.cluster.shared_tier import SharedTier, SharingExecutor
 from afterglow.sim.engine_setup import Setup
@@ -101,17 +104,25 @@ class SharingEngine(SimulatedEngine):
         super().__init__(setup, workload, warm_up)
         self.executor = SharingExecutor(setup.machine(), setup.passes(), shared, network)
         self._shared = shared
+        self._room = SharedRoom(shared.budget)
         self._cuts = cuts
 
-    def begin(self) -> Step:
-        step = super().begin()
-        for record in self.executor.stored:
-            prefix = self.scheduler.cache.prefix_of(record)
-            if prefix is not None and not self._shared.knows(record.id):
-                there = self.executor.network_out.carry(record.file_bytes, self.now)
-                self._shared.publish(record, prefix, there)
-        self.executor.stored.clear()
-        return step
+    def _tell(self, events: list[Event]) -> None:
+        self._share()
+        super()._tell(events)
+
+    def _share(self) -> None:
+        """Publish what has been stored, and take away what merged extents have replaced, once the plan knows of it."""
+        cache, carry = self.scheduler.cache, self.executor.network_out.carry
+        for record in self.executor.take_stored():
+            extent = cache.index.extents.get(record.id)
+            prefix = cache.prefix_of(record) if extent is not None and extent.nodes else None
+            if extent is not None and prefix is not None:
+                fork = extent.first_row + extent.nodes[0].start
+                self._shared.publish(extent.record(), prefix, carry(record.file_bytes, self.now), self._room, fork)
+        for names in cache.placement.take_gone():
+            for name in names:
+                self._shared.replace(name, carry(0, self.now))
 
     def _submit(self, arrival: Arrival) -> Cut | None:
         session = arrival.turn.session
@@ -129,11 +140,25 @@ class SharingEngine(SimulatedEngine):
         return cut
 
     def _adopt(self, salt: str, tokens: bytes) -> None:
-        if len(tokens) // 4 - self.scheduler.cache.match(salt, tokens).rows < MIN_LOOKUP_ROWS:
+        match, now = self.scheduler.cache.match(salt, tokens), self.now
+        if len(tokens) // 4 - match.rows < MIN_LOOKUP_ROWS:
             return
-        found = self._shared.match(salt, tokens, self.now)
-        for extent in self.scheduler.adopt(salt, tokens, found, self.setup.ttl, self.now) if found else ():
+        found = self._shared.find(salt, tokens, match.rows, forks(match), now)
+        ends = [each.published.expires for each in found if each.published.expires]
+        extents = [
+            Extent(
+                each.published.id, salt, "session" if is_private(salt) else "exact", each.tokens, each.published.first_row,
+                self.scheduler.cache.capacity.file_size(each.published.rows), now, 0,
+            )
+            for each in found
+        ]  # fmt: skip
+        adopted = self.scheduler.adopt(salt, tokens, extents, min(ends) - now if ends else None, now) if found else []
+        taken = {extent.id for extent in adopted}
+        for extent in adopted:
             self.executor.adopted(extent)
+        for each in reversed(found):
+            if each.published.id in taken:
+                self._shared.use(each, now)
 
 
 class _Cuts:
@@ -167,7 +192,7 @@ class Cluster:
     ) -> None:
         """`warm_up`: turns that are not counted; each engine leaves out its share."""
         self.workload = workload
-        self.shared = SharedTier(network.shared, setup.ttl) if network.shared else None
+        self.shared = SharedTier(network.shared) if network.shared else None
         self.moved = 0  # turns that another engine got than the turn before
         self._routing: RouterName = routing
         self._router = router(routing, seed)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from operator import methodcaller
 from typing import Final, NamedTuple
 
+from afterglow.plan.retention.shared_room import PARTS, Rank, SharedRoom
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.ledger import Ledger, Tally
@@ -22,8 +23,6 @@ from afterglow.store.shared.remote import Remote
 
 LIST_S: Final = 60.0  # for some objects of a listing, a thousand at most
 DELETE_S: Final = 10.0
-PARTS: Final = 16  # of the budget may be written before all is counted again
-LOW: Final = 0.9  # of the budget is left when something has to go
 WAIT_S: Final = 30.0  # for room that another engine makes
 POLL_S: Final = 0.5
 YOUNG_S: Final = 3600.0  # an object without its counterpart may still get it
@@ -39,19 +38,21 @@ class _Found(NamedTuple):
 
 
 class Budget:
-    """For the publisher's thread alone. `used`: bytes of all extents, as last counted, and what was written since; `meanwhile` is called
-    again and again while room is made, or waited for.
-    """
+    """For the publisher's thread alone. `meanwhile` is called again and again while room is made, or waited for."""
 
     def __init__(self, remote: Remote, paths: Paths, size: int, counters: SharedCounters) -> None:
-        self.used = 0
         self.meanwhile: Callable[[], object] = lambda: None
         self._remote = remote
         self._paths = paths
         self._size = size
+        self._room = SharedRoom(size)
         self._counters = counters
-        self._written: int | None = None  # since all was last counted; None: never counted
         self._ledger = Ledger(remote, paths.digest)
+
+    @property
+    def used(self) -> int:
+        """Return the bytes of all extents, as last counted, and what was written since."""
+        return self._room.used
 
     def make_room(self, size: int) -> bool:
         """Make room for an object of so many bytes. False: there is none.
@@ -61,36 +62,36 @@ class Budget:
         """
         if size > self._size:
             return False
+        room = self._room
         end = time.monotonic() + WAIT_S
         while (tally := self._ledger.read()) is not None:
-            self.used = self.used if tally.used is None else tally.used
+            room.used = room.used if tally.used is None else tally.used
             full = tally.used is not None and tally.used + size > self._size
             if not full and tally.used is not None and tally.since <= self._size // PARTS:
                 return True
             if self._ledger.lead():
                 self._lead(size, tally)
-                return self.used + size <= self._size
-            if not full and (tally.used is not None or (self._written or 0) <= self._size // PARTS):
+                return room.fits(size)
+            if not full and (tally.used is not None or not room.wrote_much):
                 return True  # another engine is counting, and this one has not written much meanwhile
             if time.monotonic() > end:
                 return False
             self.meanwhile()
             time.sleep(POLL_S)
-        if self._written is None or self._written > self._size // PARTS or self.used + size > self._size:
+        if room.counts(size):
             self._sweep(size)
-        return self.used + size <= self._size
+        return room.fits(size)
 
     def wrote(self, size: int) -> None:
         """Count an object that was written."""
-        self.used += size
-        self._written = (self._written or 0) + size
+        self._room.wrote(size)
         self._ledger.wrote(size)
 
     def _lead(self, size: int, tally: Tally) -> None:
         """Count and make room for all engines, while the lease lasts."""
         try:
             self._sweep(size)
-            self._ledger.counted(self.used, tally)
+            self._ledger.counted(self._room.used, tally)
         except _LostLease:
             pass
         finally:
@@ -100,7 +101,7 @@ class Budget:
         """Count all objects; remove those that have expired or that nothing leads to, and the least recently used."""
         found = self._look()
         now = time.time()
-        self.used, self._written = sum(each.size for each in found.objects.values()), 0
+        self._room.counted(sum(each.size for each in found.objects.values()))
         for name in [*found.kids]:
             lives = [kid for kid in found.kids[name] if (of := published_at(kid.path)) is not None and of.lives(now)]
             old = now - max(kid.modified for kid in found.kids[name]) > YOUNG_S
@@ -109,11 +110,8 @@ class Budget:
         for name, each in [*found.objects.items()]:
             if name not in found.kids and now - each.modified > YOUNG_S:
                 self._remove(name, found)
-        if self.used + size > self._size:
-            for name in sorted(found.objects, key=lambda name: _rank(name, found)):
-                if self.used + size <= LOW * self._size:
-                    break
-                self._remove(name, found)
+        for name in self._room.leaving([_rank(name, found) for name in found.objects], size):
+            self._remove(name, found)
 
     def _look(self) -> _Found:
         extents = {extent_of(each.path): each for each in self._list(self._paths.extents)}
@@ -143,13 +141,13 @@ class Budget:
         for path in [*paths, *([there.path] if there is not None else [])]:
             self._remote.call("removing an extent", methodcaller("delete", path), DELETE_S)
         if there is not None:
-            self.used -= there.size
+            self._room.removed(there.size)
             self._counters.count(swept=1)
 
 
-def _rank(name: ExtentId, found: _Found) -> tuple[float, int, ExtentId]:
-    """Rank extents: the least recently used first, of a path the last."""
+def _rank(name: ExtentId, found: _Found) -> Rank:
+    """Rank an extent by its last use, written beside what lists it, and by how far it is down a path."""
     kids = found.kids.get(name, [])
     used = max((kid.modified for kid in kids), default=found.objects[name].modified)
     first = max((of.first_row for kid in kids if (of := published_at(kid.path)) is not None), default=0)
-    return used, -first, name
+    return Rank(used, -first, name)

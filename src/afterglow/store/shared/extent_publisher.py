@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from afterglow.errors import RefusedError, StoreError
 from afterglow.plan.prefix.block_keys import Lead
 from afterglow.plan.prefix.published import Published
+from afterglow.plan.retention.shared_room import is_used_again
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.budget import Budget
 from afterglow.store.shared.counters import SharedCounters
@@ -32,7 +33,6 @@ PUT_S: Final = 10.0  # for an object, and
 PUT_RATE: Final = 1 << 20  # bytes/s that a store has at least to take
 MAX_KIDS: Final = 65536
 MAX_LEAD: Final = 65536  # bytes of a lead
-REFRESH_S: Final = 600.0  # an extent counts as used again only so long after its last use
 
 
 class Publication(NamedTuple):
@@ -126,7 +126,7 @@ class ExtentPublisher:
         """Note that an extent was used. `kid`: the path of what lists it, last written at `modified`."""
         with self._changed:
             self._remember(extent, kid)
-            if time.time() - modified > REFRESH_S and not self._closed and len(self._jobs) < MAX_QUEUE:
+            if is_used_again(modified, time.time()) and not self._closed and len(self._jobs) < MAX_QUEUE:
                 self._add(_Use(kid))
 
     @property

@@ -15,6 +15,7 @@ from afterglow.errors import DamageError, StoreError
 from afterglow.plan.prefix.block_keys import BLOCK_ROWS, block_keys
 from afterglow.plan.prefix.index import common_rows, extent_id
 from afterglow.plan.prefix.published import Published, listed_under
+from afterglow.plan.prefix.shared_way import Candidate, choices, follow, promising, starts
 from afterglow.store.extents.head import decode_head
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.shared import directory
@@ -50,14 +51,6 @@ class Prompt(NamedTuple):
     forks: Sequence[int] = ()
 
 
-class _Candidate(NamedTuple):
-    """An extent that may be on a prompt's way. `agrees`: the prompt's rows up to which a directory says so; None: a listing says it."""
-
-    published: Published
-    listed: Listed
-    agrees: int | None = None
-
-
 class Finder:
     """Follows prompts through the published extents of one model."""
 
@@ -87,18 +80,12 @@ class Finder:
         """
         end = time.monotonic() + seconds
         rows = len(prompt.tokens) // 4
-        starts = [prompt.known, *prompt.forks, *([0] if rows > 2 * prompt.known else [])]
-        known = self._ask(prompt, min(starts), end)
-        for start in dict.fromkeys(starts):
-            row = start
-            while row < rows and (step := self._step(prompt.salt, prompt.tokens, row, known, end)) is not None:
-                found(step)
-                first = step.published.first_row
-                row = first + common_rows(step.tokens, 0, prompt.tokens, first, min(step.published.rows, rows - first))
-            if row > prompt.known:
-                return
+        known = self._ask(prompt, min(starts(rows, prompt.known, prompt.forks)), end)
+        step = lambda row: self._step(prompt.salt, prompt.tokens, row, known, end)  # noqa: E731
+        for each in follow(rows, prompt.known, prompt.forks, step):
+            found(each)
 
-    def _ask(self, prompt: Prompt, row: int, end: float) -> list[_Candidate] | None:
+    def _ask(self, prompt: Prompt, row: int, end: float) -> list[Candidate[Listed]] | None:
         """Ask a directory for what follows a row; None: there is no directory, or it does not know."""
         objects = self._remote.opened
         if not isinstance(objects, DirectoryObjects):
@@ -111,34 +98,28 @@ class Finder:
         )
         return None if known is None else _candidates(_agreeing(known))
 
-    def _list(self, salt: str, tokens: bytes, row: int, end: float) -> list[_Candidate]:
+    def _list(self, salt: str, tokens: bytes, row: int, end: float) -> list[Candidate[Listed]]:
         folder = self._paths.under(listed_under(salt, tokens[: 4 * (row + 1)]))
         listing = self._remote.call("listing extents", lambda objects: _some(objects, folder), _left(end))
         return _candidates((each, None) for each in listing)
 
     def _step(
-        self, salt: str, tokens: bytes, row: int, known: list[_Candidate] | None, end: float
-    ) -> SharedExtent | None:
-        """Find the extent that goes on the farthest from a row, of those that are known or listed."""
+        self, salt: str, tokens: bytes, row: int, known: list[Candidate[Listed]] | None, end: float
+    ) -> tuple[SharedExtent, int] | None:
+        """Find the extent that goes on the farthest from a row, of those that are known or listed, and the row that it reaches."""
         rows = len(tokens) // 4
-        whole: list[_Candidate] = []
-        parts: list[_Candidate] = []
-        for each in self._list(salt, tokens, row, end) if known is None else known:
-            if each.published.first_row <= row < each.published.end:
-                (whole if each.published.end <= rows else parts).append(each)
-        for each in sorted(whole, key=lambda each: (-each.published.end, each.published.id)):
+        whole, parts = choices(self._list(salt, tokens, row, end) if known is None else known, row, rows)
+        for each in whole:
             first, stop = each.published.first_row, each.published.end
             own = tokens[4 * first : 4 * stop]
             if extent_id(self._digest, salt, tokens[: 4 * first], own) == each.published.id:
-                return SharedExtent(each.published, own, each.listed)
+                return SharedExtent(each.published, own, each.listed), stop
             parts.append(each)
-        parts = [each for each in parts if each.agrees is None or each.agrees > row]  # another brings less than a block
-        parts.sort(key=lambda each: (-(each.agrees or 0), -each.listed.modified, each.published.id))
         best, most, read = None, row, 0
-        for part in parts[: MAX_BRANCHES + MAX_MISSING]:
+        for part in promising(parts, row)[: MAX_BRANCHES + MAX_MISSING]:
             if read == MAX_BRANCHES:
                 break
-            published, listed, _ = part
+            published = part.published
             if (theirs := self._tokens(published, salt, tokens, end)) is None:
                 if known is not None:
                     known.remove(part)
@@ -148,8 +129,8 @@ class Finder:
                 theirs, 0, tokens, published.first_row, min(len(theirs) // 4, rows - published.first_row)
             )
             if published.first_row + same > most:
-                best, most = SharedExtent(published, theirs, listed), published.first_row + same
-        return best
+                best, most = SharedExtent(published, theirs, part.listed), published.first_row + same
+        return None if best is None else (best, most)
 
     def _tokens(self, published: Published, salt: str, tokens: bytes, end: float) -> bytes | None:
         """Read the tokens of an extent from its head; none, where it is damaged, or another's; None: it is not there, which a directory is told."""
@@ -169,12 +150,12 @@ class Finder:
         return own if same else b""
 
 
-def _candidates(found: Iterable[tuple[Listed, int | None]]) -> list[_Candidate]:
+def _candidates(found: Iterable[tuple[Listed, int | None]]) -> list[Candidate[Listed]]:
     """Keep what lists extents that have not expired."""
     now = time.time()
     read = [(published_at(listed.path), listed, agrees) for listed, agrees in found]
     return [
-        _Candidate(published, listed, agrees)
+        Candidate(published, listed.modified, listed, agrees)
         for published, listed, agrees in read
         if published is not None and published.rows <= MAX_EXTENT_ROWS and published.lives(now)
     ]

@@ -87,8 +87,10 @@ class SharedStore:
             found(path)
 
     def expect(self, taken: Sequence[SharedExtent]) -> None:
-        """Note that these extents were taken over: they count as used, and may be fetched."""
-        for each in taken:
+        """Note that these extents, in the order of their rows, were taken over: they count as used, the first one last. Of a path the end
+        goes first when there is no room: without its beginning nothing leads to it.
+        """
+        for each in reversed(taken):
             self._publisher.used(each.published.id, each.listed.path, each.listed.modified)
 
     def fetch(self, what: Fetch) -> None:

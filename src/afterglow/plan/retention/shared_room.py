@@ -1,0 +1,71 @@
+"""How a shared store is kept within its budget: what a server knows of its bytes, when it counts them, and which extents go first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from afterglow.plan.step import ExtentId
+
+PARTS: Final = 16  # of the budget may be written before all is counted again
+LOW: Final = 0.9  # of the budget is left when something has to go
+REFRESH_S: Final = 600.0  # an extent counts as used again only so long after its last use
+
+
+class Rank(NamedTuple):
+    """An extent's place among those that may have to go, the smallest first: the least recently used, of a path the last."""
+
+    used: float
+    behind: int  # minus the rows before it
+    id: ExtentId
+
+
+def is_used_again(modified: float, now: float) -> bool:
+    """Does a use count, of an extent whose last use was written down at `modified`?"""
+    return now - modified > REFRESH_S
+
+
+class SharedRoom:
+    """What one server knows of the room in a store of `size` bytes. `used`: bytes of all extents, as last counted, and what it has
+    written since; `written`: these alone (None: it has never counted).
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0
+        self.written: int | None = None
+
+    def fits(self, more: int) -> bool:
+        """Is there room for so many bytes, as far as it knows?"""
+        return self.used + more <= self.size
+
+    @property
+    def wrote_much(self) -> bool:
+        """Has it written more than may be written between two counts?"""
+        return (self.written or 0) > self.size // PARTS
+
+    def counts(self, more: int) -> bool:
+        """Is all to be counted before so many bytes are written?"""
+        return self.written is None or self.wrote_much or not self.fits(more)
+
+    def counted(self, used: int) -> None:
+        """Note how many bytes there are."""
+        self.used, self.written = used, 0
+
+    def wrote(self, size: int) -> None:
+        """Note that an object was written."""
+        self.used += size
+        self.written = (self.written or 0) + size
+
+    def removed(self, size: int) -> None:
+        """Note that an object was removed to make room."""
+        self.used -= size
+
+    def leaving(self, ranks: Iterable[Rank], more: int) -> Iterator[ExtentId]:
+        """Yield the extents that are to be removed before so many bytes are written. Tell `removed` of each before the next is asked for."""
+        if self.fits(more):
+            return
+        for rank in sorted(ranks):
+            if self.used + more <= LOW * self.size:
+                return
+            yield rank.id

@@ -8,7 +8,7 @@ what it attends to until the end (S17), unless it is asked to `renew` that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,11 @@ from afterglow.importance.sums import grouped, head_sums
 from afterglow.importance.waits import at_hand, waited
 from afterglow.kernels.attention import attend, merge
 from afterglow.model.decoder import Attention, Decoder
+from benchmarks.papers.spec.mass import MassSelector
 
 Part = tuple[Tensor, Tensor]
+LeftOut = Callable[[int, Tensor, Selection, float], Part]
+"""A layer, queries, what was selected, the scale of scores -> output and log-sum-exp."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,21 +88,24 @@ class SelectingAttend:
         system: int = 0,
         renew: bool = False,
         observe: bool = False,
+        left_out: LeftOut | None = None,
+        mass: float | None = None,
     ) -> None:
         """`fixed`: rows that each layer attends to without looking, int64 [k] or [kv_heads, k], instead of `rules`.
         `system`: the prefix's first rows that are always attended to, and not among those that are selected from (spec
         X8); rows are counted from there on. `renew`: select anew for whatever is decoded, by its own attention, in layers
-        that have not taken all rows (not in SPEC, whose decoding stays with what the prompt selected). Give a prefix that has been turned where it serves many
-        requests."""
+        that have not taken all rows (not in SPEC, whose decoding stays with what the prompt selected). `left_out`: attends to what
+        was not selected. `mass`: see `MassSelector`. Give a prefix that has been turned where it serves many requests."""
         if not 0 <= system <= len(prefix):
             raise ValueError(f"a system prompt of {system} rows is not in a prefix of {len(prefix)}")
         spec = decoder.spec
         if not spec.plain_scores:
             raise ValueError(f"a model of type {spec.family} has windows, caps or sinks, which selections do not know")
         self._decoder, self._prefix = decoder, prefix.turn(decoder)
-        self._fixed, self._system, self._observe = fixed, system, observe
+        self._fixed, self._system, self._observe, self._left_out = fixed, system, observe, left_out
         self.renew = renew
-        self._selector = RowSelector(probes_of(spec.heads, spec.kv_heads, rules.probe_heads), rules)
+        probes = probes_of(spec.heads, spec.kv_heads, rules.probe_heads)
+        self._selector = RowSelector(probes, rules) if mass is None else MassSelector(probes, rules, mass)
         self._rotation = decoder.rotation(torch.empty(0, dtype=torch.int64, device=decoder.device))
         self._kept: list[Part] = []
         self._own: list[Part] = []
@@ -136,6 +142,8 @@ class SelectingAttend:
             self._kept[layer : layer + 1] = [kept]
         parts.append(attend(q, *self._kept[layer], scale=scale, causal=False))
         parts.append(attend(q, *self._own[layer], scale=scale, causal=True))
+        if self._left_out is not None and self.selections[layer].kind != "all":
+            parts.append(self._left_out(layer, q, self.selections[layer], scale))
         return merge(parts)[0].flatten(1)
 
     def _select(self, layer: int, q: Tensor, own: Tensor, scale: float, extra_lse: Tensor | None) -> Selection:

@@ -1,0 +1,72 @@
+"""One key and value for what is left out of each chunk; as many rows as get a share of the attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.papers.spec import left_out
+from benchmarks.papers.spec.attend import prefill
+from benchmarks.papers.spec.mass import fewest
+from benchmarks.papers.spec.means import ChunkMeans, means_of
+from benchmarks.papers.spec.prefixes import Query, Shared
+
+from afterglow.importance.select import Selection
+from afterglow.kernels.attention import attend
+from afterglow.model.loader import load_model
+
+SCALE = 0.4
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([0, 1, 9, 30]), torch.tensor([[0, 5, 6, 7], [8, 9, 10, 11]])])
+def test_a_mean_stands_for_the_rows_that_are_left_out(rows: torch.Tensor) -> None:
+    """As if each of them were the mean."""
+    generator = torch.Generator().manual_seed(0)
+    count, chunk, kv_heads = 37, 4, 2
+    keys, values = (torch.randn(10, kv_heads, 16, generator=generator) for _ in range(2))
+    q = torch.randn(3, 4, 16, generator=generator)
+    selection = Selection("shared" if rows.ndim == 1 else "per_head", count, rows, rows.unique())
+    out, lse = ChunkMeans(keys, values, chunk).attend(q, selection, SCALE)
+    for head in range(kv_heads):
+        kept = set(rows.expand(kv_heads, -1)[head].tolist())
+        at = torch.tensor([row // chunk for row in range(count) if row not in kept])
+        expected = attend(
+            q[:, 2 * head : 2 * head + 2],
+            keys[at, head : head + 1],
+            values[at, head : head + 1],
+            scale=SCALE,
+            causal=False,
+        )
+        torch.testing.assert_close(out[:, 2 * head : 2 * head + 2], expected[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse[:, 2 * head : 2 * head + 2], expected[1], atol=1e-5, rtol=0)
+
+
+def test_nothing_is_attended_to_where_nothing_is_left_out() -> None:
+    selection = Selection("shared", 8, torch.arange(8), torch.arange(8))
+    out, lse = ChunkMeans(torch.ones(2, 1, 16), torch.ones(2, 1, 16), 4).attend(torch.ones(1, 1, 16), selection, SCALE)
+    assert torch.isneginf(lse).all()
+    assert not out.any()
+
+
+def test_keys_that_do_not_depend_on_their_positions_have_an_exact_mean() -> None:
+    """Turned one by one and averaged, or averaged and turned by the mean rotation."""
+    decoder = load_model("tiny")
+    raw = prefill(decoder, [5] * 70)
+    means = means_of(decoder, raw, 32)
+    turned = raw.turn(decoder).keys[0]  # of the first layer: each token has the same key
+    for chunk, (start, stop) in enumerate(((0, 32), (32, 64), (64, 70))):
+        torch.testing.assert_close(means[0].keys[chunk], turned[start:stop].mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(means[1].values[chunk], raw.values[1][start:stop].mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_the_fewest_rows_with_a_share_of_the_attention() -> None:
+    sums = torch.tensor([[4.0, 0.0, 3.0, 1.0], [4.0, 2.0, 1.0, 1.0]])  # means 4, 1, 2, 1
+    assert [fewest(sums, mass) for mass in (0.3, 0.5, 0.74, 0.76, 1.0)] == [1, 1, 2, 3, 4]
+
+
+def test_every_arm_is_measured() -> None:
+    shared = Shared(list(range(1, 140)), [Query([7, 8, 9], [10, 11, 12]), Query([3, 4], [5, 6], 1)], 0)
+    rows, goals = left_out.measure("tiny", load_model("tiny"), [shared])
+    assert len(rows) == 2 * len(left_out.ARMS)
+    assert {row["tokens"] for row in rows} == {3}
+    assert all("recall" in row for row in rows)
+    assert len(goals) == 2

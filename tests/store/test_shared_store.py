@@ -20,7 +20,7 @@ from afterglow.store.shared.counters import SharedCounters
 from afterglow.store.shared.finder import Prompt, SharedExtent
 from afterglow.store.shared.objects import Listed
 from afterglow.store.shared.paths import Paths
-from afterglow.store.shared.remote import KEPT, KeptThreads, Remote
+from afterglow.store.shared.remote import KEPT_THREADS, KeptThreads, Remote
 from afterglow.store.shared.shared_store import SharedStore
 from tests.store.store_kit import ALIGNED, EIGHT_BITS, ODD, Kit, contents, extent_name, record
 from tests.waiting import wait_for
@@ -569,16 +569,16 @@ def test_threads_are_kept_for_what_comes_next() -> None:
         wait_for(lambda: kept.idle)
     assert len(set(names)) == 1
     gate.clear()
-    for _ in range(KEPT + 2):
+    for _ in range(KEPT_THREADS + 2):
         kept.run(work)
-    wait_for(lambda: len(names) == 5 + KEPT + 2)
+    wait_for(lambda: len(names) == 5 + KEPT_THREADS + 2)
     gate.set()
-    wait_for(lambda: kept.idle == KEPT)
+    wait_for(lambda: kept.idle == KEPT_THREADS)
     kept.close()
     wait_for(lambda: not any(thread.name == "kept" for thread in threading.enumerate()))
     kept.run(work)
     wait_for(lambda: not any(thread.name == "kept" for thread in threading.enumerate()))
-    assert len(names) == 5 + KEPT + 3
+    assert len(names) == 5 + KEPT_THREADS + 3
 
 
 def test_of_a_path_that_is_taken_over_the_beginning_is_used_last(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> int:
         ("bookkeeping / decode step at batch 8", kept, 0.02, False),
         (f"match of 32K tokens in {matched['extents']:,} extents, ms", matched, 2, False),
     ]
-    goals = [goal(name, row["value"], it, least=least, spread=row["spread"]) for name, row, it, least in wanted]
+    goals = [goal(name, row["value"], bound, least=least, spread=row["spread"]) for name, row, bound, least in wanted]
     finish(options, rows, goals)
     return 0
 

@@ -19,7 +19,6 @@ from afterglow.library.language_model import LanguageModel, load_model
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_model, model_name
 from afterglow.library.sampling_defaults import SamplingDefaults
 from afterglow.request import CachedTokens, Content, Reasoning, SamplingParams
-from afterglow.server.lifecycle.address import untrusted
 
 LONGEST_PASSAGE = 300  # characters
 TIMES = 4
@@ -118,6 +117,8 @@ class RemoteSpeaker:
             )
             self._model = model or self._first_model()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            from afterglow.server.lifecycle.address import untrusted  # what it imports is not needed otherwise
+
             raise ConfigError(f"no server answers at {url}: {untrusted(error) or error}") from None
         # Only options that were given: servers that do not know a field may refuse it.
         wanted = {**sampling, "max_tokens": max_tokens}

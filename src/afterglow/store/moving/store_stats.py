@@ -1,4 +1,4 @@
-"""Counters of a store, kept from several threads."""
+"""Counters that several threads keep: their base, and a store's."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NO_BUCKET: Final = (
     "NoSuchBucket",
     "ContainerNotFound",
 )  # then all objects are missing, which says nothing of any of them
-KEPT: Final = 8  # idle threads
+KEPT_THREADS: Final = 8  # idle threads
 MAX_ASIDE: Final = 32  # calls that are not the store's, at a time: more hang
 MAX_HUNG: Final = 8  # calls that do not come back, before no more are made
 
@@ -71,7 +71,7 @@ class KeptThreads:
             work()
             del work  # and what it holds
             with self._lock:
-                if self._closed or len(self._idle) >= KEPT:
+                if self._closed or len(self._idle) >= KEPT_THREADS:
                     return
                 self._idle.append(todo)
 
@@ -230,7 +230,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """Shorten an error to its reason: stores' errors begin with the whole URL, and end with pages."""
+    """Shorten an error to its reason, and say what mends it where that is known: stores' errors begin with the whole URL, and end with pages."""
     text = str(error) or repr(error)
     first = text.splitlines()[0]
     reason = first.rsplit(" - ", 1)[-1].partition("<?xml")[0].strip(": ")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from afterglow.config import EngineConfig
-from afterglow.engine.stats import EngineCounters
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.ranges import Rows, ranges_of
 from afterglow.plan.prefix.salts import salt_name
@@ -40,6 +39,7 @@ from afterglow.request import (
 
 if TYPE_CHECKING:  # these import torch
     from afterglow.engine.grammars.masks import Constraint
+    from afterglow.engine.stats import EngineCounters
     from afterglow.engine.token_outputs import RunOutput
 
 log = logging.getLogger("afterglow.engine")

@@ -162,8 +162,8 @@ class State:
             await asyncio.to_thread(recorder.close)
 
 
-def parts_of(http: HttpRequest) -> tuple[State, RequestRecord]:
-    """Return the parts of the server that got a request, and the request's record."""
+def state_and_record(http: HttpRequest) -> tuple[State, RequestRecord]:
+    """Return the state of the server that got a request, and the request's record."""
     return http.scope["afterglow.state"], http.scope["afterglow.record"]
 
 

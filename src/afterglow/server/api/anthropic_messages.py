@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -23,7 +22,7 @@ from afterglow.server.bodies.reader import read_body
 from afterglow.server.json_responses import anthropic_error, json_response, to_json
 from afterglow.server.replies.make_requests import chat_requests, encode
 from afterglow.server.replies.pending_replies import Replies
-from afterglow.server.state import parts_of
+from afterglow.server.state import state_and_record
 from afterglow.text import ChatPrompt
 
 Event = tuple[str, dict[str, Any]]  # its type and fields
@@ -165,12 +164,9 @@ def input_usage(prompt: int, cached: int, breakpoints: Sequence[Breakpoint]) -> 
     }
 
 
-log = logging.getLogger("afterglow.server")
-
-
 async def create_message(http: HttpRequest) -> Response:
     """Answer a conversation."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, MessagesBody)
     state.models.check(body.model)
     cut = state.config.chat_truncation == "auto"
@@ -189,7 +185,7 @@ async def create_message(http: HttpRequest) -> Response:
 
 async def count_tokens(http: HttpRequest) -> Response:
     """Count the tokens of a conversation, as a request for a reply would have them."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, CountTokensBody)
     state.models.check(body.model)
     prompt = await encode(http, body, body.messages, size=body.size, cut=False, limited=False)

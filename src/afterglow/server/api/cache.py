@@ -18,7 +18,7 @@ from afterglow.server.bodies.json_body import check_session
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import PromptBody
 from afterglow.server.json_responses import engine_dead, json_response
-from afterglow.server.state import State, parts_of
+from afterglow.server.state import State, state_and_record
 from afterglow.server.tenants import RequestRecord
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ COUNT_SECONDS = 1.0  # for stored responses to be counted
 
 def _context(http: HttpRequest) -> tuple[State, RequestRecord, str]:
     """Return state, record and salt of a request: the key's salt, with `?cache_salt=` if the client gives one."""
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     return state, record, state.tenants.salt(record.caller, http.query_params.get("cache_salt"))
 
 

@@ -20,7 +20,7 @@ from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.reply_bodies import ChatBody, ChoicesBody, CompletionBody
 from afterglow.server.replies.make_requests import chat_requests, check_count, encode, make_requests, max_tokens
 from afterglow.server.replies.pending_replies import DONE, Replies, event
-from afterglow.server.state import State, parts_of
+from afterglow.server.state import State, state_and_record
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.chat_template import shown
 
@@ -191,7 +191,7 @@ class CompletionLogprobs:
 
 async def chat_completions(http: HttpRequest) -> Response:
     """Answer a conversation."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, ChatBody)
     state.models.check(body.model)
     if body.messages is None:
@@ -235,8 +235,8 @@ class ChatReplies(ChoiceReplies):
     async def chunk(self, index: int, piece: Output, first: bool) -> dict[str, Any] | None:
         # The role goes out with the first token, not before: a client's clock stops at the first chunk.
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        shown = piece.parts if self._thinks_aloud else [each for each in piece.parts if not isinstance(each, Reasoning)]
-        delta |= delta_fields(shown)
+        seen = piece.parts if self._thinks_aloud else [each for each in piece.parts if not isinstance(each, Reasoning)]
+        delta |= delta_fields(seen)
         if piece.finish_reason is not None and index == 0:
             self.remember()
         ids = self.ids(piece.tokens)
@@ -265,7 +265,7 @@ class TextPrompt:
 
 async def completions(http: HttpRequest) -> Response:
     """Continue texts."""
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     body = await read_body(http, CompletionBody)
     state.models.check(body.model)
     prompts = await _prompts(state, body)
@@ -324,7 +324,7 @@ class CompletionReplies(ChoiceReplies):
 
     @property
     def values(self) -> int:
-        return 4 * (1 + (self.body.logprobs or 0))
+        return 8 * (1 + (self.body.logprobs or 0))
 
     @property
     def prompt_values(self) -> int:
@@ -356,7 +356,8 @@ class CompletionReplies(ChoiceReplies):
         if echoes and body.echo:
             prompt = self._prompts[index // body.replies_per_prompt]
             text = (self.state.tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text) + text
-            rows += zip_longest(prompt.ids, self.texts[index].prompt_logprobs)
+            if body.logprobs is not None:
+                rows += zip_longest(prompt.ids, self.texts[index].prompt_logprobs)
         rows += [(found.token, found) for found in logprobs]
         lists = self._logprobs[index].lists(rows) if body.logprobs is not None else None
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": finish}

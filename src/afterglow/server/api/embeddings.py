@@ -20,7 +20,7 @@ from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import EmbeddingBody, RerankBody
 from afterglow.server.json_responses import shutting_down
 from afterglow.server.replies.pending_replies import while_connected
-from afterglow.server.state import State, parts_of
+from afterglow.server.state import State, state_and_record
 from afterglow.server.tenants import RequestRecord
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 async def embeddings(http: HttpRequest) -> Response:
     """Embed texts."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, EmbeddingBody)
     model = state.embeddings.find(body.model)
     form = "float" if body.encoding_format is None else body.encoding_format
@@ -143,7 +143,7 @@ def _base64(vectors: Tensor) -> list[str]:
 
 async def rerank(http: HttpRequest) -> Response:
     """Rank documents, the best first. `relevance_score` is the cosine of query and document, -1 to 1."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, RerankBody)
     model = state.embeddings.find(body.model)
     texts: list[str] = body.documents

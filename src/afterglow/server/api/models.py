@@ -12,20 +12,20 @@ from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import DetokenizeBody, TokenizeBody
 from afterglow.server.json_responses import engine_dead, error_response, json_response
 from afterglow.server.metrics.collector import CONTENT_TYPE
-from afterglow.server.state import State, parts_of
+from afterglow.server.state import State, state_and_record
 from afterglow.version import __version__
 
 
 async def models(http: HttpRequest) -> Response:
     """List the models."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     names = dict.fromkeys((*state.models.names, *state.embeddings.names))
     return json_response({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 async def model(http: HttpRequest) -> Response:
     """Describe a model."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     name = http.path_params["model"]
     return json_response(_card(state, name if name in state.embeddings.names else state.models.check(name)))
 
@@ -46,7 +46,7 @@ def _card(state: State, name: str) -> dict[str, Any]:
 
 async def health(http: HttpRequest) -> Response:
     """Report whether the engine runs, and whether the server is shutting down."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     if not state.engine.healthy:
         return error_response(engine_dead())
     return json_response({"status": "draining" if state.bridge.draining else "ok"})
@@ -59,14 +59,14 @@ async def version(http: HttpRequest) -> Response:
 
 async def metrics(http: HttpRequest) -> Response:
     """Report Prometheus metrics, of all tenants together."""
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     record.caller.check_metrics()
     return Response(state.metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def tokenize(http: HttpRequest) -> Response:
     """Turn a text, or a conversation, into token ids."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, TokenizeBody)
     state.models.check(body.model, generate=False)
 
@@ -87,7 +87,7 @@ async def tokenize(http: HttpRequest) -> Response:
 
 async def detokenize(http: HttpRequest) -> Response:
     """Turn token ids into text."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     body = await read_body(http, DetokenizeBody)
     state.models.check(body.model, generate=False)
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < state.engine.vocab_size:

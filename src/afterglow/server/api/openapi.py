@@ -41,7 +41,7 @@ from afterglow.server.bodies.reply_bodies import ChatBody, CompletionBody, Respo
 from afterglow.server.bodies.text_bodies import DetokenizeBody, EmbeddingBody, PromptBody, RerankBody, TokenizeBody
 from afterglow.server.json_responses import to_json
 from afterglow.server.metrics.collector import CONTENT_TYPE
-from afterglow.server.state import parts_of
+from afterglow.server.state import state_and_record
 from afterglow.version import __version__
 
 ERRORS = {
@@ -243,7 +243,7 @@ POLICY = (
 
 async def openapi(http: Request) -> Response:
     """Describe the server's requests and answers."""
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     return Response(_written(bool(state.config.api_key or state.config.admin_key)), media_type="application/json")
 
 

@@ -30,7 +30,7 @@ from afterglow.server.bodies.response_items import (
 from afterglow.server.json_responses import json_response, unavailable
 from afterglow.server.replies.make_requests import chat_requests, encode
 from afterglow.server.replies.pending_replies import Replies, event
-from afterglow.server.state import State, parts_of
+from afterglow.server.state import State, state_and_record
 from afterglow.server.tenants import RequestRecord
 from afterglow.store.database.conversations import StoredResponse
 from afterglow.text import ChatPrompt, Reply
@@ -40,7 +40,7 @@ log = logging.getLogger("afterglow.server")
 
 async def create_response(http: HttpRequest) -> Response:
     """Answer, and keep the conversation."""
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     body = await read_body(http, ResponseBody)
     state.models.check(body.model)
     items: list[Item] = body.input
@@ -222,7 +222,7 @@ async def get_response(http: HttpRequest) -> Response:
 
 async def delete_response(http: HttpRequest) -> Response:
     """Delete a stored response."""
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     name = http.path_params["response"]
     if not await ask_database(state.engine.conversations.delete, name, record.caller.tenant):
         raise _not_found(name)
@@ -232,7 +232,7 @@ async def delete_response(http: HttpRequest) -> Response:
 async def input_items(http: HttpRequest) -> Response:
     """List the items that a response answered, earlier turns included; the newest first, as in OpenAI's API."""
     found = await _find(http)
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     before = None
     if found.previous is not None:
         before = await ask_database(state.engine.conversations.chain, found.previous, record.caller.tenant)
@@ -264,7 +264,7 @@ async def input_items(http: HttpRequest) -> Response:
 
 
 async def _find(http: HttpRequest) -> StoredResponse:
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     name = http.path_params["response"]
     found: StoredResponse | None = await ask_database(state.engine.conversations.get, name, record.caller.tenant)
     if found is None:

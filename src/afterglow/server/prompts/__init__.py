@@ -1,1 +1,1 @@
-"""System prompts that are registered."""
+"""System prompts that are registered, and what replies leave for the next turn."""

@@ -1,1 +1,1 @@
-"""The replies to one HTTP request, from the requests of the engine to the written answer."""
+"""The replies to one HTTP request, from the requests of the engine to their text; `api` writes the answer."""

@@ -21,7 +21,7 @@ from afterglow.server.bodies.message_bodies import MessagesBody
 from afterglow.server.bodies.reply_bodies import Body, ChatBody, ResponseBody
 from afterglow.server.bodies.tool_fields import ToolUse
 from afterglow.server.prompts.system_prompts import RegisteredPrompt
-from afterglow.server.state import State, parts_of
+from afterglow.server.state import State, state_and_record
 from afterglow.text import ChatPrompt, Reply
 from afterglow.text.lengths import LONG
 from afterglow.text.messages import texts_in
@@ -91,7 +91,7 @@ async def encode(
 
     Raises: RequestError.
     """
-    state, record = parts_of(http)
+    state, record = state_and_record(http)
     tokenizer, prompts = state.tokenizer, state.system_prompts
     salt = state.tenants.salt(record.caller, body.cache_salt)
     variables = body.template_variables
@@ -145,7 +145,7 @@ def chat_requests(
     """Make a request for each reply to a conversation. `cut`: the engine may truncate the prompt. `logprobs`: alternatives for each
     token; None: no log-probabilities. Raises: RequestError.
     """
-    state, _ = parts_of(http)
+    state, _ = state_and_record(http)
     sampling = body.sampling(state.defaults, max_tokens(state, body, len(prompt.ids), cut), logprobs)
     sampling = with_tool_grammar(state, body.tool_use, sampling, prompt)
     chosen = [(prompt.ids, sampling)]
@@ -166,7 +166,7 @@ def make_requests(
 
     Raises: RequestError, for a priority that the caller may not have, and for a session's name that is none.
     """
-    _, record = parts_of(http)
+    _, record = state_and_record(http)
     record.caller.check_priority(body.priority or 0)
     session = body.session_id or _header(http, "x-session-id")
     check_session(session)

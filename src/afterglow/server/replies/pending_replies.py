@@ -24,7 +24,7 @@ from afterglow.server.bodies.reply_bodies import Body
 from afterglow.server.bridge import Deliver
 from afterglow.server.json_responses import ClientGone, body_of, to_json
 from afterglow.server.replies.make_requests import check_grammar
-from afterglow.server.state import parts_of
+from afterglow.server.state import state_and_record
 from afterglow.text import ChatPrompt, Reply
 from afterglow.text.detokenizer import Assembler
 from afterglow.text.lengths import LONG
@@ -149,7 +149,7 @@ class Replies(ABC):
         self, http: HttpRequest, body: Body, requests: Sequence[Request], chat: ChatPrompt | None = None
     ) -> None:
         """`chat`: the conversation that is answered, if it is one."""
-        self.state, self.record = parts_of(http)
+        self.state, self.record = state_and_record(http)
         state = self.state
         self.id = self.prefix + uuid.uuid4().hex
         self.created = int(time.time())

@@ -2,6 +2,8 @@
 
 The thread embeds in batches over all waiting requests. It runs forward passes beside the engine's thread, on the same weights, which
 neither thread writes to. To keep replies fast, its passes are small while the engine has work, and its threads have a lower priority (Linux).
+
+Imports no code of models: a server's mistakes are found before that takes its seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +28,6 @@ from afterglow.config import EngineConfig
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
-from afterglow.memo.sequence_embedder import EmbedResult
-from afterglow.memo.texts import TextEmbedder
 from afterglow.request import PrefixInfo, Request, SessionInfo
 from afterglow.server.bridge import EngineLike
 from afterglow.server.json_responses import shutting_down
@@ -37,6 +37,8 @@ from afterglow.text.chat_template import shown
 
 if TYPE_CHECKING:
     from afterglow.engine.shared_ids import SharedIds
+    from afterglow.memo.sequence_embedder import EmbedResult
+    from afterglow.memo.texts import TextEmbedder
 
 
 log = logging.getLogger("afterglow.server")
@@ -166,6 +168,8 @@ class EmbeddingWorker:
         return batch
 
     def _deliver(self, batch: Sequence[tuple[EmbeddingJob, int]], result: EmbedResult) -> None:
+        from afterglow.memo.sequence_embedder import EmbedResult  # known by now: it made the result
+
         for row, (job, index) in enumerate(batch):
             job.vectors[index] = result.vectors[row]
             job.hits[index] = result.hits[row]

@@ -16,10 +16,11 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The way to read `config.json` of one model type."""
+    """The way to read `config.json` of one model type. An encoder's `read` gives all fields of its shape; `usual`, `renamed` and
+    `honoured` are for decoders."""
 
     architecture: str
-    read: Callable[[Config], dict[str, Any]]  # ModelSpec fields that differ from Llama's reading
+    read: Callable[[Config], dict[str, Any]]  # fields that differ from Llama's reading
     names: Names | Callable[[ModelSpec], Names] = Names()
     usual: Config = field(default_factory=dict)  # values of keys that are left out
     renamed: Mapping[str, str] = field(default_factory=dict)  # its names of common keys

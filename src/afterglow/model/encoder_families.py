@@ -82,6 +82,7 @@ def _roberta(config: Config) -> dict[str, Any]:
 
 
 def _distilbert(config: Config) -> dict[str, Any]:
+    config = {key: value for key, value in config.items() if value is not None}
     hidden = config.get("dim", 768)
     return _bert(
         {

@@ -108,10 +108,10 @@ def measured(
     rng, route = random.Random(seed), router(arm.routing, seed)
     texts: dict[int, list[int]] = {}
     hits = history = 0
-    # Uses of shared extents count every ten minutes; here turns come a hundred times as fast as from people.
+    # Uses of shared extents count every ten minutes; here turns come a hundred times as fast as from people, and each counts.
     with (
         contextlib.nullcontext() if alone else in_step(),
-        patch("afterglow.plan.retention.shared_room.REFRESH_S", 0.0),
+        patch("afterglow.plan.retention.shared_room.REFRESH_S", -1.0),
         replicas(
             arm.engines,
             MODEL,
@@ -167,7 +167,7 @@ def simulated(arm: Arm, said: Sequence[Said], count: int, size: str, capacity: C
     _, disk, store = SIZES[size]
     network = Network(AT_ONCE, store * disk * count * row if arm.shared else 0)
     workload = Workload(_conversations(said), pace="open")
-    with in_step(), patch("afterglow.plan.retention.shared_room.REFRESH_S", 0.0):  # as where it is measured
+    with in_step(), patch("afterglow.plan.retention.shared_room.REFRESH_S", -1.0):  # as where it is measured
         values = summary(Cluster(setup, workload, arm.engines, arm.routing, network, seed).run())
     return float(values["hit_rate"])
 

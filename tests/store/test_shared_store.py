@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from afterglow.plan.prefix.published import Published, listed_under
+from afterglow.plan.retention import shared_room
 from afterglow.plan.step import Load, MoveDone
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.shared import budget, extent_publisher, fetcher, remote
@@ -597,3 +598,36 @@ def test_of_a_path_that_is_taken_over_the_beginning_is_used_last(tmp_path: Path)
         a.shared.expect(taken)
         assert a.shared.rest(20)
         assert objects.written == paths[::-1]
+
+
+def test_extents_that_lead_to_one_that_is_published_are_used_the_nearest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation that stays where it is does not look for its own rows: its beginning must not be the first to go."""
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a:
+        kids = []
+        for number in (1, 2):
+            a.share(number)
+            kids.append(a.shared.paths.kid(f"{number:040x}", Published(extent_name(number), 0, ROWS)))
+        for number, wanted in ((3, []), (4, kids[::-1])):
+            objects.written.clear()
+            assert a.put(number, ROWS, SOURCE).ok
+            published = Published(extent_name(number), 0, ROWS)
+            above = (extent_name(2), extent_name(9), extent_name(1))
+            a.shared.publish(published, f"{number:040x}", above=above)
+            assert a.shared.rest(20)
+            own = [a.shared.paths.extent(extent_name(number)), a.shared.paths.kid(f"{number:040x}", published)]
+            assert objects.written == [*own, *wanted], "a use counts after ten minutes"
+            monkeypatch.setattr(shared_room, "REFRESH_S", -1.0)
+
+
+def test_an_extent_that_is_published_again_is_used(tmp_path: Path) -> None:
+    objects = Memory()
+    with Sharing(tmp_path / "a", objects) as a, Sharing(tmp_path / "b", objects) as b:
+        path = a.share(1)
+        kid = a.shared.paths.kid(f"{1:040x}", Published(extent_name(1), 0, ROWS))
+        assert objects.written == [path, kid]
+        b.share(1)
+        assert objects.written == [path, kid, kid]
+        assert (b.shared.stats().published, b.shared.stats().published_before) == (0, 1)

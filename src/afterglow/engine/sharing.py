@@ -149,7 +149,8 @@ class Sharing:
         tokens = prefix + extent.tokens
         published = Published(name, extent.first_row, extent.rows, expiry(extent.record().expires))
         lead = lead_to(published, extent.parent, self._block_keys(extent, tokens))
-        self.shared.publish(published, listed_under(extent.salt, tokens[: 4 * (first + 1)]), lead)
+        key = listed_under(extent.salt, tokens[: 4 * (first + 1)])
+        self.shared.publish(published, key, lead, tuple(cache.index.above(extent)))
 
     def _block_keys(self, extent: Extent, tokens: bytes) -> Sequence[str]:
         """Hash an extent's tokens and those before it, which its parent's are the first of: a long prompt becomes many extents."""

@@ -274,6 +274,12 @@ class Index:
             self._digests[place] = prefix_digest(self.before(extent) + extent.tokens[: 4 * rows])
         return self._digests[place]
 
+    def above(self, extent: Extent) -> Iterator[ExtentId]:
+        """Yield the extents that lead to one of the index, along the parents that it came with, the nearest first."""
+        while extent.parent is not None and extent.parent in self.extents:
+            extent = self.extents[extent.parent]
+            yield extent.id
+
     def before(self, extent: Extent) -> bytes:
         """Return all tokens before an extent of the index, along the parents that it came with."""
         parts: list[bytes] = []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from afterglow.plan.step import ExtentId
 
 PARTS: Final = 16  # of the budget may be written before all is counted again
 LOW: Final = 0.9  # of the budget is left when something has to go
+MAX_LISTINGS: Final = 65536
 REFRESH_S: Final = 600.0  # an extent counts as used again only so long after its last use
 
 
@@ -18,6 +20,35 @@ class Rank(NamedTuple):
     used: float
     behind: int  # minus the rows before it
     id: ExtentId
+
+
+T = TypeVar("T")
+
+
+class LastUses(Generic[T]):
+    """What lists the extents that one server published or used last, and when that was."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[ExtentId, tuple[T, float]] = OrderedDict()
+
+    def note(self, extent: ExtentId, listing: T, at: float) -> None:
+        """Note when the use of an extent was last written down."""
+        self._known[extent] = listing, at
+        self._known.move_to_end(extent)
+        if len(self._known) > MAX_LISTINGS:
+            self._known.popitem(last=False)
+
+    def forget(self, extent: ExtentId) -> T | None:
+        """Forget an extent; returns what lists it, if that is known."""
+        return self._known.pop(extent, (None, 0.0))[0]
+
+    def again(self, extents: Iterable[ExtentId], now: float) -> Iterator[T]:
+        """Yield what lists those that are known, and whose use counts again; it counts as written down."""
+        for extent in extents:
+            listing, at = self._known.get(extent, (None, 0.0))
+            if listing is not None and is_used_again(at, now):
+                self.note(extent, listing, now)
+                yield listing
 
 
 def is_used_again(modified: float, now: float) -> bool:

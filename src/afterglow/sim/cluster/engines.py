@@ -19,11 +19,11 @@ from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.published import MIN_LOOKUP_ROWS
 from afterglow.plan.prefix.shared_way import forks
 from afterglow.plan.prefix.truncation import Cut, is_private
-from afterglow.plan.retention.shared_room import SharedRoom
+from afterglow.plan.retention.shared_room import LastUses, SharedRoom, is_used_again
 from afterglow.plan.stats import Counters
 from afterglow.plan.step import Event, Step
 from afterglow.sim.cluster.routers import router
-from afterglow.sim.cluster.shared_tier import SharedTier, SharingExecutor
+from afterglow.sim.cluster.shared_tier import Listing, SharedTier, SharingExecutor
 from afterglow.sim.engine_setup import Setup
 from afterglow.sim.scenario_options import RouterName
 from afterglow.sim.simulator import Outcome, Simulation
@@ -105,6 +105,7 @@ class SharingEngine(SimulatedEngine):
         self.executor = SharingExecutor(setup.machine(), setup.passes(), shared, network)
         self._shared = shared
         self._room = SharedRoom(shared.budget)
+        self._uses = LastUses[Listing]()
         self._cuts = cuts
 
     def _tell(self, events: list[Event]) -> None:
@@ -119,9 +120,14 @@ class SharingEngine(SimulatedEngine):
             prefix = cache.prefix_of(record) if extent is not None and extent.nodes else None
             if extent is not None and prefix is not None:
                 fork = extent.first_row + extent.nodes[0].start
-                self._shared.publish(extent.record(), prefix, carry(record.file_bytes, self.now), self._room, fork)
+                there = carry(record.file_bytes, self.now)
+                listing = self._shared.publish(extent.record(), prefix, there, self._room, fork)
+                self._uses.note(extent.id, listing, self.now)
+                for each in self._uses.again(cache.index.above(extent), self.now):
+                    self._shared.use(each, there)
         for names in cache.placement.take_gone():
             for name in names:
+                self._uses.forget(name)
                 self._shared.replace(name, carry(0, self.now))
 
     def _submit(self, arrival: Arrival) -> Cut | None:
@@ -158,7 +164,10 @@ class SharingEngine(SimulatedEngine):
             self.executor.adopted(extent)
         for each in reversed(found):
             if each.published.id in taken:
-                self._shared.use(each, now)
+                again = is_used_again(each.modified, now)
+                self._uses.note(each.published.id, each, now if again else each.modified)
+                if again:
+                    self._shared.use(each, now)
 
 
 class _Cuts:

@@ -21,7 +21,7 @@ from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.published import Published, expiry, listed_under
 from afterglow.plan.prefix.shared_way import Candidate, choices, follow, promising
-from afterglow.plan.retention.shared_room import Rank, SharedRoom, is_used_again
+from afterglow.plan.retention.shared_room import Rank, SharedRoom
 from afterglow.plan.step import (
     BACKGROUND,
     DEMAND,
@@ -76,7 +76,7 @@ class SharedTier:
 
     def publish(
         self, extent: ExtentRecord, prefix: bytes, at: float, room: SharedRoom, fork: int | None = None
-    ) -> None:
+    ) -> Listing:
         """An extent, and the tokens before it, will be there at a time. `room`: what its engine knows of the store's; `fork`: the first row
         that it adds to that engine's tree.
         """
@@ -86,15 +86,15 @@ class SharedTier:
         key = listed_under(extent.salt, tokens[: 4 * ((first if fork is None else fork) + 1)])
         listing = Listing(published, key, extent.tokens, at)
         self._change(at, partial(self._publish, listing, extent.file_bytes, room))
+        return listing
 
     def replace(self, name: ExtentId, at: float) -> None:
         """A merged extent takes the place of one at a time, after all that came before."""
         self._change(at, lambda _: self._remove(name))
 
-    def use(self, listing: Listing, now: float) -> None:
-        """An engine takes an extent over."""
-        if is_used_again(listing.modified, now):
-            self._change(now, partial(self._use, listing))
+    def use(self, listing: Listing, at: float) -> None:
+        """An extent counts as used at a time."""
+        self._change(at, partial(self._use, listing))
 
     def find(self, salt: str, tokens: bytes, known: int, forks: Sequence[int], now: float) -> list[Listing]:
         """Find the extents on the way of `tokens`, whose first `known` rows are cached; see `Finder.find`."""
@@ -147,13 +147,14 @@ class SharedTier:
             self.used += size
             room.wrote(size)
         if listing.published not in self._listings.setdefault(listing.key, {}):
-            listing.modified = now
             self._listings[listing.key][listing.published] = listing
             there.listings.append(listing)
+        self._use(listing, now)
 
     def _use(self, listing: Listing, now: float) -> None:
-        if self._listings.get(listing.key, {}).get(listing.published) is listing:
-            listing.modified = now
+        there = self._listings.get(listing.key, {}).get(listing.published)
+        if there is not None:
+            there.modified = now
 
     def _make_room(self, size: int, room: SharedRoom, now: float) -> bool:
         if size > self.budget:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from afterglow.errors import RefusedError, StoreError
 from afterglow.plan.prefix.block_keys import Lead
 from afterglow.plan.prefix.published import Published
-from afterglow.plan.retention.shared_room import is_used_again
+from afterglow.plan.retention.shared_room import LastUses, is_used_again
 from afterglow.plan.step import ExtentId
 from afterglow.store.shared.budget import Budget
 from afterglow.store.shared.counters import SharedCounters
@@ -31,7 +32,6 @@ MAX_TRIES: Final = 3  # of one thing, before the next has its turn
 RETRY_S: Final = 30.0  # after which removals that failed are tried again
 PUT_S: Final = 10.0  # for an object, and
 PUT_RATE: Final = 1 << 20  # bytes/s that a store has at least to take
-MAX_KIDS: Final = 65536
 MAX_LEAD: Final = 65536  # bytes of a lead
 
 
@@ -71,7 +71,7 @@ class ExtentPublisher:
         self._tries = 0  # of the first job
         self._removals: list[_Removal] = []  # that failed, to be tried again
         self._retry_at = 0.0
-        self._kids: OrderedDict[ExtentId, str] = OrderedDict()  # what lists extents that were published or used last
+        self._uses = LastUses[str]()  # paths of what lists extents
         self._busy = False
         self._closing = False  # nothing is tried again
         self._closed = False
@@ -79,15 +79,21 @@ class ExtentPublisher:
 
     # --------------------------------------------------------------------------------------------- what to do
 
-    def publish(self, what: Publication) -> None:
-        """Queue an extent; one that finds the queue full is left out."""
+    def publish(self, what: Publication, above: Sequence[ExtentId] = ()) -> None:
+        """Queue an extent; one that finds the queue full is left out. `above`: the extents that lead to it, the nearest first. They are used
+        as well: without them it is of no use, and an engine that has them does not ask for them here.
+        """
         with self._changed:
             if self._closed or self._extents >= MAX_QUEUE:
                 self._counters.count(unpublished=1)
                 return
+            now = time.time()
             self._extents += 1
-            self._remember(what.published.id, self._paths.kid(what.key, what.published))
+            self._uses.note(what.published.id, self._paths.kid(what.key, what.published), now)
             self._add(what)
+            if len(self._jobs) < MAX_QUEUE:
+                for kid in self._uses.again(above, now):
+                    self._add(_Use(kid))
 
     def delete(self, extent: ExtentId, first: bool = True) -> None:
         """Queue the removal of an extent: its object, with all text, and what lists it. Where that was published long ago, or by
@@ -98,7 +104,7 @@ class ExtentPublisher:
                 kept = [job for job in self._jobs if not isinstance(job, Publication) or job.published.id != extent]
                 self._extents -= len(self._jobs) - len(kept)
                 self._jobs = deque(kept)
-            kid = self._kids.pop(extent, None)
+            kid = self._uses.forget(extent)
         self._counters.count(deleted=1)
         if kid is not None:
             self._remove(_Removal(kid, again=True, first=first))
@@ -113,7 +119,7 @@ class ExtentPublisher:
     def missing(self, extent: ExtentId) -> None:
         """Queue the removal of what lists an extent that is not there."""
         with self._changed:
-            kid = self._kids.pop(extent, None)
+            kid = self._uses.forget(extent)
         if kid is not None:
             self._remove(_Removal(kid, again=False))
 
@@ -125,8 +131,10 @@ class ExtentPublisher:
     def used(self, extent: ExtentId, kid: str, modified: float) -> None:
         """Note that an extent was used. `kid`: the path of what lists it, last written at `modified`."""
         with self._changed:
-            self._remember(extent, kid)
-            if is_used_again(modified, time.time()) and not self._closed and len(self._jobs) < MAX_QUEUE:
+            now = time.time()
+            again = is_used_again(modified, now) and not self._closed and len(self._jobs) < MAX_QUEUE
+            self._uses.note(extent, kid, now if again else modified)
+            if again:
                 self._add(_Use(kid))
 
     @property
@@ -171,12 +179,6 @@ class ExtentPublisher:
             self._thread = threading.Thread(target=self._run, name="afterglow-publisher", daemon=True)
             self._thread.start()
         self._changed.notify_all()
-
-    def _remember(self, extent: ExtentId, kid: str) -> None:
-        self._kids[extent] = kid
-        self._kids.move_to_end(extent)
-        if len(self._kids) > MAX_KIDS:
-            self._kids.popitem(last=False)
 
     # --------------------------------------------------------------------------------------------- the thread
 
@@ -250,12 +252,14 @@ class ExtentPublisher:
         if not self._budget.make_room(len(data)):
             self._counters.count(unpublished=1)
             return
-        if self._put(path, data):
+        new = self._put(path, data)
+        if new:
             self._budget.wrote(len(data))
             self._counters.count(published=1, published_bytes=len(data))
         else:
             self._counters.count(published_before=1)
-        self._put(kid, b"" if what.lead is None else str(what.lead).encode())
+        # one that was there has been used: an engine has written it to its disk
+        self._put(kid, b"" if what.lead is None else str(what.lead).encode(), replace=not new)
 
     def _use(self, kid: str) -> None:
         """Write what lists an extent once more, so that it says when that was used; nothing, where it has gone meanwhile."""

@@ -115,9 +115,11 @@ class SharedStore:
         """Count a failure of one that uses what was found here."""
         self._counters.failed(error)
 
-    def publish(self, published: Published, key: str, lead: Lead | None = None) -> None:
-        """Publish an extent whose file is on disk, when there is time; listings find it under `key`, a directory by its lead."""
-        self._publisher.publish(Publication(published, key, self._disk.path(published.id), lead))
+    def publish(self, published: Published, key: str, lead: Lead | None = None, above: Sequence[ExtentId] = ()) -> None:
+        """Publish an extent whose file is on disk, when there is time; listings find it under `key`, a directory by its lead. `above`: the
+        extents that lead to it, the nearest first, which count as used.
+        """
+        self._publisher.publish(Publication(published, key, self._disk.path(published.id), lead), above)
 
     def delete(self, extent: ExtentId) -> None:
         """Remove an extent that a client has deleted, before all that is to be published."""

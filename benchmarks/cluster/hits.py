@@ -133,6 +133,13 @@ def measured(
             done = turn(engine, text, each.reply)
             texts[each.talk] = text + done.tokens
             hits, history = hits + min(before, done.cached.total), history + before
+        for engine in engines:
+            if (
+                not alone
+                and (shared := engine.parts.store.shared) is not None
+                and (failures := shared.stats().failures)
+            ):
+                raise RuntimeError(f"the store has failed, so that shares are not those of another run: {failures}")
         return hits / history, engines[0].capacity
 
 

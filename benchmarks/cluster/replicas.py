@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from afterglow.bench.timed_requests import Turn, asked
@@ -16,7 +16,7 @@ from afterglow.engine.engine import Engine
 from afterglow.plan.step import Move, MoveDone, TransferDone
 from afterglow.sim.executor import Executor
 from afterglow.store.kvstore import KVStore
-from afterglow.store.shared.objects import ObstoreObjects
+from afterglow.store.shared.objects import Listed, ObstoreObjects
 from benchmarks.common.engines import engine_of
 
 IDLE_S = 60.0  # that an engine has at most to store and publish what a turn has left
@@ -50,29 +50,56 @@ def idle(engine: Engine) -> None:
 @contextlib.contextmanager
 def in_step() -> Iterator[None]:
     """Moves of engines, real and simulated, end before their next step meanwhile, in the order in which they were planned, and what these
-    leave is published before other moves begin. Otherwise it is the machine that chooses between what is merged, evicted and published before
-    what, and what is found differs from run to run.
+    leave is published before other moves begin. No time goes by meanwhile, no lookup ends early, and no two objects are as old. Otherwise it is
+    the machine that chooses between what is merged, evicted and published before what, and what is found differs from run to run.
     """
-    finished, start, take = KVStore.finished, KVStore.start, Executor.take
+    finished, start, take, clock = KVStore.finished, KVStore.start, Executor.take, StoppedClock()
 
     def all_finished(store: KVStore) -> list[TransferDone]:
-        wait_for(lambda: not store.moves)
+        clock.wait_for(lambda: not store.moves)
         return sorted(finished(store), key=_planned)
 
     def start_alone(store: KVStore, moves: Sequence[Move]) -> None:
         if moves and store.shared is not None:
-            wait_for(partial(store.shared.rest, 0.0))
+            clock.wait_for(partial(store.shared.rest, 0.0))
         start(store, moves)
 
     def take_in_order(executor: Executor, now: float) -> list[TransferDone]:
         return sorted(take(executor, now), key=_planned)
 
+    ordered = type("OrderedObjects", (OrderedObjects,), {"written": {}})
     with (
         patch.object(KVStore, "finished", all_finished),
         patch.object(KVStore, "start", start_alone),
         patch.object(Executor, "take", take_in_order),
+        patch("afterglow.engine.setup._steady_clock", lambda: clock),
+        patch("afterglow.store.shared.shared_store.LOOKUP_S", IDLE_S),
+        patch("afterglow.store.shared.objects.ObstoreObjects", ordered),
     ):
         yield
+
+
+class StoppedClock:
+    """Seconds since 1970, which stand still while moves are waited for: a plan that waits for slots gives that up when computing would have
+    been over, and so learned how fast the disk is. Engines take turns, so that one clock does for all.
+    """
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+        self._last = 0.0
+
+    def __call__(self) -> float:
+        self._last = max(self._last, self._offset + time.monotonic())  # another engine may look while one waits
+        return self._last
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Wait until something is done, which moves are doing."""
+        began = time.monotonic()
+        while not done():
+            if time.monotonic() > began + IDLE_S:
+                raise TimeoutError(f"an engine still moves rows after {IDLE_S:.0f} s")
+            time.sleep(0.0002)
+        self._offset -= time.monotonic() - began
 
 
 def _planned(done: TransferDone) -> int:
@@ -80,13 +107,20 @@ def _planned(done: TransferDone) -> int:
     return done.move if isinstance(done, MoveDone) else -1
 
 
-def wait_for(done: Callable[[], bool]) -> None:
-    """Wait until something is done, which moves are doing."""
-    end = time.monotonic() + IDLE_S
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"an engine still moves rows after {IDLE_S:.0f} s")
-        time.sleep(0.0002)
+class OrderedObjects(ObstoreObjects):
+    """A store whose objects are as old as the order says in which they were written: a folder's clock may be too coarse for that."""
+
+    written: ClassVar[dict[str, float]] = {}  # by path
+
+    def put(self, path: str, data: bytes, *, replace: bool = False) -> bool:
+        new = super().put(path, data, replace=replace)
+        if new or replace:
+            self.written[path] = max(time.time(), max(self.written.values(), default=0.0) + 1e-4)
+        return new
+
+    def list(self, prefix: str) -> Iterator[list[Listed]]:
+        for some in super().list(prefix):
+            yield [each._replace(modified=self.written[each.path]) for each in some]
 
 
 class SlowObjects(ObstoreObjects):

@@ -154,8 +154,7 @@ class KVStore:
             return task
         if isinstance(move, Copy):  # no order holds between copies
             copying = partial(copy_rows, self.arena, move.pieces, move.slots, move.rows)
-            work = lambda task: copying(task.advance)  # noqa: E731
-            return make(f"copy {move.move}", work=work, writes=False, label="copy")
+            return make(f"copy {move.move}", work=lambda task: copying(task.advance), writes=False, label="copy")
         if isinstance(move, Store):
             storing = partial(store_extent, move, self.arena, self.on_disk)
             return make(move.record.id, work=storing, writes=True, label="store")

@@ -81,7 +81,10 @@ class Finder:
         end = time.monotonic() + seconds
         rows = len(prompt.tokens) // 4
         known = self._ask(prompt, min(starts(rows, prompt.known, prompt.forks)), end)
-        step = lambda row: self._step(prompt.salt, prompt.tokens, row, known, end)  # noqa: E731
+
+        def step(row: int) -> tuple[SharedExtent, int] | None:
+            return self._step(prompt.salt, prompt.tokens, row, known, end)
+
         for each in follow(rows, prompt.known, prompt.forks, step):
             found(each)
 

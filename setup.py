@@ -56,6 +56,7 @@ setup(
                     "experts.c",
                     "pick.c",
                     "vote.c",
+                    "stored_maps.c",
                     "read.c",
                 )
             ],
@@ -69,6 +70,7 @@ setup(
                     "rows.h",
                     "panel.h",
                     "passes.h",
+                    "stored_maps.h",
                     "packed.h",
                     "packed_rows.h",
                 )

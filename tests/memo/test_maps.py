@@ -99,6 +99,35 @@ def test_only_the_damaged_record_is_refused(tmp_path: Path) -> None:
         store.read(1)
 
 
+def test_a_record_is_checked_when_it_is_first_read(tmp_path: Path) -> None:
+    """A second look at one that was whole costs nothing; `check` reads all anew, and a number that is given again counts as new."""
+    store = MapStore.create(tmp_path, IDENTITY)
+    for number in range(3):
+        store.append(maps_of(6, number), token_key([number]))
+    store.flush()
+    whole = store.read(2).copy()
+    with (tmp_path / MAPS).open("r+b") as file:
+        file.seek(HEADER_BYTES + 2 * -(-IDENTITY.record_bytes(6) // 64) * 64)
+        file.write(b"\xff\xff")
+    assert not np.array_equal(store.read(2), whole)
+    assert list(store.check()) == [2]
+    with pytest.raises(DamageError, match="record 2 is damaged"):
+        store.read(2)
+    store.cut(1)
+    store.append(maps_of(6, 7), token_key([7]))
+    store.flush()
+    store.read(1)
+    store.cut(1)
+    store.append(maps_of(6, 8), token_key([8]))
+    store.flush()
+    with (tmp_path / MAPS).open("r+b") as file:
+        file.seek(HEADER_BYTES + -(-IDENTITY.record_bytes(6) // 64) * 64)
+        file.write(b"\xff\xff")
+    with pytest.raises(DamageError, match="record 1 is damaged"):
+        store.read(1)
+    store.close()
+
+
 def test_a_cut_file_loses_what_is_cut(tmp_path: Path) -> None:
     store = MapStore.create(tmp_path, IDENTITY)
     for number in range(3):

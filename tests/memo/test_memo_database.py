@@ -29,12 +29,13 @@ from benchmarks.papers.attncache.baselines import (
 )
 
 from afterglow.errors import ConfigError, DamageError
+from afterglow.kernels import stored_maps
 from afterglow.memo import map_attention
 from afterglow.memo.database import Fetched, MemoDatabase, vectors_file
-from afterglow.memo.map_attention import AttentionMemo, MapsAttend, RecordingAttend
+from afterglow.memo.map_attention import AttentionMemo, MapsAttend, RecordingAttend, apply_maps
 from afterglow.memo.maps import HEADER_BYTES, MAPS, RECORDS, MapStore, token_key
 from afterglow.memo.options import MemoOptions
-from afterglow.memo.packing import pack
+from afterglow.memo.packing import pack, unpack
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.model.decoder import Attention, Decoder
 from afterglow.model.encoder import BatchAttend
@@ -123,6 +124,14 @@ def test_value_alone_costs_its_part_of_the_weights() -> None:
         assert doors.value_projection(attention).outputs == attention.kv_heads * attention.head_dim
 
 
+@pytest.fixture(params=["built", "torch"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps are applied by the compiled kernel, where there is one, or by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(stored_maps, "native", lambda: None)
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("few", [0, 1 << 30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hits_among_misses_leave_each_other_alone(
@@ -136,17 +145,12 @@ def test_hits_among_misses_leave_each_other_alone(
     ids = torch.arange(5, 5 + sum(lengths))
     recording = RecordingAttend(model, positions, lengths)
     exact = model.forward(ids, positions, recording)
-    packed = [
-        Fetched(
-            torch.from_numpy(pack(torch.stack(run, 1).numpy(), causal=model.spec.causal)), torch.arange(len(run[0]))
-        )
-        for run in recording.maps
-    ]
+    packed = [Fetched.own(pack(torch.stack(run, 1).numpy(), causal=model.spec.causal)) for run in recording.maps]
     layers = np.array([[True, True], [False, False], [False, True], [True, False], [False, False], [True, True]])
-    maps = MapsAttend(model, positions, lengths)
-    maps.use(packed, layers)
-    torch.testing.assert_close(model.forward(ids, positions, maps), exact, atol=1e-5, rtol=1e-5)
-    assert maps.hits == [True, False, True, True, False, True]
+    attend = MapsAttend(model, positions, lengths)
+    attend.use(packed, layers)
+    torch.testing.assert_close(model.forward(ids, positions, attend), exact, atol=1e-5, rtol=1e-5)
+    assert attend.hits == [True, False, True, True, False, True]
 
 
 def test_maps_of_other_sentences_are_really_used(tmp_path: Path) -> None:
@@ -168,6 +172,7 @@ def test_maps_of_other_sentences_are_really_used(tmp_path: Path) -> None:
     torch.testing.assert_close(result.vectors, plain.pooling(states, [(1, 7)]))
 
 
+@pytest.mark.usefixtures("_way")
 def test_neighbours_are_averaged(tmp_path: Path) -> None:
     plain, texts = embedder("encoder"), sentences(30, lengths=(7,))
     database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, neighbours=2))
@@ -177,8 +182,16 @@ def test_neighbours_are_averaged(tmp_path: Path) -> None:
     first, second = (torch.from_numpy(database.store.read(int(n)).copy()) for n in found.numbers[0])
     near, far = (float(w) for w in found.weights[0])
     assert near >= far > 0
-    packed = database.fetch(found).layer(1, torch.tensor([0]))
-    torch.testing.assert_close(packed[0], near * first[1] + far * second[1], atol=1e-6, rtol=0)
+    packed = database.fetch(found).layer(1, np.array([0]))
+    mean = near * first[1] + far * second[1]
+    torch.testing.assert_close(packed[0], mean, atol=1e-6, rtol=0)
+    # In use: of the last layer, with values that are known.
+    attend = MapsAttend(plain.model, torch.arange(7), [7])
+    attend.use([database.fetch(found)], np.array([[False, True]]))
+    attention = plain.model.layers[1].attention
+    out = attend(1, attention, x[0])
+    whole = unpack(mean[None], 7, causal=False)
+    torch.testing.assert_close(out, apply_maps(whole, attention.value(x[0])[None]), atol=1e-5, rtol=1e-5)
 
 
 def test_other_lengths_are_misses(tmp_path: Path) -> None:
@@ -404,15 +417,12 @@ def test_layers_that_share_with_themselves_are_exact(kind: str) -> None:
     model.forward(ids, positions, recording)
     assert float((shared - exact).abs().max()) > 1e-4
     # By hand: the second layer with the first layer's maps.
-    maps = MapsAttend(model, positions, lengths)
-    given = [Fetched(torch.stack([run[0], run[0]], 1).flatten(-2), torch.arange(1)) for run in recording.maps]
-    if model.spec.causal:
-        given = [
-            Fetched(run[0][:, None].expand(-1, 2, -1, -1, -1)[..., *torch.tril_indices(n, n)], torch.arange(1))
-            for run, n in zip(recording.maps, lengths, strict=True)
-        ]
-    maps.use(given, np.array([[False, True]] * 2))
-    torch.testing.assert_close(model.forward(ids, positions, maps), shared, atol=1e-5, rtol=1e-5)
+    attend = MapsAttend(model, positions, lengths)
+    given = [
+        Fetched.own(pack(torch.stack([run[0], run[0]], 1).numpy(), causal=model.spec.causal)) for run in recording.maps
+    ]
+    attend.use(given, np.array([[False, True]] * 2))
+    torch.testing.assert_close(model.forward(ids, positions, attend), shared, atol=1e-5, rtol=1e-5)
 
 
 def test_blocks_of_layers() -> None:

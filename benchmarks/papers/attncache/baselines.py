@@ -14,7 +14,7 @@ from torch import Tensor
 
 from afterglow.errors import DamageError
 from afterglow.memo.build import record
-from afterglow.memo.database import Fetched, Found, stacked
+from afterglow.memo.database import Fetched, Found, Record
 from afterglow.memo.map_attention import MapsAttend, RecordingAttend, apply_maps, attention_maps, by_sentence
 from afterglow.memo.maps import MapStore
 from afterglow.memo.options import STEPS, LabelMode, ProjectorKind
@@ -293,13 +293,13 @@ def recorded_maps(embedder: Embedder, sentences: Sequence[Sequence[int]]) -> lis
 def fetch_layer(store: MapStore, found: Found, layer: int) -> Fetched:
     """One layer's maps of the nearest sentence of each that takes it; a damaged one's row is cleared."""
     places = np.full(len(found.layers), -1, np.int64)
-    maps: list[Tensor] = []
+    records: list[list[Record]] = []
     for row in np.flatnonzero(found.layers[:, layer]):
         try:
             one = store.read(int(found.numbers[row, 0]))[layer : layer + 1]
         except DamageError:
             found.layers[row, layer] = False
             continue
-        places[row] = len(maps)
-        maps.append(torch.from_numpy(one.copy()))
-    return Fetched(stacked(maps), torch.from_numpy(places), first=layer)
+        places[row] = len(records)
+        records.append([one])
+    return Fetched(records, np.ones((len(records), 1), np.float32), places, first=layer)

@@ -10,6 +10,7 @@ hnsw-S.faiss           the graph of the sentences of S tokens, where there are m
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from afterglow.choices import KeptWeights
 from afterglow.errors import ConfigError, DamageError
+from afterglow.kernels.stored_maps import StoredMaps
 from afterglow.memo.maps import Identity, MapStore
 from afterglow.memo.memo_settings import POWER, MemoSettings
 from afterglow.memo.projector import Projector
@@ -31,6 +33,7 @@ from afterglow.model.digest import model_digest
 
 PROJECTOR = "projector.safetensors"
 
+Record = NDArray[Any]  # the maps of a sentence, [layers, heads, numbers]
 Numbers = dict[int, NDArray[np.int64]]
 Vectors = dict[int, NDArray[np.float32]]
 
@@ -54,21 +57,50 @@ class Found:
 
 
 class Fetched:
-    """Maps of some of a run's sentences, in contiguous memory, all layers of each."""
+    """Maps of some of a run's sentences, all layers of each: views of the store's records, and how much each counts."""
 
-    __slots__ = ("_first", "_packed", "_places")
+    __slots__ = ("_addresses", "_first", "_places", "_records", "_weights")
 
-    def __init__(self, packed: Tensor, places: Tensor, *, first: int = 0) -> None:
-        """`packed` [fetched, layers, heads, numbers], of the layers from `first` on; `places` int64 [n]: each sentence's
-        place in `packed`, or -1."""
-        self._packed, self._places, self._first = packed, places, first
+    def __init__(
+        self,
+        records: Sequence[Sequence[Record]],
+        weights: NDArray[np.float32],
+        places: NDArray[np.int64],
+        *,
+        first: int = 0,
+    ) -> None:
+        """`records`: of each fetched sentence one or more, [layers, heads, numbers], of the layers from `first` on; `weights`
+        [fetched, most records]: of each, 0 where there is none; `places` [n]: each sentence's place in `records`, or -1."""
+        self._records, self._weights, self._places, self._first = records, weights, places, first
+        self._addresses = np.zeros(weights.shape, np.int64)
+        for place, found in enumerate(records):
+            self._addresses[place, : len(found)] = [record.ctypes.data for record in found]
 
-    def layer(self, layer: int, members: Tensor) -> Tensor:
-        """One layer's maps of the sentences `members` -> [members, heads, numbers], still packed."""
-        places = self._places[members]
-        if len(places) == len(self._packed):  # places ascend
-            return self._packed[:, layer - self._first]
-        return self._packed[places, layer - self._first]
+    @staticmethod
+    def own(maps: Record | Sequence[Record]) -> Fetched:
+        """Make one of the maps of n sentences, [layers, heads, numbers] each."""
+        records = [[np.ascontiguousarray(one)] for one in maps]
+        return Fetched(records, np.ones((len(maps), 1), np.float32), np.arange(len(maps)))
+
+    def stored(self, layer: int, members: NDArray[np.int64], length: int, *, causal: bool) -> StoredMaps:
+        """Return one layer's maps of the sentences `members`, of `length` tokens, where they are stored."""
+        places, record = self._places[members], self._records[0][0]
+        addresses = self._addresses[places] + (layer - self._first) * record.strides[0]
+        return StoredMaps(addresses, self._weights[places], record.dtype, length, causal)
+
+    def layer(self, layer: int, members: NDArray[np.int64]) -> Tensor:
+        """Compute one layer's maps of the sentences `members` -> [members, heads, numbers], still packed."""
+        means = [self._mean(place, layer - self._first) for place in self._places[members]]
+        dtype = torch.float32 if any(one.dtype == torch.float32 for one in means) else torch.float16
+        return torch.stack([one.to(dtype) for one in means])
+
+    def _mean(self, place: int, layer: int) -> Tensor:
+        parts = torch.from_numpy(np.stack([record[layer] for record in self._records[place]]))
+        if len(parts) == 1:
+            return parts[0]
+        weights = torch.from_numpy(self._weights[place, : len(parts)])
+        mean: Tensor = weights[None] @ parts.float().flatten(1)  # several times faster than einsum
+        return mean.view(parts.shape[1:])
 
 
 class MemoDatabase:
@@ -127,24 +159,23 @@ class MemoDatabase:
         wanted = np.flatnonzero(found.layers.any(1))
         self.store.prefetch(found.numbers[wanted].ravel())
         places = np.full(len(found.layers), -1, np.int64)
-        maps: list[Tensor] = []
+        records: list[list[Record]] = []
+        weights = np.zeros((len(wanted), found.weights.shape[1]), np.float32)
         for row in wanted:
             try:
-                merged = merged_maps(self.store, found.numbers[row], found.weights[row])
+                records.append(read_records(self.store, found.numbers[row], found.weights[row], weights[len(records)]))
             except DamageError as error:
                 found.layers[row] = False
                 if count:
                     self._report(error)
                 continue
-            places[row] = len(maps)
-            maps.append(merged)
+            places[row] = len(records) - 1
         if count:
             with self._lock:
                 self.stats["sentences"] += len(found.layers)
-                self.stats["hits"] += len(maps)
+                self.stats["hits"] += len(records)
                 self.stats["layers_hit"] += int(found.layers.sum())
-        packed = stacked(maps)
-        return Fetched(packed, torch.from_numpy(places))
+        return Fetched(records, weights[: len(records)], places)
 
     def close(self) -> None:
         """Unmaps nothing that is still in use."""
@@ -157,22 +188,16 @@ class MemoDatabase:
                 self.notes.append(str(error))
 
 
-def merged_maps(store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np.float32]) -> Tensor:
-    """The weighted mean of several sentences' maps, [layers, heads, numbers]; of one, its own, as stored. Raises
-    DamageError."""
-    if weights[0] >= 1 - 1e-6:
-        return torch.from_numpy(store.read(int(numbers[0])).copy())
-    parts = torch.from_numpy(np.stack([store.read(int(number)) for number in numbers]))
-    mean: Tensor = torch.from_numpy(weights)[None] @ parts.float().flatten(1)  # several times faster than einsum
-    return mean.view(parts.shape[1:])
-
-
-def stacked(maps: list[Tensor]) -> Tensor:
-    """Merge the maps of sentences of one length into one block of memory; widened where one part is."""
-    if not maps:
-        return torch.empty(0)
-    dtype = torch.float32 if any(one.dtype == torch.float32 for one in maps) else maps[0].dtype
-    return torch.stack([one.to(dtype) for one in maps])
+def read_records(
+    store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np.float32], counts: NDArray[np.float32]
+) -> list[Record]:
+    """Read the records of a sentence's neighbours; how much each counts goes to `counts`. Where the nearest has all weight, its
+    alone. Raises: DamageError."""
+    alone = weights[0] >= 1 - 1e-6
+    records = [store.read(int(number)) for number in (numbers[:1] if alone else numbers)]
+    counts[:] = 0
+    counts[: len(records)] = 1 if alone else weights
+    return records
 
 
 def check_identity(identity: Identity, folder: Path, **wanted: str) -> None:

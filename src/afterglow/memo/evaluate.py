@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from afterglow.memo.database import Fetched, merged_maps, stacked
+from afterglow.memo.database import Fetched, read_records
 from afterglow.memo.distances import total_variation
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
@@ -58,11 +58,14 @@ class HeldOutTrial:
             if not distances.shape[1]:
                 continue
             weights = weights_of(distances, POWER)
-            maps = stacked([merged_maps(store, *pair) for pair in zip(numbers, weights, strict=True)])
-            own = stacked([torch.from_numpy(store.read(n).copy()) for n in members])
-            causal = store.identity.causal
+            counts, every = np.zeros_like(weights), np.arange(len(members))
+            found = Fetched(
+                [read_records(store, *row) for row in zip(numbers, weights, counts, strict=True)], counts, every
+            )
+            layers, causal = range(store.identity.layers), store.identity.causal
+            maps = torch.stack([found.layer(layer, every) for layer in layers], 1)
+            own = torch.from_numpy(np.stack([store.read(n) for n in members]))
             apart = total_variation(unpack(own, length, causal=causal), unpack(maps, length, causal=causal))
-            found = Fetched(maps, torch.arange(len(members)))
             self.buckets.append(Bucket([list(sentences[n]) for n in members], distances[:, 0], apart, found))
         self.distances = _joined([bucket.distances for bucket in self.buckets])
         self.variations = _joined([bucket.variations.numpy() for bucket in self.buckets])

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from afterglow.kernels.stored_maps import apply_stored
 from afterglow.memo.database import Fetched, MemoDatabase
 from afterglow.memo.packing import unpack
 from afterglow.model.decoder import Attention
@@ -168,7 +169,7 @@ class MapsAttend:
         for group in split.hit_groups:
             count = len(group.members)
             values = by_sentence(v[start : (start := start + count * group.length)], count, group.length)
-            group.put(out, mapped(self._unpacked(group, layer), values))
+            self._apply(group, layer, values, out)
         if split.missed_groups:
             self._exact(split, attention, x.index_select(0, split.misses), out)
         return out.flatten(1)
@@ -184,9 +185,13 @@ class MapsAttend:
             queries, keys, values = (by_sentence(t[where], count, group.length).transpose(1, 2) for t in (q, k, v))
             group.put(out, attend_whole(attention, queries, keys, values, causal=self._causal))
 
-    def _unpacked(self, group: SentenceGroup, layer: int) -> Tensor:
-        packed = self._maps[group.run].layer(layer, group.members)
-        return unpack(packed, group.length, causal=self._causal).to(self._model.device)
+    def _apply(self, group: SentenceGroup, layer: int, values: Tensor, out: Tensor) -> None:
+        """Maps of a group's sentences times `values` [members, length, kv_heads, head_dim], to their places in `out`."""
+        fetched, members = self._maps[group.run], group.members.numpy()
+        stored = fetched.stored(layer, members, group.length, causal=self._causal)
+        if not apply_stored(stored, values, group.start + members * group.length, out):
+            maps = unpack(fetched.layer(layer, members), group.length, causal=self._causal)
+            group.put(out, mapped(maps.to(values.device), values))
 
     def _split(self, hits: Bools) -> Split:
         key = hits.tobytes()

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 14
+#define AFTERGLOW_ABI_VERSION 15
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -335,6 +335,30 @@ typedef struct {
 
 /* Returns how many rows have a vote, or -1 if there was no memory. */
 int64_t afterglow_vote(const afterglow_ballot *ballot, int threads);
+
+/* Attention maps of `count` sentences of one length as they are stored, [heads][length * length], or, where they are causal, row by
+   row without what lies above the diagonal. A sentence's map is the mean of stored [count][parts] (addresses) with weights
+   [count][parts]; one whose weight is 0 is not read. `kind`: float32 or float16. values [count][length][kv_heads][head_dim], their
+   rows `value_stride` apart; head_dim is a multiple of 8. Rows of sentence i go to out [.][heads][head_dim] from rows[i] on. */
+typedef struct {
+    const void *stored;
+    const float *weights;
+    int64_t parts;
+    int64_t kind;
+    int64_t causal;
+    int64_t count;
+    int64_t length;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+    const float *values;
+    int64_t value_stride;
+    const int64_t *rows;
+    float *out;
+} afterglow_maps;
+
+/* Writes the maps times the values. */
+int afterglow_apply_maps(const afterglow_maps *maps, int threads, int width);
 
 /* A stretch of a file: `head_bytes` bytes that go to `head`, then `planes` times `blocks` chunks. Chunk b of plane p goes to
    arena + p * plane_bytes + slots[b] * chunk_bytes, and its CRC32C to sums [planes][blocks]. */

@@ -16,7 +16,8 @@ from afterglow.model.weights import WeightAssembler
 from afterglow.sim.machine.shape import ModelShape
 from benchmarks.gpu.models import DrawnOnDevice, config_of, shape_of
 from benchmarks.gpu.setting import DEVICE, DTYPE, Ceilings, Found, Setting, seconds, table
-from benchmarks.papers.attncache.shapes import RATES, SENTENCES, VOCAB, Batch, allowed_by
+from benchmarks.papers.attncache.random_models import VOCAB
+from benchmarks.papers.attncache.shapes import RATES, SENTENCES, Batch, allowed_by
 
 MODELS = ("LLaMA-2-7B", "Llama-3-8B", "Mistral-7B")
 

@@ -68,7 +68,7 @@ MEASURED: dict[str, tuple[Source, ...]] = {
     ),
     "AttnCache": (
         Source("attncache_sts", "Tables 1, 2", "MiniLM, 22 M", "250 other pairs of each task"),
-        Source("attncache_shapes", "Table 1", f"large layers, {RANDOM}"),
+        Source("attncache_shapes", "Table 1", f"large layers, small models, {RANDOM}"),
     ),
 }
 
@@ -243,6 +243,20 @@ def attncache() -> str:
     return markdown(head.split(" | "), lines)
 
 
+def small_models() -> str:
+    """Whole passes of small models with maps: from which hit rate on they are faster, and by how much at some."""
+    rows = read("attncache_shapes")["rows"]
+    kinds = ("model", "weights", "tokens")
+    gains = {(*(r[c] for c in kinds), r["hit_rate"]): f"{r['pass']:.2f}" for r in rows if r.get("what") == "pass"}
+    lines = []
+    for row in rows:
+        if row.get("what") == "break-even":
+            kind = tuple(row[c] for c in kinds)
+            least = "never" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"
+            lines.append([*map(str, kind), least, *(gains[*kind, rate] for rate in (0.5, 0.9, 1.0))])
+    return markdown([*kinds, "faster from a hit rate of", "x at 50 %", "at 90 %", "at 100 %"], lines)
+
+
 def overview() -> str:
     """Goals met, by paper and kind of evidence, of those that count."""
     lines: list[tuple[str, ...]] = []
@@ -305,6 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "relay rates": relay_rates,
     "spec io": spec_io,
     "attncache": attncache,
+    "attncache: small models": small_models,
     **{
         f"simulated: {paper}": partial(_of, page_simulated.evaluation, "papers_cachedattention", paper)
         for paper in ("ATC", "arXiv")

@@ -18,6 +18,7 @@ from afterglow.errors import AfterglowError
 _PR_SET_PDEATHSIG = 1
 _TICKS = os.sysconf("SC_CLK_TCK")
 PATIENCE = 10.0  # seconds between asking a process to end and ending it
+THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")  # how variables begin that say how libraries use threads
 TIDYING = 3.0  # seconds for what it leaves behind: Python removes shared memory in a process of its own
 
 
@@ -34,7 +35,8 @@ def free_port() -> int:
 class Child:
     """A process with a session of its own, so that it and all its children end together. Its stderr goes to `log`.
 
-    It runs on `cores` only. When the benchmark itself is killed, the kernel ends the child.
+    It runs on `cores` only. What the benchmark's own environment says of threads is not its own: engines would be measured in it.
+    When the benchmark itself is killed, the kernel ends the child.
     """
 
     def __init__(
@@ -62,7 +64,10 @@ class Child:
                     stdout=subprocess.PIPE if pipe else writing,
                     stderr=writing,
                     cwd=folder,
-                    env={**os.environ, **(environment or {})},
+                    env={
+                        **{name: value for name, value in os.environ.items() if not name.startswith(THREADS)},
+                        **(environment or {}),
+                    },
                     start_new_session=True,
                     preexec_fn=_prepared(os.getpid(), tuple(cores)),
                 )

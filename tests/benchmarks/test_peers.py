@@ -77,6 +77,17 @@ def test_a_child_that_ignores_sigterm_ends_too(tmp_path: Path, monkeypatch: pyte
     assert child.process.returncode == -signal.SIGKILL
 
 
+def test_what_a_shell_says_of_threads_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that sleep while they wait make an engine several times slower that expects its own to spin."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    says = "import os; print(sorted(name for name in os.environ if 'OMP' in name))"
+    for given, wanted in (({}, "[]"), ({"OMP_NUM_THREADS": "2"}, "['OMP_NUM_THREADS']")):
+        child = Child([sys.executable, "-c", says], tmp_path / "child.log", environment=given, pipe=True)
+        assert child.pipes[1].read().decode().strip() == wanted
+        child.stop()
+
+
 def test_errors_say_what_the_child_said_last(tmp_path: Path) -> None:
     child = Child([sys.executable, "-c", "raise SystemExit('no such weights')"], tmp_path / "bad.log")
     with pytest.raises(PeerError, match=r"(?s)bad ended before it was ready .*status 1.*no such weights"):

@@ -1,10 +1,8 @@
-"""One layer of large and of small models, with random weights: what hits save, and what looking up costs."""
+"""One layer of large models, with random weights: what hits save, and what looking up costs. And whole passes of small ones."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,29 +14,16 @@ from afterglow.bench.report import goal, interleaved, show, spread
 from afterglow.choices import QuantizationName
 from afterglow.memo.database import Fetched
 from afterglow.memo.map_attention import MapsAttend
-from afterglow.memo.packing import pack
 from afterglow.memo.projector import Projector, ProjectorSpec
 from afterglow.memo.vector_index import VectorIndex
 from afterglow.model.encoder import BatchAttend, Model
-from afterglow.model.encoder_families import encoder_from_config
 from afterglow.model.keeping import Keeping
 from afterglow.model.linear import int8_levels
-from afterglow.model.names import Names
-from afterglow.model.spec import ModelSpec, RopeSpec
-from afterglow.model.weights import WeightAssembler
+from benchmarks.papers.attncache import small_models
 from benchmarks.papers.attncache.database_times import OPENED, SEARCHED, STORED, fetching, opening, searching
 from benchmarks.papers.attncache.measures import now
+from benchmarks.papers.attncache.random_models import SHAPES, random_maps, random_model
 
-# hidden, heads, kv heads, ffn, layers, rotary base
-MODELS = {
-    "Llama-2-7B": (4096, 32, 32, 11008, 32, 10000.0),
-    "Llama-3-8B and Mistral-7B": (4096, 32, 8, 14336, 32, 500000.0),  # alike but for the rotary base
-    "Llama-3.2-3B": (3072, 24, 8, 8192, 28, 500000.0),
-}
-SMALL = {
-    "SmolLM2-135M": (576, 9, 3, 1536, 30, 10000.0),
-    "BERT base": (768, 12, 12, 3072, 12, None),  # an encoder
-}
 TABLE_1 = ("Llama-2-7B", "Llama-3-8B and Mistral-7B")
 TABLE_2 = "Llama-3.2-3B"
 WEIGHTS: tuple[QuantizationName, ...] = ("none", "int8")
@@ -47,7 +32,6 @@ LENGTHS = (16, 32, 64, 128)
 RATES = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 SENTENCES = 10
 DROPPED = 4  # of Llama-3.2-3B's 28 layers
-VOCAB = 64
 
 
 def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -56,7 +40,11 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
     rows: list[dict[str, Any]] = []
     for name in TABLE_1[: 1 if quick else None]:
         for kept in weights:
-            rows += of_lengths(name, kept, quick=quick, seed=seed)
+            layer = random_model(name, seed, kept, layers=1)
+            for length in (32,) if quick else LENGTHS:
+                rows += attention(name, layer, length, 3 if quick or length > 32 else 5, seed)
+                print(*rows[-len(RATES) :], sep="\n", flush=True)
+            del layer
     show(
         "one layer, time of the full computation over that with maps; what the operation counts allow",
         ("model", "weights", "tokens", "hit rate", "attention", "allowed", "layer", "search, share of all layers"),
@@ -74,8 +62,7 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
         ("method", "weights", "attention", "whole"),
         [[r["method"], r["weights"], r["attention"], r["whole"]] for r in second],
     )
-    small = [row for name in SMALL for kept in weights for row in of_lengths(name, kept, quick=quick, seed=seed)]
-    even = show_break_even(small)
+    small, judged_small = small_models.measure(weights, quick=quick, seed=seed)
     others = [searching(10_000 if quick else SEARCHED, seed), opening(1_000 if quick else OPENED)]
     others.append(fetching(20 if quick else STORED, seed))
     goals = []
@@ -100,51 +87,12 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
         (f"opening a store of {opened['sentences']:,} sentences, s", opened["seconds"], 1.0, opened["spread"]),
     ]
     goals += [goal(name, value, wanted, least=False, spread=apart) for name, value, wanted, apart in judged]
-    for name in SMALL:
-        whole = [row for row in small if row["model"] == name and row["weights"] == "float32" and row["hit_rate"] == 1]
-        best = max(whole, key=lambda row: row["pass"])
-        title = f"a pass of {name}'s shape, {best['tokens']} tokens, where every sentence has maps in all layers"
-        goals.append(goal(title, best["pass"], 1.15, least=True, spread=best["spread"]))
-    return rows + second + small + even + others, goals
-
-
-def of_lengths(name: str, kept: QuantizationName, *, quick: bool, seed: int) -> list[dict[str, Any]]:
-    """Rows of one model's layer, for all lengths and hit rates."""
-    layer, rows = one_layer(name, seed, kept), []
-    few = name in SMALL
-    for length in (32,) if quick else LENGTHS:
-        rows += attention(name, layer, length, 25 if few else 3 if quick or length > 32 else 5, seed)
-        print(*rows[-len(RATES) :], sep="\n", flush=True)
-    return rows
-
-
-def show_break_even(small: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Find, for each small model, kind of weights and length, the hit rate from which on a pass with maps takes less time than one
-    without: between two that were measured, on the line between them. None: it never does."""
-    found: list[dict[str, Any]] = []
-    kinds = ("model", "weights", "tokens")
-    for kind, rows in itertools.groupby(small, lambda row: [row[c] for c in kinds]):
-        rates, gains = zip(*((row["hit_rate"], row["pass"]) for row in rows), strict=True)
-        even = next((i for i, gain in enumerate(gains) if gain >= 1), None)
-        rate = None if even is None else rates[even]
-        if even:
-            rate = float(np.interp(1, gains[even - 1 : even + 1], rates[even - 1 : even + 1]))
-        about = {"what": "break-even", **dict(zip(kinds, kind, strict=True))}
-        found.append({**about, "hit_rate": None if rate is None else round(rate, 2), "most": gains[-1]})
-    show(
-        "small models: the hit rate from which on a pass with maps is faster, and how much faster it is where all have maps",
-        ("model", "weights", "tokens", "hit rate", "most"),
-        [
-            [row[c] if row[c] is not None else "never" for c in ("model", "weights", "tokens", "hit_rate", "most")]
-            for row in found
-        ],
-    )
-    return found
+    return rows + second + small + others, goals + judged_small
 
 
 def allowed(name: str, length: int, rate: float) -> float:
     """See `allowed_by`."""
-    hidden, heads, kv_heads = (MODELS | SMALL)[name][:3]
+    hidden, heads, kv_heads = SHAPES[name][:3]
     return allowed_by(hidden, heads, kv_heads, length, rate)
 
 
@@ -158,46 +106,6 @@ def allowed_by(hidden: int, heads: int, kv_heads: int, length: int, rate: float)
     return 1 / (1 - rate + rate * hit / (hit + queries + values + core))
 
 
-def one_layer(name: str, seed: int, quantization: QuantizationName = "none") -> Model:
-    """Layer 0 of a model as a model of its own."""
-    hidden, heads, kv_heads, ffn, _, base = (MODELS | SMALL)[name]
-    cpu = torch.device("cpu")
-    if base is None:
-        sizes = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn, "num_hidden_layers": 1}
-        bert, names = encoder_from_config(
-            {"model_type": "bert", "vocab_size": VOCAB, "max_position_embeddings": 512, **sizes}
-        )
-        return WeightAssembler(bert, names, Repeated(seed), torch.float32, cpu, quantization).encoder()
-    spec = ModelSpec(
-        family="llama",
-        layers=1,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        ffn=ffn,
-        vocab=VOCAB,
-        max_positions=4096,
-        rope=RopeSpec(dim=hidden // heads, base=base),
-        tied_embeddings=True,
-    )
-    return WeightAssembler(spec, Names(), Repeated(seed), torch.float32, cpu, quantization).decoder()
-
-
-class Repeated:
-    """Weights of a few random numbers over and over: only their shapes matter here, and billions take long to draw."""
-
-    def __init__(self, seed: int) -> None:
-        self._block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(seed)) * 0.02
-
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        size = math.prod(shape)
-        return self._block.repeat(-(-size // len(self._block)))[:size].view(shape)
-
-    def packed(self, name: str, shape: tuple[int, int]) -> None:
-        return None
-
-
 class Batch:
     """Ten sentences in one layer; some have maps in half precision, packed as in the store. Nothing waits for a device."""
 
@@ -208,10 +116,7 @@ class Batch:
         self.x = x.to(model.device, model.dtype)
         self._positions = torch.arange(length).repeat(SENTENCES).to(model.device)
         self._lengths = [length] * SENTENCES
-        scores = torch.randn(SENTENCES, 1, model.spec.heads, length, length, generator=generator)
-        if model.spec.causal:
-            scores.masked_fill_(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        self._packed = pack(scores.softmax(-1).numpy(), causal=model.spec.causal).astype(np.float16)
+        self._maps = random_maps(model, SENTENCES, length, generator)
 
     def attention(self, rate: float | None) -> float:
         """Seconds of queries, keys, values, their product and the output projection, at a hit rate or without maps."""
@@ -222,7 +127,7 @@ class Batch:
             hits = np.zeros((SENTENCES, 1), bool)
             hits[: round(rate * SENTENCES)] = True
             attend = MapsAttend(self.model, self._positions, self._lengths)
-            attend.use([Fetched.own(self._packed)], hits)
+            attend.use([Fetched.own(self._maps)], hits)
         self.layer.out(attend(0, self.layer.attention, self.x))
         return now() - began
 
@@ -257,7 +162,7 @@ def attention(name: str, model: Model, length: int, repeats: int, seed: int) -> 
         for first in ("full", "look up", str(RATES[0])):
             variants[first]()
         found = {key: np.array(times) for key, times in interleaved(variants, repeats).items()}
-    share = found["look up"] / (found["full"] + found["mlp"]) / (MODELS | SMALL)[name][4]  # of a pass of all layers
+    share = float(np.median(found["look up"] / (found["full"] + found["mlp"]))) / SHAPES[name][4]
     return [
         {
             "model": name,
@@ -267,11 +172,7 @@ def attention(name: str, model: Model, length: int, repeats: int, seed: int) -> 
             "attention": round(float(np.median(found["full"] / found[str(rate)])), 3),
             "allowed": round(allowed(name, length, rate), 3),
             "layer": round(float(np.median((found["full"] + found["mlp"]) / (found[str(rate)] + found["mlp"]))), 3),
-            "pass": round(
-                float(np.median(1 / ((found[str(rate)] + found["mlp"]) / (found["full"] + found["mlp"]) + share))),
-                3,
-            ),
-            "lookup_share": round(float(np.median(share)), 6),
+            "lookup_share": round(share, 6),
             "spread": round(spread(list(found["full"] / found[str(rate)])), 4),
             "lookup_spread": round(spread(list(found["look up"])), 4),
             "seconds": round(float(np.median(found["full"])), 4),
@@ -283,8 +184,8 @@ def attention(name: str, model: Model, length: int, repeats: int, seed: int) -> 
 def table_2(weights: Sequence[QuantizationName], repeats: int, seed: int) -> list[dict[str, Any]]:
     """Attention left out of some layers, layers left out, weights of fewer bits, and maps, at 32 tokens: one layer of each kind
     in turns, added up to the model's 28. The base is float32 with all layers."""
-    layers, kept, dropped = MODELS[TABLE_2][4], MODELS[TABLE_2][4] - DROPPED, DROPPED
-    batches = {KEPT[one]: Batch(one_layer(TABLE_2, seed, one), 32, seed) for one in weights}
+    layers, kept, dropped = SHAPES[TABLE_2][4], SHAPES[TABLE_2][4] - DROPPED, DROPPED
+    batches = {KEPT[one]: Batch(random_model(TABLE_2, seed, one, layers=1), 32, seed) for one in weights}
     four = FourBit(batches["float32"].x)
     variants: dict[str, Callable[[], float]] = {}
     for name, batch in batches.items():
@@ -344,7 +245,7 @@ class FourBit:
 
     def __init__(self, x: torch.Tensor) -> None:
         """`x` [rows, hidden]."""
-        hidden, heads, kv_heads, ffn = MODELS[TABLE_2][:4]
+        hidden, heads, kv_heads, ffn = SHAPES[TABLE_2][:4]
         head_dim = hidden // heads
         shapes = [
             ((heads + 2 * kv_heads) * head_dim, hidden),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from afterglow.importance.select import Selection
 from afterglow.importance.speculation import Prior
 from afterglow.importance.waits import waited
 from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
-from afterglow.store.extents.chunks import ChunkRead
+from afterglow.store.extents.chunks import ChunkRead, ChunkReader
 from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
 from afterglow.store.extents.rewriting import Ranks
 from afterglow.store.moving.reading import Reading, Rewrite
@@ -195,6 +196,63 @@ def test_guesses_stay_within_what_can_be_read_meanwhile(kit: Kit) -> None:
         n for what, layer, tensor, n in scene.reader.events if (what, layer) == ("ahead", 1) and tensor != PROBES
     )
     assert guessed <= 10  # five chunks, keys and values of each
+
+
+def test_guesses_that_are_not_wanted_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's one thread reads the first extent's guesses; the second's wait behind it when the layer selects rows of the first."""
+    read, gate, done = ChunkReader.read, threading.Event(), set()
+
+    def held(self: ChunkReader, path: str, extent: str, rows: int, reads: Sequence[ChunkRead], edition: str) -> Any:
+        tensors = {(read.layer, read.kv) for read in reads if read.kv != PROBES}
+        if tensors and min(tensors)[0] == 1:
+            gate.wait(20)
+            done.add(extent)
+        return read(self, path, extent, rows, reads, edition)
+
+    monkeypatch.setattr(ChunkReader, "read", held)
+    with Kit(tmp_path, LAYOUT, threads=1) as kit:
+        scene = Scene(kit, "prior")
+        prefix = opened(scene)
+        scene.check(prefix, 0)
+        tally = scene.loader.stats.tally
+        waited(prefix.probe_keys(1), 20)
+        rows = torch.arange(100)
+        work = prefix.take(1, Selection("shared", ROWS, rows, rows, None, 0.9, 0.2), None)
+        reading, before = next(work), tally.cancelled
+        assert before > 0
+        gate.set()
+        assert reading.wait(20)
+        keys, values = waited(work, 20)
+        assert torch.equal(keys, scene.held[1, KEYS][rows])
+        assert torch.equal(values, scene.held[1, VALUES][rows])
+        assert kit.settle() == []
+        assert done == {extent_name(0)}
+        scene.check(prefix, 2)  # a chunk that was taken back may be asked for again
+        prefix.close()
+        tally.check()
+        assert tally.predicted == tally.prefetched + tally.cancelled
+
+
+def test_guesses_end_with_their_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that no thread has begun are not read any more."""
+    read, gate = ChunkReader.read, threading.Event()
+
+    def held(*args: Any) -> Any:
+        gate.wait(20)
+        return read(*args)
+
+    with Kit(tmp_path, LAYOUT, threads=1) as kit:
+        scene = Scene(kit, "prior")
+        prefix = opened(scene)
+        waited(prefix.probe_keys(0), 20)
+        assert kit.settle() == []
+        monkeypatch.setattr(ChunkReader, "read", held)
+        prefix.ahead(0, scene.select(0))
+        prefix.close()
+        gate.set()
+        tally = scene.loader.stats.tally
+        assert tally.cancelled > 0
+        tally.check()
 
 
 def test_a_chunk_that_does_not_come_is_said(kit: Kit) -> None:

@@ -65,7 +65,7 @@ def test_the_budget_follows_the_layers_seconds() -> None:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_every_guessed_byte_is_used_or_wasted(data: st.DataObject) -> None:
+def test_every_guessed_byte_is_used_wasted_or_not_read(data: st.DataObject) -> None:
     tally, wanted_bytes = SpeculationTally(), 0
     for _ in range(data.draw(st.integers(1, 4))):
         layer = Speculation(tally)
@@ -76,12 +76,15 @@ def test_every_guessed_byte_is_used_or_wasted(data: st.DataObject) -> None:
         for chunk in landed:
             layer.landed(chunk)
         wanted = data.draw(st.lists(st.integers(0, 9), unique=True))
-        before = (tally.hit, tally.late, tally.wasted)
-        missing = layer.settle((chunk, chunk + 1) for chunk in wanted)
+        queued = [chunk for chunk in guessed if chunk not in landed and chunk not in wanted]
+        gone = data.draw(st.sets(st.sampled_from(queued))) if queued else set()
+        before = (tally.hit, tally.late, tally.wasted, tally.cancelled)
+        missing = layer.settle(((chunk, chunk + 1) for chunk in wanted), gone)
         assert missing == [chunk for chunk in wanted if chunk not in guessed]
         assert tally.hit - before[0] == sum(c + 1 for c in wanted if c in landed)
         assert tally.late - before[1] == sum(c + 1 for c in wanted if c in guessed and c not in landed)
-        assert tally.wasted - before[2] == sum(c + 1 for c in guessed if c not in wanted)
+        assert tally.wasted - before[2] == sum(c + 1 for c in guessed if c not in wanted and c not in gone)
+        assert tally.cancelled - before[3] == sum(c + 1 for c in gone)
         wanted_bytes += sum(c + 1 for c in wanted)
         layer.settle(())  # nothing is left to be settled
     tally.check()

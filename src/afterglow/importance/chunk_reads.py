@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from afterglow.store.moving.reading import Reading
 
 @dataclass(slots=True)
 class _Coming:
-    """Hold a chunk on its way. `rows` lie in a buffer of the chunk's own, which `reading` fills."""
+    """Hold a chunk on its way, as a part of a run of chunks, `read`. `rows` lie in a buffer of the chunk's own, which `reading` fills."""
 
     reading: Reading
+    read: ChunkRead
     rows: Tensor
 
 
@@ -73,7 +75,7 @@ class ChunkReads:
         for extent, wanted in by_extent.items():
             rows = next(view.rows for view in self._views if view.extent == extent)
             reads: list[ChunkRead] = []
-            pieces: list[tuple[ChunkKey, np.ndarray]] = []
+            pieces: list[tuple[ChunkKey, ChunkRead, np.ndarray]] = []
             for run in _runs(sorted(wanted)):
                 first, stop = run[0], run[0].chunk + len(run)
                 if first.tensor == PROBES:
@@ -82,10 +84,31 @@ class ChunkReads:
                 else:
                     into = [loader.buffers.take() for _ in run]
                 reads.append(ChunkRead(first.layer, first.tensor, first.chunk, stop, into))
-                pieces += zip(run, into, strict=True)
+                pieces += zip(run, itertools.repeat(reads[-1]), into)
             reading = loader.read(extent, reads, wanted[0].edition, priority)
-            for key, memory in pieces:
-                self._coming[key] = _Coming(reading, self._as_rows(memory, key.tensor))
+            for key, read, memory in pieces:
+                self._coming[key] = _Coming(reading, read, self._as_rows(memory, key.tensor))
+
+    def take_back(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Take back chunks that are not wanted after all, as far as reading them has not begun, nor a wanted one lies in the same run.
+        Returns these."""
+        runs: dict[int, list[ChunkKey]] = {}
+        for key in keys:
+            if key in self._coming:
+                runs.setdefault(id(self._coming[key].read), []).append(key)
+        by_reading: dict[int, list[ChunkKey]] = {}
+        for run in runs.values():
+            coming = self._coming[run[0]]
+            if len(run) == coming.read.stop - coming.read.first:
+                by_reading.setdefault(id(coming.reading), []).extend(run)
+        gone: list[ChunkKey] = []
+        for unwanted in by_reading.values():
+            reads = {id(read := self._coming[key].read): read for key in unwanted}
+            if self._coming[unwanted[0]].reading.take_back(list(reads.values())):
+                gone += unwanted
+        for key in gone:
+            del self._coming[key]
+        return gone
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Waits[dict[ChunkKey, Tensor]]:
         """Get chunks from the cache, and the others from disk: stored rows [rows, heads, stored width] by key.

@@ -170,7 +170,7 @@ class PrefixLoader:
     def close(self) -> None:
         """End after the last layer. Waits for nothing."""
         for guessed in self._guessed.values():
-            guessed.settle([])
+            guessed.settle([], self._reads.take_back(guessed.pending()))
         self._guessed.clear()
         self._reads.clear()
 
@@ -292,7 +292,9 @@ class PrefixLoader:
             for key in guessed.pending():
                 if self._reads.has_come(key):
                     guessed.landed(key)
-            guessed.settle([(key, self._layout.chunk_bytes) for key in not_cached])
+            unwanted = set(guessed.pending()).difference(not_cached)
+            gone = self._reads.take_back(list(unwanted))  # they would keep the disk from what is wanted next
+            guessed.settle([(key, self._layout.chunk_bytes) for key in not_cached], gone)
         self._reads.ask(not_cached, DEMAND)
 
     # ------------------------------------------------------------------------------------------- cached rows

@@ -105,11 +105,11 @@ class ReadBudget:
 class SpeculationTally:
     """Count bytes that were guessed, over layers and requests, by their fate.
 
-    Once all guesses are settled, predicted = prefetched = used + wasted.
+    Once all guesses are settled, predicted = prefetched + cancelled, and prefetched = used + wasted.
     """
 
     predicted: int = 0  # asked for early
-    cancelled: int = 0  # always 0: guesses are not taken back; the metric has this outcome
+    cancelled: int = 0  # not wanted, and taken back before they were read
     hit: int = 0  # wanted, and there in time
     late: int = 0  # wanted, and still being read
     wasted: int = 0  # read, and not wanted
@@ -118,7 +118,7 @@ class SpeculationTally:
     @property
     def prefetched(self) -> int:
         """Count the bytes that were read early."""
-        return self.predicted
+        return self.predicted - self.cancelled
 
     @property
     def used(self) -> int:
@@ -167,12 +167,15 @@ class Speculation(Generic[C]):
         assert chunk in self._bytes, chunk
         self._landed.add(chunk)
 
-    def settle(self, wanted: Iterable[tuple[C, int]]) -> list[C]:
-        """Count the guesses against the chunks that the layer wants, each given once, with its bytes.
+    def settle(self, wanted: Iterable[tuple[C, int]], cancelled: Iterable[C] = ()) -> list[C]:
+        """Count the guesses against the chunks that the layer wants, each given once, with its bytes. `cancelled`: guesses that it does
+        not want and that have been taken back.
 
         Returns the wanted chunks that were not guessed, to be read now.
         """
         missing: list[C] = []
+        for chunk in cancelled:
+            self.tally.cancelled += self._bytes.pop(chunk)
         for chunk, size in wanted:
             guessed = self._bytes.pop(chunk, None)
             if guessed is None:

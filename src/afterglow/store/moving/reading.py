@@ -7,6 +7,7 @@ only its renaming, which is a moment's work, is in the extent's order.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,17 +27,33 @@ class Reading:
     """Stands for chunks on their way. `head` is set when `wait` was True, `bytes` when it has `ended`; `stale`: the edition is
     another."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Sequence[ChunkRead]) -> None:
         self.head: Head | None = None
         self.stale = False
         self.bytes = 0
         self.seconds = 0.0
         self._task: Task | None = None
+        self._reads = list(reads)
+        self._begun = False
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for all the chunks, at most `timeout` seconds (0: only look); tell whether they are in place."""
         assert self._task is not None
         return self._task.wait_layer(0, timeout) and self.head is not None
+
+    def take_back(self, reads: Sequence[ChunkRead]) -> bool:
+        """Take back some of the reads, unless they have begun; tell whether that was in time. Nobody may wait for them after that."""
+        with self._lock:
+            if not self._begun:
+                self._reads = [read for read in self._reads if not any(read is other for other in reads)]
+            return not self._begun
+
+    def _begin(self) -> list[ChunkRead]:
+        """Begin with what is left to read."""
+        with self._lock:
+            self._begun = True
+            return self._reads
 
     @property
     def ended(self) -> bool:
@@ -72,13 +89,16 @@ class ChunkIO:
 
     def read(self, extent: str, reads: Sequence[ChunkRead], edition: str, priority: int) -> Reading:
         """Begin to read; without reads, to look up the head. The buffers are the store's until `ended`."""
-        reading = Reading()
+        reading, only_head = Reading(reads), not reads
 
         def work(task: Task) -> int:
             task.advance()
+            left = reading._begin()
+            if not left and not only_head:  # all were taken back
+                return 0
             rows, began = self._stored.rows(extent), time.perf_counter()
             try:
-                reading.bytes, head = self._tier.read_chunks(extent, rows, reads, edition)
+                reading.bytes, head = self._tier.read_chunks(extent, rows, left, edition)
             except Stale as stale:
                 reading.stale, reading.bytes = True, stale.bytes
                 self._count(stale.bytes, time.perf_counter() - began)

@@ -18,7 +18,7 @@ from afterglow.importance.chunk_cache import ChunkCache, ChunkKey, ChunkPlacemen
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.prefix_loader import PrefixLoader
 from afterglow.importance.select import Selection
-from afterglow.importance.speculation import Prior
+from afterglow.importance.speculation import REMEMBERED, Prior
 from afterglow.importance.waits import waited
 from afterglow.plan.step import DEMAND, PREFETCH, Drop, Selectable
 from afterglow.store.extents.chunks import ChunkRead, ChunkReader
@@ -196,6 +196,21 @@ def test_guesses_stay_within_what_can_be_read_meanwhile(kit: Kit) -> None:
         n for what, layer, tensor, n in scene.reader.events if (what, layer) == ("ahead", 1) and tensor != PROBES
     )
     assert guessed <= 10  # five chunks, keys and values of each
+
+
+def test_where_guessing_does_not_pay_one_layer_in_eight_is_guessed_for(kit: Kit) -> None:
+    scene = Scene(kit, "prior")
+    for _ in range(REMEMBERED):
+        scene.loader.worth.took(True, 1.0)
+        scene.loader.worth.took(False, 0.0)
+    for _ in range(5):
+        prefix = opened(scene)
+        for layer in range(3):
+            scene.check(prefix, layer)
+        prefix.close()
+    guessed = {layer for what, layer, tensor, _ in scene.reader.events if what == "ahead" and tensor != PROBES}
+    assert guessed == {1}  # the eighth of fifteen
+    assert scene.loader.stats.tally.predicted > 0
 
 
 def test_guesses_that_are_not_wanted_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError
 from afterglow.importance.select import SelectionRules, fall_back, judge
-from afterglow.importance.speculation import ReadBudget, Speculation, SpeculationTally, guess, ranking, sinks, within
+from afterglow.importance.speculation import (
+    ReadBudget,
+    Speculation,
+    SpeculationTally,
+    Worth,
+    guess,
+    ranking,
+    sinks,
+    within,
+)
 
 SUMS = torch.tensor([[0.9, 0.1, 0.8, 0.0, 0.3], [0.9, 0.2, 0.1, 0.0, 0.4], [0.5, 0.9, 0.8, 0.0, 0.1]])
 
@@ -61,6 +70,30 @@ def test_the_budget_follows_the_layers_seconds() -> None:
     assert budget.bytes(5e9) == 50_000_000
     budget.measured(0.020)
     assert budget.bytes(5e9) == pytest.approx(60_000_000, abs=1)
+
+
+@pytest.mark.parametrize(("guessed", "not_guessed", "share"), [(0.9, 1.0, 7 / 8), (1.0, 0.9, 1 / 8)])
+def test_layers_are_guessed_for_where_that_is_quicker(guessed: float, not_guessed: float, share: float) -> None:
+    """Also where some layers take ten times as long, for reasons of their own."""
+    worth = Worth()
+    assert worth.pays
+    chosen = []
+    for layer in range(800):
+        chosen.append(worth.next())
+        seconds = guessed if chosen[-1] else not_guessed
+        worth.took(chosen[-1], 10 * seconds if layer % 5 == 0 else seconds)
+    assert sum(chosen[80:]) / 720 == pytest.approx(share, abs=0.01)
+
+
+def test_what_pays_is_found_out_again_when_rates_change() -> None:
+    worth = Worth()
+    for layer in range(400):
+        guesses = worth.next()
+        slow_disk = layer >= 200
+        worth.took(guesses, 1.0 if guesses else 2.0 if slow_disk else 0.5)
+        if layer == 199:
+            assert not worth.pays
+    assert worth.pays
 
 
 @settings(max_examples=200)

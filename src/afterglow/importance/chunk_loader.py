@@ -16,7 +16,7 @@ from torch import Tensor
 from afterglow.importance.chunk_cache import ChunkCache
 from afterglow.importance.importance_notes import AT_ONCE, ImportanceNotes, Note
 from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout, RowOrder
-from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally
+from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally, Worth
 from afterglow.memory.pool import Pool, Slabs
 from afterglow.plan.step import Selectable
 from afterglow.store.extents.chunks import ChunkRead
@@ -80,6 +80,7 @@ class ChunkLoader:
         self.buffers = Slabs(Pool(), layout.chunk_bytes)
         self.stats = ImportanceStats()
         self.budget = ReadBudget()
+        self.worth = Worth()
         self.bandwidth = 0.0  # bytes/s of reads, a moving average
         self.importance: OrderedDict[str, RowImportance] = OrderedDict()
         self._orders: OrderedDict[tuple[str, str], list[RowOrder]] = OrderedDict()  # by extent and edition

@@ -65,6 +65,7 @@ class PrefixLoader:
         self._reads = ChunkReads(loader, self.views)
         self._layouts: dict[int, RowLayout] = {}
         self._guessed: dict[int, Speculation[ChunkKey]] = {}
+        self._guesses: bool | None = None  # were chunks guessed for the layer that comes; None: there was no choice
         self._began, self._away = time.perf_counter(), 0.0
 
     def open(self) -> Waits[None]:
@@ -144,6 +145,8 @@ class PrefixLoader:
         """Ask for chunks of the next layer, while this one, which has selected, computes (SPEC §IV-C)."""
         now = time.perf_counter()
         self._loader.budget.measured(now - self._began - (self._reads.away - self._away))
+        if self._guesses is not None:
+            self._loader.worth.took(self._guesses, (now - self._began) / self.rows)
         self._began, self._away = now, self._reads.away
         if layer + 1 < self._layout.layers:
             self._ask_probe_keys(layer + 1)
@@ -244,7 +247,11 @@ class PrefixLoader:
         """Ask for chunks that a layer is likely to select. `before`: the selection of the layer before."""
         loader = self._loader
         most = loader.budget.bytes(loader.bandwidth) // self._layout.chunk_bytes
+        self._guesses = None
         if most < 2 or loader.prior == "none" or not any(True for _ in self._on_disk()):
+            return
+        self._guesses = loader.worth.next()
+        if not self._guesses:
             return
         k = before.kept if before is not None else self.rows
         rows = guess(loader.prior, before, self._known(layer) if before is None else None, self.rows, k)

@@ -6,8 +6,10 @@ early: a layer attends to the rows that it selects itself, so a wrong guess cost
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Generic, Literal, TypeVar
 
 import torch
@@ -19,6 +21,8 @@ from afterglow.importance.select import Selection
 Prior = Literal["prior", "cut", "random", "sinks", "none"]
 C = TypeVar("C", bound=Hashable)
 
+EXPLORED = 8  # of so many layers one goes the other way, with guesses or without
+REMEMBERED = 15  # layers of each way
 SINKS = 4  # first rows of a prefix, which most heads attend to
 CUT = 0.5  # the share of a ranking that `cut` keeps
 
@@ -99,6 +103,31 @@ class ReadBudget:
     def bytes(self, bandwidth: float) -> int:
         """Compute the bytes at `bandwidth` (bytes/s); 0 before a layer was measured."""
         return int((self.seconds or 0.0) * bandwidth)
+
+
+class Worth:
+    """Find out whether guessing pays: seconds of layers whose chunks were guessed, against those of layers whose were not, per row of
+    their prefixes. Guesses cost time of the thread that computes, and of the processor that reads; where the disk is quick that may be
+    more than the waiting that they save."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, deque[float]] = {way: deque(maxlen=REMEMBERED) for way in (False, True)}
+        self._turn = 0
+
+    @property
+    def pays(self) -> bool:
+        """Tell whether layers take less time with guesses, by the medians of the last ones; true before both ways are known."""
+        without, guessed = self._seconds[False], self._seconds[True]
+        return not without or not guessed or median(guessed) <= median(without)
+
+    def next(self) -> bool:
+        """Decide for a layer. One of EXPLORED goes the other way, since rates change."""
+        self._turn += 1
+        return self.pays != (self._turn % EXPLORED == 0)
+
+    def took(self, guessed: bool, seconds: float) -> None:
+        """Learn the seconds, per row of its prefix, of a layer whose chunks were `guessed` or not."""
+        self._seconds[guessed].append(seconds)
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ RUNS: dict[str, Command] = {  # both sizes; the quick one with --quick
     "sim_operators": ["-m", "benchmarks.papers.operators"],
     "sim_speed": ["-m", "benchmarks.sim.speed"],
     "attncache_shapes": ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--shapes"],
+    "attncache_small": ["-m", "benchmarks.papers.attncache.small_models"],
 }
 _RATE = ["-m", "benchmarks.papers.relay.shared_prompt", "--figure", "rate", "--requests", "20", "--system"]
 _STS = ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--data", DATA]

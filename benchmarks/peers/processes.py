@@ -35,7 +35,7 @@ def free_port() -> int:
 class Child:
     """A process with a session of its own, so that it and all its children end together. Its stderr goes to `log`.
 
-    It runs on `cores` only. What the benchmark's own environment says of threads is not its own: engines would be measured in it.
+    It runs on `cores` only. It does not inherit variables that say how threads work and wait: engines would be measured with them.
     When the benchmark itself is killed, the kernel ends the child.
     """
 

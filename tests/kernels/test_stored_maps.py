@@ -59,7 +59,9 @@ def test_as_the_mean_of_maps_times_values(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert apply_stored(StoredMaps(addresses, weights, np.dtype(dtype), length, causal), values, rows, out)
+        assert apply_stored(
+            StoredMaps(addresses, weights, np.dtype(dtype), query_heads, length, causal), values, rows, out
+        )
     finally:
         torch.set_num_threads(before)
     whole = (maps.astype(dtype).astype(np.float64) * weights[..., None, None, None, None]).sum(1)[:, 1]
@@ -77,22 +79,35 @@ def test_a_sentences_bits_do_not_depend_on_the_others() -> None:
     values = torch.from_numpy(random.standard_normal((5, 37, 3, 32), np.float32))
     together = torch.empty(5 * 37, 3, 32)
     addresses, weights = np.array([[one.ctypes.data] for one in stored]), np.ones((5, 1), np.float32)
-    maps = StoredMaps(addresses, weights, stored.dtype, 37, False)
+    maps = StoredMaps(addresses, weights, stored.dtype, 3, 37, False)
     assert apply_stored(maps, values, np.arange(5) * 37, together)
     for n in range(5):
         alone = torch.empty(37, 3, 32)
-        one = StoredMaps(addresses[n : n + 1], weights[n : n + 1], stored.dtype, 37, False)
+        one = StoredMaps(addresses[n : n + 1], weights[n : n + 1], stored.dtype, 3, 37, False)
         assert apply_stored(one, values[n : n + 1], np.zeros(1, np.int64), alone)
         assert torch.equal(alone, together[n * 37 : (n + 1) * 37])
 
 
 def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
-    maps = StoredMaps(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32), np.dtype(np.float16), 4, True)
-    rows = np.zeros(1, np.int64)
-    for values, out in (
-        (torch.empty(1, 4, 2, 12), torch.full((4, 2, 12), 7.0)),  # no whole vectors
-        (torch.empty(1, 4, 2, 16).double(), torch.full((4, 2, 16), 7.0).double()),
-        (torch.empty(1, 2, 4, 16).transpose(1, 2), torch.full((4, 2, 16), 7.0)),  # heads apart
+    half, single = np.dtype(np.float16), np.dtype(np.float32)
+    rows = np.zeros(2, np.int64)
+    for dtype, values, kind in (
+        (half, torch.empty(2, 4, 2, 12), torch.float32),  # no whole vectors
+        (half, torch.empty(2, 4, 2, 16).double(), torch.float64),
+        (half, torch.empty(2, 2, 4, 16).transpose(1, 2), torch.float32),  # heads apart
+        (single, torch.empty(2, 6, 2, 16)[:, :4], torch.float32),  # rows between sentences
+        (np.dtype(np.float64), torch.empty(2, 4, 2, 16), torch.float32),
     ):
+        maps = StoredMaps(np.zeros((2, 1), np.int64), np.ones((2, 1), np.float32), dtype, 2, 4, True)
+        out = torch.full((8, 2, values.shape[-1]), 7.0, dtype=kind)
         assert not apply_stored(maps, values, rows, out)
         assert bool((out == 7).all())
+
+
+def test_rows_may_be_a_part_of_others() -> None:
+    stored = np.full((2, 2, 16), 0.25, np.float32)
+    addresses, weights = np.array([[one.ctypes.data] for one in stored]), np.ones((2, 1), np.float32)
+    out = torch.full((12, 2, 16), 7.0)
+    maps = StoredMaps(addresses, weights, stored.dtype, 2, 4, False)
+    assert apply_stored(maps, torch.ones(2, 4, 2, 16), (np.arange(4) * 4)[::2], out)
+    assert out[:, 0, 0].tolist() == [1.0] * 4 + [7.0] * 4 + [1.0] * 4

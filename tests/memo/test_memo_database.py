@@ -172,7 +172,6 @@ def test_maps_of_other_sentences_are_really_used(tmp_path: Path) -> None:
     torch.testing.assert_close(result.vectors, plain.pooling(states, [(1, 7)]))
 
 
-@pytest.mark.usefixtures("_way")
 def test_neighbours_are_averaged(tmp_path: Path) -> None:
     plain, texts = embedder("encoder"), sentences(30, lengths=(7,))
     database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, neighbours=2))
@@ -185,13 +184,40 @@ def test_neighbours_are_averaged(tmp_path: Path) -> None:
     packed = database.fetch(found).layer(1, np.array([0]))
     mean = near * first[1] + far * second[1]
     torch.testing.assert_close(packed[0], mean, atol=1e-6, rtol=0)
-    # In use: of the last layer, with values that are known.
-    attend = MapsAttend(plain.model, torch.arange(7), [7])
-    attend.use([database.fetch(found)], np.array([[False, True]]))
+
+
+@pytest.mark.usefixtures("_way")
+def test_each_sentence_has_its_own_neighbours_and_weights(tmp_path: Path) -> None:
+    """Three sentences, of which the last two take maps, of the last layer."""
+    plain, texts = embedder("encoder"), sentences(30, lengths=(7,))
+    database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, neighbours=2))
+    x = torch.randn(3, 7, plain.dimensions)
+    found = database.find(x, -100.0)
+    assert len({*map(tuple, found.weights.tolist())}) == 3
+    found.layers[:] = [[False, False], [False, True], [False, True]]
+    attend = MapsAttend(plain.model, torch.arange(7).repeat(3), [7] * 3)
+    attend.use([database.fetch(found)], found.layers)
     attention = plain.model.layers[1].attention
-    out = attend(1, attention, x[0])
-    whole = unpack(mean[None], 7, causal=False)
-    torch.testing.assert_close(out, apply_maps(whole, attention.value(x[0])[None]), atol=1e-5, rtol=1e-5)
+    out = attend(1, attention, x.flatten(0, 1)).view(3, 7, -1)
+    for n in (1, 2):
+        parts = [torch.from_numpy(database.store.read(int(number))[1].copy()) for number in found.numbers[n]]
+        mean = sum(float(weight) * part for weight, part in zip(found.weights[n], parts, strict=True))
+        assert isinstance(mean, torch.Tensor)
+        wanted = apply_maps(unpack(mean[None], 7, causal=False), attention.value(x[n])[None])
+        torch.testing.assert_close(out[n], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_maps_of_another_shape_are_refused(tmp_path: Path) -> None:
+    """A damaged header under which records are as long as before."""
+    plain, texts = embedder("encoder"), sentences(12)
+    build(plain, tmp_path, texts).close()
+    header = (tmp_path / MAPS).read_bytes()[:HEADER_BYTES]
+    assert b'"layers": 2, "heads": 4' in header
+    with (tmp_path / MAPS).open("r+b") as file:
+        file.write(header.replace(b'"layers": 2, "heads": 4', b'"layers": 1, "heads": 8'))
+    database = builder(plain, tmp_path).open()
+    with pytest.raises(DamageError, match="header is damaged; build the database anew"):
+        with_memo(plain, database, 0.999).embed(texts)
 
 
 def test_other_lengths_are_misses(tmp_path: Path) -> None:

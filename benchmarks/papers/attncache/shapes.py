@@ -1,4 +1,4 @@
-"""One layer of large models, with random weights: what hits save, and what looking up costs. And whole passes of small ones."""
+"""One layer of large models, with random weights: what hits save, and what looking up costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from afterglow.memo.vector_index import VectorIndex
 from afterglow.model.encoder import BatchAttend, Model
 from afterglow.model.keeping import Keeping
 from afterglow.model.linear import int8_levels
-from benchmarks.papers.attncache import small_models
 from benchmarks.papers.attncache.database_times import OPENED, SEARCHED, STORED, fetching, opening, searching
 from benchmarks.papers.attncache.measures import now
 from benchmarks.papers.attncache.random_models import SHAPES, random_maps, random_model
@@ -62,7 +61,6 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
         ("method", "weights", "attention", "whole"),
         [[r["method"], r["weights"], r["attention"], r["whole"]] for r in second],
     )
-    small, judged_small = small_models.measure(weights, quick=quick, seed=seed)
     others = [searching(10_000 if quick else SEARCHED, seed), opening(1_000 if quick else OPENED)]
     others.append(fetching(20 if quick else STORED, seed))
     goals = []
@@ -87,7 +85,7 @@ def measure(*, quick: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[
         (f"opening a store of {opened['sentences']:,} sentences, s", opened["seconds"], 1.0, opened["spread"]),
     ]
     goals += [goal(name, value, wanted, least=False, spread=apart) for name, value, wanted, apart in judged]
-    return rows + second + small + others, goals + judged_small
+    return rows + second + others, goals
 
 
 def allowed(name: str, length: int, rate: float) -> float:

@@ -1,23 +1,30 @@
-"""Whole passes of small models, with random weights, at hit rates: where looking maps up breaks even, and what it saves at most."""
+"""Whole passes of small models, with random weights, at hit rates: where looking maps up breaks even, and what it saves at most.
+
+A pass with maps projects and searches; maps of one neighbour each are at hand.
+
+    python -m benchmarks.papers.attncache.small_models [--threads N] [--quick] [--json FILE]
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from afterglow.bench.report import goal, interleaved, show, spread
+from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.choices import QuantizationName
 from afterglow.memo.database import Fetched
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.projector import Projector, ProjectorSpec
 from afterglow.memo.vector_index import VectorIndex
 from afterglow.model.encoder import BatchAttend
-from benchmarks.papers.attncache.measures import now
+from afterglow.model.linear import int8_levels
+from benchmarks.papers.attncache.measures import CLOCK, now
 from benchmarks.papers.attncache.random_models import VOCAB, random_maps, random_model
 
 MODELS = ("SmolLM2-135M", "BERT base")
@@ -48,7 +55,7 @@ class Passes:
         self._index.put(length, np.arange(len(vectors)), vectors + noise)
 
     def whole(self, rate: float | None) -> float:
-        """Seconds of a pass at a hit rate, which looks maps up, or without maps (None)."""
+        """Seconds of a pass at a hit rate, which projects and searches, or without maps (None)."""
         began = now()
         if rate is None:
             attend: BatchAttend | MapsAttend = BatchAttend(self._model, self._positions, self._lengths)
@@ -60,6 +67,17 @@ class Passes:
             attend.use([Fetched.own(self._maps)], hits)
         self._model.forward(self._ids, self._positions, attend)
         return now() - began
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = arguments("python -m benchmarks.papers.attncache.small_models", __doc__ or "")
+    options = parser.parse_args(args)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    weights: tuple[QuantizationName, ...] = ("none", "int8") if int8_levels() else ("none",)
+    rows, goals = measure(weights, quick=options.quick, seed=options.seed)
+    finish(options, rows, goals, clock=CLOCK)
+    return 0
 
 
 def measure(
@@ -110,3 +128,7 @@ def break_even(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         about = {"what": "break-even", **dict(zip(KINDS, kind, strict=True))}
         found.append({**about, "hit_rate": None if rate is None else round(rate, 2), "most": gains[-1]})
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Attention maps times values, read as a store has them, in one pass (`native/stored_maps.c`).
 
-Attention of a layer, all of ten sentences with maps, two threads: 0.8 ms instead of torch's 1.6 (SmolLM2-135M's shape in int8, 32
-tokens), 4.2 instead of 5.2 (BERT base in float32).
+Attention of a layer, all of ten sentences with maps, two threads: 0.46 ms instead of torch's 0.96 (SmolLM2-135M's shape in int8, 16
+tokens), 4.2 instead of 5.2 (BERT base in float32, 32 tokens).
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ class StoredMaps:
     addresses: NDArray[np.int64]
     weights: NDArray[np.float32]
     dtype: np.dtype[np.float16] | np.dtype[np.float32]
+    heads: int
     length: int
     causal: bool
 
 
 def apply_stored(maps: StoredMaps, values: Tensor, rows: NDArray[np.int64], out: Tensor) -> bool:
     """Write map times value to `out` [tokens, heads, head_dim], for each sentence to the rows from `rows` [n] on. `values`
-    [n, length, kv_heads, head_dim], a view of rows. Returns False, and writes nothing, where no kernel does that."""
+    [n, length, kv_heads, head_dim], a view of rows one after the other. Returns False, and writes nothing, where no kernel does that."""
     count, length, kv_heads, head_dim = values.shape
+    assert (length, out.shape[1]) == (maps.length, maps.heads)
     library = native()
     floats = values.dtype == out.dtype == torch.float32 and out.device.type == "cpu"
-    if library is None or not floats or head_dim % LANES or values.stride()[2:] != (head_dim, 1):
+    apart = values.stride(1 if length > 1 else 0)  # a dimension of one may have any stride
+    together = values.stride()[2:] == (head_dim, 1) and (count == 1 or values.stride(0) == length * apart)
+    if library is None or not floats or maps.dtype not in KINDS or head_dim % LANES or not together:
         return False
     addresses, weights = np.ascontiguousarray(maps.addresses), np.ascontiguousarray(maps.weights)
+    rows = np.ascontiguousarray(rows)
     job = library.new(
         "afterglow_maps *",
         {
@@ -54,7 +59,7 @@ def apply_stored(maps: StoredMaps, values: Tensor, rows: NDArray[np.int64], out:
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "values": values.data_ptr(),
-            "value_stride": values.stride(1 if length > 1 else 0),  # a dimension of one may have any
+            "value_stride": apart,
             "rows": rows.ctypes.data,
             "out": out.data_ptr(),
         },

@@ -25,11 +25,13 @@ from torch import Tensor
 from afterglow.choices import KeptWeights
 from afterglow.errors import ConfigError, DamageError
 from afterglow.kernels.stored_maps import StoredMaps
-from afterglow.memo.maps import Identity, MapStore
+from afterglow.memo.maps import MAPS, Identity, MapStore
 from afterglow.memo.memo_settings import POWER, MemoSettings
+from afterglow.memo.packing import packed_size
 from afterglow.memo.projector import Projector
 from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.digest import model_digest
+from afterglow.model.spec import ModelSpec
 
 PROJECTOR = "projector.safetensors"
 
@@ -70,11 +72,12 @@ class Fetched:
         first: int = 0,
     ) -> None:
         """`records`: of each fetched sentence one or more, [layers, heads, numbers], of the layers from `first` on; `weights`
-        [fetched, most records]: of each, 0 where there is none; `places` [n]: each sentence's place in `records`, or -1."""
-        self._records, self._weights, self._places, self._first = records, weights, places, first
-        self._addresses = np.zeros(weights.shape, np.int64)
+        [fetched, most records]: of each, where there are several; `places` [n]: each sentence's place in `records`, or -1."""
+        self._records, self._places, self._first = records, places, first
+        self._weights, self._addresses = np.zeros(weights.shape, np.float32), np.zeros(weights.shape, np.int64)
         for place, found in enumerate(records):
             self._addresses[place, : len(found)] = [record.ctypes.data for record in found]
+            self._weights[place, : len(found)] = weights[place, : len(found)] if len(found) > 1 else 1
 
     @staticmethod
     def own(maps: Record | Sequence[Record]) -> Fetched:
@@ -83,23 +86,22 @@ class Fetched:
         return Fetched(records, np.ones((len(maps), 1), np.float32), np.arange(len(maps)))
 
     def stored(self, layer: int, members: NDArray[np.int64], length: int, *, causal: bool) -> StoredMaps:
-        """Return one layer's maps of the sentences `members`, of `length` tokens, where they are stored."""
+        """Return one layer's maps of the sentences `members`, of `length` tokens, where they are stored, as long as this lives."""
         places, record = self._places[members], self._records[0][0]
+        layers, heads, numbers = record.shape
+        assert 0 <= layer - self._first < layers
+        assert numbers == packed_size(length, causal=causal)
         addresses = self._addresses[places] + (layer - self._first) * record.strides[0]
-        return StoredMaps(addresses, self._weights[places], record.dtype, length, causal)
+        return StoredMaps(addresses, self._weights[places], record.dtype, heads, length, causal)
 
     def layer(self, layer: int, members: NDArray[np.int64]) -> Tensor:
-        """Compute one layer's maps of the sentences `members` -> [members, heads, numbers], still packed."""
-        means = [self._mean(place, layer - self._first) for place in self._places[members]]
-        dtype = torch.float32 if any(one.dtype == torch.float32 for one in means) else torch.float16
-        return torch.stack([one.to(dtype) for one in means])
+        """Compute one layer's maps of the sentences `members` -> float32 [members, heads, numbers], still packed."""
+        return torch.stack([self._mean(place, layer - self._first) for place in self._places[members]])
 
     def _mean(self, place: int, layer: int) -> Tensor:
-        parts = torch.from_numpy(np.stack([record[layer] for record in self._records[place]]))
-        if len(parts) == 1:
-            return parts[0]
+        parts = torch.from_numpy(np.stack([record[layer] for record in self._records[place]])).float()
         weights = torch.from_numpy(self._weights[place, : len(parts)])
-        mean: Tensor = weights[None] @ parts.float().flatten(1)  # several times faster than einsum
+        mean: Tensor = weights[None] @ parts.flatten(1)  # several times faster than einsum
         return mean.view(parts.shape[1:])
 
 
@@ -140,6 +142,12 @@ class MemoDatabase:
     def identity(self) -> Identity:
         return self.store.identity
 
+    def check(self, spec: ModelSpec) -> None:
+        """Compare the shape of the maps with the model's; records have no bounds of their own. Raises: DamageError where they differ."""
+        about = self.identity
+        if (about.layers, about.heads, about.causal) != (spec.layers, spec.heads, spec.causal):
+            raise DamageError(f"{self.folder / MAPS}: its header is damaged; build the database anew")
+
     def find(self, inputs: Tensor, threshold: float) -> Found:
         """Embedded inputs [n, tokens, hidden] -> their nearest sentences, and which layers take maps at `threshold`."""
         if self.projector.spec.kind == "public" and inputs.shape[1] > self.projector.spec.max_tokens:
@@ -160,22 +168,23 @@ class MemoDatabase:
         self.store.prefetch(found.numbers[wanted].ravel())
         places = np.full(len(found.layers), -1, np.int64)
         records: list[list[Record]] = []
-        weights = np.zeros((len(wanted), found.weights.shape[1]), np.float32)
-        for row in wanted:
+        taken: list[int] = []
+        for row in wanted.tolist():
             try:
-                records.append(read_records(self.store, found.numbers[row], found.weights[row], weights[len(records)]))
+                records.append(read_records(self.store, found.numbers[row], found.weights[row]))
             except DamageError as error:
                 found.layers[row] = False
                 if count:
                     self._report(error)
                 continue
-            places[row] = len(records) - 1
+            places[row] = len(taken)
+            taken.append(row)
         if count:
             with self._lock:
                 self.stats["sentences"] += len(found.layers)
                 self.stats["hits"] += len(records)
                 self.stats["layers_hit"] += int(found.layers.sum())
-        return Fetched(records, weights[: len(records)], places)
+        return Fetched(records, found.weights[taken], places)
 
     def close(self) -> None:
         """Unmaps nothing that is still in use."""
@@ -188,16 +197,9 @@ class MemoDatabase:
                 self.notes.append(str(error))
 
 
-def read_records(
-    store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np.float32], counts: NDArray[np.float32]
-) -> list[Record]:
-    """Read the records of a sentence's neighbours; how much each counts goes to `counts`. Where the nearest has all weight, its
-    alone. Raises: DamageError."""
-    alone = weights[0] >= 1 - 1e-6
-    records = [store.read(int(number)) for number in (numbers[:1] if alone else numbers)]
-    counts[:] = 0
-    counts[: len(records)] = 1 if alone else weights
-    return records
+def read_records(store: MapStore, numbers: NDArray[np.int64], weights: NDArray[np.float32]) -> list[Record]:
+    """Read the records of a sentence's neighbours; where the nearest has all weight, its record alone. Raises: DamageError."""
+    return [store.read(int(number)) for number in (numbers[:1] if weights[0] >= 1 - 1e-6 else numbers)]
 
 
 def check_identity(identity: Identity, folder: Path, **wanted: str) -> None:

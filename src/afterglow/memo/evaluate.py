@@ -58,10 +58,8 @@ class HeldOutTrial:
             if not distances.shape[1]:
                 continue
             weights = weights_of(distances, POWER)
-            counts, every = np.zeros_like(weights), np.arange(len(members))
-            found = Fetched(
-                [read_records(store, *row) for row in zip(numbers, weights, counts, strict=True)], counts, every
-            )
+            every = np.arange(len(members))
+            found = Fetched([read_records(store, *row) for row in zip(numbers, weights, strict=True)], weights, every)
             layers, causal = range(store.identity.layers), store.identity.causal
             maps = torch.stack([found.layer(layer, every) for layer in layers], 1)
             own = torch.from_numpy(np.stack([store.read(n) for n in members]))

@@ -208,7 +208,8 @@ class AttentionMemo:
         self.database, self.threshold = database, threshold
 
     def attend(self, model: Model, positions: Tensor, lengths: Sequence[int]) -> MapsAttend:
-        """See `Memo.attend`."""
+        """See `Memo.attend`. Raises: DamageError where the maps have another shape than the model's."""
+        self.database.check(model.spec)
         return MapsAttend(model, positions, lengths, self)
 
     def find(self, x: Tensor, lengths: Sequence[int]) -> tuple[list[Fetched], Bools]:

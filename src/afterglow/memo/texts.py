@@ -180,6 +180,7 @@ def open_memo(memo: Path, threshold: float, model: Model, folder: Path, template
     """The attention maps in `memo`, if they are this model's under this prompt. Raises: ConfigError otherwise."""
     try:
         database = MemoDatabase.open(memo, **memo_identity(model, folder, template))
+        database.check(model.spec)
     except UserError:
         raise
     except AfterglowError as error:  # damaged as a whole: the user asked for it, and should know

@@ -8,6 +8,11 @@
 #define NO_WAKE 65536 /* to wake a thread takes about as long as so many products */
 #define PIECE 16384   /* products that one thread does at a time */
 
+/* Numbers of one head's map. */
+INLINE int64_t map_numbers(const afterglow_maps *maps) {
+    return maps->causal ? maps->length * (maps->length + 1) / 2 : maps->length * maps->length;
+}
+
 TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #define V 16
 #include "vectors.h"
@@ -35,7 +40,7 @@ static void apply_pieces(const void *what, int64_t from, int64_t to, int worker)
 }
 
 int afterglow_apply_maps(const afterglow_maps *maps, int threads, int width) {
-    const int64_t numbers = maps->length * maps->length, products = numbers * maps->head_dim, pieces = maps->count * maps->heads;
+    const int64_t numbers = map_numbers(maps), products = numbers * maps->head_dim, pieces = maps->count * maps->heads;
     map_job job = {.maps = maps, .wide = width == 16 && maps->head_dim % 16 == 0, .room = numbers + 16};
     job.scratch = malloc(threads * job.room * sizeof *job.scratch);
     if (!job.scratch) return 1;

@@ -40,6 +40,15 @@ INLINE void NAME(apply_tile)(const float *const *map, int64_t seen, int causal, 
         for (int c = 0; c < columns; c++) store(out + r * out_stride + c * V, sums[r][c]);
 }
 
+/* The same for ROWS rows if there are so `many`, else for one. */
+INLINE void NAME(apply_columns)(const float *const *map, int64_t seen, int causal, const float *values, int64_t stride, float *out,
+                                int64_t out_stride, int many, int columns) {
+    if (many)
+        NAME(apply_tile)(map, seen, causal, values, stride, out, out_stride, ROWS, columns);
+    else
+        NAME(apply_tile)(map, seen, causal, values, stride, out, out_stride, 1, columns);
+}
+
 /* One head: `map`, packed, times values [length], rows to `out`. */
 static void NAME(apply_head)(const float *map, const afterglow_maps *maps, const float *values, float *out) {
     const int64_t length = maps->length, stride = maps->value_stride, out_stride = maps->heads * maps->head_dim;
@@ -52,15 +61,9 @@ static void NAME(apply_head)(const float *map, const afterglow_maps *maps, const
         const int64_t seen = causal ? row + 1 : length;
         int64_t c = 0;
         for (; c + COLUMNS <= vectors; c += COLUMNS)
-            if (many)
-                NAME(apply_tile)(rows, seen, causal, values + c * V, stride, out + c * V, out_stride, ROWS, COLUMNS);
-            else
-                NAME(apply_tile)(rows, seen, causal, values + c * V, stride, out + c * V, out_stride, 1, COLUMNS);
+            NAME(apply_columns)(rows, seen, causal, values + c * V, stride, out + c * V, out_stride, many, COLUMNS);
         for (; c < vectors; c++)
-            if (many)
-                NAME(apply_tile)(rows, seen, causal, values + c * V, stride, out + c * V, out_stride, ROWS, 1);
-            else
-                NAME(apply_tile)(rows, seen, causal, values + c * V, stride, out + c * V, out_stride, 1, 1);
+            NAME(apply_columns)(rows, seen, causal, values + c * V, stride, out + c * V, out_stride, many, 1);
         row += many ? ROWS : 1;
         out += (many ? ROWS : 1) * out_stride;
     }
@@ -68,7 +71,7 @@ static void NAME(apply_head)(const float *map, const afterglow_maps *maps, const
 
 /* Heads [from, to) of all sentences, one sentence's after another's; `map`: room for one of them, and a vector. */
 static void NAME(apply_heads)(const afterglow_maps *maps, int64_t from, int64_t to, float *map) {
-    const int64_t length = maps->length, numbers = maps->causal ? length * (length + 1) / 2 : length * length;
+    const int64_t length = maps->length, numbers = map_numbers(maps);
     const int64_t bytes = numbers * (maps->kind == AFTERGLOW_FLOAT16 ? 2 : 4), group = maps->heads / maps->kv_heads;
     for (int64_t piece = from; piece < to; piece++) {
         const int64_t sentence = piece / maps->heads, head = piece % maps->heads;

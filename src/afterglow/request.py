@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from afterglow.errors import RequestError
@@ -69,6 +71,25 @@ class Grammar:
     lenient: bool = False
 
 
+def need(of: object, kind: type | tuple[type, ...], wanted: str, *names: str) -> None:
+    """Check the types of fields, which programs may give as they like. Raises: RequestError."""
+    for name in names:
+        value = getattr(of, name)
+        if not isinstance(value, kind):
+            raise RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+
+
+def packed(ids: Sequence[int]) -> array[int]:
+    """Pack token ids as uint32. Raises: RequestError, which names the first that is none."""
+    try:
+        return array("I", ids)
+    except (TypeError, OverflowError):
+        bad = next((each for each in ids if not isinstance(each, Integral) or not 0 <= each < 2**32), ids)
+        raise RequestError(
+            f"token id {bad!r} is outside the vocabulary: ids are whole numbers from 0 on", param="prompt"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Set how tokens are drawn. `temperature == 0` is greedy.
@@ -108,6 +129,14 @@ class SamplingParams:
             if not ok:
                 raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}", param=name)
 
+        need(self, Integral, "a whole number", "max_tokens", "top_k", "min_tokens")
+        need(self, (Integral, type(None)), "a whole number, or None", "seed", "logprobs", "prompt_logprobs")
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        need(self, Real, "a number", "temperature", "top_p", "min_p", *penalties)
+        need(self, (Grammar, type(None)), "a Grammar, or None", "grammar")
+        need(self, Mapping, "a mapping of token ids to numbers", "logit_bias")
+        need(self, Sequence, "a sequence of token ids", "stop_token_ids")
+        check(all(isinstance(token, Integral) for token in self.stop_token_ids), "stop_token_ids", "token ids")
         check(0 <= self.max_tokens < 2**31, "max_tokens", "0 or more, and below 2^31")
         check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
         check(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
@@ -118,7 +147,7 @@ class SamplingParams:
         penalty = self.repetition_penalty
         check(0 < penalty < math.inf, "repetition_penalty", "greater than 0 (1 is none), and finite")
         for token, bias in self.logit_bias.items():
-            if not abs(bias) <= MAX_BIAS:
+            if not isinstance(token, Integral) or not isinstance(bias, Real) or not abs(bias) <= MAX_BIAS:
                 raise RequestError(
                     f"logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, got {bias!r} for token {token}",
                     param="logit_bias",
@@ -185,6 +214,18 @@ class Request:
     breakpoints: tuple[
         Breakpoint, ...
     ] = ()  # where beginnings of the prompt end that are worth keeping, in ascending order
+
+    def __post_init__(self) -> None:
+        need(self, str, "text", "id", "salt")
+        need(self, (str, type(None)), "text, or None", "session_id", "cache_key")
+        need(self, Sequence, "a sequence", "prompt", "turns", "discard", "breakpoints")
+        need(self, SamplingParams, "a SamplingParams", "sampling")
+        need(self, Integral, "a whole number", "priority")
+        need(self, (Real, type(None)), "a number, or None", "ttl_s", "kv_retention")
+        if not all(isinstance(each, Breakpoint) for each in self.breakpoints):
+            raise RequestError(f"breakpoints must be of Breakpoint, got {self.breakpoints!r}", param="breakpoints")
+        if self.ttl_s is not None and not self.ttl_s >= 0:
+            raise RequestError(f"ttl_s must be 0 or more, got {self.ttl_s!r}", param="ttl_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from afterglow.cli.conversation import (
     RemoteSpeaker,
     converse,
 )
+from afterglow.errors import RequestError
 from afterglow.library.language_model import LanguageModel
 from afterglow.request import Reasoning, SamplingParams
 from tests.cli.kit import BUNDLED, SMALL, afterglow
@@ -142,6 +145,35 @@ def test_a_server_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tm
         assert speaker.note.endswith("cut off after 5 tokens (--max-tokens)")
         wait_for(lambda: server.engine.in_flight == 0)
         assert server.engine.requests[0].sampling.max_tokens > 5
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "wrong"),
+    [
+        ('data:{"choices": [{"delta": {"content": "hi"}}]}', ["hi"], None),  # without a blank
+        ('data: {"error": "overloaded"}', [], "overloaded"),
+        ('data: {"error": {"message": "too much"}}', [], "too much"),
+        ("data: []", [], "the connection to the server broke"),
+        ('data: {"choices": null}', [], "the connection to the server broke"),
+        (": a comment", [], None),
+    ],
+)
+def test_lines_of_other_servers(line: str, said: list[str], wrong: str | None) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"{line}\n\ndata: [DONE]\n\n".encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        speaker = RemoteSpeaker(f"http://127.0.0.1:{server.server_port}", None, "m", None, {})
+        with pytest.raises(RequestError, match=wrong) if wrong else contextlib.nullcontext():
+            assert list(speaker.reply([{"role": "user", "content": "hi"}])) == said
+        speaker.close()
 
 
 def test_an_error_of_the_server_ends_a_pipe(url: str) -> None:

@@ -79,6 +79,25 @@ def test_a_model_that_generates_embeds_under_a_template() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (["--out", "/nowhere/v.npy"], "--out /nowhere/v.npy cannot be written: No such file or directory"),
+        (["--out", "/tmp"], "--out /tmp cannot be written: Is a directory"),
+        (["--out", "/etc/passwd/v.npy"], "--out /etc/passwd/v.npy cannot be written: Not a directory"),
+        (["--dimensions", "0"], "--dimensions must be 1 or more, got 0"),
+    ],
+)
+def test_what_can_be_known_before_is_said_before_a_model_is_loaded(args: list[str], words: str) -> None:
+    result = inside("embed", "a", *args, "--model", "/no/model")
+    assert (result.returncode, result.stderr) == (2, f"afterglow: error: {words}\n")
+
+
+def test_an_argument_that_is_not_valid_text(folder: Path) -> None:
+    line = json.loads(inside("embed", "caf\udce9", "--model", str(folder)).stdout)
+    assert line["text"] == "caf?"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
         (["a", "--file", "x"], "texts or --file, not both"),
         (["--file", "/nowhere/x"], "/nowhere/x"),
         (["--file", os.devnull], "nothing to embed"),

@@ -177,6 +177,83 @@ def test_a_folder_may_be_text_and_a_number_whole() -> None:
     assert CacheConfig(cache_dir="kv", ttl=5).cache_dir == Path("kv")  # type: ignore[arg-type]
 
 
+BAD_SAMPLING: list[tuple[dict[str, object], str]] = [
+    ({"max_tokens": 3.5}, "max_tokens must be a whole number, got 3.5"),
+    ({"max_tokens": "3"}, "max_tokens must be a whole number, got '3'"),
+    ({"temperature": None}, "temperature must be a number, got None"),
+    ({"logprobs": 1.5}, "logprobs must be a whole number, or None, got 1.5"),
+    ({"prompt_logprobs": 1.5}, "prompt_logprobs must be a whole number, or None, got 1.5"),
+    ({"seed": 1.5}, "seed must be a whole number, or None, got 1.5"),
+    ({"min_tokens": 2.5}, "min_tokens must be a whole number, got 2.5"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of token ids, got 5"),
+    ({"stop_token_ids": ("a",)}, "stop_token_ids must be token ids, got ('a',)"),
+    ({"logit_bias": {"a": 1.0}}, "got 1.0 for token a"),
+    ({"grammar": "x"}, "grammar must be a Grammar, or None, got 'x'"),
+]
+BAD_REQUESTS: list[tuple[dict[str, object], str]] = [
+    ({"ttl_s": "3600"}, "ttl_s must be a number, or None, got '3600'"),
+    ({"ttl_s": float("nan")}, "ttl_s must be 0 or more, got nan"),
+    ({"kv_retention": "x"}, "kv_retention must be a number, or None, got 'x'"),
+    ({"priority": "x"}, "priority must be a whole number, got 'x'"),
+    ({"salt": None}, "salt must be text, got None"),
+    ({"session_id": 5}, "session_id must be text, or None, got 5"),
+    ({"breakpoints": (5,)}, "breakpoints must be of Breakpoint, got (5,)"),
+    ({"sampling": {}}, "sampling must be a SamplingParams, got {}"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), BAD_SAMPLING)
+def test_a_sampling_parameter_of_another_type_is_named(given: dict[str, object], says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)):
+        SamplingParams(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "says"), BAD_REQUESTS)
+def test_a_field_of_another_type_is_named(given: dict[str, object], says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)):
+        Request("a", [1], **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [["a"], [1.5], [-1], [2**40], [1, None]])
+def test_ids_that_are_none_are_named_and_hurt_nobody(ids: list[object], model: LanguageModel) -> None:
+    bad = next(each for each in ids if each != 1)
+    with pytest.raises(RequestError, match=re.escape(f"token id {bad!r} is outside the vocabulary")):
+        model.generate(Request("bad", ids, GREEDY))  # type: ignore[arg-type]
+    assert len(model.generate("The boat is", GREEDY)[0].tokens) == 8
+
+
+def test_one_stop_string_may_be_given_by_itself(model: LanguageModel) -> None:
+    (whole,) = model.generate("I live in Lisbon. I", replace(GREEDY, max_tokens=32))
+    stop = whole.text[3:6]
+    for given in (stop, [stop]):
+        (cut,) = model.generate("I live in Lisbon. I", replace(GREEDY, max_tokens=32), stop=given)
+        assert cut.text == whole.text[: whole.text.index(stop)]
+    (none,) = model.generate("I live in Lisbon. I", replace(GREEDY, max_tokens=32), stop=None)
+    assert none.text == whole.text
+    with pytest.raises(RequestError, match=re.escape("stop must be text, or a sequence of texts, got [5]")):
+        model.generate("I live in", stop=[5])  # type: ignore[list-item]
+
+
+def test_one_text_may_be_embedded_by_itself(model: LanguageModel) -> None:
+    alone, listed = model.embed("cat"), model.embed(["cat"])
+    assert alone.vectors.shape[0] == 1
+    assert alone.vectors.tolist() == listed.vectors.tolist()
+    for bad in ([""], ["cat", 5]):
+        with pytest.raises(RequestError, match=re.escape(f"texts[{len(bad) - 1}] must be a text that is not empty")):
+            model.embed(bad)  # type: ignore[arg-type]
+    long = "the cat sat on the mat " * 600
+    with pytest.raises(RequestError, match=r"texts\[1\] has \d+ tokens.*truncate=\d+"):
+        model.embed(["cat", long])
+    assert model.embed(["cat", long], truncate=64).tokens == model.embed("cat").tokens + 64
+
+
+def test_a_reply_that_has_ended_is_not_asked_for_again(model: LanguageModel) -> None:
+    reply = model.stream("I live in", replace(GREEDY, max_tokens=3))
+    text, ids = "".join(reply), list(reply.tokens)
+    assert list(reply) == []
+    assert (reply.text, reply.tokens) == (text, ids)
+
+
 def test_what_is_no_configuration_or_prompt_is_refused(model: LanguageModel) -> None:
     with pytest.raises(ConfigError, match="its field `cache`"):
         load_model(config=CacheConfig())  # type: ignore[arg-type]

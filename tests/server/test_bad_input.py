@@ -24,6 +24,18 @@ TEXT = "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 ADA: dict[str, Any] = {"prompt": "Ada"}
 
+IGNORED = {  # once: replies were other ones than asked for, without a word
+    "add_generation_prompt": False,
+    "allowed_token_ids": [1],
+    "bad_words": ["a"],
+    "chat_template": "{{ messages }}",
+    "documents": [{"text": "a"}],
+    "logits_processors": ["a"],
+    "prompt_logprobs": 0,
+    "truncate_prompt_tokens": 2,
+    "typical_p": 0.5,
+    "verbosity": "low",
+}
 BAD = [
     (CHAT, {}, "messages", "messages is required"),
     (CHAT, {"messages": []}, "messages", "at least one"),
@@ -88,6 +100,14 @@ BAD = [
         "image",
     ),
     (CHAT, {**HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),
+    *((CHAT, {**HI, name: value}, name, f"{name} is not supported") for name, value in IGNORED.items()),
+    *((TEXT, {**ADA, name: value}, name, f"{name} is not supported") for name, value in IGNORED.items()),
+    (CHAT, {**HI, "echo": True}, "echo", "echo is not supported"),
+    (CHAT, {**HI, "best_of": 3}, "best_of", "best_of is not supported"),
+    (CHAT, {**HI, "max_completion_tokens": -5}, "max_completion_tokens", "max_completion_tokens must be 0 or more"),
+    (CHAT, {**HI, "max_completion_tokens": 9999}, "max_completion_tokens", "9999 for the reply"),
+    (CHAT, {**HI, "max_tokens": -5}, "max_tokens", "max_tokens must be 0 or more"),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "9999 for the reply"),
     (TEXT, {}, "prompt", "prompt must be a string"),
     (TEXT, {"prompt": ""}, "prompt", "empty"),
     (TEXT, {"prompt": []}, "prompt", "none may be empty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openai
@@ -22,15 +23,15 @@ from torch import Tensor
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Engine
-from afterglow.errors import ConfigError
+from afterglow.errors import ConfigError, RequestError
 from afterglow.memo.build import Builder
 from afterglow.memo.options import MemoOptions
-from afterglow.memo.sequence_embedder import Embedder
+from afterglow.memo.sequence_embedder import Embedder, EmbedResult
 from afterglow.memo.texts import TextEmbedder, memo_identity, text_embedder
 from afterglow.model.decoder import Attention
 from afterglow.model.encoder import BatchAttend, Model
 from afterglow.model.loader import load_encoder
-from afterglow.server.embedding_models import EncoderOnly
+from afterglow.server.embedding_models import EmbeddingWorker, EncoderOnly
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
@@ -394,6 +395,73 @@ def test_a_full_queue_is_refused(folder: Path, model_dir: Path) -> None:
             assert [job.result(20).status_code for job in asked] == [200] * 4
 
 
+class Slow:
+    """What a worker needs of a model, and the order of passes. The first pass waits for `gate`."""
+
+    def __init__(self, name: str, order: list[str], gate: threading.Event) -> None:
+        self.name, self.embedder = name, self
+        self.dimensions, self._order, self._gate = 2, order, gate
+
+    def embed(self, sequences: Sequence[Sequence[int]]) -> EmbedResult:
+        assert self._gate.wait(20)
+        self._order.append(self.name)
+        return EmbedResult(torch.zeros(len(sequences), 2), sum(map(len, sequences)), (False,) * len(sequences))
+
+
+def test_two_models_take_turns() -> None:
+    """Two large jobs of each: none of them waits until all of another model's have ended."""
+    order: list[str] = []
+    gate = threading.Event()
+    worker = EmbeddingWorker(lambda: False, 8)
+    first, second = (cast(TextEmbedder, Slow(name, order, gate)) for name in ("first", "second"))
+
+    async def ask() -> None:
+        jobs = [asyncio.create_task(worker.embed(model, [[1] * 700] * 6)) for model in (first, second, first, second)]
+        await asyncio.sleep(0.1)
+        worker.start()
+        gate.set()
+        await asyncio.gather(*jobs)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        worker.close()
+    assert order[:8] == ["first", "second"] * 4
+    assert order.count("second") == 12
+
+
+def test_who_has_left_takes_no_place_in_the_queue() -> None:
+    order: list[str] = []
+    gate = threading.Event()
+    worker = EmbeddingWorker(lambda: False, 1)
+    model = cast(TextEmbedder, Slow("first", order, gate))
+
+    async def ask() -> None:
+        working = asyncio.create_task(worker.embed(model, [[1]]))
+        while not worker.jobs:
+            await asyncio.sleep(0.01)
+        worker.start()
+        while worker.jobs:
+            await asyncio.sleep(0.01)
+        leaves = asyncio.create_task(worker.embed(model, [[1]]))
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestError, match="1 embedding requests are waiting already"):
+            await worker.embed(model, [[1]])
+        leaves.cancel()
+        await asyncio.sleep(0.05)
+        stays = asyncio.create_task(worker.embed(model, [[1]]))
+        await asyncio.sleep(0.05)
+        gate.set()
+        await asyncio.gather(working, stays)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        gate.set()
+        worker.close()
+    assert len(order) == 2
+
+
 def test_stopping_ends_what_waits(folder: Path, model_dir: Path) -> None:
     with beside(folder, model_dir, ServerConfig(port=0, grace=0.2)) as server:
         server.memo.gate.clear()
@@ -461,9 +529,19 @@ def test_the_best_n_with_their_documents(server: Beside) -> None:
         assert [item["document"] for item in reply["results"]] == [{"text": TEXTS[1]}] * 2
 
 
+def test_documents_are_cut_off_where_coheres_clients_ask_for_it(server: Beside) -> None:
+    long = "a dog " * 60
+    cut = server.post("/v2/rerank", query="a cat", documents=[long, "a cat"], max_tokens_per_doc=9).json()
+    query, short = (len(server.model.tokens(text)) for text in ("a cat", "a cat"))
+    assert cut["usage"]["total_tokens"] == query + 9 + short
+    at_most = server.post("/v2/rerank", query="a cat", documents=[long, "a cat"], max_tokens_per_doc=4096).json()
+    assert at_most["usage"]["total_tokens"] == query + 48 + short  # no more than the model takes
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
+        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc", "1 or more, got 0"),
         ({"documents": ["a"]}, "query", "non-empty string.*null"),
         ({"query": "", "documents": ["a"]}, "query", "non-empty string"),
         ({"query": "a"}, "documents", "at least one text.*null"),

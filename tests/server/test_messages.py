@@ -111,6 +111,15 @@ def test_text_then_calls(hermes: Scripted) -> None:
     assert hermes.prompt().count("Quote paths") == 20
 
 
+def test_a_stream_of_one_token_begins_without_a_reason(hermes: Scripted) -> None:
+    hermes.say("Yes.")
+    found = stream(hermes, max_tokens=1)
+    message = found[0][1]["message"]
+    assert (message["stop_reason"], message["stop_sequence"]) == (None, None)
+    (delta,) = (data["delta"] for kind, data in found if kind == "message_delta")
+    assert delta["stop_reason"] == "max_tokens"
+
+
 def test_events_of_a_stream(hermes: Scripted) -> None:
     hermes.say(f"Look:\n{CALL}")
     found = stream(hermes, tools=TOOLS)

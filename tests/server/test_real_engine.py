@@ -182,6 +182,27 @@ def test_why_tokens_were_computed(real: Real) -> None:
     assert set(ask(text, "why")) == {"deleted"}
 
 
+def test_nothing_is_said_of_prompts_that_have_not_begun(real: Real) -> None:
+    """In the first chunks of several prompts, those that wait count as nothing, not as recomputed."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    prompts = [f"{word} is a word of its own" for word in ("Zinc", "Yarn", "Xylem")]
+    chunks = list(
+        real.client.completions.create(
+            model="afterglow",
+            prompt=prompts,
+            max_tokens=3,
+            stream=True,
+            stream_options=options,
+            extra_body={"cache_salt": "first"},
+        )
+    )
+    usages = [chunk.usage.model_dump() for chunk in chunks if chunk.usage is not None]
+    assert all(usage["missed_tokens_details"].keys() == {"cold"} for usage in usages)
+    missed = [usage["missed_tokens_details"]["cold"] for usage in usages]
+    assert missed == sorted(missed)
+    assert missed[-1] == usages[-1]["prompt_tokens"]
+
+
 def test_the_reason_is_in_responses_too(real: Real) -> None:
     reply = real.client.responses.create(model="afterglow", input="a word that is quite new", max_output_tokens=2)
     usage = reply.usage.model_dump()  # type: ignore[union-attr]

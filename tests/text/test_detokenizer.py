@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -151,6 +152,28 @@ def test_stop_strings_that_end_too_early_are_text(text: str, stops: list[str], f
     got = "".join(stopper.push(char, look=n > first) for n, char in enumerate(text, 1)) + stopper.flush()
     ends = (n for n in range(first + 1, len(text) + 1) if any(text[:n].endswith(stop) for stop in stops if stop))
     assert got == text[: next(ends, len(text))]
+
+
+def test_looking_for_stop_strings_takes_time_in_proportion_to_the_text() -> None:
+    """Calls of functions while text goes on that is nearly all of each of several long stop strings, one after the other."""
+
+    def calls(length: int) -> int:
+        stopper, count = StopStrings(["a" * n + "b" + "a" * length for n in range(length, length + 4)]), 0
+
+        def event(frame: object, what: str, argument: object) -> None:
+            nonlocal count
+            count += what in ("call", "c_call")
+
+        pieces = ["a" * 4] * (length // 2)
+        sys.setprofile(event)
+        try:
+            for piece in pieces:
+                stopper.push(piece)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(800) < 2.5 * calls(400)
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:

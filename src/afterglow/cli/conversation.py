@@ -156,11 +156,12 @@ class RemoteSpeaker:
                 if response.status_code != 200:
                     raise RequestError(_message_of(response.read().decode("utf-8", "replace")))
                 for line in response.iter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
+                    data = line.removeprefix("data:").strip()
+                    if data == line or data == "[DONE]":
                         continue
-                    chunk = json.loads(line[6:])
+                    chunk = json.loads(data)
                     if "error" in chunk:
-                        raise RequestError(chunk["error"].get("message", "the server reports an error"))
+                        raise RequestError(_message_of(data))
                     usage = chunk.get("usage") or usage
                     deltas = [c.get("delta") or {} for c in chunk["choices"]]
                     text = "".join(delta.get("content") or "" for delta in deltas)
@@ -179,7 +180,7 @@ class RemoteSpeaker:
                     )
                     if pieces == self._longest:
                         break
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"the connection to the server broke: {error}") from None
         finally:
             self.note = _usage_note(usage, ttft) + cut_off(cut, usage.get("completion_tokens", pieces))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from errno import EACCES, EISDIR, ENOENT, ENOTDIR
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from afterglow.errors import ConfigError, RequestError
 from afterglow.library.embedder import load_embedder
 from afterglow.library.locate import ENCODER_ADVICE, PACKAGED, find_embedding_model, find_model, model_name
 from afterglow.library.threads import set_up_threads
+from afterglow.text.tokenizer import valid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +28,7 @@ CHUNK = 256  # texts embedded before their lines are printed
 def embed(options: EmbedConfig, config: EngineConfig) -> int:
     """Print a JSON line for each text, or write all vectors to a file. Returns the exit code. Raises: UserError."""
     given = _texts(options.texts, options.file)
+    _check_before(options)
     folder, name = _model(options.model, options.memo)
     set_up_threads(config.threads)
     import torch
@@ -95,10 +99,27 @@ def _model(model: str | None, memo: Path | None) -> tuple[Path, str]:
     return folder, model_name(None, folder)
 
 
+def _check_before(options: EmbedConfig) -> None:
+    """Check what would only be found out after all the work. Raises: ConfigError."""
+    if options.dimensions is not None and options.dimensions < 1:
+        raise ConfigError(f"--dimensions must be 1 or more, got {options.dimensions}")
+    if options.out is not None:
+        folder = options.out.parent
+        why = (
+            ENOENT if not folder.exists() else ENOTDIR if not folder.is_dir() else EISDIR if options.out.is_dir() else 0
+        )
+        if not why and not os.access(options.out if options.out.exists() else folder, os.W_OK):
+            why = EACCES
+        if why:
+            raise ConfigError(f"--out {options.out} cannot be written: {os.strerror(why)}")
+
+
 def _texts(texts: Sequence[str], file: Path | None) -> list[str]:
     if texts and file is not None:
         raise ConfigError("give texts or --file, not both")
-    found = list(texts) or full_lines(read_text(file, "Texts to embed, one in a line; Ctrl-D ends them:"))
+    found = [valid(text) for text in texts] or full_lines(
+        read_text(file, "Texts to embed, one in a line; Ctrl-D ends them:")
+    )
     if not found:
         raise ConfigError("there is nothing to embed; give texts, or a file with one text in a line")
     if "" in found:

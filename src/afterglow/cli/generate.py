@@ -27,10 +27,10 @@ def generate(
     text = _read(options.prompt, options.file)
     if model is None and default_model() == BUNDLED and sys.stderr.isatty():
         print(f"[{ABOUT_BUNDLED}]", file=sys.stderr)
+    params = SamplingParams(max_tokens=options.max_tokens, **{"temperature": 0.0, **sampling.given()})
     with progress() as report:
         local = load_model(model, config, progress=report)
     with local:
-        params = SamplingParams(max_tokens=options.max_tokens, **{"temperature": 0.0, **sampling.given()})
         if options.chat:
             reply = local.stream_chat([{"role": "user", "content": text}], params, stop=options.stop)
         else:

@@ -87,7 +87,12 @@ class EngineLoop:
         parts = self.parts
         check(request, parts.limits)
         if self._refuses or self.failure is not None:
-            raise RequestError("the server is shutting down", status=503, code="unavailable")
+            why = (
+                "the engine has stopped after an internal error"
+                if self.failure is not None
+                else "the server is shutting down"
+            )
+            raise RequestError(why, status=503, code="unavailable")
         # What is refused takes no place in the queue.
         constraint = parts.grammars.constraint(request.sampling)
         spec = job_spec(request, parts.config, self._eos, salt)

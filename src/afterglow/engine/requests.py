@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
@@ -34,6 +33,7 @@ from afterglow.request import (
     Selected,
     TokenLogprob,
     Truncation,
+    packed,
     stop_tokens,
 )
 
@@ -66,10 +66,8 @@ def check(request: Request, limits: RequestLimits) -> None:
     vocab_size = limits.vocab_size
     if not request.prompt:
         raise RequestError("the prompt is empty", param="prompt")
-    low, high = min(request.prompt), max(request.prompt)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size} tokens", param="prompt")
+    if (highest := max(packed(request.prompt))) >= vocab_size:
+        raise RequestError(f"token id {highest} is outside the vocabulary of {vocab_size} tokens", param="prompt")
     for token in request.sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise RequestError(
@@ -208,7 +206,7 @@ def _utf8(text: str, param: str) -> bytes:
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Pack token ids as the plan has them: uint32, little-endian on all supported machines."""
-    return array("I", tokens).tobytes()
+    return packed(tokens).tobytes()
 
 
 def salt_id(salt: str) -> str:

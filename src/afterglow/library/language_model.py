@@ -61,12 +61,12 @@ class LanguageModel:
         prompts: str | Request | Sequence[str | Request],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
     ) -> list[Completion]:
         """Continue prompts, all in one batch, and return the replies in order.
 
-        `sampling` is for prompts that are text: a `Request` has its own. `stop`: strings that end a reply, and are left
-        out of its text. Raises: RequestError.
+        `sampling` is for prompts that are text: a `Request` has its own. `stop`: a string that ends a reply, and is left
+        out of its text, or several. Raises: RequestError.
         """
         given = [prompts] if isinstance(prompts, str | Request) else prompts
         for prompt in given:
@@ -77,7 +77,7 @@ class LanguageModel:
         return [reply.completion for reply in replies]
 
     def stream(
-        self, prompt: str | Request, sampling: SamplingParams | None = None, *, stop: Sequence[str] = ()
+        self, prompt: str | Request, sampling: SamplingParams | None = None, *, stop: str | Sequence[str] | None = ()
     ) -> TextReply:
         """Continue a prompt; iterate over the result for the text as it is generated. Raises: RequestError."""
         if isinstance(prompt, str):
@@ -90,7 +90,7 @@ class LanguageModel:
         messages: Sequence[Message],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         salt: str = "",
         session_id: str | None = None,
         truncation: bool = False,
@@ -111,7 +111,7 @@ class LanguageModel:
         messages: Sequence[Message],
         sampling: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         salt: str = "",
         session_id: str | None = None,
         truncation: bool = False,
@@ -141,14 +141,19 @@ class LanguageModel:
         )
         return TextReply(self.engine, self.tokenizer, request, stop, prompt, self._reasoning)
 
-    def embed(self, texts: Sequence[str]) -> EmbedResult:
-        """Embed texts with this model: `vectors`, float32 (texts, dimensions), of unit length. Raises: RequestError."""
+    def embed(self, texts: str | Sequence[str], *, truncate: int | None = None) -> EmbedResult:
+        """Embed texts with this model: `vectors`, float32 (texts, dimensions), of unit length. Of a text whose tokens are more than
+        `truncate` the end is left out. Raises: RequestError."""
+        given = [texts] if isinstance(texts, str) else texts
+        for index, text in enumerate(given):
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"texts[{index}] must be a text that is not empty, got {text!r}", param="texts")
         if self._embedder is None:
             from afterglow.memo.texts import text_embedder
 
             engine = self.engine
             self._embedder = text_embedder(engine.decoder, engine.model_dir, self.tokenizer, engine.model_name)
-        return self._embedder.embed(texts)
+        return self._embedder.embed(given, truncate)
 
     def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """Shorten the reply to what the context has room for. Raises: RequestError."""

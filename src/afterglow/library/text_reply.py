@@ -7,7 +7,8 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob
+from afterglow.errors import RequestError
+from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob, packed
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.detokenizer import Assembler
 from afterglow.text.next_turn import next_prompts
@@ -29,12 +30,16 @@ class TextReply:
         engine: Engine,
         tokenizer: Tokenizer,
         request: Request,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         chat: ChatPrompt | None = None,
         reasoning: ReasoningFormat | None = None,
     ) -> None:
-        """`stop`: strings that end the reply, and are left out of its text. `chat`: the conversation that it answers, where its
+        """`stop`: a string that ends the reply, and is left out of its text, or several. `chat`: the conversation that it answers, where its
         token ids are to be known when it comes back as text; `reasoning`: how the model marks what is none of its answer."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if not all(isinstance(each, str) for each in stops):
+            raise RequestError(f"stop must be text, or a sequence of texts, got {stop!r}", param="stop")
+        packed(request.prompt)  # the tokenizer would say it in its own words
         self.request = request
         self.prompt_tokens = len(request.prompt)
         self.ttft_s: float | None = None
@@ -45,7 +50,7 @@ class TextReply:
         self._assembler = Assembler(
             tokenizer,
             request.prompt,
-            stop,
+            stops,
             skip_special_tokens=told is None or not told.special,
             min_tokens=request.sampling.min_tokens,
             parser=HarmonyParser({}) if told is not None and told.name == "openai" else None,
@@ -64,6 +69,8 @@ class TextReply:
     def parts(self) -> Generator[Part]:
         """Generate the reply and yield its text (`Content`), and before it what the model wrote for itself (`Reasoning`).
         Raises: RequestError."""
+        if self.ended:  # and has been told
+            return
         with closing(generated(self._engine, [self])) as pieces:
             for _, piece in pieces:
                 yield from piece.parts

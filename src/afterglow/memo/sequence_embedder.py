@@ -80,7 +80,7 @@ class Embedder:
         if len(ids) > self.max_tokens:
             raise RequestError(
                 f"{name} has {len(ids)} tokens, and this model embeds at most {self.max_tokens} at once; split it, or "
-                f"have its end cut off (truncate_prompt_tokens: {self.max_tokens})",
+                f"have its end cut off ({'truncate_prompt_tokens: ' if param != 'texts' else 'truncate='}{self.max_tokens})",
                 param=param,
                 code="context_length_exceeded",
             )

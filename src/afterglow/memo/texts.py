@@ -102,7 +102,10 @@ class TextEmbedder:
 
     def embed(self, texts: Sequence[str], truncate: int | None = None) -> EmbedResult:
         """One vector for each text, in order. Raises: RequestError."""
-        return self.embedder.embed([self.tokens(text, truncate) for text in texts])
+        sequences = [self.tokens(text, truncate) for text in texts]
+        for index, ids in enumerate(sequences):
+            self.embedder.check(ids, f"texts[{index}]", "texts")
+        return self.embedder.embed(sequences)
 
 
 def text_embedder(

@@ -101,9 +101,10 @@ class EmbeddingWorker:
         with self._wake:
             if self._closing:
                 raise shutting_down()
-            if len(self.jobs) >= self._max_queue:
+            waiting = sum(not other.future.cancelled() for other in self.jobs)
+            if waiting >= self._max_queue:
                 raise RequestError(
-                    f"{len(self.jobs)} embedding requests are waiting already (--max-queue); try again later",
+                    f"{waiting} embedding requests are waiting already (--max-queue); try again later",
                     status=429,
                     code="queue_full",
                 )
@@ -163,8 +164,9 @@ class EmbeddingWorker:
                 waiting.append(job)
             else:
                 self.jobs.remove(job)
-        # Jobs that were served go behind the others: many large jobs take turns.
-        self.jobs.rotate(-len({id(job) for job, _ in batch if job.begun < len(job.sequences)}))
+        # Jobs that were served go behind the others: many large jobs take turns, of several models too.
+        served = {id(job) for job, _ in batch}
+        self.jobs = deque(sorted(self.jobs, key=lambda job: id(job) in served))
         return batch
 
     def _deliver(self, batch: Sequence[tuple[EmbeddingJob, int]], result: EmbedResult) -> None:

@@ -122,14 +122,14 @@ class IncrementalDecoder:
 
 
 class StopStrings:
-    """Ends a text at the first stop string, wherever the deltas are cut.
+    """Ends a text at the first stop string, wherever the deltas are cut. Takes time in proportion to the text, for each stop string.
 
     The first stop string is the one that is complete first, and the longest where several end at the same character.
     Text that could be the beginning of a stop string is held back until it is certain.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+        self._begun = [_Begun(stop) for stop in stops if stop]
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -139,31 +139,54 @@ class StopStrings:
         that ends in this delta is ordinary text."""
         if self.matched is not None:
             return ""
-        if not self._stops:
+        if not self._begun:
             return delta
         text, old = self._held + delta, len(self._held)
-        starts = ((stop, text.find(stop, max(0, old + 1 - len(stop)))) for stop in self._stops)
-        found = [(at + len(stop), at, stop) for stop, at in starts if at >= 0]
-        if found and look:
-            end, start, self.matched = min(found)
-            self._held = ""
-            return text[: end if self._include else start]
-        keep = max(_partial(text, stop) for stop in self._stops)
+        for end, character in enumerate(delta, old + 1):
+            complete = [begun.stop for begun in self._begun if begun.add(character)]
+            if complete and look:
+                self.matched = max(complete, key=len)
+                self._held = ""
+                return text[: end if self._include else end - len(self.matched)]
+        keep = max(begun.size for begun in self._begun)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return the text that is held back, where the whole text ends without a stop string."""
+        """Return the text that is held back, where the whole text ends without a stop string. What comes then begins anew."""
         held, self._held = self._held, ""
+        for begun in self._begun:
+            begun.size = 0
         return held
 
 
-def _partial(text: str, stop: str) -> int:
-    """Measure the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Begun:
+    """Follows how much of one stop string the end of a text is: `size` characters, never all of it (Knuth, Morris and Pratt)."""
+
+    __slots__ = ("_shorter", "size", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.size = 0
+        self._shorter: list[
+            int
+        ] = []  # for each beginning, as far as one was met: the longest shorter one that it ends with
+
+    def add(self, character: str) -> bool:
+        """Add a character, and tell whether the stop string ends with it."""
+        stop, shorter = self.stop, self._shorter
+        size = self._longer(self.size, character)
+        if size > len(shorter):
+            shorter.append(self._longer(shorter[-1], character) if shorter else 0)
+        whole = size == len(stop)
+        self.size = shorter[-1] if whole else size
+        return whole
+
+    def _longer(self, size: int, character: str) -> int:
+        """Find the longest beginning that the text ends with, given that it ended with one of `size` characters before."""
+        while size and self.stop[size] != character:
+            size = self._shorter[size - 1]
+        return size + (self.stop[size] == character)
 
 
 Finish = Literal["stop", "length"]

@@ -77,7 +77,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn a text into ids."""
-        return lengths.encode(self._fast, _valid(text), add_special_tokens).ids
+        return lengths.encode(self._fast, valid(text), add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
         """Compute a lower bound of a text's tokens without tokenising it."""
@@ -207,7 +207,7 @@ class Tokenizer:
         """Render messages, and the generation prompt. `tools`: instead of those of the request."""
         tools = asked.tools if tools is None else tools
         template = self._template()
-        return _valid(
+        return valid(
             template.render(messages, tools=tools, add_generation_prompt=generation, variables=asked.variables)
         )
 
@@ -363,7 +363,7 @@ def _kinds(decoder: object) -> set[str]:
     return {str(decoder.get("type"))}.union(*map(_kinds, decoder.get("decoders", ())))
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
     """Replace lone surrogates, which JSON can carry and UTF-8 cannot, by question marks."""
     try:
         text.encode()

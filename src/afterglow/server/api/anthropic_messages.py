@@ -230,7 +230,8 @@ class MessageReply(Replies):
                 sent = b""
                 if not begun:
                     # With the first token, not before: only then it is known what was cached.
-                    sent, begun = _event("message_start", {"message": self._describe()}), True
+                    message = self._describe() | {"stop_reason": None, "stop_sequence": None}
+                    sent, begun = _event("message_start", {"message": message}), True
                 events = list(self._content.add(piece.parts))
                 if piece.finish_reason is not None:
                     events += self._content.finish()

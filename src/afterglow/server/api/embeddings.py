@@ -149,6 +149,8 @@ async def rerank(http: HttpRequest) -> Response:
     texts: list[str] = body.documents
     cut = truncation(body.truncate_prompt_tokens, model)
     sequences = await read_sequences(state, model, [body.query], "query", cut)
+    if body.max_tokens_per_doc is not None:
+        cut = min(body.max_tokens_per_doc, cut or model.embedder.max_tokens)
     sequences += await read_sequences(state, model, texts, "documents", cut)
     result = await embed(http, state, model, sequences)
     scores = (result.vectors[1:] @ result.vectors[0]).tolist()

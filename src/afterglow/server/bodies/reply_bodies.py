@@ -35,6 +35,20 @@ LONGEST_TTL_S = 10 * 365 * 24 * 3600.0
 RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps KV in memory for an hour at most
 
 
+OF_REPLIES: Unused = {  # what would change a reply, and is not supported
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
+}
+
+
 class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -45,7 +59,6 @@ class Body(GrammarFields):
 
     unsupported: ClassVar[Unused] = {}
     prompt_field: ClassVar[str]
-    tokens_field: ClassVar[str] = "max_tokens"
     default_tokens: ClassVar[int | None] = None  # of a reply, where the request gives no limit
     clamped: ClassVar[bool] = False  # the context may end the reply before its limit; otherwise such a limit is refused
 
@@ -77,7 +90,7 @@ class Body(GrammarFields):
 
     @classmethod
     def refused(cls) -> Unused:
-        return {**NOT_SUPPORTED, **cls.unsupported}
+        return {**NOT_SUPPORTED, **OF_REPLIES, **cls.unsupported}
 
     def check(self) -> None:
         super().check()
@@ -96,6 +109,11 @@ class Body(GrammarFields):
     @abstractmethod
     def reply_tokens(self) -> int | None:
         """Return the most tokens of a reply; None where the request gives no limit."""
+
+    @property
+    def tokens_field(self) -> str:
+        """Return the name of the field that gives the limit."""
+        return "max_tokens"
 
     @property
     def replies_per_prompt(self) -> int:
@@ -226,6 +244,7 @@ class CompletionBody(ChoicesBody):
 class ChatBody(ChoicesBody):
     """`/v1/chat/completions`."""
 
+    unsupported: ClassVar[Unused] = {"echo": (False,), "best_of": (1,)}
     prompt_field = "messages"
 
     messages: Any = None
@@ -249,6 +268,10 @@ class ChatBody(ChoicesBody):
     @property
     def reply_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def check(self) -> None:
         super().check()
@@ -274,7 +297,6 @@ class ResponseBody(Body):
         "top_logprobs": (0,),
     }
     prompt_field = "input"
-    tokens_field = "max_output_tokens"
 
     input: Any = None  # once it is checked, a list of items
     instructions: str | None = None
@@ -294,6 +316,10 @@ class ResponseBody(Body):
     @property
     def reply_tokens(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def tokens_field(self) -> str:
+        return "max_output_tokens"
 
     @property
     def reasoning_effort(self) -> Any:

@@ -86,8 +86,11 @@ class RerankBody(JsonBody):
     top_n: Int | None = None
     return_documents: bool | None = None
     truncate_prompt_tokens: Int | None = None
+    max_tokens_per_doc: Int | None = None  # Cohere's name: documents are cut off there
 
     def check(self) -> None:
+        if self.max_tokens_per_doc is not None and self.max_tokens_per_doc < 1:
+            raise wrong("max_tokens_per_doc", "must be 1 or more", self.max_tokens_per_doc)
         if not isinstance(self.query, str) or not self.query:
             raise wrong("query", "must be a non-empty string", self.query)
         check_chars(len(self.query), "query")

@@ -17,6 +17,7 @@ from afterglow.errors import RequestError
 from afterglow.json_schema import ENDLESS, endless
 from afterglow.request import Breakpoint, Grammar, Request, SamplingParams
 from afterglow.server.bodies.json_body import check_session
+from afterglow.server.bodies.limits import wrong
 from afterglow.server.bodies.message_bodies import MessagesBody
 from afterglow.server.bodies.reply_bodies import Body, ChatBody, ResponseBody
 from afterglow.server.bodies.tool_fields import ToolUse
@@ -53,6 +54,8 @@ def max_tokens(state: State, body: Body, rows: int, cut: bool = False) -> int:
     window, asked, wanted = state.window, body.reply_tokens, _wanted(state, body)
     if rows == 0:
         raise RequestError("the prompt is empty", param=body.prompt_field)
+    if asked is not None and asked < 0:
+        raise wrong(body.tokens_field, "must be 0 or more", asked)
     if cut:
         if asked is not None and asked >= window.limit and not body.clamped:
             raise window.error(f"{asked} were asked for the reply alone", body.tokens_field)

@@ -353,6 +353,8 @@ class Replies(ABC):
         found: dict[str, int] = {}
         for index in self._firsts:
             reply = self.texts[index]
+            if not reply.tokens and reply.finish is None:  # nothing is known of its prompt yet
+                continue
             rest = self._prompt_of(index) - reply.cached.total - reply.missed.tokens
             for reason, tokens in ((reply.missed.reason, reply.missed.tokens), ("recomputed", rest)):
                 if tokens > 0:

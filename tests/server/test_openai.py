@@ -231,6 +231,28 @@ def test_a_part_of_a_character_has_a_name_of_its_own(server: Running) -> None:
     assert any(token.startswith("bytes:\\x") for token in tokens)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_are_places_in_the_text(server: Running, as_ids: bool) -> None:
+    """Also behind characters of several tokens, and of the reply."""
+    prompt = "grüße 🙈 to her"
+    ids = server.tokenizer.encode(prompt)
+    asked = {"prompt": ids if as_ids else prompt, "logprobs": 0, "max_tokens": 40, "temperature": 0}
+    for echo in (False, True):
+        choice = complete(server, echo=echo, **asked).choices[0]
+        lists = choice.logprobs
+        assert lists is not None
+        assert lists.tokens is not None
+        assert lists.text_offset is not None
+        assert choice.text == (prompt if echo else "") + REPLY
+        places = list(zip(lists.tokens, lists.text_offset, strict=True))
+        whole = [(token, at) for token, at in places if not token.startswith("bytes:") and at < len(choice.text)]
+        assert len(whole) > 4 + 3 * echo
+        assert all(choice.text.startswith(token, at) for token, at in whole)
+        parts = [at for token, at in places if token.startswith("bytes:")]
+        assert {choice.text[at] for at in parts} <= set(" üß🙈🙂")  # a token may begin with a blank
+        assert parts
+
+
 def test_small_routes(server: Running) -> None:
     with server.http() as http:
         assert http.get("/health").json() == {"status": "ok"}

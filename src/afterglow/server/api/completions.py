@@ -21,7 +21,7 @@ from afterglow.server.bodies.reply_bodies import ChatBody, ChoicesBody, Completi
 from afterglow.server.replies.make_requests import chat_requests, check_count, encode, make_requests, max_tokens
 from afterglow.server.replies.pending_replies import DONE, Replies, event
 from afterglow.server.state import State, state_and_record
-from afterglow.text import ChatPrompt, Tokenizer
+from afterglow.text import ChatPrompt, IncrementalDecoder, Tokenizer
 from afterglow.text.chat_template import shown
 
 
@@ -164,16 +164,20 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob]) -> dic
 
 
 class CompletionLogprobs:
-    """The parallel lists of `/v1/completions`. Offsets continue from piece to piece."""
+    """The parallel lists of `/v1/completions`. Offsets continue from piece to piece: a token's is where it begins in the text, also if it
+    adds nothing to that, as a part of a character or a token that is not shown."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: TextPrompt, *, skip_special_tokens: bool) -> None:
+        """`prompt`: what comes before the reply; echoed as the client gave it, so with its special tokens only if it came as ids."""
         self._tokenizer = tokenizer
+        self._echoed = IncrementalDecoder(tokenizer, skip_special_tokens=prompt.text is not None)
+        self._reply = IncrementalDecoder(tokenizer, prompt.ids, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
-    def lists(self, rows: Iterable[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
-        """Describe tokens. None: one has no probability, because nothing comes before."""
+    def lists(self, rows: Iterable[tuple[int, TokenLogprob | None]], echoed: int) -> dict[str, Any]:
+        """Describe tokens, the first `echoed` of them the prompt's. None: one has no probability, because nothing comes before."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, found in rows:
+        for number, (token, found) in enumerate(rows):
             name = token_name(self._tokenizer, token)
             top: dict[str, float] | None = None
             if found is not None:
@@ -185,7 +189,7 @@ class CompletionLogprobs:
             lists["token_logprobs"].append(None if found is None else _finite(found.logprob))
             lists["top_logprobs"].append(top)
             lists["text_offset"].append(self._offset)
-            self._offset += len(name)
+            self._offset += len((self._echoed if number < echoed else self._reply).push((token,)))
         return lists
 
 
@@ -320,7 +324,9 @@ class CompletionReplies(ChoiceReplies):
     ) -> None:
         super().__init__(http, body, requests)
         self._prompts = prompts
-        self._logprobs = [CompletionLogprobs(self.state.tokenizer) for _ in requests]
+        tokenizer, skip = self.state.tokenizer, body.skip_special_tokens
+        each = [prompt for prompt in prompts for _ in range(body.replies_per_prompt) if body.logprobs is not None]
+        self._logprobs = [CompletionLogprobs(tokenizer, prompt, skip_special_tokens=skip) for prompt in each]
 
     @property
     def values(self) -> int:
@@ -358,6 +364,7 @@ class CompletionReplies(ChoiceReplies):
             text = (self.state.tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text) + text
             if body.logprobs is not None:
                 rows += zip_longest(prompt.ids, self.texts[index].prompt_logprobs)
+        echoed = len(rows)
         rows += [(found.token, found) for found in logprobs]
-        lists = self._logprobs[index].lists(rows) if body.logprobs is not None else None
+        lists = self._logprobs[index].lists(rows, echoed) if body.logprobs is not None else None
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": finish}

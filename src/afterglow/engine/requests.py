@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.ranges import Rows, ranges_of
@@ -66,7 +68,7 @@ def check(request: Request, limits: RequestLimits) -> None:
     vocab_size = limits.vocab_size
     if not request.prompt:
         raise RequestError("the prompt is empty", param="prompt")
-    if (highest := max(packed(request.prompt))) >= vocab_size:
+    if (highest := int(np.frombuffer(packed(request.prompt), np.uint32).max())) >= vocab_size:
         raise RequestError(f"token id {highest} is outside the vocabulary of {vocab_size} tokens", param="prompt")
     for token in request.sampling.logit_bias:
         if not 0 <= token < vocab_size:

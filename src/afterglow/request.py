@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal
+from typing import Literal, NoReturn
 
 from afterglow.errors import RequestError
 
@@ -70,13 +70,21 @@ class Grammar:
     before: str = ""
     lenient: bool = False
 
+    def __post_init__(self) -> None:
+        need(self, str, "text", "kind", "text", "before")
+
 
 def need(of: object, kind: type | tuple[type, ...], wanted: str, *names: str) -> None:
     """Check the types of fields, which programs may give as they like. Raises: RequestError."""
     for name in names:
-        value = getattr(of, name)
-        if not isinstance(value, kind):
-            raise RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+        if not isinstance(value := getattr(of, name), kind):
+            refuse(name, wanted, value)
+
+
+def refuse(name: str, wanted: str, value: object) -> NoReturn:
+    """Raises: RequestError, with the beginning of the value."""
+    said = repr(value)
+    raise RequestError(f"{name} must be {wanted}, got {said[:80]}{'...' * (len(said) > 80)}", param=name)
 
 
 def packed(ids: Sequence[int]) -> array[int]:
@@ -135,10 +143,11 @@ class SamplingParams:
         need(self, Real, "a number", "temperature", "top_p", "min_p", *penalties)
         need(self, (Grammar, type(None)), "a Grammar, or None", "grammar")
         need(self, Mapping, "a mapping of token ids to numbers", "logit_bias")
-        need(self, Sequence, "a sequence of token ids", "stop_token_ids")
+        need(self, bool, "True or False", "ignore_eos")
+        need(self, Collection, "token ids", "stop_token_ids")
         check(all(isinstance(token, Integral) for token in self.stop_token_ids), "stop_token_ids", "token ids")
         check(0 <= self.max_tokens < 2**31, "max_tokens", "0 or more, and below 2^31")
-        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
+        check(0 <= self.temperature <= 100, "temperature", "between 0 and 100")
         check(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1")
         check(-1 <= self.top_k < 2**31, "top_k", "-1 or 0 (off) or a positive number below 2^31")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
@@ -179,6 +188,8 @@ class Breakpoint:
     ttl_s: float = 300.0
 
     def __post_init__(self) -> None:
+        need(self, Integral, "a whole number", "rows")
+        need(self, Real, "a number", "ttl_s")
         if self.rows < 1:
             raise RequestError(f"a breakpoint comes after 1 row or more, got {self.rows}", param="breakpoints")
         if not 0 < self.ttl_s <= MAX_MARK_S:
@@ -221,9 +232,17 @@ class Request:
         need(self, Sequence, "a sequence", "prompt", "turns", "discard", "breakpoints")
         need(self, SamplingParams, "a SamplingParams", "sampling")
         need(self, Integral, "a whole number", "priority")
-        need(self, (Real, type(None)), "a number, or None", "ttl_s", "kv_retention")
+        need(self, (int, float, type(None)), "a number, or None", "ttl_s", "kv_retention")
+        need(self, bool, "True or False", "volatile", "truncation", "reuse")
+        if isinstance(self.prompt, str | bytes):
+            refuse("prompt", "token ids", self.prompt)
+        if not all(isinstance(row, Integral) for row in self.turns):
+            refuse("turns", "numbers of rows", self.turns)
+        for rows in self.discard:
+            if not (isinstance(rows, Sequence) and len(rows) == 2 and all(isinstance(row, Integral) for row in rows)):
+                refuse("discard", "pairs of rows, where each begins and ends", self.discard)
         if not all(isinstance(each, Breakpoint) for each in self.breakpoints):
-            raise RequestError(f"breakpoints must be of Breakpoint, got {self.breakpoints!r}", param="breakpoints")
+            refuse("breakpoints", "of Breakpoint", self.breakpoints)
         if self.ttl_s is not None and not self.ttl_s >= 0:
             raise RequestError(f"ttl_s must be 0 or more, got {self.ttl_s!r}", param="ttl_s")
 

@@ -155,7 +155,8 @@ def test_a_server_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tm
         ('data: {"error": {"message": "too much"}}', [], "too much"),
         ("data: []", [], "the connection to the server broke"),
         ('data: {"choices": null}', [], "the connection to the server broke"),
-        (": a comment", [], None),
+        *((line, [], None) for line in (": a comment", ": ", ": keep-alive ", "event: message ", "data:", " ")),
+        ('data: {"error": null, "choices": [{"delta": {"content": "hi"}}]}', ["hi"], None),
     ],
 )
 def test_lines_of_other_servers(line: str, said: list[str], wrong: str | None) -> None:

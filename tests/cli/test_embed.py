@@ -82,6 +82,7 @@ def test_a_model_that_generates_embeds_under_a_template() -> None:
         (["--out", "/nowhere/v.npy"], "--out /nowhere/v.npy cannot be written: No such file or directory"),
         (["--out", "/tmp"], "--out /tmp cannot be written: Is a directory"),
         (["--out", "/etc/passwd/v.npy"], "--out /etc/passwd/v.npy cannot be written: Not a directory"),
+        (["--out", "/tmp/" + 300 * "x"], f"--out /tmp/{300 * 'x'} cannot be written: File name too long"),
         (["--dimensions", "0"], "--dimensions must be 1 or more, got 0"),
     ],
 )

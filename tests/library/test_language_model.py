@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from afterglow import (
     load_model,
 )
 from afterglow.library.locate import BUNDLED
+from afterglow.request import Breakpoint, Grammar
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 CONFIG = EngineConfig(
@@ -185,10 +186,12 @@ BAD_SAMPLING: list[tuple[dict[str, object], str]] = [
     ({"prompt_logprobs": 1.5}, "prompt_logprobs must be a whole number, or None, got 1.5"),
     ({"seed": 1.5}, "seed must be a whole number, or None, got 1.5"),
     ({"min_tokens": 2.5}, "min_tokens must be a whole number, got 2.5"),
-    ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of token ids, got 5"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be token ids, got 5"),
     ({"stop_token_ids": ("a",)}, "stop_token_ids must be token ids, got ('a',)"),
     ({"logit_bias": {"a": 1.0}}, "got 1.0 for token a"),
     ({"grammar": "x"}, "grammar must be a Grammar, or None, got 'x'"),
+    ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+    ({"temperature": 10**400}, "temperature must be between 0 and 100"),
 ]
 BAD_REQUESTS: list[tuple[dict[str, object], str]] = [
     ({"ttl_s": "3600"}, "ttl_s must be a number, or None, got '3600'"),
@@ -199,6 +202,12 @@ BAD_REQUESTS: list[tuple[dict[str, object], str]] = [
     ({"session_id": 5}, "session_id must be text, or None, got 5"),
     ({"breakpoints": (5,)}, "breakpoints must be of Breakpoint, got (5,)"),
     ({"sampling": {}}, "sampling must be a SamplingParams, got {}"),
+    ({"truncation": "no"}, "truncation must be True or False, got 'no'"),
+    ({"turns": (2.5,)}, "turns must be numbers of rows, got (2.5,)"),
+    ({"discard": ((1.5, 2.5),)}, "discard must be pairs of rows, where each begins and ends, got ((1.5, 2.5),)"),
+    ({"discard": (5,)}, "discard must be pairs of rows, where each begins and ends, got (5,)"),
+    ({"prompt": b"abcd"}, "prompt must be token ids, got b'abcd'"),
+    ({"prompt": set(range(999))}, "prompt must be a sequence, got {0, 1, 2, 3,"),
 ]
 
 
@@ -211,7 +220,15 @@ def test_a_sampling_parameter_of_another_type_is_named(given: dict[str, object],
 @pytest.mark.parametrize(("given", "says"), BAD_REQUESTS)
 def test_a_field_of_another_type_is_named(given: dict[str, object], says: str) -> None:
     with pytest.raises(RequestError, match=re.escape(says)):
-        Request("a", [1], **given)  # type: ignore[arg-type]
+        Request("a", **({"prompt": [1]} | given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Breakpoint(2.5), lambda: Breakpoint("2"), lambda: Breakpoint(2, "3"), lambda: Grammar("regex", 5)]
+)
+def test_parts_of_another_type_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(RequestError, match="must be"):
+        make()
 
 
 @pytest.mark.parametrize("ids", [["a"], [1.5], [-1], [2**40], [1, None]])
@@ -230,8 +247,9 @@ def test_one_stop_string_may_be_given_by_itself(model: LanguageModel) -> None:
         assert cut.text == whole.text[: whole.text.index(stop)]
     (none,) = model.generate("I live in Lisbon. I", replace(GREEDY, max_tokens=32), stop=None)
     assert none.text == whole.text
-    with pytest.raises(RequestError, match=re.escape("stop must be text, or a sequence of texts, got [5]")):
-        model.generate("I live in", stop=[5])  # type: ignore[list-item]
+    for bad in ([5], 5, {"a": 1}):
+        with pytest.raises(RequestError, match=re.escape(f"stop must be text, or a sequence of texts, got {bad}")):
+            model.generate("I live in", stop=bad)  # type: ignore[arg-type]
 
 
 def test_one_text_may_be_embedded_by_itself(model: LanguageModel) -> None:
@@ -244,6 +262,9 @@ def test_one_text_may_be_embedded_by_itself(model: LanguageModel) -> None:
     long = "the cat sat on the mat " * 600
     with pytest.raises(RequestError, match=r"texts\[1\] has \d+ tokens.*truncate=\d+"):
         model.embed(["cat", long])
+    with pytest.raises(RequestError, match=r"truncate: 1 tokens leave no room"):
+        model.embed(long, truncate=1)
+    assert model.embed(text for text in ["cat"]).vectors.shape[0] == 1  # type: ignore[arg-type]
     assert model.embed(["cat", long], truncate=64).tokens == model.embed("cat").tokens + 64
 
 

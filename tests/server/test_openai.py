@@ -253,6 +253,24 @@ def test_offsets_are_places_in_the_text(server: Running, as_ids: bool) -> None:
         assert parts
 
 
+@pytest.mark.parametrize(
+    "prompt", ["<|im_start|>user\nhi<|im_end|>\n", "red", [72, 105, 240]], ids=["special", "plain", "half a character"]
+)
+def test_the_reply_begins_where_the_echo_ends(server: Running, prompt: object) -> None:
+    """Also behind special tokens that the client has written, and behind ids that end within a character."""
+    asked = {"prompt": prompt, "logprobs": 0, "temperature": 0}
+    alone = complete(server, max_tokens=4, **asked).choices[0]
+    both = complete(server, max_tokens=4, echo=True, **asked).choices[0]
+    assert alone.logprobs is not None
+    assert both.logprobs is not None
+    offsets, own = both.logprobs.text_offset, alone.logprobs.text_offset
+    assert offsets is not None
+    assert own is not None
+    ends = len(both.text) - len(alone.text)
+    assert offsets[-len(own) :] == [ends + place for place in own]
+    assert offsets == sorted(offsets)
+
+
 def test_small_routes(server: Running) -> None:
     with server.http() as http:
         assert http.get("/health").json() == {"status": "ok"}

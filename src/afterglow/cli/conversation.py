@@ -156,11 +156,11 @@ class RemoteSpeaker:
                 if response.status_code != 200:
                     raise RequestError(_message_of(response.read().decode("utf-8", "replace")))
                 for line in response.iter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if data == line or data == "[DONE]":
+                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                    if data in ("", "[DONE]"):
                         continue
                     chunk = json.loads(data)
-                    if "error" in chunk:
+                    if chunk.get("error"):
                         raise RequestError(_message_of(data))
                     usage = chunk.get("usage") or usage
                     deltas = [c.get("delta") or {} for c in chunk["choices"]]

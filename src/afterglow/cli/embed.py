@@ -103,15 +103,17 @@ def _check_before(options: EmbedConfig) -> None:
     """Check what would only be found out after all the work. Raises: ConfigError."""
     if options.dimensions is not None and options.dimensions < 1:
         raise ConfigError(f"--dimensions must be 1 or more, got {options.dimensions}")
-    if options.out is not None:
-        folder = options.out.parent
-        why = (
-            ENOENT if not folder.exists() else ENOTDIR if not folder.is_dir() else EISDIR if options.out.is_dir() else 0
-        )
-        if not why and not os.access(options.out if options.out.exists() else folder, os.W_OK):
+    if options.out is None:
+        return
+    out, folder = options.out, options.out.parent
+    try:
+        why = ENOENT if not folder.exists() else ENOTDIR if not folder.is_dir() else EISDIR if out.is_dir() else 0
+        if not why and not os.access(out if out.exists() else folder, os.W_OK):
             why = EACCES
-        if why:
-            raise ConfigError(f"--out {options.out} cannot be written: {os.strerror(why)}")
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        why = error.errno or EACCES
+    if why:
+        raise ConfigError(f"--out {out} cannot be written: {os.strerror(why)}")
 
 
 def _texts(texts: Sequence[str], file: Path | None) -> list[str]:

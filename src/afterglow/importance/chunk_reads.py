@@ -90,8 +90,8 @@ class ChunkReads:
                 self._coming[key] = _Coming(reading, read, self._as_rows(memory, key.tensor))
 
     def take_back(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Take back chunks that are not wanted after all, as far as reading them has not begun, nor a wanted one lies in the same run.
-        Returns these."""
+        """Take back chunks that are not wanted after all, unless their read has begun, or their run holds a wanted chunk. Returns those
+        taken back."""
         runs: dict[int, list[ChunkKey]] = {}
         for key in keys:
             if key in self._coming:

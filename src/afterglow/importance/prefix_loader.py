@@ -262,6 +262,8 @@ class PrefixLoader:
         for key in keys:
             guessed.submit(key, self._layout.chunk_bytes)
         self._reads.ask(keys, PREFETCH)
+        if not keys:
+            self._guesses = None
 
     def _known(self, layer: int) -> Tensor | None:
         """Look up the rows' average importance in a layer, 0 for unknown rows; None if no row's is known."""

@@ -6,6 +6,7 @@ early: a layer attends to the rows that it selects itself, so a wrong guess cost
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from afterglow.importance.select import Selection
 Prior = Literal["prior", "cut", "random", "sinks", "none"]
 C = TypeVar("C", bound=Hashable)
 
-EXPLORED = 8  # of so many layers one goes the other way, with guesses or without
+EXPLORED = 8  # of so many layers one, on average, goes the other way, with guesses or without
 REMEMBERED = 15  # layers of each way
 SINKS = 4  # first rows of a prefix, which most heads attend to
 CUT = 0.5  # the share of a ranking that `cut` keeps
@@ -112,7 +113,7 @@ class Worth:
 
     def __init__(self) -> None:
         self._seconds: dict[bool, deque[float]] = {way: deque(maxlen=REMEMBERED) for way in (False, True)}
-        self._turn = 0
+        self._draw = random.Random(0)  # every eighth would be the same layers in each request
 
     @property
     def pays(self) -> bool:
@@ -122,8 +123,7 @@ class Worth:
 
     def next(self) -> bool:
         """Decide for a layer. One of EXPLORED goes the other way, since rates change."""
-        self._turn += 1
-        return self.pays != (self._turn % EXPLORED == 0)
+        return self.pays != (self._draw.randrange(EXPLORED) == 0)
 
     def took(self, guessed: bool, seconds: float) -> None:
         """Learn the seconds, per row of its prefix, of a layer whose chunks were `guessed` or not."""

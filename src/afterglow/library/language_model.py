@@ -144,7 +144,9 @@ class LanguageModel:
     def embed(self, texts: str | Sequence[str], *, truncate: int | None = None) -> EmbedResult:
         """Embed texts with this model: `vectors`, float32 (texts, dimensions), of unit length. Of a text whose tokens are more than
         `truncate` the end is left out. Raises: RequestError."""
-        given = [texts] if isinstance(texts, str) else texts
+        given = [texts] if isinstance(texts, str) else list(texts)
+        if truncate is not None and not isinstance(truncate, int):
+            raise RequestError(f"truncate must be a whole number, or None, got {truncate!r}", param="truncate")
         for index, text in enumerate(given):
             if not isinstance(text, str) or not text:
                 raise RequestError(f"texts[{index}] must be a text that is not empty, got {text!r}", param="texts")

@@ -7,8 +7,7 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.errors import RequestError
-from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob, packed
+from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob, packed, refuse
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.detokenizer import Assembler
 from afterglow.text.next_turn import next_prompts
@@ -36,9 +35,9 @@ class TextReply:
     ) -> None:
         """`stop`: a string that ends the reply, and is left out of its text, or several. `chat`: the conversation that it answers, where its
         token ids are to be known when it comes back as text; `reasoning`: how the model marks what is none of its answer."""
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if not all(isinstance(each, str) for each in stops):
-            raise RequestError(f"stop must be text, or a sequence of texts, got {stop!r}", param="stop")
+        stops = (stop,) if isinstance(stop, str) else stop or ()
+        if not isinstance(stops, Sequence) or not all(isinstance(each, str) for each in stops):
+            refuse("stop", "text, or a sequence of texts", stop)
         packed(request.prompt)  # the tokenizer would say it in its own words
         self.request = request
         self.prompt_tokens = len(request.prompt)

@@ -75,18 +75,18 @@ class TextEmbedder:
     memo: MemoUse | None = None
     """What became of the attention maps that it was given."""
 
-    def tokens(self, text: str, truncate: int | None = None) -> list[int]:
+    def tokens(self, text: str, truncate: int | None = None, field: str = "truncate_prompt_tokens") -> list[int]:
         """The ids of `text` in its prompt, special tokens included. Where they are more than `truncate`, the end of the
-        text is left out; the rest of the template stays. Raises: RequestError where that leaves no room for any."""
+        text is left out; the rest of the template stays. Raises: RequestError, about `field`, where that leaves no room for any."""
         ids = self.tokenizer.encode(self.template.fill(text))
         if truncate is None or len(ids) <= truncate:
             return ids
         bare = self.tokenizer.encode(self.template.fill(""))
         if truncate <= len(bare):
             raise RequestError(
-                f"truncate_prompt_tokens: {truncate} tokens leave no room for a text, since {len(bare)} tokens are the "
+                f"{field}: {truncate} tokens leave no room for a text, since {len(bare)} tokens are the "
                 f"prompt around it; use {len(bare) + 1} or more",
-                param="truncate_prompt_tokens",
+                param=field,
             )
         if self.template.fill("") == "":  # only special tokens follow the text, as transformers cuts it
             after = 0
@@ -102,7 +102,7 @@ class TextEmbedder:
 
     def embed(self, texts: Sequence[str], truncate: int | None = None) -> EmbedResult:
         """One vector for each text, in order. Raises: RequestError."""
-        sequences = [self.tokens(text, truncate) for text in texts]
+        sequences = [self.tokens(text, truncate, "truncate") for text in texts]
         for index, ids in enumerate(sequences):
             self.embedder.check(ids, f"texts[{index}]", "texts")
         return self.embedder.embed(sequences)

@@ -167,17 +167,42 @@ class CompletionLogprobs:
     """The parallel lists of `/v1/completions`. Offsets continue from piece to piece: a token's is where it begins in the text, also if it
     adds nothing to that, as a part of a character or a token that is not shown."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: TextPrompt, *, skip_special_tokens: bool) -> None:
-        """`prompt`: what comes before the reply; echoed as the client gave it, so with its special tokens only if it came as ids."""
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
+        """`prompt`: the ids before the reply. `skip_special_tokens`: of the reply."""
         self._tokenizer = tokenizer
-        self._echoed = IncrementalDecoder(tokenizer, skip_special_tokens=prompt.text is not None)
-        self._reply = IncrementalDecoder(tokenizer, prompt.ids, skip_special_tokens=skip_special_tokens)
+        self._reply = IncrementalDecoder(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
-    def lists(self, rows: Iterable[tuple[int, TokenLogprob | None]], echoed: int) -> dict[str, Any]:
-        """Describe tokens, the first `echoed` of them the prompt's. None: one has no probability, because nothing comes before."""
+    def lists(self, rows: Iterable[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+        """Describe new tokens of the reply."""
+        return self._lists((token, found, self._place(token)) for token, found in rows)
+
+    def echoed(
+        self,
+        shown: str,
+        prompt: Sequence[tuple[int, TokenLogprob | None]],
+        rows: Iterable[tuple[int, TokenLogprob | None]],
+    ) -> dict[str, Any]:
+        """Describe the tokens of a prompt whose text is `shown`, and the first ones of its reply. The tokenizer may have put special
+        tokens before the text. None: a token has no probability, because nothing comes before."""
+        decoder, places, at = IncrementalDecoder(self._tokenizer, skip_special_tokens=False), [], 0
+        for token, _ in prompt:
+            places.append(at)
+            at += len(decoder.push((token,)))
+        hidden = at + len(decoder.flush()) - len(shown)
+        described = [(*row, max(0, place - hidden)) for row, place in zip(prompt, places, strict=True)]
+        self._offset = len(shown)
+        return self._lists([*described, *((token, found, self._place(token)) for token, found in rows)])
+
+    def _place(self, token: int) -> int:
+        """Tell where a token of the reply begins, and go on behind it."""
+        place = self._offset
+        self._offset += len(self._reply.push((token,)))
+        return place
+
+    def _lists(self, rows: Iterable[tuple[int, TokenLogprob | None, int]]) -> dict[str, Any]:
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for number, (token, found) in enumerate(rows):
+        for token, found, place in rows:
             name = token_name(self._tokenizer, token)
             top: dict[str, float] | None = None
             if found is not None:
@@ -188,8 +213,7 @@ class CompletionLogprobs:
             lists["tokens"].append(name)
             lists["token_logprobs"].append(None if found is None else _finite(found.logprob))
             lists["top_logprobs"].append(top)
-            lists["text_offset"].append(self._offset)
-            self._offset += len((self._echoed if number < echoed else self._reply).push((token,)))
+            lists["text_offset"].append(place)
         return lists
 
 
@@ -325,8 +349,8 @@ class CompletionReplies(ChoiceReplies):
         super().__init__(http, body, requests)
         self._prompts = prompts
         tokenizer, skip = self.state.tokenizer, body.skip_special_tokens
-        each = [prompt for prompt in prompts for _ in range(body.replies_per_prompt) if body.logprobs is not None]
-        self._logprobs = [CompletionLogprobs(tokenizer, prompt, skip_special_tokens=skip) for prompt in each]
+        wanted = requests if body.logprobs is not None else ()
+        self._logprobs = [CompletionLogprobs(tokenizer, each.prompt, skip_special_tokens=skip) for each in wanted]
 
     @property
     def values(self) -> int:
@@ -358,13 +382,15 @@ class CompletionReplies(ChoiceReplies):
     ) -> dict[str, Any]:
         """Write a choice, or a part of one. `echoes`: the prompt comes before it, where the client wants that."""
         body = self.body
-        rows: list[tuple[int, TokenLogprob | None]] = []
+        told = self._logprobs[index] if body.logprobs is not None else None
+        rows = [(found.token, found) for found in logprobs]
+        lists = None
         if echoes and body.echo:
             prompt = self._prompts[index // body.replies_per_prompt]
-            text = (self.state.tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text) + text
-            if body.logprobs is not None:
-                rows += zip_longest(prompt.ids, self.texts[index].prompt_logprobs)
-        echoed = len(rows)
-        rows += [(found.token, found) for found in logprobs]
-        lists = self._logprobs[index].lists(rows, echoed) if body.logprobs is not None else None
+            shown = self.state.tokenizer.decode(prompt.ids, False) if prompt.text is None else prompt.text
+            text = shown + text
+            if told is not None:
+                lists = told.echoed(shown, list(zip_longest(prompt.ids, self.texts[index].prompt_logprobs)), rows)
+        elif told is not None:
+            lists = told.lists(rows)
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": finish}

@@ -37,15 +37,14 @@ RETENTIONS = {"in_memory": 3600.0, "24h": 24 * 3600.0}  # OpenAI keeps KV in mem
 
 OF_REPLIES: Unused = {  # what would change a reply, and is not supported
     "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([], ""),
+    "chat_template": ("",),
     "documents": ([],),
-    "logits_processors": ([],),
+    "logits_processors": ([], {}),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
+    "truncate_prompt_tokens": (-1,),
     "typical_p": (1,),
-    "verbosity": ("medium",),
 }
 
 
@@ -186,6 +185,7 @@ class ChoicesBody(Body):
 
     stream_options: StreamOptions | None = None
     n: Int | None = 1
+    best_of: Int | None = None
     max_tokens: Int | None = None
     response_format: dict[str, Any] | None = None
 
@@ -193,6 +193,8 @@ class ChoicesBody(Body):
         super().check()
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             raise wrong("n", f"must be between 1 and {MAX_CHOICES}", self.n)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise wrong("best_of", f"must equal n ({self.n or 1})", self.best_of)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", param="stream_options")
 
@@ -229,22 +231,19 @@ class CompletionBody(ChoicesBody):
     default_tokens = 16  # as in OpenAI's API
 
     prompt: Any = None  # once it is checked, a list of texts or of lists of token ids
-    best_of: Int | None = None
     echo: bool | None = False
     logprobs: Int | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise wrong("best_of", f"must equal n ({self.n or 1})", self.best_of)
         self.prompt = read_prompts(self.prompt)
 
 
 class ChatBody(ChoicesBody):
     """`/v1/chat/completions`."""
 
-    unsupported: ClassVar[Unused] = {"echo": (False,), "best_of": (1,)}
+    unsupported: ClassVar[Unused] = {"echo": (False,)}
     prompt_field = "messages"
 
     messages: Any = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal, NoReturn
+from typing import Literal
 
 from afterglow.errors import RequestError
+from afterglow.field_types import need, refuse
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
@@ -72,30 +72,6 @@ class Grammar:
 
     def __post_init__(self) -> None:
         need(self, str, "text", "kind", "text", "before")
-
-
-def need(of: object, kind: type | tuple[type, ...], wanted: str, *names: str) -> None:
-    """Check the types of fields, which programs may give as they like. Raises: RequestError."""
-    for name in names:
-        if not isinstance(value := getattr(of, name), kind):
-            refuse(name, wanted, value)
-
-
-def refuse(name: str, wanted: str, value: object) -> NoReturn:
-    """Raises: RequestError, with the beginning of the value."""
-    said = repr(value)
-    raise RequestError(f"{name} must be {wanted}, got {said[:80]}{'...' * (len(said) > 80)}", param=name)
-
-
-def packed(ids: Sequence[int]) -> array[int]:
-    """Pack token ids as uint32. Raises: RequestError, which names the first that is none."""
-    try:
-        return array("I", ids)
-    except (TypeError, OverflowError):
-        bad = next((each for each in ids if not isinstance(each, Integral) or not 0 <= each < 2**32), ids)
-        raise RequestError(
-            f"token id {bad!r} is outside the vocabulary: ids are whole numbers from 0 on", param="prompt"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +194,9 @@ class Request:
     truncation: bool = False  # drop the oldest turns where the prompt does not fit, and keep the KV of the rest
     turns: tuple[int, ...] = ()  # prompt rows at which turns end; the first one is the end of the system prompt
     discard: tuple[tuple[int, int], ...] = ()  # prompt rows [start, stop) to leave out from now on; needs `truncation`
-    kv_retention: float | None = (
-        None  # attend to this share of the cached prefix only (SPEC); None: the engine's default
-    )
+    kv_retention: float | None = None  # attend to this share of the cached prefix (SPEC); None: the engine's default
     reuse: bool = True  # False: neither read nor write any cache (benchmarks, A/B demos)
-    breakpoints: tuple[
-        Breakpoint, ...
-    ] = ()  # where beginnings of the prompt end that are worth keeping, in ascending order
+    breakpoints: tuple[Breakpoint, ...] = ()  # ends of beginnings that are worth keeping, in ascending order
 
     def __post_init__(self) -> None:
         need(self, str, "text", "id", "salt")
@@ -314,38 +286,6 @@ class Selected:
     fallbacks: int
     taken: float
     renewals: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """Describes a cached conversation. `tokens`: its known rows; the tiers count rows where they are fastest to reach."""
-
-    name: str
-    tokens: int
-    device: int
-    host: int
-    disk: int
-    last_used: float  # seconds since 1970
-    expires: float | None
-    pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixInfo:
-    """Describes a registered prefix: its tokens, and how many are in each tier (they are kept in all).
-
-    `shared`: the prefix is the operator's, for all tenants. `cached`: tokens that need not be computed when it was
-    registered. `about`: a text that the caller gave, kept with the prefix.
-    """
-
-    name: str
-    tokens: int
-    device: int
-    host: int
-    disk: int
-    shared: bool
-    cached: int = 0
-    about: str = ""
 
 
 @dataclass(slots=True)

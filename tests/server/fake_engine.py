@@ -19,18 +19,10 @@ from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.requests import owner_of
 from afterglow.engine.stats import EngineStats, TierBytes, Tiers
 from afterglow.errors import RequestError
+from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.plan.prefix.salts import covers, everything_of, salt_name
 from afterglow.plan.stats import Stats
-from afterglow.request import (
-    CachedTokens,
-    FinishReason,
-    Output,
-    PrefixInfo,
-    Request,
-    SessionInfo,
-    TokenLogprob,
-    Truncation,
-)
+from afterglow.request import CachedTokens, FinishReason, Output, Request, TokenLogprob, Truncation
 from afterglow.store.database.conversations import Conversations
 
 Sink = Callable[[Output], None]

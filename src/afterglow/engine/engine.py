@@ -25,10 +25,11 @@ from afterglow.engine.requests import Sink, can_be_computed, check, discarding, 
 from afterglow.engine.setup import EngineParts, Progress, build
 from afterglow.engine.stats import EngineStats, Tiers
 from afterglow.errors import RequestError
+from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.memory.pages import give_back
 from afterglow.plan.prefix.ranges import Rows
 from afterglow.plan.prefix.salts import earlier_name, everything_of
-from afterglow.request import Completion, Output, PrefixInfo, Request, SessionInfo, Truncation, completion_of
+from afterglow.request import Completion, Output, Request, Truncation, completion_of
 from afterglow.store.extents.throttle import Throttle
 
 T = TypeVar("T")

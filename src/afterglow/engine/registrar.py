@@ -13,8 +13,9 @@ from afterglow.engine.inbox import OutputQueue
 from afterglow.engine.requests import check, owner_of, token_bytes
 from afterglow.engine.setup import EngineParts
 from afterglow.errors import RequestError
+from afterglow.listings import PrefixInfo
 from afterglow.plan.retention.registered import PrefixState
-from afterglow.request import Output, PrefixInfo, Request, SamplingParams
+from afterglow.request import Output, Request, SamplingParams
 
 log = logging.getLogger("afterglow.engine")
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
+from afterglow.field_types import packed
 from afterglow.plan.prefix.ranges import Rows, ranges_of
 from afterglow.plan.prefix.salts import salt_name
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
@@ -35,7 +36,6 @@ from afterglow.request import (
     Selected,
     TokenLogprob,
     Truncation,
-    packed,
     stop_tokens,
 )
 

@@ -7,7 +7,8 @@ from contextlib import closing
 from math import inf
 from typing import TYPE_CHECKING
 
-from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob, packed, refuse
+from afterglow.field_types import packed, refuse
+from afterglow.request import CachedTokens, Completion, Content, Output, Part, Request, TokenLogprob
 from afterglow.text import ChatPrompt, Tokenizer
 from afterglow.text.detokenizer import Assembler
 from afterglow.text.next_turn import next_prompts

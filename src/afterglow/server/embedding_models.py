@@ -28,7 +28,8 @@ from afterglow.config import EngineConfig
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.stats import EngineStats
 from afterglow.errors import RequestError
-from afterglow.request import PrefixInfo, Request, SessionInfo
+from afterglow.listings import PrefixInfo, SessionInfo
+from afterglow.request import Request
 from afterglow.server.bridge import EngineLike
 from afterglow.server.json_responses import shutting_down
 from afterglow.server.metrics.collector import EmbeddingMetrics

@@ -19,8 +19,9 @@ from typing import Any, Final, TypeVar
 from afterglow.engine.requests import owner_of
 from afterglow.engine.shared_ids import SharedIds
 from afterglow.errors import RequestError, StoreError
+from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.plan.prefix.salts import covers, everything_of
-from afterglow.request import PrefixInfo, Request, SessionInfo
+from afterglow.request import Request
 from afterglow.server.blocking import BlockingCalls
 from afterglow.server.bridge import EngineLike
 from afterglow.server.prompts.system_prompts import SystemPrompts

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from afterglow.errors import RequestError
-from afterglow.request import PrefixInfo, SessionInfo
+from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.server.api.responses import ask_database
 from afterglow.server.blocking import ENGINE, FILES, PROMPTS
 from afterglow.server.bodies.json_body import check_session

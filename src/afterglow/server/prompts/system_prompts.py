@@ -14,8 +14,8 @@ from typing import Any
 
 from afterglow.engine.requests import owner_of
 from afterglow.errors import ConfigError, RequestError
+from afterglow.listings import PrefixInfo
 from afterglow.plan.prefix.salts import covers, everything_of
-from afterglow.request import PrefixInfo
 from afterglow.server.blocking import PROMPTS
 from afterglow.server.bridge import EngineLike
 from afterglow.server.server_config import SystemPromptMode

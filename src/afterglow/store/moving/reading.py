@@ -43,7 +43,7 @@ class Reading:
         return self._task.wait_layer(0, timeout) and self.head is not None
 
     def take_back(self, reads: Sequence[ChunkRead]) -> bool:
-        """Take back some of the reads, unless they have begun; tell whether that was in time. Nobody may wait for them after that."""
+        """Take back some of the reads, unless they have begun; tell whether that was in time. They must not be waited for after that."""
         with self._lock:
             if not self._begun:
                 self._reads = [read for read in self._reads if not any(read is other for other in reads)]

@@ -245,6 +245,41 @@ def test_through_the_store_and_a_restart(tmp_path: Path) -> None:
         assert reading.head.sidecar.version == 1
 
 
+def test_reads_that_have_not_begun_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, gate, begun = DiskTier.read_chunks, threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        gate.wait(20)
+        return read(*args)
+
+    with Kit(tmp_path, DIRECT, threads=1) as kit:
+        slots = (3, 4, 5)
+        stored = contents(kit.store.arena, slots, ROWS)
+        kit.put(5, ROWS, slots)
+        reader = kit.store.chunks
+        assert reader is not None
+        edition = edition_of(reader)
+        monkeypatch.setattr(DiskTier, "read_chunks", held)
+        buffers = [np.zeros((1, DIRECT.chunk_bytes), np.uint8) for _ in range(4)]
+        reads = [ChunkRead(1, VALUES, 0, 1, into) for into in buffers]
+        first = reader.read(extent_name(5), reads[:1], edition, DEMAND)
+        whole = reader.read(extent_name(5), reads[1:2], edition, DEMAND)
+        part = reader.read(extent_name(5), reads[2:], edition, DEMAND)
+        assert begun.wait(10)
+        assert not first.take_back(reads[:1])  # too late
+        assert whole.take_back(reads[1:2])
+        assert part.take_back(reads[3:])
+        gate.set()
+        assert first.wait(10)
+        assert part.wait(10)
+        kit.settle()
+        assert whole.ended
+        assert whole.bytes == 0
+        for into, wanted in zip(buffers, (True, False, True, False), strict=True):
+            assert np.array_equal(into.reshape(64, -1), stored[1, VALUES, :64]) == wanted
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 def test_what_is_read_waits_for_no_rewriting(tmp_path: Path, threads: int) -> None:
     """A new version is made beside the old one, which chunks and whole extents are read from meanwhile."""

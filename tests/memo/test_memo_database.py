@@ -188,7 +188,7 @@ def test_neighbours_are_averaged(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_way")
 def test_each_sentence_has_its_own_neighbours_and_weights(tmp_path: Path) -> None:
-    """Three sentences, of which the last two take maps, of the last layer."""
+    """Three sentences; the last two take maps, in the last layer."""
     plain, texts = embedder("encoder"), sentences(30, lengths=(7,))
     database = build(plain, tmp_path, texts, dataclasses.replace(EXACT, neighbours=2))
     x = torch.randn(3, 7, plain.dimensions)

@@ -161,7 +161,7 @@ class StopStrings:
 
 
 class _Begun:
-    """Follows how much of one stop string the end of a text is: `size` characters, never all of it (Knuth, Morris and Pratt)."""
+    """Follows how much of one stop string the end of a text is: `size` characters, never the whole (Knuth, Morris and Pratt)."""
 
     __slots__ = ("_shorter", "size", "stop")
 

@@ -51,25 +51,26 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
     from afterglow.kernels.packed import BLOCK_FORMATS
     from afterglow.kernels.paged_parts import PartTables, part_of, row_places, suited
+    from afterglow.kernels.pages import Pages
     from afterglow.kernels.stored_rows import stored_width
 
     heads, kv_heads, head_dim, hidden = SHAPES[shape]
-    data = torch.zeros(2, 2, kv_heads, 300, head_dim, dtype=dtype)
+    pages = Pages.of(torch.zeros(2, 2, kv_heads, 300, head_dim, dtype=dtype))
     qkv = torch.zeros(40, heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
     out, lse = torch.zeros(40, heads, head_dim), torch.zeros(40, heads)
     x, weight = torch.zeros(3, 2 * hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     angles = torch.zeros(40, head_dim), torch.zeros(40, head_dim)
     found: dict[str, Callable[[], object]] = {
-        "rotate and append": lambda: triton_rows.place(row_places([(data, 0, 40)]), 1, q, k, v, angles),
+        "rotate and append": lambda: triton_rows.place(row_places([(pages, 0, 40)]), 1, q, k, v, angles),
         "add and RMS norm": lambda: triton_passes.add_rms_norm(x[:, :hidden], x[:, hidden:], weight, 1e-5),
         "gated SiLU": lambda: triton_passes.gated_silu(x),
         "merge of two": lambda: triton_merge.merge_onto(out, lse, q, lse),
     }
-    pieces = torch.zeros(20, 4, dtype=torch.int64)
+    table = torch.zeros(20, 5, dtype=torch.int64)
     for name, kind in (("stored rows", dtype), ("stored rows in 8 bits", torch.int8)):
         stored = torch.zeros(2, 2, 64, kv_heads, stored_width(head_dim, kind), dtype=kind)
-        found[f"gather of {name}"] = partial(triton_gather.gather, stored, data[0], pieces, angles, 0, 0, 0)
+        found[f"gather of {name}"] = partial(triton_gather.gather, stored, pages.data, 1, table, angles, 0, 0)
     matrices = {
         f"{bits} bits" + (" in groups" if grouped else ""): RoundedMatrix(
             *rounded_rows(torch.zeros(64, hidden), bits, grouped), hidden, weight[:64]
@@ -86,9 +87,9 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         many = x[:1, : matrix.inputs].expand(40, -1)
         found[f"product of 40 rows, {name}"] = partial(triton_products.multiply, many, matrix)
     if suited(dtype, head_dim, heads // kv_heads):
-        found["column sums"] = lambda: triton_column_sums.column_sums(q, data[0, 0].transpose(0, 1), lse, 0.1)
+        found["column sums"] = lambda: triton_column_sums.column_sums(q, pages.read(0, 0, 300)[0], lse, 0.1)
         for name, queries in (("one query", 1), ("40 queries", 40)):
-            tables = PartTables([part_of(data, 0, 300, range(queries))], heads // kv_heads)
+            tables = PartTables([part_of(pages, 0, 300, range(queries))], heads // kv_heads)
             found[f"attention of {name}"] = partial(triton_attention.attend_parts, tables, 1, q, 0.1, 0.0, out, lse)
     return found
 

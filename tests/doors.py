@@ -55,13 +55,6 @@ def leave_out_last_norm(decoder: Any) -> None:
     decoder._blocks = [None] * len(decoder.layers)
 
 
-# ---- memory
-
-
-def lock_of(pool: Any) -> Any:
-    return pool._lock
-
-
 # ---- engine
 
 
@@ -70,17 +63,34 @@ def set_relay_costs(runner: Any, costs: Any) -> None:
 
 
 def fill_new_contexts(monkeypatch: Any, number: float) -> None:
-    """Let the memory of new device contexts be full of a number."""
-    from afterglow.engine.context import DeviceContext
+    """Let each page that a context gets be full of a number."""
+    from afterglow.engine.page_pool import PagePool
 
-    made = DeviceContext._empty
-    monkeypatch.setattr(DeviceContext, "_empty", lambda self, *size: made(self, *size).fill_(number))
+    taken = PagePool.take
+
+    def take(self: Any, *how: Any) -> Any:
+        for page in taken(self, *how):
+            page.data.fill_(number)
+            yield page
+
+    monkeypatch.setattr(PagePool, "take", take)
 
 
 def contexts_of(runner: Any) -> list[Any]:
     """Return all contexts on the device, of running jobs and of finished ones."""
     running = [job.context for job in runner._jobs.values() if job.context is not None]
     return [*running, *runner._contexts.values()]
+
+
+def free_bytes_of(pool: Any) -> int:
+    """Return the bytes of pages that no context holds."""
+    slabs = [slab for kind in pool._slabs.values() for slab in kind]
+    return sum(slab.free * slab.data.nbytes // (slab.free + slab.used) for slab in slabs)
+
+
+def held_bytes(runner: Any) -> int:
+    """Return the bytes of pages on the device that contexts hold."""
+    return int(runner._pool.num_bytes) - free_bytes_of(runner._pool)
 
 
 def relay_attention(relay: Any, layer: Any, q: Any) -> Any:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-
-from torch import Tensor
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.gather import HostRows
@@ -19,9 +16,11 @@ class SlowHostRows(HostRows):
 
     line = Line(math.inf)
 
-    def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
-        self.line.send((gather.stop - gather.start) * self.row_bytes, time.perf_counter())
-        return super().rows(gather, layer, which)
+    def ready(self, gather: Gather, layer: int, company: bool = False, *, wait: bool = True) -> bool:
+        there = super().ready(gather, layer, company, wait=wait)
+        if there:
+            self.line.send(2 * (gather.stop - gather.start) * self.row_bytes, time.perf_counter())
+        return there
 
 
 def slow_host(engine: Engine) -> SlowHostRows:

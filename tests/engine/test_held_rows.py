@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.page_pool import PagePool
 from afterglow.kernels import decode
 from afterglow.plan import options
 from afterglow.plan.options import Capacity, Held
@@ -65,7 +66,7 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 
 def bytes_held(handle: Handle) -> int:
-    return sum(context.num_bytes for context in doors.contexts_of(handle.engine.parts.runner))
+    return doors.held_bytes(handle.engine.parts.runner)
 
 
 def given_up(handle: Handle) -> int:
@@ -160,10 +161,10 @@ def test_memory_of_a_long_context_follows_the_windows(
     contexts = doors.contexts_of(handle.engine.parts.runner)
     assert len(contexts) == 3
     for context in contexts:
-        assert context.num_bytes == row * (context.capacity + 2 * min(context.capacity, 1024 + 256 + 512))
-        assert 8000 <= context.capacity < 8400
+        assert len(context.whole) == 8000 // 64
+        assert len(context.recent) <= (1024 + 256 + 512) // 64
     stats = handle.engine.stats()
-    assert 0 <= stats.tiers.device.used - bytes_held(handle) <= 3 * 3 * row, "a row of all layers each, by rounding"
+    assert bytes_held(handle) <= stats.tiers.device.used
 
 
 # ---------------------------------------------------------------------------------------------- the context itself
@@ -171,50 +172,72 @@ def test_memory_of_a_long_context_follows_the_windows(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_context_holds_what_a_whole_one_does(seed: int) -> None:
-    """Steps of random lengths, growth and copies: the rows held are those of a context that keeps all."""
+    """Steps of random lengths, growth, shared beginnings and shorter ones: the rows held are those of a context that keeps all. In the
+    end every page is free again."""
     rng = random.Random(seed)
     windowed = tuple(layer for layer in range(3) if rng.random() < 0.6) or (1,)
-    rows = Held(3, len(windowed), rng.choice([9, 20]), rng.choice([1, 4]))
-    window = rng.randint(1, 4)
+    rows = Held(3, len(windowed), rng.choice([150, 300]), rng.choice([1, 64]))
+    window = rng.randint(1, 60)
     shape = KVShape(3, 2, 4, torch.float32, torch.device("cpu"), windowed, rows)
     plain = KVShape(3, 2, 4, torch.float32, torch.device("cpu"))
-    context, whole = DeviceContext(shape, 8), DeviceContext(plain, 200)
-    while context.rows < 150:
+    pool = PagePool(shape, 2**30)
+    context, whole = DeviceContext(shape, pool), DeviceContext(plain, PagePool(plain, 2**30))
+    others: list[tuple[DeviceContext, list[tuple[torch.Tensor, ...]], int]] = []
+
+    def held(each: DeviceContext, first: int, stop: int) -> list[tuple[torch.Tensor, ...]]:
+        return [each.read(layer, max(first, each.pages(layer).first), stop) for layer in range(3)]
+
+    while context.rows < 1000:
         start = context.rows
-        stop = start + rng.randint(1, min(6, rows.step(start, window)))
-        context.reserve(max(context.capacity, -(-stop // 8) * 8))
-        context.make_room(stop)
+        stop = start + rng.randint(1, min(60, rows.step(start, window)))
+        for each in (context, whole):
+            each.make_room(stop)
         for layer in range(3):
             new = torch.randn(2, stop - start, 2, 4)
             for each in (context, whole):
-                each.keys(layer, start, stop)[:] = new[0]
-                each.values(layer, start, stop)[:] = new[1]
+                each.write(layer, start, *new)
         context.rows = whole.rows = stop
         if rng.random() < 0.2:
-            before, context = context, DeviceContext(shape, -(-(stop + 1) // 8) * 8)
-            context.copy_rows(before, stop)
-        if rng.random() < 0.2:  # guesses were wrong
-            context.rows = whole.rows = max(start + 1, stop - 2)
+            before, context = context, DeviceContext(shape, pool)
+            context.share(before, stop)
+            others.append((before, held(before, 0, stop), stop))
+            assert len(windowed) == 3 or stop < 64 or context.whole[0] is before.whole[0]
+        if rng.random() < 0.2:  # guesses were wrong, or another turn goes on from an earlier row
+            context.cut(max(start + 1, stop - 2))
+            whole.rows = context.rows
         for layer in range(3):
-            first = context.group_of(layer).first
+            first = context.pages(layer).first
             assert first <= max(0, context.rows + 1 - window)
             assert layer in windowed or first == 0
-            for rows_of in ("keys", "values"):
-                found, expected = (getattr(each, rows_of)(layer, first, context.rows) for each in (context, whole))
+            for found, expected in zip(
+                context.read(layer, first, context.rows), whole.read(layer, first, context.rows), strict=True
+            ):
                 assert torch.equal(found, expected)
+    for other, expected_rows, stop in others:  # nothing was written into a page that others hold
+        for of_layer, wanted in zip(held(other, 0, stop), expected_rows, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(of_layer, wanted, strict=True))
     with pytest.raises(AssertionError, match="not held"):
-        context.keys(windowed[0], context.first - 1, context.rows)
+        context.read(windowed[0], context.first - 1, context.rows)
+    used = pool.num_bytes
+    del context, others, other, before, each
+    assert doors.free_bytes_of(pool) == used
 
 
-def test_growing_copies_what_has_no_room_alone() -> None:
-    shape = KVShape(3, 2, 4, torch.float32, torch.device("cpu"), (0, 2), Held(3, 2, 16, 4))
-    context = DeviceContext(shape, 16)
-    assert context.recent is not None
-    before = context.recent.data_ptr()
-    for capacity in (24, 64, 640):
-        context.reserve(capacity)
-        assert context.recent.data_ptr() == before
-        assert context.num_bytes == 2 * 2 * 4 * 4 * (capacity + 2 * 16)
+def test_slabs_that_are_not_used_make_room_for_the_other_kind() -> None:
+    """A pool keeps its limit whichever contexts there are."""
+    shape = KVShape(3, 2, 64, torch.float32, torch.device("cpu"), (0, 2), Held(3, 2, 256))
+    size = 2 * 2 * 64 * 64 * 4  # bytes of a page of one layer
+    pool = PagePool(shape, 96 * size)
+    short = [DeviceContext(shape, pool) for _ in range(32)]
+    for each in short:
+        each.make_room(64)
+    assert 0 <= pool.num_bytes - 96 * size <= 3 * 16 * size, "but for what is free in a slab of each kind"
+    del each, short
+    long = DeviceContext(shape, pool)
+    for stop in range(64, 80 * 64, 64):
+        long.make_room(stop)
+        long.rows = stop
+    assert 0 <= pool.num_bytes - 96 * size <= 3 * 16 * size
 
 
 def test_rows_that_a_window_shows_would_not_fit() -> None:

@@ -16,6 +16,7 @@ from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import BatchEntry
+from afterglow.engine.page_pool import PagePool
 from afterglow.errors import ConfigError
 from afterglow.kernels import decode
 from afterglow.kernels.attention import attend, merge_into
@@ -159,14 +160,15 @@ def by_hand(
 ) -> tuple[list[BatchEntry], list[RelayGroup]]:
     """Make entries of these lengths, whose last `new` rows are computed in this step; entries that share have the same rows."""
     shape = KVShape(1, kv_heads, 16, torch.float32, torch.device("cpu"))
-    entries = []
+    entries: list[BatchEntry] = []
+    pool = PagePool(shape, 2**30)
     for job, rows in enumerate(lengths):
-        context = DeviceContext(shape, rows + 5)
-        context.data.copy_(torch.randn(context.data.shape, generator=generator))
+        context = DeviceContext(shape, pool)
+        context.make_room(rows)
+        context.write(0, 0, *torch.randn(2, rows, kv_heads, 16, generator=generator))
         for share in shares:
             if job in share.jobs and job != share.jobs[0]:
-                first = entries[share.jobs[0]].context.data
-                context.data[:, :, :, : share.stop] = first[:, :, :, : share.stop]
+                context.write(0, 0, *entries[share.jobs[0]].context.read(0, 0, share.stop))
         entries.append(BatchEntry(job, slice(job * new, (job + 1) * new), rows - new, rows, context))
     return entries, groups_of(shares, entries, None)
 
@@ -203,7 +205,7 @@ def test_all_levels_are_exact(
     q = torch.randn(new * len(entries), heads, 16, generator=generator)
     found = attended(entries, groups, q)
     for entry in entries:
-        keys, values = entry.context.keys(0, 0, entry.stop), entry.context.values(0, 0, entry.stop)
+        keys, values = entry.context.read(0, 0, entry.stop)
         exact = attend(q[entry.where], keys, values, scale=0.3, causal=True)[0]
         torch.testing.assert_close(found[entry.where], exact, atol=1e-5, rtol=0)
     if decode.native() is not None:
@@ -224,9 +226,9 @@ def test_shared_rows_before_a_window_are_not_read(new: int, built: bool, monkeyp
     q = torch.randn(new * len(entries), 8, 16, generator=generator)
     expected = []
     for entry in entries:
-        keys, values = entry.context.keys(0, 0, entry.stop), entry.context.values(0, 0, entry.stop)
+        keys, values = entry.context.read(0, 0, entry.stop)
         expected.append(attend(q[entry.where], keys, values, scale=0.3, causal=True, window=window, cap=4.0)[0].clone())
-        entry.context.data[:, :, :, : max(0, entry.start + 1 - window)] = torch.nan
+        entry.context.write(0, 0, *torch.full((2, max(0, entry.start + 1 - window), 2, 16), torch.nan))
     torch.testing.assert_close(attended(entries, groups, q, window, 4.0), torch.cat(expected), atol=1e-5, rtol=0)
 
 
@@ -237,7 +239,7 @@ def test_rows_of_a_job_whose_load_failed_are_not_read(monkeypatch: pytest.Monkey
     q = torch.randn(3, 4, 16, generator=generator)
     right = attended(entries, groups, q)
     entries[0].failed = "extent"
-    entries[0].context.data.fill_(torch.nan)
+    entries[0].context.write(0, 0, *torch.full((2, 90, 2, 16), torch.nan))
     found = attended(entries, groups, q)
     torch.testing.assert_close(found[1:], right[1:])
     assert found[0].isfinite().all(), "void, but the forward pass goes on"

@@ -29,6 +29,13 @@ def pick(part: Tensor, selection: Selection) -> Tensor:
     return part[rows, torch.arange(HEADS)]
 
 
+def full_of(keys: Tensor, values: Tensor) -> LoadedRows:
+    held = LoadedRows(ROWS, keys)
+    held.keys.copy_(keys)
+    held.values.copy_(values)
+    return held
+
+
 def same_set(found: Tensor, wanted: Tensor) -> None:
     """Of each head the same rows in any order."""
     for head in range(HEADS):
@@ -40,7 +47,7 @@ def same_set(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("second", [True, False])
 def test_any_selection_can_follow_any_other(first: bool, second: bool) -> None:
     keys, values = contents()
-    held = LoadedRows(torch.full((ROWS, HEADS, DIM), torch.nan), torch.full((ROWS, HEADS, DIM), torch.nan))
+    held = LoadedRows(ROWS, torch.empty(0, HEADS, DIM))
     before = draw(1, first)
     held.begin(before, (pick(keys, before), pick(values, before)))
     ever = before.mask()
@@ -63,7 +70,7 @@ def test_any_selection_can_follow_any_other(first: bool, second: bool) -> None:
 
 def test_probe_keys_are_known_of_all_rows_and_others_of_those_selected() -> None:
     keys, values = contents()
-    held = LoadedRows(torch.zeros(ROWS, HEADS, DIM), torch.zeros(ROWS, HEADS, DIM))
+    held = LoadedRows(ROWS, torch.empty(0, HEADS, DIM))
     selection = draw(1, False)
     held.begin(selection, (pick(keys, selection), pick(values, selection)))
     held.put_keys(slice(None), keys[:, :2])
@@ -75,7 +82,7 @@ def test_probe_keys_are_known_of_all_rows_and_others_of_those_selected() -> None
 
 def test_another_number_of_rows_is_refused() -> None:
     keys, values = contents()
-    held = LoadedRows(keys.clone(), values.clone())
+    held = full_of(keys, values)
     selection = draw(1, False)
     held.begin(selection, (pick(keys, selection), pick(values, selection)))
     fewer = Selection("shared", ROWS, selection.rows[:-1], selection.rows[:-1])
@@ -85,7 +92,7 @@ def test_another_number_of_rows_is_refused() -> None:
 
 def test_all_rows_are_taken_for_good() -> None:
     keys, values = contents()
-    held = LoadedRows(keys.clone(), values.clone())
+    held = full_of(keys, values)
     selection = draw(1, True)
     held.begin(selection, (pick(keys, selection), pick(values, selection)))
     every = torch.arange(ROWS)

@@ -16,6 +16,7 @@ from afterglow.kernels import decode
 from afterglow.kernels.attention import attend
 from afterglow.kernels.built import native
 from afterglow.kernels.decode import Appends, Read, Reads, rows_at
+from afterglow.kernels.pages import PAGE_ROWS, Pages
 from tests import doors
 
 LAYERS, SCALE = 2, 0.3
@@ -48,19 +49,20 @@ def use(way: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode._NativeReads, "__init__", narrowed)
 
 
-def context(rows: int, kv_heads: int, head_dim: int, generator: torch.Generator, spare: int = 3) -> Tensor:
-    """Rows that count among others that would show."""
-    data = torch.full((LAYERS, 2, kv_heads, rows + spare, head_dim), 1e4)
+def context(rows: int, kv_heads: int, head_dim: int, generator: torch.Generator, unseen: int = 0) -> Pages:
+    """Rows that count among others that would show; NaN in the first `unseen`."""
+    data = torch.full((LAYERS, 2, kv_heads, (rows // PAGE_ROWS + 1) * PAGE_ROWS, head_dim), 1e4)
     data[:, :, :, :rows] = torch.randn(LAYERS, 2, kv_heads, rows, head_dim, generator=generator)
-    return data
+    data[:, :, :, :unseen] = torch.nan
+    return Pages.of(data)
 
 
-def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int, cap: float = 0.0) -> tuple[Tensor, Tensor]:
+def whole(q: Tensor, seen: list[list[tuple[Pages, int, int]]], layer: int, cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """The formula in float64: each query over all rows that it sees, in one softmax."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for i, pieces in enumerate(seen):
-        found = [data[layer, :, :, start:stop].double() for data, start, stop in pieces if stop > start]
+        found = [_rows(pages, layer, start, stop).double() for pages, start, stop in pieces if stop > start]
         if not found:
             continue
         keys, values = torch.cat(found, 2).repeat_interleave(q.shape[1] // found[0].shape[1], 1)
@@ -70,6 +72,11 @@ def whole(q: Tensor, seen: list[list[tuple[Tensor, int, int]]], layer: int, cap:
         lse[i] = scores.logsumexp(-1)
         out[i] = ((scores - lse[i][:, None]).exp()[:, None] @ values)[:, 0]
     return out, lse
+
+
+def _rows(pages: Pages, layer: int, start: int, stop: int) -> Tensor:
+    """[2, kv_heads, rows, head_dim]."""
+    return torch.stack(pages.read(layer, start, stop)).transpose(1, 2)
 
 
 def last_seen(read: Read, query: int) -> int:
@@ -84,7 +91,7 @@ def check(q: Tensor, reads: list[Read], cap: float = 0.0) -> None:
     out = torch.zeros(q.shape)
     lse = torch.full(q.shape[:2], -torch.inf)
     prepared = Reads(reads, cap=cap)
-    seen = [[(r.data, first_seen(r, i), last_seen(r, i)) for r in reads if i in r.queries] for i in range(len(q))]
+    seen = [[(r.pages, first_seen(r, i), last_seen(r, i)) for r in reads if i in r.queries] for i in range(len(q))]
     for layer in range(LAYERS):
         out.zero_()
         lse.fill_(-torch.inf)
@@ -194,8 +201,7 @@ def test_windows_and_caps(
     q = torch.randn(edges[-1], heads[0], head_dim, generator=generator)
     reads = []
     for (before, new), (a, b) in zip(parts, pairwise(edges), strict=True):
-        data = context(before + new, heads[1], head_dim, generator)
-        data[:, :, :, : max(0, before + 1 - window)] = torch.nan
+        data = context(before + new, heads[1], head_dim, generator, max(0, before + 1 - window))
         reads.append(Read(data, max(0, before + 1 - window) // 64 * 64, before + new, range(a, b), True, window))
     number = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -335,7 +341,7 @@ def test_scores_far_apart(way: int | str) -> None:
     reads += [Read(context(30, 4, 16, generator), 0, 30, (i,)) for i in range(9)]
     out, lse = torch.zeros(9, 4, 16), torch.full((9, 4), -torch.inf)
     Reads(reads).attend(0, q, SCALE, out, lse)
-    seen = [[(r.data, r.start, r.stop) for r in reads if i in r.queries] for i in range(9)]
+    seen = [[(r.pages, r.start, r.stop) for r in reads if i in r.queries] for i in range(9)]
     exact = whole(q, seen, 0)
     assert exact[1].max() > 200
     torch.testing.assert_close(out.double(), exact[0], atol=5e-4, rtol=0)
@@ -346,7 +352,7 @@ def test_scores_far_apart(way: int | str) -> None:
 def test_bfloat16_and_odd_heads_go_the_general_way(head_dim: int) -> None:
     generator = torch.Generator().manual_seed(4)
     dtype = torch.bfloat16 if head_dim == 16 else torch.float32
-    data = context(40, 2, head_dim, generator).to(dtype)
+    data = Pages.of(torch.randn(LAYERS, 2, 2, 40, head_dim, generator=generator).to(dtype))
     q = torch.randn(3, 4, head_dim, generator=generator).to(dtype)
     out, lse = torch.zeros(3, 4, head_dim), torch.full((3, 4), -torch.inf)
     reads = Reads([Read(data, 0, 40, range(3)), Read(data, 5, 9, (1,))])
@@ -360,23 +366,24 @@ def test_bfloat16_and_odd_heads_go_the_general_way(head_dim: int) -> None:
 def test_new_rows_are_put_where_they_belong() -> None:
     generator = torch.Generator().manual_seed(5)
     k, v = torch.randn(2, 5, 3, 16, generator=generator).unbind(0)
-    contexts = [torch.zeros(LAYERS, 2, 3, rows, 16) for rows in (4, 9)]
-    rows = [Read(contexts[0], 3, 4, (4,)), Read(contexts[1], 2, 6, range(4))]
+    expected = [torch.zeros(LAYERS, 2, 3, rows, 16) for rows in (4, 69)]
+    contexts = [Pages.of(each) for each in expected]
+    rows = [Read(contexts[0], 3, 4, (4,)), Read(contexts[1], 62, 66, range(4))]
     assert Appends.possible(rows)
-    assert not Appends.possible([Read(contexts[0].bfloat16(), 3, 4, (4,))])
+    assert not Appends.possible([Read(Pages.of(expected[0].bfloat16()), 3, 4, (4,))])
     Appends(rows).write(1, k, v)
-    expected = [torch.zeros_like(c) for c in contexts]
     for which, x in enumerate((k, v)):
         expected[0][1, which, :, 3] = x[4]
-        expected[1][1, which, :, 2:6] = x[:4].transpose(0, 1)
+        expected[1][1, which, :, 62:66] = x[:4].transpose(0, 1)
     for found, wanted in zip(contexts, expected, strict=True):
-        assert torch.equal(found, wanted)
+        for layer in range(LAYERS):
+            assert torch.equal(_rows(found, layer, 0, wanted.shape[3]), wanted[layer])
 
 
 def test_an_accumulator_of_another_dtype_is_refused() -> None:
     if native() is None:
         pytest.skip("nothing has been built for this machine")
-    data = torch.zeros(LAYERS, 2, 1, 4, 16)
+    data = Pages.of(torch.zeros(LAYERS, 2, 1, 4, 16))
     with pytest.raises(ValueError, match="bfloat16"):
         Reads([Read(data, 0, 4, (0,))]).attend(
             0, torch.zeros(1, 1, 16), 1.0, torch.zeros(1, 1, 16).bfloat16(), torch.zeros(1, 1)
@@ -397,9 +404,7 @@ def test_the_three_ways_agree_with_plain_attention_of_one_job() -> None:
     edges = [0, 64, 65, 200]
     data = context(200, 2, 64, generator)
     q = torch.randn(1, 8, 64, generator=generator)
-    plain = attend(
-        q, data[0, 0, :, :200].transpose(0, 1), data[0, 1, :, :200].transpose(0, 1), scale=SCALE, causal=True
-    )
+    plain = attend(q, *data.read(0, 0, 200), scale=SCALE, causal=True)
     for chosen in WAYS:
         with pytest.MonkeyPatch.context() as monkeypatch:
             use(chosen, monkeypatch)

@@ -27,7 +27,9 @@ from afterglow.kernels.device_blocks import device_matrix
 from afterglow.kernels.device_products import Kind, RoundedMatrix, rounded_rows
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
+from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import rotate
+from afterglow.kernels.slot_gather import SlotRows, slot_table
 from afterglow.kernels.stored_rows import narrowed, stored_width, widened
 from tests.kernels.test_packed import random_blocks
 
@@ -39,11 +41,17 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def context(layers: int, kv_heads: int, rows: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Rows in a larger piece of memory, whose other rows would show."""
-    data = torch.full((layers, 2, kv_heads, rows + 9, head_dim), math.nan, dtype=dtype)
+def context(layers: int, kv_heads: int, rows: int, head_dim: int, dtype: torch.dtype) -> Pages:
+    """Rows in pages whose other rows would show."""
+    data = torch.full((layers, 2, kv_heads, (rows // 64 + 1) * 64, head_dim), math.nan, dtype=dtype)
     data[:, :, :, :rows] = draw(layers, 2, kv_heads, rows, head_dim, dtype=dtype)
-    return data
+    return Pages.of(data)
+
+
+def all_rows(pages: Pages, stop: int) -> Tensor:
+    """[layers, 2, kv_heads, rows, head_dim]."""
+    layers = (pages.read(layer, pages.first, stop) for layer in range(len(pages.data)))
+    return torch.stack([torch.stack(found).transpose(1, 2) for found in layers])
 
 
 def formula(q: Tensor, reads: list[Read], layer: int, cap: float) -> tuple[Tensor, Tensor]:
@@ -55,7 +63,7 @@ def formula(q: Tensor, reads: list[Read], layer: int, cap: float) -> tuple[Tenso
             if row in read.queries:
                 last = read.stop - len(read.queries) + 1 + list(read.queries).index(row) if read.causal else read.stop
                 first = max(read.start, last - read.window) if read.window and read.causal else read.start
-                found.append(read.data[layer, :, :, first : max(first, last)].double())
+                found.append(torch.stack(read.pages.read(layer, first, max(first, last))).transpose(1, 2).double())
         if not found or not sum(each.shape[2] for each in found):
             continue
         keys, values = torch.cat(found, 2).repeat_interleave(q.shape[1] // found[0].shape[1], 1)
@@ -72,14 +80,14 @@ SCALE = 0.2
 
 def check(q: Tensor, reads: list[Read], cap: float = 0.0, before: tuple[Tensor, Tensor] | None = None) -> None:
     """Compare with the formula, in the last layer. `before`: out and LSE of other rows, which are merged with."""
-    layer = reads[0].data.shape[0] - 1
+    layer = reads[0].pages.data.shape[0] - 1
     out, lse = torch.full(q.shape, math.nan), torch.full(q.shape[:2], -math.inf)
     expected = formula(q, reads, layer, cap)
     if before is not None:
         out, lse = before[0].clone(), before[1].clone()
         expected = merge((before, (expected[0].float(), expected[1].float())))
     parts = [part for read in reads if (part := read.part()) is not None]
-    tables = PartTables(parts, q.shape[1] // reads[0].data.shape[2])
+    tables = PartTables(parts, q.shape[1] // reads[0].pages.data.shape[2])
     triton_attention.attend_parts(tables, layer, q, SCALE, cap, out, lse)
     read = sorted({row for part in parts for row in part.queries})
     # Inputs are exact in float64; a weight is rounded to bfloat16 before it is multiplied, 2**-9 of values up to about 4.
@@ -114,7 +122,7 @@ def attention() -> None:
     # Many queries, in several tasks, over a wide chunk; scores that exp cannot hold.
     wide = context(1, 1, 530, 16, torch.float32)
     check(draw(40, 2, 16), [Read(wide, 0, 530, range(40))])
-    wide[0, 0, :, 3] = 900.0
+    wide[0].data[0, 0, :, 3] = 900.0
     check(draw(2, 2, 16), [Read(wide, 0, 100, (0, 1))])
 
 
@@ -128,7 +136,7 @@ def pages() -> None:
     layer, which, head = pool.stride()[:3]
     paged = PagedPart(pool, [64 * place * head_dim for place in places], 10, rows, (0, 1), (layer, which, head))
     found = []
-    for part in (paged, part_of(data, 10, rows, (0, 1))):
+    for part in (paged, part_of(Pages.of(data), 10, rows, (0, 1))):
         out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -math.inf)
         triton_attention.attend_parts(PartTables([part], heads // kv_heads), 1, q, SCALE, 0.0, out, lse)
         found.append((out, lse))
@@ -170,18 +178,19 @@ def rows() -> None:
         turned = k.double() if rotation is None else rotate(k.double(), rotation)
         wanted[0][1, 0, :, 63:66], wanted[0][1, 1, :, 63:66] = turned[:3].transpose(0, 1), v[:3].transpose(0, 1)
         wanted[1][1, 0, :, 0:2], wanted[1][1, 1, :, 0:2] = turned[3:].transpose(0, 1), v[3:].transpose(0, 1)
-        found = triton_rows.place(row_places([(long, 63, 66), (short, 0, 2)]), 1, q, k, v, rotation)
+        contexts = Pages.of(long), Pages.of(short)
+        found = triton_rows.place(row_places([(contexts[0], 63, 66), (contexts[1], 0, 2)]), 1, q, k, v, rotation)
         # A product and a sum in float32, rounded to the dtype once; numbers up to about 8.
         rounding = 8 * torch.finfo(dtype).eps
-        for context, expected in zip((long, short), wanted, strict=True):
-            torch.testing.assert_close(context, expected, atol=rounding, rtol=0)
+        for pages, expected in zip(contexts, wanted, strict=True):
+            torch.testing.assert_close(all_rows(pages, expected.shape[3]), expected, atol=rounding, rtol=0)
         expected_q = q if rotation is None else rotate(q.double(), rotation).to(dtype)
         torch.testing.assert_close(found, expected_q, atol=rounding, rtol=0)
 
 
 def gather() -> None:
-    """Stored rows of each dtype out of slots in any order: turned wholly, in part or not; the ends of slots; rows that a layer leaves
-    out; and nothing written beside. Contexts with room, of which a part is held."""
+    """Stored rows of each dtype out of slots in any order: turned wholly, in part or not; the ends of slots and of pages; rows that a
+    layer leaves out; and nothing written beside. The context's first page is not held."""
     for stored, dtype, head_dim, kv_heads, rotary in (
         (torch.int8, torch.bfloat16, 80, 3, 32),
         (torch.int8, torch.float32, 64, 1, 64),
@@ -192,33 +201,30 @@ def gather() -> None:
     ):
         shape = 3, 2, 7, 64, kv_heads, stored_width(head_dim, stored)
         arena = narrowed(draw(3 * 2 * 7 * 64, kv_heads, head_dim), stored).view(shape)
-        # From row 5 of the context on, of which row 3 is the first that is held; rotations begin with row 5.
-        pieces, at = [], 5
-        for slot, first, stop in ((6, 61, 64), (2, 0, 64), (0, 0, 64), (3, 7, 7), (5, 9, 50), (1, 0, 1)):
-            pieces.append((slot, first, stop, at))
-            at += stop - first
-        rotation = (draw(at - 5, rotary), draw(at - 5, rotary)) if rotary else None
-        for least in (5, 90, at):
-            context = torch.full((2, 2, kv_heads, at + 20, head_dim), 7.0, dtype=dtype)[:, :, :, : at + 11]
-            wanted = context.clone()
+        # From row 69 of the context on; rotations begin there.
+        pieces = [SlotRows(6, 61, 64, 69), SlotRows(2, 0, 56, 72), SlotRows(2, 56, 64, 128), SlotRows(0, 0, 56, 136)]
+        pieces += [SlotRows(0, 56, 64, 192), SlotRows(3, 7, 7, 200), SlotRows(5, 9, 50, 200), SlotRows(1, 0, 1, 241)]
+        rotation = (draw(173, rotary), draw(173, rotary)) if rotary else None
+        for least in (69, 150, 242):
+            pages = Pages.of(torch.full((2, 2, kv_heads, 256, head_dim), 7.0, dtype=dtype))
+            wanted = all_rows(pages, 256)
+            pages.pop_first()
             for slot, first, stop, to in pieces:
                 keys, values = (widened(arena[1, which, slot, first:stop], torch.float32).double() for which in (0, 1))
                 if rotation is not None:
-                    keys = rotate(keys, (rotation[0][to - 5 :][: len(keys)], rotation[1][to - 5 :][: len(keys)]))
+                    keys = rotate(keys, (rotation[0][to - 69 :][: len(keys)], rotation[1][to - 69 :][: len(keys)]))
                 for which, each in enumerate((keys, values)):
                     left = max(0, least - to)
-                    wanted[1, which, :, to + left - 3 : max(to + left, to + stop - first) - 3] = each[left:].transpose(
-                        0, 1
-                    )
-            table = torch.tensor(pieces, dtype=torch.int64)
-            triton_gather.gather(arena[1], context[1], table, rotation, least, 3, 5)
+                    wanted[1, which, :, to + left : max(to + left, to + stop - first)] = each[left:].transpose(0, 1)
+            table = slot_table(pieces, pages, pages.data)
+            triton_gather.gather(arena[1], pages.data, 1, table, rotation, least, 69)
+            found = all_rows(pages, 256)
             # A product and a sum in float32, rounded to the dtype once, which the interpreter cuts off; numbers up to about 16.
-            torch.testing.assert_close(context, wanted, atol=16 * torch.finfo(dtype).eps, rtol=0)
+            torch.testing.assert_close(found, wanted[:, :, :, 64:], atol=16 * torch.finfo(dtype).eps, rtol=0)
             if rotation is None:
-                assert torch.equal(context, wanted), "copied rows have other bits"
-    untouched = context.clone()
-    triton_gather.gather(arena[1], context[1], table[:0], rotation, 0, 3, 5)
-    assert torch.equal(context, untouched)
+                assert torch.equal(found, wanted[:, :, :, 64:]), "copied rows have other bits"
+    triton_gather.gather(arena[1], pages.data, 1, table[:0], rotation, 0, 69)
+    assert torch.equal(all_rows(pages, 256), found)
 
 
 def products() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.kernels.built import native
 from afterglow.kernels.decode import Read, Reads
+from afterglow.kernels.pages import Pages
 
 CPU = torch.device("cpu")
 SCALE = 0.125
@@ -50,14 +51,13 @@ class Batch:
             return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
         self.q = draw(requests, options.heads, d)
-        shared = draw(1, 2, kv, prefix, d)
-        own = [draw(1, 2, kv, context, d) for _ in range(requests)]
-        private = [Read(data, 0, context, (i,)) for i, data in enumerate(own)]
+        first, rest = draw(1, 2, kv, prefix, d), [draw(1, 2, kv, context, d) for _ in range(requests)]
+        whole = [Pages.of(torch.cat((first, data), 3)) for data in rest]
+        shared, own = Pages.of(first), [Pages.of(data) for data in rest]
+        private = [Read(pages, 0, context, (i,)) for i, pages in enumerate(own)]
         together = [Read(shared, 0, prefix, range(requests)), *private]
         self._reads = {
-            "plain": Reads(
-                [Read(torch.cat((shared, data), 3), 0, prefix + context, (i,)) for i, data in enumerate(own)]
-            ),
+            "plain": Reads([Read(pages, 0, prefix + context, (i,)) for i, pages in enumerate(whole)]),
             "shared": Reads([*(Read(shared, 0, prefix, (i,)) for i in range(requests)), *private]),
             "relay": Reads(together),
             "torch": Reads(together, built=False),

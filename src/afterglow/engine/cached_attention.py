@@ -26,6 +26,7 @@ from afterglow.engine.tee import Tee
 from afterglow.kernels.decode import DECODED, Appends, Read, Reads
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.layers import LayerRows
+from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention, Decoder, Hidden
 from afterglow.plan.options import STRIDE
@@ -88,8 +89,7 @@ class CachedAttend:
         """Copy the step's new rows [rows, kv_heads, head_dim] to their contexts."""
         for entry in self.entries:
             if entry.failed is None:
-                entry.context.keys(layer, entry.start, entry.stop)[:] = k[entry.where]
-                entry.context.values(layer, entry.start, entry.stop)[:] = v[entry.where]
+                entry.context.write(layer, entry.start, k[entry.where], v[entry.where])
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
         """Attend with all rows of the step to their contexts on the device: [rows, heads, head_dim]."""
@@ -98,8 +98,7 @@ class CachedAttend:
             if entry.failed is not None:
                 out[entry.where] = 0  # void, but it must not become NaN: the forward goes on for the others
                 continue
-            first = entry.context.group_of(layer).first
-            keys, values = (rows(layer, first, entry.stop) for rows in (entry.context.keys, entry.context.values))
+            keys, values = entry.context.read(layer, entry.context.pages(layer).first, entry.stop)
             out[entry.where] = self._attended(entry, attention, q[entry.where], keys, values)
         return out
 
@@ -137,7 +136,7 @@ class RelayCosts:
         memory or from the processor's caches as they will later."""
         layers = min(shape.layers, PROBE_LAYERS)
         size = (layers, 2, shape.kv_heads, PROBE_ROWS, shape.head_dim)
-        data = torch.ones(size, dtype=shape.dtype, device=shape.device)
+        data = Pages.of(torch.ones(size, dtype=shape.dtype, device=shape.device))
         q = torch.ones((PROBE_QUERIES[-1], heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
 
         def seconds(*reads: Read) -> float:
@@ -224,9 +223,9 @@ def _read(
     entry: BatchEntry, layer: int, start: int, stop: int, queries: Sequence[int], causal: bool = False, window: int = 0
 ) -> Read:
     """Make a read of rows [start, stop) of an entry's context, in a layer and all that hold the same rows."""
-    data, first = entry.context.group_of(layer)
-    assert first <= start, f"rows from {start} on are not held in layer {layer}"
-    return Read(data, start - first, stop - first, queries, causal, window)
+    pages = entry.context.pages(layer)
+    assert pages.first <= start, f"rows from {start} on are not held in layer {layer}"
+    return Read(pages, start, stop, queries, causal, window)
 
 
 def depth_of(groups: Sequence[RelayGroup]) -> int:
@@ -281,7 +280,7 @@ class RelayAttend(CachedAttend):
             recent, number = self._shape.place(layer)
             if recent not in self._device_rows:
                 new = [_read(entry, layer, entry.start, entry.stop, ()) for entry in self.entries]
-                self._device_rows[recent] = DeviceRows([(read.data, read.start, read.stop) for read in new])
+                self._device_rows[recent] = DeviceRows([(read.pages, read.start, read.stop) for read in new])
             rotation = None if self._angles is None else self._angles.at(layer)
             placed = self._device_rows[recent].place(number, q, k, v, rotation)
             if placed is not None:

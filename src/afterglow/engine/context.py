@@ -1,23 +1,24 @@
-"""Hold KV on the device: one contiguous, growing segment per context, rotated and ready to attend.
+"""Hold KV on the device: rotated and ready to attend, in pages of 64 rows that contexts with the same beginning share.
 
-Layout [layers, 2, kv_heads, capacity, head_dim]: head-major, because a decode step then reads each head's rows as
-one run of memory (1.3-1.5 times faster than row-major on CPU from 1,024 rows on; `docs/log.md`). Layers with a sliding window
-may have a second, shorter segment for the last rows alone.
+A page is head-major, because a decode step then reads each head's rows as one run of memory (`docs/log.md`). Layers with a sliding
+window may hold the last rows alone, in pages of their own.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from afterglow.memory.pages import LARGE
-from afterglow.memory.pool import Pool
+from afterglow.kernels.pages import PAGE_ROWS, Page, Pages
 from afterglow.plan.options import Held
+
+if TYPE_CHECKING:
+    from afterglow.engine.page_pool import PagePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,90 +49,97 @@ def _places(layers: int, windowed: tuple[int, ...]) -> list[tuple[bool, int]]:
     return [(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
 
 
-class LayerGroup(NamedTuple):
-    """Rows from `first` on of some layers of a context: [layers, 2, kv_heads, capacity, head_dim]."""
-
-    data: Tensor
-    first: int
-
-
 class DeviceContext:
-    """Hold the rotated keys and the values of one context; `rows` of `capacity` are valid.
+    """Hold the rotated keys and the values of one context; the first `rows` are valid.
 
-    Layers with a window hold rows [first, rows) in `recent`, if the shape says so; all other layers hold all rows in `data`.
+    Layers with a window hold the rows from `first` on in `recent`, if the shape says so; all other layers hold all rows in
+    `whole`. The page that new rows go to is no other context's.
     """
 
-    __slots__ = ("_pool", "capacity", "data", "first", "recent", "rows", "shape")
+    __slots__ = ("_pool", "recent", "rows", "shape", "whole")
 
-    def __init__(self, shape: KVShape, capacity: int, pool: Pool | None = None) -> None:
-        """`pool`: lends the memory of large contexts on CPU."""
+    def __init__(self, shape: KVShape, pool: PagePool, own_from: int = 0) -> None:
+        """`own_from`: the first row that is ever held."""
         self._pool = pool
         self.shape = shape
-        self.capacity = capacity
-        self.rows = self.first = 0
-        windowed = len(shape.windowed)
-        self.data: Tensor = self._empty(shape.layers - windowed, capacity)
-        self.recent: Tensor | None = self._empty(windowed, min(capacity, shape.held.most)) if windowed else None
+        self.rows = 0
+        first = own_from // PAGE_ROWS * PAGE_ROWS
+        self.whole = Pages(first)
+        self.recent = Pages(first) if shape.windowed else None
 
-    def _empty(self, layers: int, capacity: int) -> Tensor:
-        s = self.shape
-        sizes = (layers, 2, s.kv_heads, capacity, s.head_dim)
-        num_bytes = math.prod(sizes) * s.dtype.itemsize
-        if self._pool is None or s.device.type != "cpu" or num_bytes < LARGE:
-            return torch.empty(sizes, dtype=s.dtype, device=s.device)
-        return torch.from_numpy(self._pool.take(num_bytes, again=True)).view(s.dtype).view(sizes)
+    def __del__(self) -> None:
+        for pages in self._groups():
+            while len(pages):
+                self._drop(pages.pop())
 
     @property
-    def num_bytes(self) -> int:
-        """Count the bytes that the context holds."""
-        return self.data.nbytes + (self.recent.nbytes if self.recent is not None else 0)
+    def first(self) -> int:
+        """Return the first row that all layers hold."""
+        return self.whole.first if self.recent is None else self.recent.first
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` rows, and keep the valid ones."""
-        if capacity <= self.capacity:
-            return
-        data = self._empty(len(self.data), capacity)
-        data[:, :, :, : self.rows] = self.data[:, :, :, : self.rows]
-        self.data, self.capacity = data, capacity
-        room = min(capacity, self.shape.held.most)
-        if self.recent is not None and room > self.recent.shape[3]:
-            recent, kept = self._empty(len(self.recent), room), max(0, self.rows - self.first)
-            recent[:, :, :, :kept] = self.recent[:, :, :, :kept]
-            self.recent = recent
+    def make_room(self, stop: int, capacity: int = 0) -> None:
+        """Have pages for rows up to `stop`, and in layers that hold all rows for as many as `capacity`, to be in one run. Layers
+        with a window give up old rows for them.
 
-    def make_room(self, stop: int) -> None:
-        """Let layers with a window give up old rows, so that rows up to `stop` fit."""
-        first = self.shape.held.first(stop)
-        if self.recent is None or first <= self.first:
-            return
-        shift, kept = first - self.first, max(0, self.rows - first)
-        for at in range(0, kept, shift):  # in pieces that do not overlap the place where they go
-            to = min(kept, at + shift)
-            self.recent[:, :, :, at:to] = self.recent[:, :, :, at + shift : to + shift]
-        self.first = first
+        Raises: `torch.OutOfMemoryError`.
+        """
+        if self.recent is not None:
+            first = self.shape.held.first(stop) // PAGE_ROWS * PAGE_ROWS
+            while len(self.recent) and self.recent.first < first:
+                self._drop(self.recent.pop_first())
+            self.recent.first = max(self.recent.first, first)
+        for pages in self._groups():
+            wanted = stop if pages is self.recent else max(stop, capacity)
+            missing = -(-(wanted - pages.stop) // PAGE_ROWS)
+            if missing > 0:
+                last = pages[-1] if len(pages) else None
+                for page in self._pool.take(self._layers(pages), missing, last):
+                    pages.append(page)
 
-    def copy_rows(self, source: DeviceContext, rows: int) -> None:
-        """Copy the first `rows` rows from another context, as far as it holds them. They are rotated to the same positions."""
-        self.data[:, :, :, :rows] = source.data[:, :, :, :rows]
-        self.rows, self.first = rows, source.first
-        if self.recent is not None and source.recent is not None:
-            held = max(0, rows - self.first)
-            self.recent[:, :, :, :held] = source.recent[:, :, :, :held]
+    def share(self, source: DeviceContext, rows: int) -> None:
+        """Begin with the first `rows` rows of another context, as far as it holds them: their pages, and a copy of the last one's
+        rows if it is not full. They are rotated to the same positions."""
+        for own, others in zip(self._groups(), source._groups(), strict=True):
+            own.first = others.first
+            for number in range(-(-(rows - others.first) // PAGE_ROWS)):
+                own.append(others[number])
+        self.cut(rows)
 
-    def group_of(self, layer: int) -> LayerGroup:
-        """Return what a layer's rows are a part of; its number there is `KVShape.place`'s."""
-        recent = self.shape.place(layer)[0]
-        return LayerGroup(self.recent, self.first) if recent and self.recent is not None else LayerGroup(self.data, 0)
+    def cut(self, rows: int) -> None:
+        """Keep the first `rows` rows alone. A page that others hold as well, and that is not full, is copied."""
+        self.rows = rows
+        for pages in self._groups():
+            while len(pages) and pages.stop >= rows + PAGE_ROWS:
+                self._drop(pages.pop())
+            if rows < pages.stop and len(pages) and pages[-1].users > 1:
+                (page,) = self._pool.take(self._layers(pages), 1)
+                held = rows - pages.stop + PAGE_ROWS
+                page.data[:, :, :, :held] = pages[-1].data[:, :, :, :held]
+                self._drop(pages.pop())
+                pages.append(page)
 
-    def keys(self, layer: int, start: int, stop: int) -> Tensor:
-        """Return a view [stop - start, kv_heads, head_dim] of some rows in one layer; those beyond `rows` are undefined."""
-        return self._rows(layer, 0, start, stop)
+    def pages(self, layer: int) -> Pages:
+        """Return the pages that hold a layer's rows; its number there is `KVShape.place`'s."""
+        recent = self.recent if self.shape.place(layer)[0] else None
+        return self.whole if recent is None else recent
 
-    def values(self, layer: int, start: int, stop: int) -> Tensor:
-        """Return a view [stop - start, kv_heads, head_dim] of some rows in one layer; those beyond `rows` are undefined."""
-        return self._rows(layer, 1, start, stop)
+    def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return copies of keys and values [stop - start, kv_heads, head_dim]; those beyond `rows` are undefined."""
+        return self.pages(layer).read(self.shape.place(layer)[1], start, stop)
 
-    def _rows(self, layer: int, which: int, start: int, stop: int) -> Tensor:
-        data, first = self.group_of(layer)
-        assert first <= start <= stop <= first + data.shape[3], f"rows {start} to {stop} are not held in layer {layer}"
-        return data[self.shape.place(layer)[1], which, :, start - first : stop - first].transpose(0, 1)
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [rows, kv_heads, head_dim] into rows from `start` on of one layer."""
+        self.pages(layer).write(self.shape.place(layer)[1], start, keys, values)
+
+    def _groups(self) -> Sequence[Pages]:
+        if self.recent is None:
+            return (self.whole,)
+        return (self.whole, self.recent) if len(self.shape.windowed) < self.shape.layers else (self.recent,)
+
+    def _layers(self, pages: Pages) -> int:
+        windowed = len(self.shape.windowed)
+        return windowed if pages is self.recent else self.shape.layers - windowed
+
+    def _drop(self, page: Page) -> None:
+        if not page.users:
+            self._pool.give(page)

@@ -2,7 +2,8 @@
 
 Each row is copied once, and its key is rotated in the same pass. On a device with its own queues of work the copies run in
 a second one, ahead of the layer that is being computed, as far as the rows have come; each layer has an event, and the
-computing queue waits for just that. With Triton a layer's rows are one launch (`kernels.device_gather`). On a CPU both are the calling thread, and a layer is gathered when it is its turn.
+computing queue waits for just that. On a CPU both are the calling thread, and a layer is gathered when it is its turn. A layer's rows
+are one call (`kernels.slot_gather`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,16 +19,15 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.stats import GatherCounters
-from afterglow.kernels.device_gather import DeviceGather, SlotRows
-from afterglow.kernels.rope import LayerRopes, LayerRotations, Rotation, rotate_into
-from afterglow.kernels.stored_rows import widen_into
+from afterglow.kernels.pages import PAGE_ROWS
+from afterglow.kernels.rope import LayerRopes, LayerRotations
+from afterglow.kernels.slot_gather import SlotGather, SlotRows
 from afterglow.plan.step import ExtentId, Gather
 from afterglow.store.kvstore import KVStore
 
 LAYERS_AHEAD = 2  # of the layer being computed, on a device with work queues
 STALL_SECONDS = 0.25  # how long other requests wait, in a step, for rows that they do not need
 POLL_SECONDS = 0.05  # between two looks whether a caller waits
-MIN_BLOCKS = 4  # in a row, on average: with shorter runs one gather into a temporary is faster than many small copies
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class BatchEntry:
     gathers: tuple[Gather, ...] = ()
     gather_from: int = 0  # first row of the context that the gathers fill
     gather_angles: LayerRotations | None = None
-    gather_at_once: DeviceGather | None = None  # on CUDA
+    slot_gather: SlotGather | None = None
     failed: ExtentId | None = None
     late: bool = False  # the failed extent is still on its way
     own_from: int = 0  # rows before are read together with other entries (see `engine.relay_attention`)
@@ -101,63 +100,17 @@ class HostRows:
         under_way = gather.move is not None and self.store.is_under_way(gather.move)
         return under_way or self.ready(gather, layer, wait=False)
 
-    def rows(self, gather: Gather, layer: int, which: int) -> Iterator[Tensor]:
-        """Yield keys (`which` 0) or values (1) in pieces [rows, kv_heads, stored width], in order. The pieces are views of the
-        slots, unless these are scattered."""
-        first, last = gather.start // BLOCK_ROWS, -(-gather.stop // BLOCK_ROWS)
-        slots = gather.slots[first:last]
-        plane = self.arena[layer, which]
-        runs = list(_runs(slots))
-        if len(runs) > 1 and self.device.type == "cpu" and len(slots) < MIN_BLOCKS * len(runs):
-            pieces = [plane.index_select(0, torch.tensor(slots))]
-        else:
-            pieces = [plane[slots[a] : slots[a] + b - a] for a, b in runs]
-        skip, left = gather.start - first * BLOCK_ROWS, gather.stop - gather.start
-        for blocks in pieces:
-            rows = blocks.reshape(-1, *blocks.shape[2:])[skip : skip + left]
-            skip, left = 0, left - len(rows)
-            yield rows
-
-
-def _put(rows: Tensor, place: Tensor, angles: Rotation | None = None) -> None:
-    """Copy host rows to their place on the device, turned by `angles`. A change of dtype happens there: on the CPU it would cost
-    time, and wait.
-    """
-    rows = rows.to(place.device, non_blocking=True)
-    if rows.dtype == torch.int8:
-        widen_into(rows, place, angles)
-    elif angles is not None:
-        rotate_into(rows, angles, place)
-    else:
-        place.copy_(rows, non_blocking=True)
-
 
 def _pieces(entry: BatchEntry) -> Iterator[SlotRows]:
-    """Yield what an entry's context gets, slot by slot."""
+    """Yield what an entry's context gets, in pieces of one slot and one page."""
     at = entry.gather_from
     for gather in entry.gathers:
         row = gather.start
         while row < gather.stop:
             block, first = divmod(row, BLOCK_ROWS)
-            stop = min(BLOCK_ROWS, gather.stop - block * BLOCK_ROWS)
+            stop = min(BLOCK_ROWS, first + gather.stop - row, first + PAGE_ROWS - at % PAGE_ROWS)
             yield SlotRows(gather.slots[block], first, stop, at)
             at, row = at + stop - first, row + stop - first
-
-
-def _angles(entry: BatchEntry, layer: int, where: slice) -> Rotation | None:
-    """Return the rotation of some rows of an entry's context in one layer."""
-    rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
-    if rotation is None:
-        return None
-    cos, sin = rotation
-    within = slice(where.start - entry.gather_from, where.stop - entry.gather_from)
-    return cos[within], sin[within]
-
-
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of places in `slots` whose slots follow each other."""
-    cuts = [at for at, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1]
-    yield from pairwise((0, *cuts, len(slots)))
 
 
 class Gatherer:
@@ -193,8 +146,7 @@ class Gatherer:
             return
         for entry in self._entries:
             self._events[entry.job] = []
-            if self._host.device.type == "cuda":
-                entry.gather_at_once = DeviceGather(list(_pieces(entry)), entry.gather_from)
+            entry.slot_gather = SlotGather(list(_pieces(entry)), entry.gather_from)
             if rope is not None:
                 positions = torch.arange(entry.gather_from, entry.start, device=self._host.device)
                 entry.gather_angles = rope.cos_sin(positions)
@@ -255,36 +207,16 @@ class Gatherer:
         read = sum(gather.stop - gather.start for _, gather in needed)
         row_bytes = 2 * self._host.row_bytes
         self._counters.count(read * row_bytes, (entry.start - entry.gather_from - read) * row_bytes)
-        for start, gather in needed:
+        for _, gather in needed:
             if not self._host.ready(gather, layer, self._has_company(entry, gather)):
                 entry.failed = gather.extent
                 entry.late = self._host.stalls and self._host.comes(gather, layer)
                 return
-            if entry.gather_at_once is None:
-                self._put_each(entry, layer, start, gather)
-        if needed and entry.gather_at_once is not None:
-            self._put_at_once(entry, entry.gather_at_once, layer, needed)
-
-    def _put_at_once(
-        self, entry: BatchEntry, pieces: DeviceGather, layer: int, needed: Sequence[tuple[int, Gather]]
-    ) -> None:
-        group, place = entry.context.group_of(layer), entry.context.shape.place(layer)[1]
-        rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
-        if not pieces.put(self._host.arena[layer], group.data[place], rotation, needed[0][0], group.first):
-            entry.gather_at_once = None
-            for start, gather in needed:
-                self._put_each(entry, layer, start, gather)
-
-    def _put_each(self, entry: BatchEntry, layer: int, start: int, gather: Gather) -> None:
-        at = start
-        for rows in self._host.rows(gather, layer, 0):
-            where = slice(at, at + len(rows))
-            _put(rows, entry.context.keys(layer, where.start, where.stop), _angles(entry, layer, where))
-            at += len(rows)
-        at = start
-        for rows in self._host.rows(gather, layer, 1):
-            _put(rows, entry.context.values(layer, at, at + len(rows)))
-            at += len(rows)
+        if needed:
+            assert entry.slot_gather is not None
+            number = entry.context.shape.place(layer)[1]
+            rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
+            entry.slot_gather.put(self._host.arena[layer], entry.context.pages(layer), number, rotation, needed[0][0])
 
     def _needed(self, entry: BatchEntry, layer: int) -> list[tuple[int, Gather]]:
         """List what queries of the entry see in a layer: the first row of the context, and the rows that come there."""

@@ -17,6 +17,7 @@ from afterglow.engine.cached_attention import CachedAttend, RelayAttend, RelayCo
 from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
+from afterglow.engine.page_pool import PagePool
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
@@ -29,7 +30,6 @@ from afterglow.engine.transfers import StepInputs, on_device
 from afterglow.importance.chunk_loader import ImportanceStats
 from afterglow.kernels.built import native
 from afterglow.kernels.device_reads import possible
-from afterglow.memory.pool import Pool
 from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
 from afterglow.plan.batching.compose import IDLE_PREFILL
@@ -82,7 +82,8 @@ class TorchRunner:
         self._inputs = StepInputs(decoder.device)
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
-        self._pool = Pool(self._prefault)
+        self._pool = PagePool(self.shape, config.cache.device_cache, self._prefault)
+        self._pool.prepare(spec.layers - len(windowed) or len(windowed))
         on_cpu = decoder.device.type == "cpu"  # otherwise the arena is locked in memory, and so is there already
         self._slot_prefault = SlotPrefault(self._prefault, host.store.arena.view) if on_cpu else None
         if self._slot_prefault is not None:
@@ -130,7 +131,7 @@ class TorchRunner:
                 self._remove(release.job)
             if release.context is not None:
                 assert context is not None, f"job {release.job} has nothing on the device to retain"
-                context.rows = release.rows
+                context.cut(release.rows)
                 self._contexts[release.context] = context
         for number in step.frees:
             self._contexts.pop(number, None)
@@ -333,17 +334,15 @@ class TorchRunner:
         if admit is not None and job.context is None:  # otherwise an earlier attempt at this step has made it
             if admit.context is not None and admit.take:
                 job.context = self._contexts.pop(admit.context)
-                job.context.rows = admit.device_rows
-                job.context.reserve(run.capacity)
+                job.context.cut(admit.device_rows)
             else:
-                context = DeviceContext(self.shape, run.capacity, self._pool)
+                context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
                 if admit.context is not None:
-                    context.copy_rows(self._contexts[admit.context], admit.device_rows)
+                    context.share(self._contexts[admit.context], admit.device_rows)
                 job.context = context
         assert job.context is not None, f"job {run.job} runs without ever having been admitted"
-        job.context.reserve(run.capacity)
         stop = run.start + len(run.tokens)
-        job.context.make_room(stop)
+        job.context.make_room(stop, run.capacity)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
         return BatchEntry(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
 

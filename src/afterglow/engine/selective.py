@@ -86,12 +86,11 @@ class PrefixSelection:
             self.rows, kept, layers, layers - similar - whole, sum(taken) / layers if taken else kept, self.renewals
         )
 
-    def layer(self, layer: int, q: Tensor, own: Tensor, scale: float, room: Pair) -> Waits[Pair]:
+    def layer(self, layer: int, q: Tensor, own: Tensor, scale: float) -> Waits[Pair]:
         """Get the rows that a layer attends to besides the request's own rows.
 
         `q` [new, heads, head_dim] and `own`, keys of these and all earlier own rows [own, kv_heads, head_dim], are rotated.
-        They select while the prompt is computed, and as often as the engine renews. `room`: memory for keys and values of the
-        prefix in this layer, [rows, kv_heads, head_dim].
+        They select while the prompt is computed, and as often as the engine renews.
         Raises: `RowsLost`, while the prompt is computed. Later the layer goes on with the rows that it has.
         """
         queries = Queries(layer, q, own, scale)
@@ -99,9 +98,9 @@ class PrefixSelection:
             if layer == 0:
                 self._count(len(q))
             if self._renewing:
-                yield from self._renew(queries, room)
+                yield from self._renew(queries)
             loaded = self._loaded[layer] if self._loaded else None
-            return room if loaded is not None and loaded.whole else self.kept[layer]
+            return (loaded.keys, loaded.values) if loaded is not None and loaded.whole else self.kept[layer]
         if layer == 0:
             yield from self.prefix.open()
         found: dict[str, Tensor] = {}  # keys that were loaded to select by
@@ -123,7 +122,7 @@ class PrefixSelection:
         self.kept.append((rotated, values))
         self.selections.append(selection)
         if self.shared.renew:
-            self._remember(selection, found.get("probes"), keys, room)
+            self._remember(selection, found.get("probes"), keys)
         self.prefix.ahead(layer, selection)
         if layer + 1 == self.shared.decoder.spec.layers:
             self.prefix.close()
@@ -148,12 +147,12 @@ class PrefixSelection:
         self.shared.loader.stats.identifying += time.perf_counter() - began - loading
         return selection
 
-    def _remember(self, selection: Selection, probe_keys: Tensor | None, keys: Tensor | None, room: Pair) -> None:
+    def _remember(self, selection: Selection, probe_keys: Tensor | None, keys: Tensor | None) -> None:
         """Remember which rows have been loaded, for later selections."""
         if selection.kind == "all" or probe_keys is None:
             self._loaded.append(None)
             return
-        loaded = LoadedRows(*room)
+        loaded = LoadedRows(self.rows, self.kept[-1][0])
         loaded.begin(selection, self.kept[-1])
         loaded.put_keys(slice(None), probe_keys if keys is None else keys)
         self.kept[-1] = loaded.kept
@@ -169,13 +168,12 @@ class PrefixSelection:
             self._decoded = 0
             self.renewals += 1
 
-    def _renew(self, queries: Queries, room: Pair) -> Waits[None]:
+    def _renew(self, queries: Queries) -> Waits[None]:
         """Let decoded tokens select in one layer. If rows cannot be read, the layer keeps its selection."""
         layer, device = queries.layer, queries.q.device
         loaded, stats = self._loaded[layer], self.shared.loader.stats
         if loaded is None or loaded.whole or self._stuck:
             return
-        loaded.keys, loaded.values = room  # the context may have grown, and moved
 
         def all_keys() -> Waits[Tensor]:
             yield from self._load_keys(loaded, layer, loaded.without_keys())

@@ -100,8 +100,7 @@ class SeparatePass:
         if self._work is None:
             q, k, v = attention.project(x)
             q, k = attention.rotate_both(q, k, self._angles)
-            entry.context.keys(layer, entry.start, entry.stop)[:] = k
-            entry.context.values(layer, entry.start, entry.stop)[:] = v
+            entry.context.write(layer, entry.start, k, v)
             self._work = attended(self.selection, entry, layer, q, attention.scale)
         try:
             while True:
@@ -139,10 +138,8 @@ def attended(selection: PrefixSelection, entry: BatchEntry, layer: int, q: Tenso
 
     The own rows are in the entry's context. Raises: `RowsLost`, while the prompt is computed.
     """
-    keys, values = entry.context.keys(layer, 0, entry.stop), entry.context.values(layer, 0, entry.stop)
-    own = keys[entry.own_from :], values[entry.own_from :]
-    room = keys[: entry.own_from], values[: entry.own_from]
-    kept = yield from selection.layer(layer, q, own[0], scale, room)
+    own = entry.context.read(layer, entry.own_from, entry.stop)
+    kept = yield from selection.layer(layer, q, own[0], scale)
     both = [attend(q, *kept, scale=scale, causal=False), attend(q, *own, scale=scale, causal=True)]
     return merge(both)[0]
 

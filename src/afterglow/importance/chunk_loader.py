@@ -17,7 +17,7 @@ from afterglow.importance.chunk_cache import ChunkCache
 from afterglow.importance.importance_notes import AT_ONCE, ImportanceNotes, Note
 from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout, RowOrder
 from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally, Worth
-from afterglow.memory.pool import Pool, Slabs
+from afterglow.memory.buffers import Buffers
 from afterglow.plan.step import Selectable
 from afterglow.store.extents.chunks import ChunkRead
 from afterglow.store.extents.layout import KVLayout
@@ -77,7 +77,7 @@ class ChunkLoader:
         version of a file may take beside the old one; None: any."""
         self.arena, self.layout, self.reader, self.cache = arena, layout, reader, cache
         self.dtype, self.timeout, self.prior, self.room = dtype, timeout, prior, room
-        self.buffers = Slabs(Pool(), layout.chunk_bytes)
+        self.buffers = Buffers(layout.chunk_bytes)
         self.stats = ImportanceStats()
         self.budget = ReadBudget()
         self.worth = Worth()

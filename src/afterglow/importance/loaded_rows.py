@@ -2,7 +2,7 @@
 
 SPEC decodes over the rows that the prompt selected (spec S17). A fact that a reply retrieves is attended to by decoded tokens,
 which took no part in that selection; so their queries may select anew. Rows that have been loaded before are taken from here,
-and only the rest is read. No more than the prefix is held: rows lie in memory that was reserved for the whole prefix.
+and only the rest is read. No more than the prefix is held, for which the plan has reserved room.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ Pair = tuple[Tensor, Tensor]
 class LoadedRows:
     """Hold rows of one layer by their place in the prefix, and dense copies of the rows that are attended to.
 
-    `keys` (rotated) and `values` [rows, kv_heads, head_dim] are the memory, at first undefined; `known_keys` and
+    `keys` (rotated) and `values` [rows, kv_heads, head_dim] are head-major in memory, and at first undefined; `known_keys` and
     `known_values`, bool [kv_heads, rows], mark the loaded rows. `kept`: the layer's keys and values, [k, kv_heads,
     head_dim] each: of KV head h, place i has row `_rows[h, i]` of the prefix, in no order. `whole`: the layer attends to all
     rows.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        rows, kv_heads = keys.shape[:2]
-        self.keys, self.values = keys, values
-        self.known_keys = torch.zeros(kv_heads, rows, dtype=torch.bool, device=keys.device)
+    def __init__(self, rows: int, like: Tensor) -> None:
+        """`rows`: of the prefix. `like` [., kv_heads, head_dim] has their shape."""
+        kv_heads, head_dim = like.shape[1:]
+        self.keys: Tensor = like.new_empty(kv_heads, rows, head_dim).transpose(0, 1)
+        self.values = torch.empty_like(self.keys)
+        self.known_keys = torch.zeros(kv_heads, rows, dtype=torch.bool, device=like.device)
         self.known_values = torch.zeros_like(self.known_keys)
-        self.ever = torch.zeros(rows, dtype=torch.bool, device=keys.device)  # rows that some head has attended to
-        self.kept: Pair = (keys[:0], values[:0])
+        self.ever = torch.zeros(rows, dtype=torch.bool, device=like.device)  # rows that some head has attended to
+        self.kept: Pair = (self.keys[:0], self.values[:0])
         self.whole = False
-        self._rows = torch.empty(kv_heads, 0, dtype=torch.int64, device=keys.device)
+        self._rows = torch.empty(kv_heads, 0, dtype=torch.int64, device=like.device)
 
     def begin(self, selection: Selection, kept: Pair) -> None:
         """Take in the first selection, with its rows [k, kv_heads, head_dim] in the order of `selection.rows`."""

@@ -22,6 +22,7 @@ from afterglow.kernels.attention import attend, merge_into
 from afterglow.kernels.built import Native, native
 from afterglow.kernels.device_reads import MOST_SHARED, DeviceReads
 from afterglow.kernels.paged_parts import PagedPart, part_of
+from afterglow.kernels.pages import Pages
 
 LANES = 16  # head_dim must be a multiple
 DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most
@@ -29,11 +30,10 @@ TILE = 64  # queries of a prefill that are computed together: their results stay
 
 
 class Read(NamedTuple):
-    """Rows [start, stop) of a context [layers, 2, kv_heads, capacity, head_dim] (keys, values), and the rows of the batch
-    that read them. `causal`: the queries are those of the last rows, and a query sees no row after its own; otherwise each
+    """Rows [start, stop) of a context, and the rows of the batch that read them. `causal`: the queries are those of the last rows, and a query sees no row after its own; otherwise each
     query sees all rows. `window`: a query of a causal read sees no more than so many rows, its own included; 0: all."""
 
-    data: Tensor
+    pages: Pages
     start: int
     stop: int
     queries: Sequence[int]
@@ -49,7 +49,7 @@ class Read(NamedTuple):
         for at in range(0, len(self.queries), TILE):
             queries = self.queries[at : at + TILE]
             start = max(self.start, first + at + 1 - self.window) if self.window else self.start
-            yield Read(self.data, start, first + at + len(queries), queries, True, self.window)
+            yield Read(self.pages, start, first + at + len(queries), queries, True, self.window)
 
     def decoded(self) -> Iterator[Read]:
         """Yield the same read query by query if it is a decode step's: what a query's attention is rounded to then does not depend on
@@ -59,7 +59,7 @@ class Read(NamedTuple):
             return
         first = self.stop - len(self.queries) + 1
         for at, query in enumerate(self.queries):
-            yield Read(self.data, self.start, first + at, (query,), self.window > 0, self.window)
+            yield Read(self.pages, self.start, first + at, (query,), self.window > 0, self.window)
 
     def part(self) -> PagedPart | None:
         """Return what a kernel for CUDA reads if few queries do, else None."""
@@ -70,10 +70,10 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """The segments of a step: prepared once, read in each layer. The contexts stay where they are meanwhile."""
+    """The segments of a step: prepared once, read in each layer. No page comes or goes meanwhile."""
 
     def __init__(self, reads: Sequence[Read], *, cap: float = 0.0, built: bool = True) -> None:
-        """Prepare at least one read; contexts have one shape, except the capacity. `cap`: of scores, see `attend`. `built`: use the
+        """Prepare at least one read; pages have one shape. `cap`: of scores, see `attend`. `built`: use the
         compiled kernel if it takes such contexts."""
         self._cap = cap
         self._native: _NativeReads | None = None
@@ -81,7 +81,7 @@ class Reads:
         if library is not None:
             self._native = _NativeReads(library, [tile for read in reads for tile in read.tiles()], cap)
             return
-        parts = [read.part() if built and read.data.device.type == "cuda" else None for read in reads]
+        parts = [read.part() if built and read.pages.data.device.type == "cuda" else None for read in reads]
         few = [part for part in parts if part is not None]
         self._few = DeviceReads(few, cap) if few else None
         self._reads = reads
@@ -106,8 +106,7 @@ class Reads:
             parts = [
                 attend(
                     asking[i * size : (i + 1) * size],
-                    read.data[layer, 0, :, read.start : read.stop].transpose(0, 1),
-                    read.data[layer, 1, :, read.start : read.stop].transpose(0, 1),
+                    *read.pages.read(layer, read.start, read.stop),
                     scale=scale,
                     causal=read.causal,
                     window=read.window,
@@ -146,10 +145,10 @@ class Appends:
 
 def _suited(reads: Sequence[Read]) -> Native | None:
     """Return the compiled kernels if they take such contexts."""
-    data = reads[0].data
+    data = reads[0].pages.data
     if data.dtype != torch.float32 or data.device.type != "cpu" or data.shape[4] % LANES:
         return None
-    return native() if all(read.data.is_contiguous() for read in reads) else None
+    return native()
 
 
 class _Table:
@@ -158,13 +157,14 @@ class _Table:
     def __init__(self, library: Native, reads: Sequence[Read]) -> None:
         segments: list[tuple[int, ...]] = []
         where: list[int] = []
-        for data, start, stop, queries, causal, window in reads:
-            place = (data.data_ptr(), data.shape[3], start, stop - start)
-            segments.append((*place, len(where), len(queries), int(causal), window))
+        for pages, start, stop, queries, causal, window in reads:
+            segments.append(
+                (pages.table, pages.apart, start, stop - start, len(where), len(queries), int(causal), window)
+            )
             where += queries
         of_segments, of_rows = library.new("afterglow_segment[]", segments), library.new("int64_t[]", where)
         self._memory = reads, of_segments, of_rows
-        _, _, kv_heads, _, head_dim = reads[0].data.shape
+        _, _, kv_heads, _, head_dim = reads[0].pages.data.shape
         fields = (of_segments, len(segments), library.address(of_rows), kv_heads, head_dim)
         self.table = library.new("afterglow_table *", fields)
 
@@ -208,9 +208,9 @@ def _rounds(reads: Sequence[Read]) -> list[tuple[slice | Tensor, list[Read]]]:
                 single.append(turn)
             turn[read.queries[0]] = read
         else:
-            found.append((rows_at(read.queries, read.data.device), [read]))
+            found.append((rows_at(read.queries, read.pages.data.device), [read]))
     turns = [list(turn.values()) for turn in single]
-    return [(rows_at([read.queries[0] for read in turn], turn[0].data.device), turn) for turn in turns] + found
+    return [(rows_at([read.queries[0] for read in turn], turn[0].pages.data.device), turn) for turn in turns] + found
 
 
 def rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from afterglow.kernels.gate import Gate
 from afterglow.kernels.paged_parts import RowPlaces, row_places, suited
+from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation
 
 _gate = Gate("triton_rows")
@@ -16,8 +17,8 @@ _gate = Gate("triton_rows")
 class DeviceRows:
     """Where the new rows of a step go, in the order of the batch. The table is made at the first layer."""
 
-    def __init__(self, runs: Sequence[tuple[Tensor, int, int]]) -> None:
-        """Take rows [start, stop) of contexts [layers, 2, kv_heads, capacity, head_dim], of one shape except the capacity."""
+    def __init__(self, runs: Sequence[tuple[Pages, int, int]]) -> None:
+        """Take rows [start, stop) of contexts whose pages have one shape."""
         self._runs = runs
         self._places: RowPlaces | None = None
 
@@ -25,7 +26,7 @@ class DeviceRows:
         """Rotate `q` [rows, heads, head_dim] and `k` [rows, kv_heads, head_dim], put keys and `v` into the contexts, and return
         the rotated queries; or do nothing and return None: torch must do it."""
         heads, head_dim = q.shape[1:]
-        data = self._runs[0][0]
+        data = self._runs[0][0].data
         kinds = {x.dtype for x in (q, k, v, data)}
         if len(kinds) > 1 or not suited(q.dtype, head_dim, 1) or any(x.stride(2) != 1 for x in (q, k, v)):
             return None

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PAGE_ROWS = 64
+from afterglow.kernels.pages import Pages
+
 CHUNK = 256  # rows of a task, where few queries read them
 WIDE_CHUNK = 512  # where many do: what tasks write stays small beside what they read
 NARROW, WIDE = 32, 64  # rows of scores of a task: queries, with all heads of a group
@@ -37,14 +38,13 @@ class PagedPart(NamedTuple):
 
 
 def part_of(
-    data: Tensor, start: int, stop: int, queries: Sequence[int], causal: bool = False, window: int = 0
+    pages: Pages, start: int, stop: int, queries: Sequence[int], causal: bool = False, window: int = 0
 ) -> PagedPart:
-    """Make a part of rows [start, stop) of `data` [layers, 2, kv_heads, capacity, head_dim], whose rows lie side by side."""
-    layer, which, head, row, _ = data.stride()
-    assert data.stride()[3:] == (data.shape[4], 1), "rows must lie side by side"
-    base = start // WIDE_CHUNK * WIDE_CHUNK
-    pages = range(base * row, stop * row, PAGE_ROWS * row)
-    return PagedPart(data, pages, start - base, stop - base, queries, (layer, which, head), causal, window)
+    """Make a part of rows [start, stop) of a context."""
+    layer, which, head = pages.data.stride()[:3]
+    base = max(pages.first, start // WIDE_CHUNK * WIDE_CHUNK)
+    found = pages.offsets(base, stop, pages.data)
+    return PagedPart(pages.data, found, start - base, stop - base, queries, (layer, which, head), causal, window)
 
 
 def tiles(dtype: torch.dtype, head_dim: int) -> tuple[int, ...]:
@@ -142,21 +142,21 @@ class RowPlaces(NamedTuple):
     places: Tensor
 
 
-def row_places(runs: Sequence[tuple[Tensor, int, int]]) -> RowPlaces:
-    """Describe rows [start, stop) of contexts [layers, 2, kv_heads, capacity, head_dim], one run after the other. Contexts begin at
-    multiples of 8 elements from each other."""
-    base = runs[0][0]
+def row_places(runs: Sequence[tuple[Pages, int, int]]) -> RowPlaces:
+    """Describe rows [start, stop) of contexts, one run after the other."""
+    base = runs[0][0].data
+    layer, which, head, row = base.stride()[:4]
     places: list[int] = []
-    for data, start, stop in runs:
-        layer, which, head, step, _ = data.stride()
-        away = _away(data, base)
-        for at in range(away + start * step, away + stop * step, step):
-            places += (at, layer, which, head)
+    for pages, start, stop in runs:
+        for span in pages.spans(start, stop):
+            page = _away(span.page.data, base)
+            for at in range(page + span.first * row, page + span.stop * row, row):
+                places += (at, layer, which, head)
     return RowPlaces(base, torch.tensor(places, dtype=torch.int64).to(base.device).view(-1, 4))
 
 
 def _away(data: Tensor, base: Tensor) -> int:
     """Return how many elements behind `base` a tensor begins."""
     away, rest = divmod(data.data_ptr() - base.data_ptr(), base.element_size())
-    assert (rest, away % 8) == (0, 0), "contexts begin at a multiple of 8 elements"
+    assert (rest, away % 8) == (0, 0), "pages begin at a multiple of 8 elements"
     return away

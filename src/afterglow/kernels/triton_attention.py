@@ -17,7 +17,8 @@ from torch import Tensor
 
 from afterglow.kernels.attention import attend
 from afterglow.kernels.gate import agree
-from afterglow.kernels.paged_parts import FIELDS, PAGE_ROWS, PartTables, part_of
+from afterglow.kernels.paged_parts import FIELDS, PartTables, part_of
+from afterglow.kernels.pages import PAGE_ROWS, Pages
 from afterglow.kernels.triton_merge import merge_parts_onto
 
 
@@ -166,7 +167,8 @@ def trial(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int, k
         (0, 300, range(5, 6), True, 100),
         (0, 192, range(6, 40), False, 0),
     )
-    tables = PartTables([part_of(data, *read) for read in reads], heads // kv_heads)
+    pages = Pages.of(data)
+    tables = PartTables([part_of(pages, *read) for read in reads], heads // kv_heads)
     out = torch.zeros(q.shape, dtype=torch.float32, device=device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=device)
     attend_parts(tables, 0, q, scale, cap, out, lse)

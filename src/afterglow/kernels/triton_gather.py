@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from afterglow.kernels.gate import agree
+from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation, rotate
+from afterglow.kernels.slot_gather import SlotRows, slot_table
 from afterglow.kernels.stored_rows import narrowed, stored_width, widened
 
 BLOCK = 64  # rows of a slot
@@ -30,7 +32,7 @@ def _widened(at, mask, scale, rounded: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["tasks", "least", "held_from", "angles_from"])
+@triton.jit(do_not_specialize=["layer", "tasks", "least", "angles_from"])
 def _gather(
     stored,
     to,
@@ -38,11 +40,12 @@ def _gather(
     sin,
     pieces,
     tasks,
+    layer,
     least,
-    held_from,
     angles_from,
     stored_which,
     stored_slot,
+    to_layer,
     to_which,
     to_head,
     kv_heads: tl.constexpr,
@@ -60,7 +63,7 @@ def _gather(
     half: tl.constexpr = rotary // 2
     kind = to.dtype.element_ty
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        piece = pieces + task // (2 * tiles) * 4
+        piece = pieces + task // (2 * tiles) * 5
         slot = tl.load(piece)
         first = tl.load(piece + 1)
         stop = tl.load(piece + 2)
@@ -70,7 +73,8 @@ def _gather(
         place = tl.load(piece + 3) + (row - first)  # row of the context
         mask = (row >= first) & (row < stop) & (place >= least)
         source = stored + (is_value * stored_which + slot * stored_slot) + line * width
-        target = to + is_value * to_which + (line % kv_heads) * to_head + (place - held_from) * head_dim
+        target = to + tl.load(piece + 4) + layer * to_layer + is_value * to_which
+        target += (line % kv_heads) * to_head + (row - first) * head_dim
         scale = mask
         if rounded:
             scale = tl.load((source + head_dim).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
@@ -101,24 +105,23 @@ def _gather(
 
 def gather(
     stored: Tensor,
-    to: Tensor,
-    pieces: Tensor,
+    base: Tensor,
+    layer: int,
+    table: Tensor,
     rotation: Rotation | None,
     least: int,
-    held_from: int,
     angles_from: int,
 ) -> None:
-    """Do what `kernels.device_gather.DeviceGather.put` does. `pieces`, int64 [pieces, 4] on the device: slot, first row there, the
-    row after the last, and the row of the context that the first goes to."""
-    kv_heads, _, head_dim = to.shape[1:]
-    cos, sin = (to, to) if rotation is None else (angles.contiguous() for angles in rotation)
+    """Do what `kernels.slot_gather.SlotGather.put` does, with its table. `base`: a page that the places are counted from."""
+    _, _, kv_heads, _, head_dim = base.shape
+    cos, sin = (base, base) if rotation is None else (angles.contiguous() for angles in rotation)
     rotary = 0 if rotation is None else cos.shape[1]
-    tasks = len(pieces) * 2 * triton.cdiv(BLOCK * kv_heads, LINES)
+    tasks = len(table) * 2 * triton.cdiv(BLOCK * kv_heads, LINES)
     if tasks == 0:
         return
     _gather[(min(tasks, PROGRAMS),)](
-        *(stored, to, cos, sin, pieces, tasks, least, held_from, angles_from),
-        *(*stored.stride()[:2], *to.stride()[:2]),
+        *(stored, base, cos, sin, table, tasks, layer, least, angles_from),
+        *(*stored.stride()[:2], *base.stride()[:3]),
         kv_heads=kv_heads,
         head_dim=head_dim,
         width=stored.shape[4],
@@ -142,8 +145,9 @@ def trial(
     arena = torch.empty(shape, dtype=stored, pin_memory=device.type == "cuda")
     arena.copy_(narrowed(rows, stored).view(shape))
     there = arena.to(device)
-    spots = [(2, 60, 64, 5), (0, 0, 64, 9), (1, 0, 3, 73)]
-    found, expected = (torch.zeros(2, kv_heads, 80, head_dim, dtype=dtype, device=device) for _ in range(2))
+    spots = [SlotRows(2, 60, 64, 5), SlotRows(0, 0, 55, 9), SlotRows(0, 55, 64, 64), SlotRows(1, 0, 3, 73)]
+    before = torch.zeros(2, 2, kv_heads, 80, head_dim, dtype=dtype, device=device)
+    pages, expected = Pages.of(before), before.clone()
     rotation = None
     if rotary:
         cos, sin = (torch.randn(72, rotary, generator=generator).to(device) for _ in range(2))
@@ -154,8 +158,10 @@ def trial(
             keys = rotate(
                 keys, (rotation[0][at - 4 : at - 4 + stop - first], rotation[1][at - 4 : at - 4 + stop - first])
             )
-        expected[0, :, at : at + stop - first] = keys.transpose(0, 1)
-        expected[1, :, at : at + stop - first] = values.transpose(0, 1)
-    expected[:, :, 5:7] = 0
-    gather(arena, found, torch.tensor(spots, dtype=torch.int64).to(device), rotation, 7, 0, 4)
-    agree("gathered rows", found, expected, 2 * torch.finfo(dtype).eps)
+        expected[1, 0, :, at : at + stop - first] = keys.transpose(0, 1)
+        expected[1, 1, :, at : at + stop - first] = values.transpose(0, 1)
+    expected[:, :, :, 5:7] = 0
+    gather(arena, pages.data, 1, slot_table(spots, pages, pages.data), rotation, 7, 4)
+    for layer in range(2):
+        for found, wanted in zip(pages.read(layer, 0, 80), expected[layer], strict=True):
+            agree("gathered rows", found, wanted.transpose(0, 1), 2 * torch.finfo(dtype).eps)

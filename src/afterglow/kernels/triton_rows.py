@@ -14,6 +14,7 @@ from torch import Tensor
 
 from afterglow.kernels.gate import agree
 from afterglow.kernels.paged_parts import RowPlaces, row_places
+from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation, rotate
 
 HEADS = 8  # of a program
@@ -114,18 +115,20 @@ def trial(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int, k
     def draw(*shape: int, like: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device=device, dtype=like)
 
-    contexts = [draw(2, 2, kv_heads, rows, head_dim) for rows in (9, 5)]
-    where = [(contexts[0], 3, 5), (contexts[1], 0, 1)]
-    expected = [each.clone() for each in contexts]
+    expected = [draw(2, 2, kv_heads, rows, head_dim) for rows in (70, 5)]
+    contexts = [Pages.of(each) for each in expected]
+    where = [(contexts[0], 63, 65), (contexts[1], 0, 1)]
     both = draw(3, heads + 2 * kv_heads, head_dim)
     q, k, v = torch.split(both, [heads, kv_heads, kv_heads], 1)
     rotation = (draw(3, rotary, like=torch.float32), draw(3, rotary, like=torch.float32)) if rotary else None
     turned = place(row_places(where), 1, q, k, v, rotation)
-    for i, (at, row) in enumerate(((0, 3), (0, 4), (1, 0))):
+    for i, (at, row) in enumerate(((0, 63), (0, 64), (1, 0))):
         own = None if rotation is None else (rotation[0][i : i + 1], rotation[1][i : i + 1])
         expected[at][1, 0, :, row] = k[i] if own is None else rotate(k[i : i + 1], own)[0]
         expected[at][1, 1, :, row] = v[i]
     rounding = 2 * torch.finfo(dtype).eps
     agree("rotation", turned, q if rotation is None else rotate(q, rotation), rounding)
-    for found, wanted in zip(contexts, expected, strict=True):
-        agree("new rows", found, wanted, rounding)
+    for pages, wanted in zip(contexts, expected, strict=True):
+        for layer in range(2):
+            found = torch.stack(pages.read(layer, 0, wanted.shape[3])).transpose(1, 2)
+            agree("new rows", found, wanted[layer], rounding)

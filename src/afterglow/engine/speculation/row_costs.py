@@ -10,6 +10,7 @@ from torch import Tensor
 
 from afterglow.engine.context import KVShape
 from afterglow.kernels.decode import Read, Reads
+from afterglow.kernels.pages import Pages
 from afterglow.model.decoder import Attention, Decoder
 
 PROBE_ROWS = (1, 2, 4, 8, 12, 16)
@@ -63,7 +64,7 @@ def attention_costs(shape: KVShape, heads: int) -> tuple[float, float]:
     reply."""
     layers = min(PROBE_LAYERS, shape.layers)
     size = (layers, 2, shape.kv_heads, PROBE_CONTEXT, shape.head_dim)
-    data = torch.ones(size, dtype=shape.dtype, device=shape.device)
+    data = Pages.of(torch.ones(size, dtype=shape.dtype, device=shape.device))
     q = torch.ones((PROBE_QUERIES, heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
     out = torch.zeros(q.shape, dtype=torch.float32, device=shape.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=shape.device)

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 15
+#define AFTERGLOW_ABI_VERSION 16
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -19,12 +19,16 @@ int afterglow_width(void);
 /* Returns whether this processor multiplies bytes: what `afterglow_multiply_bytes` needs. */
 int afterglow_bytes(void);
 
-/* Rows [start, start + rows) of a context, float [layers][2][kv_heads][capacity][head_dim], and the batch rows that read them:
-   batch_rows[first .. first + count) of the table. `causal`: the queries are those of the segment's last rows, and a query sees no
-   row after its own; with a `window` that is not 0, no more than the last so many of these rows. */
+#define AFTERGLOW_PAGE_ROWS 64
+
+/* Rows [start, start + rows) of a context, and the batch rows that read them: batch_rows[first .. first + count) of the table.
+   pages[i] is the address of the page with rows [64 i, 64 i + 64): float [layers][2][kv_heads][64][head_dim], keys, then values, where
+   heads are `apart` rows from each other.
+   `causal`: the queries are those of the segment's last rows, and a query sees no row after its own; with a `window` that is not 0,
+   no more than the last so many of these rows. */
 typedef struct {
-    const float *context;
-    int64_t capacity;
+    const int64_t *pages;
+    int64_t apart;
     int64_t start;
     int64_t rows;
     int64_t first;
@@ -57,7 +61,7 @@ typedef struct {
 /* Merges attention over `layer` of all segments into `out` and `lse` of the batch. */
 int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglow_queries *batch, int threads, int width);
 
-/* Copies keys and values [rows][kv_heads][head_dim] of a batch to `layer` of contexts: row batch_rows[first + i] of the batch
+/* Copies keys and values [rows][kv_heads][head_dim] of a batch to `layer` of pages: row batch_rows[first + i] of the batch
    becomes row start + i of the segment. */
 void afterglow_append(const afterglow_table *table, int64_t layer, const float *keys, int64_t key_stride, const float *values,
                       int64_t value_stride);
@@ -103,6 +107,7 @@ int afterglow_multiply_bytes(const afterglow_matrix *matrix, const float *x, int
 #define AFTERGLOW_FLOAT32 0
 #define AFTERGLOW_BFLOAT16 1
 #define AFTERGLOW_FLOAT16 2
+#define AFTERGLOW_INT8 3 /* of stored rows: see afterglow_narrowing */
 
 /* Rows of weights as a checkpoint has them, [rows][size] of one of the types above, one after another. */
 typedef struct {
@@ -290,6 +295,32 @@ typedef struct {
 
 /* Writes the rows that stored ones stand for. */
 void afterglow_widen(const afterglow_widening *widening, int threads, int width);
+
+/* Rows of a layer that come from host slots to a context. stored [2][slots][64][kv_heads], planes of keys and of values; a row has
+   `row_bytes` bytes of a `kind`. pieces [count][4]: a slot, the first row there and the row after the last, and the row of the context
+   that the first goes to; rows of the context before `least` are left out. pages: see afterglow_segment; head_dim is a multiple of 16.
+   Keys turn by cos and sin [.][rotary_dim], which begin with row `angles_from` of the context, or not, where `rotary_dim` is 0. */
+typedef struct {
+    const void *stored;
+    int64_t plane_bytes;
+    int64_t row_bytes;
+    int64_t kind;
+    const int64_t *pieces;
+    int64_t count;
+    int64_t least;
+    const int64_t *pages;
+    int64_t apart;
+    int64_t layer;
+    int64_t kv_heads;
+    int64_t head_dim;
+    const float *cos;
+    const float *sin;
+    int64_t angles_from;
+    int64_t rotary_dim;
+} afterglow_gathering;
+
+/* Writes the rows to the context. */
+void afterglow_gather(const afterglow_gathering *gathering, int threads, int width);
 
 /* Copies `count` rows of `bytes` bytes one after another: out[i] is row rows[i] of piece which[i]. pieces [.] are addresses;
    strides [.], in bytes, are those of a piece's rows. */

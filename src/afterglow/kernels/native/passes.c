@@ -6,6 +6,7 @@
 #include "team.h"
 
 #include <float.h>
+#include <immintrin.h>
 #include <math.h>
 
 #define NO_WAKE 65536 /* below so many numbers no thread is woken */
@@ -167,4 +168,41 @@ static void widen_rows(const void *what, int64_t from, int64_t to, int worker) {
 void afterglow_widen(const afterglow_widening *widening, int threads, int width) {
     const widening_job job = {.widening = widening, .wide = width == 16};
     share_rows(widen_rows, &job, widening->rows, widening->rows * widening->heads * widening->head_dim, threads);
+}
+
+typedef struct {
+    const afterglow_gathering *gathering;
+    int wide;
+} gathering_job;
+
+/* A piece's keys, then its values. */
+static void gather_pieces(const void *what, int64_t from, int64_t to, int worker) {
+    const gathering_job *job = what;
+    const afterglow_gathering *g = job->gathering;
+    const int64_t d = g->head_dim, dim = g->rotary_dim, line = g->row_bytes / g->kv_heads;
+    (void)worker;
+    for (int64_t at = from; at < to; at++) {
+        const int64_t *piece = g->pieces + at / 2 * 4, value = at % 2, first = piece[1];
+        const char *rows = (const char *)g->stored + value * g->plane_bytes + piece[0] * AFTERGLOW_PAGE_ROWS * g->row_bytes;
+        for (int64_t i = first; i < piece[2]; i++) {
+            const int64_t own = piece[3] + i - first, angle = (own - g->angles_from) * dim;
+            if (own < g->least) continue;
+            float *out = (float *)(intptr_t)g->pages[own / AFTERGLOW_PAGE_ROWS];
+            out += ((g->layer * 2 + value) * g->kv_heads * g->apart + own % AFTERGLOW_PAGE_ROWS) * d;
+            for (int64_t head = 0; head < g->kv_heads; head++, out += g->apart * d) {
+                const char *x = rows + i * g->row_bytes + head * line;
+                const int plain = g->kind == AFTERGLOW_FLOAT32 && dim && !value; /* turned on its way */
+                if (!plain) (job->wide ? floats_16 : floats_8)(x, g->kind, out, d);
+                else memcpy(out + dim, x + dim * sizeof *out, (d - dim) * sizeof *out);
+                if (dim && !value)
+                    (job->wide ? rotate_16 : rotate_8)(plain ? (const float *)x : out, g->cos + angle, g->sin + angle, out, dim);
+            }
+        }
+    }
+}
+
+void afterglow_gather(const afterglow_gathering *gathering, int threads, int width) {
+    const gathering_job job = {.gathering = gathering, .wide = width == 16};
+    const int64_t numbers = 2 * AFTERGLOW_PAGE_ROWS * gathering->kv_heads * gathering->head_dim * gathering->count;
+    team_share(gather_pieces, &job, 2 * gathering->count, 1, threads, numbers >= NO_WAKE);
 }

@@ -140,4 +140,15 @@ static void NAME(widen)(const int8_t *restrict x, float *restrict out, int64_t n
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale;
 }
 
+/* A head of a stored row of `kind` to floats; `n` is a multiple of 16. */
+static void NAME(floats)(const void *x, int64_t kind, float *out, int64_t n) {
+    const uint16_t *halves = x;
+    if (kind == AFTERGLOW_INT8) NAME(widen)(x, out, n);
+    else if (kind == AFTERGLOW_FLOAT32) memcpy(out, x, n * sizeof *out);
+    else if (kind == AFTERGLOW_FLOAT16)
+        for (int64_t i = 0; i < n; i += V) store(out + i, from_half(halves + i));
+    else
+        for (int64_t i = 0; i < n; i++) ((uint32_t *)out)[i] = (uint32_t)halves[i] << 16;
+}
+
 #undef V

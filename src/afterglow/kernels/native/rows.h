@@ -68,11 +68,11 @@ UNROLL(8)
     }
 }
 
-/* The same for n rows; `more`: ask ahead for the next block's keys, and this block's values. */
+/* The same for n rows; `more`: ask ahead for the next page's keys, and this page's values. */
 INLINE void NAME(score)(const float *keys, const float *q, int64_t d, int64_t n, int vectors, float *scores, int more,
-                        const float *values) {
+                        const float *next, const float *values) {
 #define PRODUCTS(rows, vectors, more) \
-    NAME(products)(keys + i * d, d, q, d, rows, vectors, scores + i * TILE, more, keys + (BLOCK + i) * d, values + i * d)
+    NAME(products)(keys + i * d, d, q, d, rows, vectors, scores + i * TILE, more, next + i * d, values + i * d)
     int64_t i = 0;
     if (vectors == 2) {
         if (more)
@@ -229,47 +229,44 @@ static void NAME(merge)(int64_t queries, int64_t d, state now, state further) {
 }
 
 /* Queries in the lanes of vectors: each key is loaded once for 32 queries, and the softmax needs no sums over lanes. */
-static void NAME(many)(const float *keys, const float *values, int64_t from, int64_t to, softmax s) {
+static void NAME(many)(const float *keys, const float *values, const float *next, int64_t from, int64_t to, softmax s) {
     float before[TILE], after[TILE];
-    const int64_t d = s.d;
-    for (int64_t block = from / BLOCK * BLOCK; block < to; block += BLOCK)
-        for (int64_t first = 0; first < s.queries; first += TILE) {
-            const int64_t queries = s.queries - first < TILE ? s.queries - first : TILE;
-            const float *q = s.q + first * d;
-            /* Rows that no query of the tile sees are not touched: there may be nothing in them. */
-            const int64_t seen_from = s.seen ? s.seen[first] - s.window : 0, seen_to = s.seen ? s.seen[first + queries - 1] : to;
-            const int64_t begin = block > from ? block : from, row = begin > seen_from ? begin : seen_from;
-            const int64_t last = block + BLOCK < to ? block + BLOCK : to, end = last < seen_to ? last : seen_to, n = end - row;
-            if (n <= 0) continue;
-            float *scores = s.scores + (row - block) * TILE;
-            memset(s.scores, 0, (row - block) * TILE * sizeof *scores);
-            memset(scores + n * TILE, 0, (block + BLOCK - end) * TILE * sizeof *scores);
-            NAME(score)(keys + row * d, q, d, n, queries > V ? 2 : 1, scores, first == 0, values + row * d);
-            if (s.cap > 0)
-                for (int64_t i = 0; i < n; i++)
-                    for (int64_t lane = 0; lane < queries; lane += V)
-                        store(scores + i * TILE + lane, NAME(capped)(load(scores + i * TILE + lane), s.cap));
-            if (s.seen && (end > s.seen[first] || row < s.seen[first + queries - 1] - s.window))
-                NAME(hide)(scores, n, queries, row, s.seen + first, s.window);
-            for (int64_t lane = 0; lane < queries; lane += V) {
-                vec m = (vec){0} - FLT_MAX, total[V];
-                for (int64_t i = 0; i < n; i++) m = NAME(larger)(load(scores + i * TILE + lane), m);
-                for (int64_t i = 0; i < n; i++)
-                    store(scores + i * TILE + lane, NAME(weights)(load(scores + i * TILE + lane), m));
+    const int64_t d = s.d, page = from / PAGE * PAGE;
+    for (int64_t first = 0; first < s.queries; first += TILE) {
+        const int64_t queries = s.queries - first < TILE ? s.queries - first : TILE;
+        const float *q = s.q + first * d;
+        /* Rows that no query of the tile sees are not touched: there may be nothing in them. */
+        const int64_t seen_from = s.seen ? s.seen[first] - s.window : 0, seen_to = s.seen ? s.seen[first + queries - 1] : to;
+        const int64_t row = from > seen_from ? from : seen_from, end = to < seen_to ? to : seen_to, n = end - row;
+        if (n <= 0) continue;
+        float *scores = s.scores + (row - page) * TILE;
+        memset(s.scores, 0, (row - page) * TILE * sizeof *scores);
+        memset(scores + n * TILE, 0, (page + PAGE - end) * TILE * sizeof *scores);
+        NAME(score)(keys + (row - page) * d, q, d, n, queries > V ? 2 : 1, scores, first == 0, next, values + (row - page) * d);
+        if (s.cap > 0)
+            for (int64_t i = 0; i < n; i++)
+                for (int64_t lane = 0; lane < queries; lane += V)
+                    store(scores + i * TILE + lane, NAME(capped)(load(scores + i * TILE + lane), s.cap));
+        if (s.seen && (end > s.seen[first] || row < s.seen[first + queries - 1] - s.window))
+            NAME(hide)(scores, n, queries, row, s.seen + first, s.window);
+        for (int64_t lane = 0; lane < queries; lane += V) {
+            vec m = (vec){0} - FLT_MAX, total[V];
+            for (int64_t i = 0; i < n; i++) m = NAME(larger)(load(scores + i * TILE + lane), m);
+            for (int64_t i = 0; i < n; i++) store(scores + i * TILE + lane, NAME(weights)(load(scores + i * TILE + lane), m));
 UNROLL(16)
-                for (int j = 0; j < V; j++) {
-                    total[j] = load(s.scores + j * TILE + lane);
+            for (int j = 0; j < V; j++) {
+                total[j] = load(s.scores + j * TILE + lane);
 UNROLL(8)
-                    for (int i = V; i < BLOCK; i += V) total[j] += load(s.scores + (i + j) * TILE + lane);
-                }
-UNROLL(4)
-                for (int half = V / 2; half; half /= 2)
-UNROLL(8)
-                    for (int j = 0; j < half; j++) total[j] += total[j + half];
-                NAME(join)(s.now.most + first + lane, s.now.sum + first + lane, m, total[0], before + lane, after + lane);
+                for (int i = V; i < PAGE; i += V) total[j] += load(s.scores + (i + j) * TILE + lane);
             }
-            NAME(weigh_all)(values + row * d, scores, TILE, 1, before, after, d, n, queries, s.now.out + first * d);
+UNROLL(4)
+            for (int half = V / 2; half; half /= 2)
+UNROLL(8)
+                for (int j = 0; j < half; j++) total[j] += total[j + half];
+            NAME(join)(s.now.most + first + lane, s.now.sum + first + lane, m, total[0], before + lane, after + lane);
         }
+        NAME(weigh_all)(values + (row - page) * d, scores, TILE, 1, before, after, d, n, queries, s.now.out + first * d);
+    }
 }
 
 /* Four vectors become the first numbers of each of their quarters, side by side, the second ones, and so on. */
@@ -334,7 +331,7 @@ UNROLL(4)
             }
     }
 UNROLL(4)
-    for (int i = 0; i < queries; i++) store(scores + i * BLOCK, NAME(quarters)(sum[i]));
+    for (int i = 0; i < queries; i++) store(scores + i * PAGE, NAME(quarters)(sum[i]));
 }
 
 /* The largest of a vector's lanes, and their sum as `many` adds up: halves, then their halves, and so on. */
@@ -360,53 +357,50 @@ INLINE float NAME(sum)(vec a) {
 }
 
 /* Rows in the lanes of vectors, at most MAX_FEW queries, which see all of them. */
-static void NAME(few)(const float *keys, const float *values, int64_t from, int64_t to, softmax s) {
-    float most[V], sum[V] = {0}, before[V], after[V], block_most[V] = {0}, block_sum[V] = {0};
-    const int64_t d = s.d;
+static void NAME(few)(const float *keys, const float *values, const float *next, int64_t from, int64_t to, softmax s) {
+    float most[V], sum[V] = {0}, before[V], after[V], page_most[V] = {0}, page_sum[V] = {0};
+    const int64_t d = s.d, row = from % PAGE, end = row + to - from, first = row / V * V, last = (end + V - 1) / V * V;
+    if (to <= from) return;
     memset(most, 0, sizeof most);
     memcpy(most, s.now.most, s.queries * sizeof *most), memcpy(sum, s.now.sum, s.queries * sizeof *sum);
-    for (int64_t block = from / BLOCK * BLOCK; block < to; block += BLOCK) {
-        const int64_t row = block > from ? block : from, end = block + BLOCK < to ? block + BLOCK : to;
-        const int64_t first = (row - block) / V * V, last = (end - block + V - 1) / V * V;
+    for (int64_t i = first; i < last; i += V) {
+        for (int64_t x = 0; x < V * d; x += 16) {
+            __builtin_prefetch(values + i * d + x, 0, 2);
+            __builtin_prefetch(next + i * d + x, 0, 2);
+        }
+        const int whole = i >= row && i + V <= end;
+#define SCORE(number)                                                                            \
+    {                                                                                            \
+        const float *q = s.q + query * 4 * d;                                                    \
+        float *to = s.scores + query * PAGE + i;                                                 \
+        if (whole) NAME(row_products)(keys, i, row, end, 1, q, d, number, to);                   \
+        else NAME(row_products)(keys, i, row, end, 0, q, d, number, to);                         \
+    }
+        int64_t query = 0;
+        for (; query + QUERIES <= s.queries; query += QUERIES) SCORE(QUERIES)
+        if (s.queries - query == 3) SCORE(3)
+        if (s.queries - query == 2) SCORE(2)
+        if (s.queries - query == 1) SCORE(1)
+    }
+    for (int64_t query = 0; query < s.queries; query++) {
+        float *scores = s.scores + query * PAGE;
+        vec m = (vec){0} - FLT_MAX, total = {0};
+        if (s.cap > 0)
+            for (int64_t i = first; i < last; i += V) store(scores + i, NAME(capped)(load(scores + i), s.cap));
+        for (int64_t i = first; i < row; i++) scores[i] = -INFINITY;
+        for (int64_t i = end; i < last; i++) scores[i] = -INFINITY;
+        for (int64_t i = first; i < last; i += V) m = NAME(larger)(load(scores + i), m);
+        m = all(NAME(largest)(m));
         for (int64_t i = first; i < last; i += V) {
-            for (int64_t x = 0; x < V * d; x += 16) {
-                __builtin_prefetch(values + (block + i) * d + x, 0, 2);
-                __builtin_prefetch(keys + (block + BLOCK + i) * d + x, 0, 2);
-            }
-            const int whole = block + i >= row && block + i + V <= end;
-#define SCORE(number)                                                                                                                \
-    {                                                                                                                                \
-        const float *q = s.q + query * 4 * d;                                                                                        \
-        float *to = s.scores + query * BLOCK + i;                                                                                    \
-        if (whole) NAME(row_products)(keys, block + i, row, end, 1, q, d, number, to);                                               \
-        else NAME(row_products)(keys, block + i, row, end, 0, q, d, number, to);                                                     \
-    }
-            int64_t query = 0;
-            for (; query + QUERIES <= s.queries; query += QUERIES) SCORE(QUERIES)
-            if (s.queries - query == 3) SCORE(3)
-            if (s.queries - query == 2) SCORE(2)
-            if (s.queries - query == 1) SCORE(1)
+            const vec weights = NAME(weights)(load(scores + i), m);
+            store(scores + i, weights);
+            total += weights;
         }
-        for (int64_t query = 0; query < s.queries; query++) {
-            float *scores = s.scores + query * BLOCK;
-            vec m = (vec){0} - FLT_MAX, total = {0};
-            if (s.cap > 0)
-                for (int64_t i = first; i < last; i += V) store(scores + i, NAME(capped)(load(scores + i), s.cap));
-            for (int64_t i = first; i < row - block; i++) scores[i] = -INFINITY;
-            for (int64_t i = end - block; i < last; i++) scores[i] = -INFINITY;
-            for (int64_t i = first; i < last; i += V) m = NAME(larger)(load(scores + i), m);
-            m = all(NAME(largest)(m));
-            for (int64_t i = first; i < last; i += V) {
-                const vec weights = NAME(weights)(load(scores + i), m);
-                store(scores + i, weights);
-                total += weights;
-            }
-            block_most[query] = m[0];
-            block_sum[query] = NAME(sum)(total);
-        }
-        NAME(join)(most, sum, load(block_most), load(block_sum), before, after);
-        NAME(weigh_all)(values + row * d, s.scores + row - block, 1, BLOCK, before, after, d, end - row, s.queries, s.now.out);
+        page_most[query] = m[0];
+        page_sum[query] = NAME(sum)(total);
     }
+    NAME(join)(most, sum, load(page_most), load(page_sum), before, after);
+    NAME(weigh_all)(values + row * d, s.scores + row, 1, PAGE, before, after, d, end - row, s.queries, s.now.out);
     memcpy(s.now.most, most, s.queries * sizeof *most), memcpy(s.now.sum, sum, s.queries * sizeof *sum);
 }
 

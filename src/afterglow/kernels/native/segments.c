@@ -5,10 +5,10 @@
    them), which one team of threads works off; the results of several tasks for a query are merged afterwards.
 
    A query's result depends on nothing but the query and the rows that it sees: bit for bit, it is the same in any batch, prefilled or
-   decoded, with any threads, and wherever its rows are cut at a multiple of BLOCK. Rows are divided at multiples of BLOCK and CHUNK
-   of their number in the context. A block's scores are products added up dimension by dimension; its weights are relative to its own
-   largest score, and are added up as `many` does. Blocks are joined one after another to a chunk's result, and chunks to the whole.
-   What a task leaves is either all that a query sees, or a whole chunk's beginning, or one block.
+   decoded, with any threads, and wherever its rows are cut at a multiple of PAGE. Rows are divided at multiples of PAGE and CHUNK
+   of their number in the context. A page's scores are products added up dimension by dimension; its weights are relative to its own
+   largest score, and are added up as `many` does. Pages are joined one after another to a chunk's result, and chunks to the whole.
+   What a task leaves is either all that a query sees, or a whole chunk's beginning, or one page.
 
    Compiled without Python or torch headers, and called with addresses (see afterglow.h). */
 
@@ -18,8 +18,8 @@
 #include <immintrin.h>
 #include <math.h>
 
-#define BLOCK 64   /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
-#define CHUNK 256  /* rows of a task at least, a multiple of BLOCK */
+#define PAGE AFTERGLOW_PAGE_ROWS /* rows whose scores are kept at a time: keys, queries and scores stay in the first cache */
+#define CHUNK 256  /* rows of a task at least, a multiple of PAGE */
 #define MAX_FEW 6  /* up to so many queries of one KV head are faster with rows in the lanes of vectors */
 #define MAX_CUT 64 /* batch rows of a segment that is cut into chunks, unless others read on: there is not more to merge than to read */
 #define TASKS 4    /* for each thread, of a segment that many batch rows read */
@@ -39,14 +39,14 @@ typedef struct {
     int64_t queries, d;
     float *q;
     state now;
-    float *scores;  /* [BLOCK][MAX_LANES] */
+    float *scores;  /* [PAGE][MAX_LANES] */
     int32_t *seen;  /* [queries]: the row after a query's last one, growing; null: it sees all rows. `many` only */
     int32_t window; /* how many rows before `seen` a query sees */
     float cap;      /* of scores, 0 for none */
 } softmax;
 
-/* Joins rows [from, to), given the first row of the context in a head. */
-typedef void kernel(const float *keys, const float *values, int64_t from, int64_t to, softmax s);
+/* Joins rows [from, to) of one page, given the keys and values of its first row in a head. `next`: what keys will be read then. */
+typedef void kernel(const float *keys, const float *values, const float *next, int64_t from, int64_t to, softmax s);
 typedef void merge_kernel(int64_t queries, int64_t d, state now, state further);
 typedef void column_kernel(const float *keys, int64_t apart, int64_t rows, const float *own_keys, int64_t own_apart, int64_t own,
                            const float *q, int64_t d, int64_t queries, const int32_t *seen, const float *rest, float *scores,
@@ -99,9 +99,9 @@ typedef struct {
     float *scratch; /* `scratch_size` floats for each thread */
 } attention;
 
-/* Where rows from `row` on are cut: a part is one block, or begins with a chunk, so that parts can be joined in the order of rows. */
+/* Where rows from `row` on are cut: a part is one page, or begins with a chunk, so that parts can be joined in the order of rows. */
 static int64_t cut(const afterglow_segment *g, int whole, int64_t row) {
-    const int64_t stop = g->start + g->rows, size = row % CHUNK ? BLOCK : CHUNK, end = row / size * size + size;
+    const int64_t stop = g->start + g->rows, size = row % CHUNK ? PAGE : CHUNK, end = row / size * size + size;
     return whole || end > stop ? stop : end;
 }
 
@@ -133,18 +133,23 @@ static void spread_quarters(const float *q, float scale, int64_t d, int64_t lane
         for (int64_t i = 0; i < 4; i++) to[x / lanes * 4 * lanes + x % 4 * lanes + x % lanes / 4 * 4 + i] = q[x] * scale;
 }
 
-/* Joins rows [from, to) of a chunk. */
-static void attend_chunk(const attention *job, const float *keys, const float *values, int64_t from, int64_t to, int64_t group, int tiled,
-                         softmax s) {
+/* Joins rows [from, to) of one page. */
+static void attend_page(const attention *job, const float *keys, const float *values, const float *next, int64_t from, int64_t to,
+                        int64_t group, int tiled, softmax s) {
     if (tiled || !s.seen) {
-        (tiled ? job->many : job->few)(keys, values, from, to, s);
+        (tiled ? job->many : job->few)(keys, values, next, from, to, s);
         return;
     }
     for (int64_t i = 0; i < s.queries; i += group) { /* batch row by batch row */
         softmax own = {.queries = group, .d = s.d, .q = s.q + i * 4 * s.d, .now = state_at(s.now, i, s.d), .scores = s.scores, .cap = s.cap};
         const int64_t first = s.seen[i] - s.window, end = to < s.seen[i] ? to : s.seen[i];
-        job->few(keys, values, from > first ? from : first, end, own);
+        job->few(keys, values, next, from > first ? from : first, end, own);
     }
+}
+
+/* The keys of a row's page in a layer and KV head. */
+static float *page_of(const afterglow_table *table, const afterglow_segment *segment, int64_t row, int64_t layer, int64_t head) {
+    return (float *)(intptr_t)segment->pages[row / PAGE] + (layer * 2 * table->kv_heads + head) * segment->apart * table->head_dim;
 }
 
 static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
@@ -155,12 +160,10 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
     for (int64_t t = from; t < to; t++) {
         const task now = job.tasks[t];
         const afterglow_segment *segment = table.segments + now.segment;
-        const float *keys = segment->context + (job.layer * 2 * table.kv_heads + now.head) * segment->capacity * d;
-        const float *values = keys + table.kv_heads * segment->capacity * d;
         const int64_t queries = now.count * group, full = (queries + tile - 1) / tile * tile;
         const int tiled = queries > MAX_FEW;
         softmax s = {.queries = queries, .d = d, .scores = job.scratch + worker * job.scratch_size, .cap = batch.cap};
-        s.window = segment->window ? segment->window : NO_WINDOW, s.q = s.scores + BLOCK * MAX_LANES;
+        s.window = segment->window ? segment->window : NO_WINDOW, s.q = s.scores + PAGE * MAX_LANES;
         state whole = {.out = s.q + (tiled ? full : 4 * queries) * d};
         whole.most = whole.out + 2 * full * d, whole.sum = whole.most + full;
         s.now = (state){whole.out + full * d, whole.sum + full, whole.sum + 2 * full};
@@ -181,7 +184,13 @@ static void run_tasks(const void *what, int64_t from, int64_t to, int worker) {
             const state other = whole;
             end = next < now.end ? next : now.end;
             clear(s.now, full, d);
-            attend_chunk(&job, keys, values, row, end, group, tiled, s);
+            const float *keys = page_of(&table, segment, row, job.layer, now.head);
+            for (int64_t at = row, to; at < end; at = to) {
+                to = at / PAGE * PAGE + PAGE < end ? at / PAGE * PAGE + PAGE : end;
+                const float *after = to < now.end ? page_of(&table, segment, to, job.layer, now.head) : keys;
+                attend_page(&job, keys, keys + table.kv_heads * segment->apart * d, after, at, to, group, tiled, s);
+                keys = after;
+            }
             if (row > now.row) job.merge(queries, d, whole, s.now);
             else whole = s.now, s.now = other;
         }
@@ -293,7 +302,7 @@ int afterglow_attend(const afterglow_table *table, int64_t layer, const afterglo
     }
     attention job = {.few = width == 16 ? few_16 : few_8, .many = width == 16 ? many_16 : many_8, .tile = 2 * width};
     job.merge = width == 16 ? merge_16 : merge_8, job.table = table, job.batch = batch, job.layer = layer;
-    job.scratch_size = (widest + MAX_LANES) * (3 * d + 5) + BLOCK * MAX_LANES;
+    job.scratch_size = (widest + MAX_LANES) * (3 * d + 5) + PAGE * MAX_LANES;
     division w = {0};
     int failed = plan(table, &w, threads);
     if (!failed) {
@@ -318,13 +327,12 @@ void afterglow_append(const afterglow_table *table, int64_t layer, const float *
     const int64_t d = table->head_dim, kv_heads = table->kv_heads;
     for (int64_t s = 0; s < table->count; s++) {
         const afterglow_segment *segment = table->segments + s;
-        float *own_keys = (float *)segment->context + (layer * 2 * kv_heads * segment->capacity + segment->start) * d;
-        float *own_values = own_keys + kv_heads * segment->capacity * d;
         for (int64_t i = 0; i < segment->rows; i++)
             for (int64_t head = 0; head < kv_heads; head++) {
-                int64_t to = (head * segment->capacity + i) * d, row = table->batch_rows[segment->first + i];
-                memcpy(own_keys + to, keys + row * key_stride + head * d, d * sizeof *keys);
-                memcpy(own_values + to, values + row * value_stride + head * d, d * sizeof *values);
+                const int64_t row = table->batch_rows[segment->first + i], own = segment->start + i;
+                float *to = page_of(table, segment, own, layer, head) + own % PAGE * d;
+                memcpy(to, keys + row * key_stride + head * d, d * sizeof *keys);
+                memcpy(to + kv_heads * segment->apart * d, values + row * value_stride + head * d, d * sizeof *values);
             }
     }
 }

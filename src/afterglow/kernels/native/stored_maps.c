@@ -13,17 +13,15 @@ INLINE int64_t map_numbers(const afterglow_maps *maps) {
     return maps->causal ? maps->length * (maps->length + 1) / 2 : maps->length * maps->length;
 }
 
-TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+TARGET(AVX512)
 #define V 16
 #include "vectors.h"
-INLINE vec from_half_16(const uint16_t *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 #include "stored_maps.h"
 END_TARGET
 
-TARGET("avx2,fma,f16c") /* there is no processor that has AVX2 and does not convert 16-bit floats */
+TARGET(AVX2)
 #define V 8
 #include "vectors.h"
-INLINE vec from_half_8(const uint16_t *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 #include "stored_maps.h"
 END_TARGET
 

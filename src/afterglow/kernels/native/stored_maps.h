@@ -5,7 +5,7 @@
 #define ROWS 4                    /* and rows */
 
 INLINE vec NAME(numbers)(const void *x, int64_t kind, int64_t i) {
-    if (kind == AFTERGLOW_FLOAT16) return NAME(from_half)((const uint16_t *)x + i);
+    if (kind == AFTERGLOW_FLOAT16) return from_half((const uint16_t *)x + i);
     return load((const float *)x + i);
 }
 

@@ -28,8 +28,9 @@
 #define UNROLL(count) PRAGMA(GCC unroll count)
 #endif
 
-#define AVX512 "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"
-#define AVX2 "avx2,fma"
+/* There is no processor that has AVX2 and does not convert 16-bit floats. */
+#define AVX512 "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"
+#define AVX2 "avx2,fma,f16c"
 
 /* Does pieces [from, to) of a job; `worker` is a number below `threads` that no other thread has meanwhile. */
 typedef void piece_work(const void *what, int64_t from, int64_t to, int worker);

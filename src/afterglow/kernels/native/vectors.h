@@ -7,6 +7,7 @@
 #undef store
 #undef fused
 #undef all
+#undef from_half
 #define vec NAME(vec)
 #define loose NAME(loose)
 #define bits NAME(bits)
@@ -17,13 +18,15 @@ typedef float vec __attribute__((vector_size(4 * V)));
 typedef float loose __attribute__((vector_size(4 * V), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * V)));
 
-/* a * b + c, rounded once; a vector of one number. */
+/* a * b + c, rounded once; a vector of one number; V numbers of half precision. */
 #if V == 16
 #define fused(a, b, c) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define all(x) ((vec)_mm512_set1_ps(x))
+#define from_half(p) ((vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p))))
 #else
 #define fused(a, b, c) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #define all(x) ((vec)_mm256_set1_ps(x))
+#define from_half(p) ((vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
 #endif
 
 INLINE vec NAME(larger)(vec a, vec b) {

@@ -1,0 +1,107 @@
+"""Lend pages of device memory to contexts, and take them back.
+
+Slabs of pages are taken from the system as they are needed, and used again. Contexts of models with sliding windows have pages of two
+kinds: those of the layers that hold all rows, and of those that hold the last rows alone. Where the pool is at its limit, slabs of one
+kind that nobody uses make room for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from afterglow.engine.context import KVShape
+from afterglow.kernels.pages import PAGE_ROWS, Page, Slab
+from afterglow.memory.pages import allocate
+from afterglow.memory.prefault import Prefault
+
+SLAB = 64 << 20  # bytes of a slab, as far as that is a number of pages within the next line
+LEAST, MOST = 16, 256
+PARTS = 8  # of the limit: slabs are no larger, so that two kinds of pages find room
+
+
+class PagePool:
+    """Pages for contexts of one shape, of no more than `limit` bytes in all as long as the plan keeps its budget."""
+
+    def __init__(self, shape: KVShape, limit: int, prefault: Prefault | None = None) -> None:
+        """`prefault`: the thread that touches memory ahead of its use, on a CPU."""
+        self._shape = shape
+        self._limit = limit
+        self._prefault = prefault if shape.device.type == "cpu" else None
+        self._slabs: dict[int, list[Slab]] = {}  # by the number of layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of all slabs."""
+        return sum(slab.data.nbytes for slabs in self._slabs.values() for slab in slabs)
+
+    def take(self, layers: int, count: int, after: Page | None = None) -> Iterator[Page]:
+        """Lend pages of so many layers, with undefined contents, in runs as long as there are: if possible those behind a page.
+
+        Raises: `torch.OutOfMemoryError`.
+        """
+        slabs = self._slabs.setdefault(layers, [])
+        if after is not None:
+            for page in after.slab.take(count, after):
+                count -= 1
+                yield page
+        while count:
+            best = max(slabs, key=lambda slab: slab.longest(count), default=None)
+            if best is None or not best.longest(count):
+                best = self._add(layers)
+            found = best.take(count)
+            count -= len(found)
+            yield from found
+        if (
+            self._prefault is not None
+            and sum(slab.free for slab in slabs) < LEAST
+            and self._left >= self._count(layers) * self._bytes(layers)
+        ):
+            self._add(layers)  # to be touched before it is used
+
+    def give(self, page: Page) -> None:
+        """Take a page back that no context holds any more."""
+        page.slab.give(page)
+
+    def prepare(self, layers: int) -> None:
+        """Have memory for the first pages before they are needed."""
+        self._slabs.setdefault(layers, []) or self._add(layers)
+
+    @property
+    def _left(self) -> int:
+        return self._limit - self.num_bytes
+
+    def _bytes(self, layers: int) -> int:
+        """Count the bytes of a page."""
+        return 2 * layers * self._shape.kv_heads * PAGE_ROWS * self._shape.head_dim * self._shape.dtype.itemsize
+
+    def _count(self, layers: int) -> int:
+        """Count the pages of a slab: as many in each, so that heads are equally far apart."""
+        most = max(1, self._limit // self._bytes(layers))
+        wanted = min(max(LEAST, SLAB // self._bytes(layers)), MOST, 1 + most // PARTS)
+        slabs = -(-most // wanted)
+        return -(-most // slabs)
+
+    def _add(self, layers: int) -> Slab:
+        """Add a slab."""
+        size = self._bytes(layers)
+        count = self._count(layers)
+        for others, slabs in self._slabs.items():
+            if others != layers and self._left < count * size:
+                slabs[:] = [slab for slab in slabs if slab.used]
+        sizes = layers, 2, self._shape.kv_heads, count * PAGE_ROWS, self._shape.head_dim
+        if self._shape.device.type == "cpu":
+            try:
+                memory = allocate(math.prod(sizes) * self._shape.dtype.itemsize)
+            except OSError as error:
+                raise torch.OutOfMemoryError(f"the system has no {count * size} bytes: {error}") from error
+            if self._prefault is not None:
+                self._prefault.start([memory], lambda ok: None)
+            data = torch.from_numpy(memory).view(self._shape.dtype).view(sizes)
+        else:
+            data = torch.empty(sizes, dtype=self._shape.dtype, device=self._shape.device)
+        slab = Slab(data)
+        self._slabs[layers].append(slab)
+        return slab

@@ -17,7 +17,7 @@ from afterglow.engine.context import DeviceContext, KVShape
 from afterglow.engine.page_pool import PagePool
 from afterglow.kernels import decode
 from afterglow.plan import options
-from afterglow.plan.options import Capacity, Held
+from afterglow.plan.options import Capacity, Held, SchedulerOptions
 from afterglow.plan.stats import Counters
 from afterglow.plan.tiers.device import Device
 from afterglow.request import Completion, Request, SamplingParams
@@ -242,6 +242,6 @@ def test_slabs_that_are_not_used_make_room_for_the_other_kind() -> None:
 
 def test_rows_that_a_window_shows_would_not_fit() -> None:
     capacity = Capacity(128, 0, layers=2, window_layers=1, window_rows=12, window_stride=4)
-    Device(capacity, Counters(), sliding_window=7)
+    Device(capacity, Counters(), SchedulerOptions(sliding_window=7))
     with pytest.raises(ValueError, match="a window of 8 rows does not fit the 12"):
-        Device(capacity, Counters(), sliding_window=8)
+        Device(capacity, Counters(), SchedulerOptions(sliding_window=8))

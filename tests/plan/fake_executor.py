@@ -131,16 +131,19 @@ class Faults:
 
 @dataclass
 class Segment:
-    """Rows on the device. `shown`: those that layers with a window hold; they have given up the rows before `first`."""
+    """Rows on the device. `shown`: those that layers with a window hold; they have given up the rows before `first`. `pages`: full
+    pages that it shares or may share, by identity, where segments do."""
 
     rows: list[Row]
     capacity: int
     first: int = 0
     shown: frozenset[int] = frozenset()
+    pages: list[object] = field(default_factory=list)
 
-    def beginning(self, rows: int, capacity: int) -> Segment:
-        """The first rows, in room for `capacity`."""
-        return Segment(self.rows[:rows], capacity, self.first, frozenset(row for row in self.shown if row < rows))
+    def beginning(self, rows: int, capacity: int, page: int = 1) -> Segment:
+        """The first rows, in room for `capacity`. `page`: rows of a page, of which whole ones are the same."""
+        shown = frozenset(row for row in self.shown if row < rows)
+        return Segment(self.rows[:rows], capacity, self.first, shown, self.pages[: rows // page])
 
 
 @dataclass
@@ -161,8 +164,11 @@ class FakeExecutor:
     """Device, host and disk of one engine. `files` and `catalog` survive a restart. `window`: rows that a query sees in some
     layers (0: all rows in all layers)."""
 
-    def __init__(self, capacity: Capacity, rng: random.Random, faults: Faults, window: int = 0) -> None:
+    def __init__(
+        self, capacity: Capacity, rng: random.Random, faults: Faults, window: int = 0, shared_pages: bool = False
+    ) -> None:
         self.window = window
+        self.shares = shared_pages and not capacity.held.windowed
         self.lacking: set[int] = set()  # slots whose rows are not there in layers with a window
         self.skipped = 0  # blocks
         self.capacity = capacity
@@ -184,7 +190,7 @@ class FakeExecutor:
         self.done: list[TransferDone] = []
         self.void = 0  # rows of wrong guesses
         self.selecting_seconds = 0.0  # that passes take which select; 0: they do not say
-        self.gathered = {"device": 0, "host": 0, "computed": 0}
+        self.gathered = {"device": 0, "host": 0, "computed": 0, "fellow": 0}
 
     @property
     def busy(self) -> bool:
@@ -203,7 +209,10 @@ class FakeExecutor:
             segment = self.segments.pop(release.job)
             if release.context is not None:
                 assert 0 < release.rows <= len(segment.rows)
-                self.contexts[release.context] = segment.beginning(release.rows, segment.capacity)
+                capacity = self.capacity.round_up(release.rows) if self.shares else segment.capacity
+                context = segment.beginning(release.rows, capacity)
+                context.pages = segment.pages[: self.capacity.blocks(release.rows)]
+                self.contexts[release.context] = context
         for number in step.frees:
             del self.contexts[number]
         for move in step.moves:
@@ -216,12 +225,13 @@ class FakeExecutor:
         void = step.runs[fit:]
         result = StepResult({}, {}, exhausted=[run.job for run in void], late=late)
         assert len({run.job for run in step.runs}) == len(step.runs)
+        for run in step.runs:
+            if run.admit is not None:
+                self._admit(run, run.admit)
         for run in step.runs[:fit]:
             self._run(run, result, late)
             self._check_device()
         for run in void:
-            if run.admit is not None:
-                self._admit(run, run.admit)
             self._give_up(run)
         return result
 
@@ -233,16 +243,21 @@ class FakeExecutor:
 
     def _check_device(self) -> None:
         segments = [*self.segments.values(), *self.contexts.values()]
-        held = self.capacity.held
-        assert sum(held.cost(segment.capacity) for segment in segments) <= self.capacity.device_rows
+        held, size = self.capacity.held, self.capacity.block_rows
+        if self.shares:
+            for segment in segments:
+                while len(segment.pages) * size < segment.capacity:
+                    segment.pages.append(object())
+                del segment.pages[segment.capacity // size :]
+            assert len({page for segment in segments for page in segment.pages}) * size <= self.capacity.device_rows
+        else:
+            assert sum(held.cost(segment.capacity) for segment in segments) <= self.capacity.device_rows
         assert all(len(segment.rows) <= segment.capacity for segment in segments)
 
     def _run(self, run: Run, result: StepResult, late: list[int]) -> None:
         text = self.texts[run.job]
-        if run.admit is not None:
-            self._admit(run, run.admit)
-            if run.admit.selectable and self.selecting_seconds:
-                result.selecting[run.job] = self.selecting_seconds
+        if run.admit is not None and run.admit.selectable and self.selecting_seconds:
+            result.selecting[run.job] = self.selecting_seconds
         if self.window:
             self._make_room(run)
         failed = self._gather(run, late)
@@ -328,9 +343,15 @@ class FakeExecutor:
         if admit.context is not None:
             context = self.contexts.pop(admit.context) if admit.take else self.contexts[admit.context]
             assert admit.device_rows <= len(context.rows)
-            segment = context.beginning(admit.device_rows, run.capacity)
-            if admit.take:
+            segment = context.beginning(admit.device_rows, run.capacity, self.capacity.block_rows)
+            if admit.take and not self.shares:
                 assert run.capacity >= context.capacity
+        elif admit.fellow is not None:
+            fellow = self.segments[admit.fellow]
+            assert self.shares
+            assert admit.device_rows <= len(fellow.rows)
+            segment = fellow.beginning(admit.device_rows, run.capacity, self.capacity.block_rows)
+            self.gathered["fellow"] += len(segment.rows)
         else:
             assert admit.device_rows == 0
         self.gathered["device"] += len(segment.rows)

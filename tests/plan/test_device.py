@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from afterglow.plan.options import Capacity
+from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.stats import Counters
-from afterglow.plan.tiers.device import MAX_CANDIDATES, WHOLE, Context, Device
+from afterglow.plan.tiers.device import MAX_CANDIDATES, WHOLE, Context, Device, Segment
 from tests.plan.fake_executor import pack
 from tests.plan.tiers_kit import Tiers
 
@@ -16,58 +16,75 @@ def device() -> Device:
     return Device(Capacity(device_rows=102, host_slots=0, max_extent_rows=16, block_rows=4), Counters())
 
 
+@pytest.fixture
+def sharing() -> Device:
+    """100 rows in pages of 4."""
+    capacity = Capacity(device_rows=100, host_slots=0, max_extent_rows=16, block_rows=4)
+    return Device(capacity, Counters(), SchedulerOptions(shared_pages=True))
+
+
+def running(device: Device, rows: int) -> Segment:
+    """The segment of a running job."""
+    segment = Segment()
+    assert device.reserve(segment, rows)
+    return segment
+
+
+def fits(device: Device, rows: int, keep: Context | None = None) -> bool:
+    return device.reserve(Segment(), rows, keep)
+
+
 def keep(device: Device, rows: int) -> Context:
     """A context of so many rows, as a finished job leaves it."""
-    assert device.reserve(rows)
-    return device.retain("", pack([1] * rows), rows, rows)
+    return device.retain("", pack([1] * rows), rows, running(device, rows))
 
 
 def test_the_budget_is_whole_blocks_and_holds(device: Device) -> None:
     assert device.budget == 100
-    assert device.reserve(60)
-    assert not device.reserve(41)
-    assert device.reserve(40)
+    segment = running(device, 60)
+    assert not fits(device, 41)
+    assert fits(device, 40)
     assert device.used == 100
-    device.release(60)
-    assert device.reserve(60)
+    device.release(segment)
+    assert fits(device, 60)
 
 
 def test_the_least_recently_used_context_is_freed_first(device: Device) -> None:
     first, second, third = keep(device, 30), keep(device, 30), keep(device, 40)
     device.copy_from(first)  # used again: now the most recent
     device.unpin()
-    assert device.reserve(40)
+    segment = running(device, 40)
     assert device.frees == [second.id, third.id]
     assert list(device.contexts) == [first.id]
     assert device.used == 70
-    device.check(running=[40])
+    device.check([segment])
 
 
 def test_no_more_contexts_are_freed_than_it_takes(device: Device) -> None:
     first, _ = keep(device, 50), keep(device, 50)
-    assert device.reserve(50)
+    assert fits(device, 50)
     assert device.frees == [first.id]
 
 
 def test_nothing_is_freed_for_what_will_not_fit_anyway(device: Device) -> None:
-    assert device.reserve(60)  # of a running job
+    assert fits(device, 60)  # of a running job
     keep(device, 40)
-    assert not device.reserve(41)
+    assert not fits(device, 41)
     assert device.frees == []
     assert device.used == 100
 
 
 def test_the_context_that_a_job_goes_on_from_is_not_freed_for_it(device: Device) -> None:
     first, second = keep(device, 50), keep(device, 50)
-    assert device.reserve(50, keep=first)
+    assert fits(device, 50, first)
     assert device.frees == [second.id]
-    assert not device.reserve(50, keep=first)
+    assert not fits(device, 50, first)
 
 
 def test_a_context_being_copied_survives_the_step(device: Device) -> None:
     context = keep(device, 60)
     device.copy_from(context)
-    assert not device.reserve(50), "its rows are read in this very step"
+    assert not fits(device, 50), "its rows are read in this very step"
     device.free(context)
     assert device.frees == []
     assert device.unpin()
@@ -78,9 +95,75 @@ def test_a_context_being_copied_survives_the_step(device: Device) -> None:
 
 def test_a_context_that_is_taken_over_stays_counted(device: Device) -> None:
     context = keep(device, 60)
-    device.take_over(context)
+    segment = device.take_over(context, 60, 40)
+    assert segment is not None
     assert (device.used, device.frees, device.contexts) == (60, [], {})
-    device.check(running=[60])
+    device.check([segment])
+
+
+# ------------------------------------------------------------------------------------------ pages in common
+
+
+def test_pages_that_segments_share_count_once(sharing: Device) -> None:
+    first = running(sharing, 40)
+    forks = [sharing.fork(first, 38, 44, None) for _ in range(5)]  # nine whole pages, and two of its own each
+    made = [fork for fork in forks if fork is not None]
+    assert len(made) == 5
+    assert sharing.used == 40 + 5 * 8
+    sharing.check([first, *made])
+    sharing.release(first)
+    assert sharing.used == 36 + 5 * 8, "others have its pages still, but for the last one"
+    for fork in made:
+        sharing.release(fork)
+    assert sharing.used == 0
+
+
+def test_a_context_whose_pages_others_have_is_not_freed_for_nothing(sharing: Device) -> None:
+    context = keep(sharing, 60)
+    fork = sharing.fork(context.segment, 60, 80, context)
+    assert fork is not None
+    assert sharing.used == 80
+    assert not fits(sharing, 24), "without the context 80 rows are used as well"
+    assert sharing.frees == []
+    assert fits(sharing, 20)
+
+
+def test_contexts_that_share_pages_are_freed_together(sharing: Device) -> None:
+    first = keep(sharing, 60)
+    fork = sharing.fork(first.segment, 60, 80, first)
+    assert fork is not None
+    second = sharing.retain("", pack([1] * 80), 80, fork)
+    third = keep(sharing, 20)
+    assert fits(sharing, 24)
+    assert sharing.frees == [first.id, second.id]
+    assert list(sharing.contexts) == [third.id]
+    assert sharing.used == 44
+
+
+def test_a_context_is_trimmed_to_its_rows(sharing: Device) -> None:
+    context = sharing.retain("", pack([1] * 10), 10, running(sharing, 40))
+    assert sharing.used == 12
+    segment = sharing.take_over(context, 9, 24)
+    assert segment is not None
+    assert (sharing.used, segment.capacity) == (24, 24)
+    sharing.check([segment])
+
+
+def test_taking_over_leaves_others_their_pages(sharing: Device) -> None:
+    """The job writes into the page with row 10, which a fork has too: it gets another one."""
+    context = keep(sharing, 40)
+    fork = sharing.fork(context.segment, 40, 40, context)
+    assert fork is not None
+    assert sharing.used == 40
+    segment = sharing.take_over(context, 10, 20)
+    assert segment is not None
+    assert sharing.used == 40 + 12
+    assert fork.pages[:2] == segment.pages[:2]
+    assert not set(fork.pages) & set(segment.pages[2:])
+    sharing.check([segment, fork])
+    full = keep(sharing, 48)
+    assert sharing.take_over(full, 10, 52) is None, "there is no room for four rows more"
+    assert list(sharing.contexts) == [full.id]
 
 
 def test_a_context_vanishes_with_any_of_its_extents() -> None:

@@ -69,6 +69,7 @@ class World:
             seconds=rng.choice([0.01, 1.0, 30.0]),
             why=rng.choice(["damage", "io", "timeout", "refused"]),
         )
+        self.settings["shared_pages"] = random.Random(seed + 1).random() < 0.6
         self.executor = self.machine()
         self.cancels = rng.choice([0.0, 0.02])
         self.arrivals = rng.choice([0.05, 0.3])
@@ -107,7 +108,7 @@ class World:
 
     def machine(self) -> FakeExecutor:
         window = int(self.settings.get("sliding_window", 0))  # type: ignore[call-overload]
-        return FakeExecutor(self.capacity, self.rng, self.faults, window)
+        return FakeExecutor(self.capacity, self.rng, self.faults, window, bool(self.settings["shared_pages"]))
 
     def words(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]

@@ -105,12 +105,17 @@ class DeviceContext:
                 own.append(others[number])
         self.cut(rows)
 
-    def cut(self, rows: int) -> None:
-        """Keep the first `rows` rows alone. A page that others hold as well, and that is not full, is copied."""
+    def shorten(self, rows: int) -> None:
+        """Keep the first `rows` rows alone."""
         self.rows = rows
         for pages in self._groups():
             while len(pages) and pages.stop >= rows + PAGE_ROWS:
                 self._drop(pages.pop())
+
+    def cut(self, rows: int) -> None:
+        """Keep the first `rows` rows alone, to go on from there: a last page that is not full, and that others hold too, is copied."""
+        self.shorten(rows)
+        for pages in self._groups():
             if rows < pages.stop and len(pages) and pages[-1].users > 1:
                 (page,) = self._pool.take(self._layers(pages), 1)
                 held = rows - pages.stop + PAGE_ROWS

@@ -131,7 +131,7 @@ class TorchRunner:
                 self._remove(release.job)
             if release.context is not None:
                 assert context is not None, f"job {release.job} has nothing on the device to retain"
-                context.cut(release.rows)
+                context.shorten(release.rows)
                 self._contexts[release.context] = context
         for number in step.frees:
             self._contexts.pop(number, None)
@@ -238,6 +238,8 @@ class TorchRunner:
         ids: list[int] = []
         positions: list[Tensor] = []
         at = 0
+        for run in runs:  # before any gets new pages: what these leave out may be among them
+            self._admit(run)
         for run in runs:
             n = len(run.tokens)
             entries.append(self._entry(run, slice(at, at + n)))
@@ -328,23 +330,32 @@ class TorchRunner:
         return possible(shape.device, shape.dtype, shape.head_dim, spec.heads, shape.kv_heads, spec.score_cap or 0.0)
 
     def _entry(self, run: Run, where: slice) -> BatchEntry:
-        """Prepare a run's context on the device, with the rows that the plan wants in it before the forward pass."""
+        """Give a run's context pages for its new rows."""
         job = self._jobs[run.job]
-        admit = run.admit
-        if admit is not None and job.context is None:  # otherwise an earlier attempt at this step has made it
-            if admit.context is not None and admit.take:
-                job.context = self._contexts.pop(admit.context)
-                job.context.cut(admit.device_rows)
-            else:
-                context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
-                if admit.context is not None:
-                    context.share(self._contexts[admit.context], admit.device_rows)
-                job.context = context
+        self._admit(run)
         assert job.context is not None, f"job {run.job} runs without ever having been admitted"
         stop = run.start + len(run.tokens)
         job.context.make_room(stop, run.capacity)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
         return BatchEntry(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
+
+
+    def _admit(self, run: Run) -> None:
+        """Make the context of a job's first run, with the rows that the plan wants in it before the forward pass."""
+        job, admit = self._jobs[run.job], run.admit
+        if admit is None or job.context is not None:  # an earlier attempt at this step has made it
+            return
+        if admit.context is not None and admit.take:
+            job.context = self._contexts.pop(admit.context)
+            job.context.cut(admit.device_rows)
+            return
+        context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
+        source = self._contexts[admit.context] if admit.context is not None else None
+        if admit.fellow is not None:
+            source = self._jobs[admit.fellow].context
+        if source is not None:
+            context.share(source, admit.device_rows)
+        job.context = context
 
 
 def _rows(runs: Sequence[Run]) -> int:

@@ -279,6 +279,7 @@ def make_scheduler(
         sliding_window=decoder.spec.window or 0,
         # Recording importance computes the attention weights of each request apart.
         relay=config.relay != "off" and config.truncation_policy != "importance",
+        shared_pages=True,
         shared=cache.shared is not None,
         probe_part=layout.probe_row_bytes / (2 * layout.row_bytes + layout.probe_row_bytes),
     )

@@ -28,7 +28,7 @@ from afterglow.plan.retention.restore import adopt, prefix_of, restore
 from afterglow.plan.retention.sessions import Sessions
 from afterglow.plan.stats import Counters, Stats
 from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone
-from afterglow.plan.tiers.device import WHOLE, Context, Device, Lack
+from afterglow.plan.tiers.device import WHOLE, Context, Device, Lack, Segment
 from afterglow.plan.tiers.placement import Placement
 from afterglow.request import Breakpoint, ContextWindow
 
@@ -40,7 +40,7 @@ class Cache:
         self.capacity = capacity
         self.counters = Counters()
         self.index = Index()
-        self.device = Device(capacity, self.counters, options.max_model_len, options.sliding_window)
+        self.device = Device(capacity, self.counters, options)
         self.placement = Placement(capacity, options, self.index, self.device, self.counters)
         self.host = self.placement.host
         self.disk = self.placement.disk
@@ -169,9 +169,9 @@ class Cache:
 
     # --------------------------------------------------------------------------------------- device contexts
 
-    def retain(self, salt: str, tokens: bytes, rows: int, capacity: int, lacks: Lack = WHOLE) -> Context:
+    def retain(self, salt: str, tokens: bytes, rows: int, segment: Segment, lacks: Lack = WHOLE) -> Context:
         """Keep a running job's segment as a context, with rows of the extents that its tokens match."""
-        context = self.device.retain(salt, tokens, rows, capacity, lacks)
+        context = self.device.retain(salt, tokens, rows, segment, lacks)
         self.device.contain(context, tuple(view.extent for view in self.index.match(salt, tokens).views))
         if self.index.prefixes and SharedPrefix(salt, tokens) in self.index.prefixes:
             self.device.hold(context)

@@ -113,7 +113,8 @@ class SchedulerOptions:
     `retain`: keep the contexts of finished jobs on the device while there is room. `relay`: tell in each step which rows its
     jobs have in common. `sliding_window`: rows that a query sees in layers with a window, whose earlier rows are not brought to the
     device (0: no layer has one). `small_rows`: extents with fewer rows are merged when a turn has ended (0: none). `shared`:
-    there is a tier that other engines share. `probe_part`: of an extent's bytes, the part that jobs which select read in any case (SPEC).
+    there is a tier that other engines share. `shared_pages`: contexts with equal beginnings have pages of the device in common, also with
+    jobs that run. `probe_part`: of an extent's bytes, the part that jobs which select read in any case (SPEC).
     """
 
     policy: PolicyName = "lru"
@@ -137,4 +138,5 @@ class SchedulerOptions:
     sliding_window: int = 0
     small_rows: int = MERGED_ROWS
     shared: bool = False
+    shared_pages: bool = False
     probe_part: float = 0.0

@@ -192,7 +192,7 @@ class Admit:
 
     Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone
     afterwards, its rows beyond `device_rows` forgotten) or copied. With `selectable` (SPEC) none of its prefix comes as a
-    whole; the job's own rows begin behind those views. Of the prefix the first `exact` rows are a registered prompt's: they
+    whole; the job's own rows begin behind those views. `fellow`: the rows [0, device_rows), whole blocks, are those of a job that runs. Of the prefix the first `exact` rows are a registered prompt's: they
     are always attended to (spec X8).
     """
 
@@ -201,6 +201,7 @@ class Admit:
     device_rows: int
     selectable: tuple[Selectable, ...] = ()
     exact: int = 0
+    fellow: int | None = None
 
 
 class Save(NamedTuple):

@@ -22,7 +22,7 @@ from afterglow.plan.prefix.extent import View
 from afterglow.plan.prefix.ghosts import Reason
 from afterglow.plan.prefix.index import NO_MATCH, Match, common_rows
 from afterglow.plan.step import Admit, Selectable
-from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context
+from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context, Segment
 
 UNKNOWN_HOLD_S = 0.05  # how long to wait for slots before it is known what computing takes
 MIN_ASKING_ROWS = 16  # last tokens of a prompt that are computed, to find out which rows are important to them
@@ -38,6 +38,7 @@ class Admission:
         self.decision = LoadOrRecompute(cache, self.seen, options)
         self._cache = cache
         self._batch = batch
+        self._chunked = options.prefill_chunk > 0  # then no job leaves the device in a step after another has joined
 
     def attempt(self, job: Job, now: float, idle: bool, may_join: bool) -> Admit | Wait:
         """Admit the job if nothing stands against it. `idle`: nothing runs, so a step may wait for its loads."""
@@ -51,6 +52,11 @@ class Admission:
             job.waited = True
             return Wait.PREFIX
         context, device_rows = self._cache.device.best(tokens, match)
+        fellow, rows = self._batch.fellow(job, tokens, match.rows if self._chunked else 0)
+        if rows > device_rows:
+            context, device_rows = None, rows
+        else:
+            fellow = None
         selects = job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated
         if selects and self.decision.selecting_pays(job, _beyond(match, device_rows), device_rows, now):
             return self._select(job, match, may_join, now)
@@ -90,7 +96,7 @@ class Admission:
             return Wait.TURN
         if not room:
             return Wait.SAVES
-        take = self._reserve(job, context, device_rows)
+        take = self._reserve(job, context, fellow, device_rows)
         if take is None:
             return Wait.DEVICE
         left = self._let_go(job, match, views, obtained, now) if len(obtained) < len(views) else 0
@@ -98,7 +104,11 @@ class Admission:
             match = Match(match.views[:-left], match.rows - sum(view.stop - view.start for view in views[-left:]))
             views = views[:-left]
             stages = stages_of(views, obtained, device_rows)
-        return self._join(job, match, context, take, device_rows, views, obtained, stages, now)
+        admit = self._join(job, match, context, take, device_rows, views, obtained, stages, now)
+        if fellow is None:
+            return admit
+        job.lacks = fellow.lacks.below(device_rows)
+        return replace(admit, fellow=fellow.spec.job)
 
     def _let_go(self, job: Job, match: Match, views: list[View], obtained: list[View], now: float) -> int:
         """Forget the last rows of a match that are in the shared tier and are going to be computed here: else those computed would
@@ -129,7 +139,7 @@ class Admission:
         views = list(takewhile(readable, _before(match, job.length - MIN_ASKING_ROWS)))
         if not may_join:
             return Wait.TURN
-        if self._reserve(job, None, 0) is None:
+        if self._reserve(job, None, None, 0) is None:
             return Wait.DEVICE
         self._batch.pin(job, views)
         job.loads = {view.extent: False for view in views if view.extent.host != "ready"}
@@ -268,7 +278,7 @@ class Admission:
                 return views[:i]
         return views
 
-    def _reserve(self, job: Job, context: Context | None, device_rows: int) -> bool | None:
+    def _reserve(self, job: Job, context: Context | None, fellow: Job | None, device_rows: int) -> bool | None:
         """Count the job's segment against the device's budget: True, it takes the context over; None, no room.
 
         With room to grow, because growing may mean copying; with less room where that would keep the job waiting.
@@ -277,25 +287,29 @@ class Admission:
         for blocks in (GROWTH_BLOCKS, 1):
             growth = max(min(job.remaining, blocks * self._cache.capacity.block_rows), 1)
             capacity = min(self._cache.capacity.round_up(job.length + growth), self._cache.device.most)
-            found = found if found is not None else self._reserve_rows(job, context, device_rows, capacity)
+            found = found if found is not None else self._reserve_rows(job, context, fellow, device_rows, capacity)
         return found
 
-    def _reserve_rows(self, job: Job, context: Context | None, device_rows: int, capacity: int) -> bool | None:
+    def _reserve_rows(
+        self, job: Job, context: Context | None, fellow: Job | None, device_rows: int, capacity: int
+    ) -> bool | None:
+        device = self._cache.device
         if context is None:
-            return self._give(job, capacity, 0, None, False)
+            source = fellow.segment if fellow is not None else Segment()
+            return self._give(job, device.fork(source, device_rows, capacity, None), False)
         own = context.salt == job.spec.salt and not (context.pinned or context.registered)
         wanted = own and 2 * device_rows >= context.rows
-        if not wanted and self._give(job, capacity, 0, context, False) is not None:
+        if not wanted and self._give(job, device.fork(context.segment, device_rows, capacity, context), False) is not None:
             return False
         if context.pinned or context.registered:
             return None
-        return self._give(job, max(capacity, context.capacity), context.capacity, context, True)
+        return self._give(job, device.take_over(context, device_rows, capacity), True)
 
-    def _give(self, job: Job, capacity: int, counted: int, keep: Context | None, take: bool) -> bool | None:
-        """Reserve a segment of `capacity` rows; `counted` rows count already. Returns `take`; None: no room."""
-        if not self._cache.device.reserve(capacity, counted, keep):
+    def _give(self, job: Job, segment: Segment | None, take: bool) -> bool | None:
+        """Give a job its segment. Returns `take`; None: there is no room."""
+        if segment is None:
             return None
-        job.capacity = capacity
+        job.segment = segment
         return take
 
     def _join(
@@ -311,11 +325,8 @@ class Admission:
         now: float,
     ) -> Admit:
         job.lacks = context.lacks.below(device_rows) if context is not None else WHOLE
-        if context is not None:
-            if take:
-                self._cache.device.take_over(context)
-            else:
-                self._cache.device.copy_from(context)
+        if context is not None and not take:
+            self._cache.device.copy_from(context)
         rows = device_rows + sum(view.stop - view.start for view in views)
         gathered = sum(view.stop - view.start for view in obtained)
         held = [*_before(match, device_rows), *views]

@@ -18,10 +18,11 @@ from afterglow.plan.batching.job import Draft, Job
 from afterglow.plan.batching.merging import Merging
 from afterglow.plan.cache import Cache
 from afterglow.plan.prefix.extent import Extent, View
+from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.salts import client_salt, covers
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
 from afterglow.plan.step import Release, Save, SaveDone
-from afterglow.plan.tiers.device import GROWTH_BLOCKS
+from afterglow.plan.tiers.device import GROWTH_BLOCKS, Segment
 
 SLOTS_AHEAD = 4  # slots that a decoding job takes at a time while there is room; what it does not need it gives back
 
@@ -257,13 +258,24 @@ class Batch:
         self.drafts = drafts
         self.merging = merging
 
+    def fellow(self, job: Job, tokens: bytes, most: int) -> tuple[Job | None, int]:
+        """Find the running job that has most of a job's first rows on the device, and how many whole pages of them; at most `most`
+        rows, and of equals the first job."""
+        device = self._cache.device
+        found, found_rows = None, 0
+        for other in self.running if device.shares else ():
+            if other.spec.salt == job.spec.salt and not other.approximate and min(other.rows, most) > found_rows:
+                rows = common_rows(other.tokens, 0, tokens, 0, min(other.rows, most)) // device.block * device.block
+                if rows > found_rows and other.lacks.usable(rows, device.window) == rows:
+                    found, found_rows = other, rows
+        return found, found_rows
+
     def extend(self, job: Job) -> bool:
         """Give a decoding job more room, at the cost of retained contexts."""
         least = self._cache.capacity.round_up(job.rows + 1)
         most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
         for rows in (min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most), least):
-            if least <= rows <= self._cache.device.most and self._cache.device.reserve(rows, job.capacity):
-                job.capacity = rows
+            if least <= rows <= self._cache.device.most and self._cache.device.reserve(job.segment, rows):
                 return True
         return False
 
@@ -272,9 +284,8 @@ class Batch:
         most = self._cache.capacity.round_up(len(job.spec.prompt) // 4 + job.spec.max_tokens)
         device = self._cache.device
         rows = min(job.capacity + GROWTH_BLOCKS * self._cache.capacity.block_rows, most, device.most)
-        if rows > job.capacity and device.has_room(rows, job.capacity):
-            device.reserve(rows, job.capacity)
-            job.capacity = rows
+        if rows > job.capacity and device.has_room(job.segment, rows):
+            device.reserve(job.segment, rows)
 
     def pin(self, job: Job, views: Sequence[View]) -> None:
         """Pin the extents that the job is about to gather from; unpin those of before."""
@@ -300,11 +311,11 @@ class Batch:
         if retain and job.spec.write and rows and not job.approximate:
             tokens = bytes(job.tokens[: 4 * rows])
             lacks = self._cache.device.letting_go(job.lacks, job.rows)
-            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.capacity, lacks).id
+            job.context = self._cache.retain(job.spec.salt, tokens, rows, job.segment, lacks).id
         else:
-            self._cache.device.release(job.capacity)
+            self._cache.device.release(job.segment)
         self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
-        job.rows = job.capacity = 0
+        job.rows, job.segment = 0, Segment()
         job.stages, job.stop = [], None
 
     def settle(self, job: Job, now: float) -> None:
@@ -371,7 +382,7 @@ class Batch:
 
     def check(self, queued: list[Job], copied: list[Extent]) -> None:
         """Budgets and reference counts against the jobs (and copies, which read `copied`) that cause them."""
-        self._cache.device.check([job.capacity for job in self.running])
+        self._cache.device.check([job.segment for job in self.running])
         pins: dict[Extent, int] = {}
         users: dict[Extent, int] = {}
         for extent in copied:

@@ -54,7 +54,10 @@ def _run_values(run: Run) -> list[Any]:
         run.sample,
         run.capacity,
         admit
-        and [admit.context, admit.take, admit.device_rows, [_view_values(v) for v in admit.selectable], admit.exact],
+        and [
+            *(admit.context, admit.take, admit.device_rows, [_view_values(v) for v in admit.selectable], admit.exact),
+            *([admit.fellow] if admit.fellow is not None else []),
+        ],
         [[g.extent, g.start, g.stop, g.slots, g.move] for g in run.gathers],
         [[save.draft, save.slots, save.draft_row, save.job_row, save.rows] for save in run.saves],
         *([run.guessed] if run.guessed else []),

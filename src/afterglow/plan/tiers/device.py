@@ -1,17 +1,18 @@
 """The device tier: a budget of rows shared by running jobs' segments and the contexts kept of finished ones.
 
 It knows sizes, token strings and which extents a context contains; not what computes on them, nor the other tiers.
-A context counts with the whole segment that it was; it never shrinks. Where layers with a sliding window hold only its last
-rows, it counts with as many rows of all layers as take the same memory (`Held.cost`).
+Segments with equal beginnings have pages in common, which count once. Where layers with a sliding window hold only a context's last
+rows, each segment counts by itself, with as many rows of all layers as take the same memory (`Held.cost`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from afterglow.plan.options import UNLIMITED, Capacity
+from afterglow.plan.options import UNLIMITED, Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import NONE, Extent, View, with_key, without_key
 from afterglow.plan.prefix.index import Match, common_rows
 from afterglow.plan.stats import Counters
@@ -39,6 +40,14 @@ WHOLE = Lack(2**31, 0)
 
 
 @dataclass(eq=False, slots=True)
+class Segment:
+    """Room for `capacity` rows of a context. `pages`: the numbers of its pages, where segments share them."""
+
+    capacity: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
 class Context:
     """Rows that a job has left on the device. The first `rows` may be used, if the index knows them too."""
 
@@ -46,7 +55,7 @@ class Context:
     salt: str
     tokens: bytes
     rows: int
-    capacity: int
+    segment: Segment
     lacks: Lack = WHOLE
     extents: dict[Extent, None] = field(default_factory=dict)
     pinned: bool = False  # copied from in the current step
@@ -57,53 +66,128 @@ class Context:
 class Device:
     """Segments and contexts against one budget."""
 
-    def __init__(
-        self, capacity: Capacity, counters: Counters, max_model_len: int = 2**31, sliding_window: int = 0
-    ) -> None:
-        self.window = sliding_window
+    def __init__(self, capacity: Capacity, counters: Counters, options: SchedulerOptions | None = None) -> None:
+        options = options or SchedulerOptions()
+        self.window = options.sliding_window
         self.held = capacity.held
-        if self.held.step(UNLIMITED, sliding_window) < 1:
-            raise ValueError(
-                f"a window of {sliding_window} rows does not fit the {self.held.most} that its layers hold"
-            )
+        if self.held.step(UNLIMITED, self.window) < 1:
+            raise ValueError(f"a window of {self.window} rows does not fit the {self.held.most} that its layers hold")
+        self.shares = options.shared_pages and not self.held.windowed
         self.block = capacity.block_rows
         self.budget = capacity.device_rows // self.block * self.block
         self.most = self.held.longest(self.budget) // self.block * self.block  # rows of a context that has it all
         self.used = 0
         self.contexts: dict[int, Context] = {}  # least recently used first
         self.frees: list[int] = []
-        self.longest = min(max_model_len, self.most)  # rows of the longest context that any job may come to
+        self.longest = min(options.max_model_len, self.most)  # rows of the longest context that any job may come to
         self.watch: Callable[[Extent], None] | None = None  # is told of each extent whose contexts have changed
         self._counters = counters
         self._last_id = 0
+        self._users: dict[int, int] = {}  # of each page, how many segments have it
+        self._last_page = 0
 
-    def reserve(self, rows: int, counted: int = 0, keep: Context | None = None) -> bool:
-        """Count a segment of `rows` rows, of which `counted` count already, freeing contexts (never `keep`) for it. All or
-        nothing."""
-        more = self.held.cost(rows) - self.held.cost(counted)
-        short = self.used + more - self.budget
-        if short > 0:
-            victims = []
-            for context in self.contexts.values():
-                if short <= 0:
-                    break
-                if context is not keep and not (context.pinned or context.registered):
-                    victims.append(context)
-                    short -= self.held.cost(context.capacity)
-            if short > 0:
-                return False
-            for context in victims:
-                self.free(context)
-        self.used += more
+    def reserve(self, segment: Segment, rows: int, keep: Context | None = None) -> bool:
+        """Give a segment room for `rows` rows, freeing contexts (never `keep`) for it. All or nothing."""
+        if not self._make_room(self._more(segment, rows), keep):
+            return False
+        self._extend(segment, rows)
         return True
 
-    def has_room(self, rows: int, counted: int = 0) -> bool:
-        """Return whether a segment of `rows` rows, of which `counted` count already, fits beside all contexts."""
-        return self.used + self.held.cost(rows) - self.held.cost(counted) <= self.budget
+    def fork(self, source: Segment, first: int, rows: int, keep: Context | None) -> Segment | None:
+        """Make a segment with room for `rows` rows that begins with the first `first` of another. Only whole pages are shared."""
+        made = Segment()
+        if self.shares:
+            made.pages = source.pages[: first // self.block]
+            made.capacity = len(made.pages) * self.block
+        if not self._make_room(self._more(made, rows), keep):
+            return None
+        for page in made.pages:
+            self._users[page] += 1
+        self._extend(made, rows)
+        return made
 
-    def release(self, rows: int) -> None:
-        """Count a running job's segment no more."""
-        self.used -= self.held.cost(rows)
+    def take_over(self, context: Context, first: int, rows: int) -> Segment | None:
+        """Let a job go on in a context's segment, with the first `first` of its rows and room for `rows`. The context is gone then."""
+        if not self.shares:
+            done = self.reserve(context.segment, max(rows, context.segment.capacity), context)
+            made = context.segment if done else None
+        else:
+            kept = context.segment.pages[: first // self.block]
+            rest = context.segment.pages[len(kept) :]
+            made = None
+            if self._make_room(rows - len(kept) * self.block, context, rest):
+                self._drop(rest)
+                made = Segment(len(kept) * self.block, kept)
+                self._extend(made, rows)
+        if made is not None:
+            context.segment = made
+            self._detach(context)
+        return made
+
+    def has_room(self, segment: Segment, rows: int) -> bool:
+        """Return whether a segment may have `rows` rows beside all contexts."""
+        return self.used + self._more(segment, rows) <= self.budget
+
+    def release(self, segment: Segment) -> None:
+        """Count a segment no more, except for pages that others have too."""
+        if self.shares:
+            self._drop(segment.pages)
+        else:
+            self.used -= self.held.cost(segment.capacity)
+
+    def trim(self, segment: Segment, rows: int) -> None:
+        """Count only the pages of the first `rows` rows."""
+        if self.shares:
+            count = -(-rows // self.block)
+            self._drop(segment.pages[count:])
+            del segment.pages[count:]
+            segment.capacity = min(segment.capacity, count * self.block)
+
+    def _more(self, segment: Segment, rows: int) -> int:
+        """Return the rows that more room takes: `rows` in all."""
+        if self.shares:
+            return rows - segment.capacity
+        return self.held.cost(rows) - self.held.cost(segment.capacity)
+
+    def _extend(self, segment: Segment, rows: int) -> None:
+        self.used += self._more(segment, rows)
+        segment.capacity = rows
+        while self.shares and len(segment.pages) * self.block < rows:
+            self._last_page += 1
+            segment.pages.append(self._last_page)
+            self._users[self._last_page] = 1
+
+    def _drop(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                self.used -= self.block
+
+    def _make_room(self, more: int, keep: Context | None, dropped: Sequence[int] = ()) -> bool:
+        """Free contexts, the least recently used ones first, until `more` rows fit once a user of some pages has `dropped` them; none
+        if that does not do."""
+        left = {page: self._users[page] - 1 for page in dropped}  # users that pages have then
+        short = self.used + more - self.budget - self.block * list(left.values()).count(0)
+        if short <= 0:
+            return True
+        victims: list[Context] = []
+        for context in self.contexts.values():
+            if short <= 0:
+                break
+            if context is keep or context.pinned or context.registered:
+                continue
+            victims.append(context)
+            if not self.shares:
+                short -= self.held.cost(context.segment.capacity)
+            for page in context.segment.pages:
+                left[page] = left.get(page, self._users[page]) - 1
+                short -= self.block * (not left[page])
+        if short > 0:
+            return False
+        for context in victims:
+            self.free(context)
+        return True
 
     def lacking(self, lacks: Lack, start: int, stop: int) -> Lack:
         """Return what a segment lacks once rows [start, stop) have been gathered for queries from row `stop` on."""
@@ -121,10 +205,11 @@ class Device:
         first = self.held.first(stop)
         return Lack(0, max(lacks.stop, first)) if first else lacks
 
-    def retain(self, salt: str, tokens: bytes, rows: int, capacity: int, lacks: Lack = WHOLE) -> Context:
+    def retain(self, salt: str, tokens: bytes, rows: int, segment: Segment, lacks: Lack = WHOLE) -> Context:
         """Make a running job's segment a context."""
         self._last_id += 1
-        context = Context(self._last_id, salt, tokens, rows, capacity, lacks.below(rows))
+        self.trim(segment, rows)
+        context = Context(self._last_id, salt, tokens, rows, segment, lacks.below(rows))
         self.contexts[context.id] = context
         return context
 
@@ -148,10 +233,10 @@ class Device:
         """Keep a context whatever happens, if there is always room for the longest context of a job beside all that are
         kept so, and it is not kept already."""
         kept = [other for other in self.contexts.values() if other.registered]
-        room = self.budget - sum(self.held.cost(other.capacity) for other in kept)
+        room = self.budget - sum(self.held.cost(other.segment.capacity) for other in kept)
         room -= self.held.cost((self.longest // self.block + 1) * self.block)
         there = any(other.salt == context.salt and other.tokens == context.tokens for other in kept)
-        context.registered = self.held.cost(context.capacity) <= room and not there
+        context.registered = self.held.cost(context.segment.capacity) <= room and not there
 
     def let_go(self, salt: str, tokens: bytes) -> None:
         """Keep the context with exactly these tokens no longer than others."""
@@ -166,13 +251,9 @@ class Device:
                 self._changed(extent)
             return
         self._detach(context)
-        self.used -= self.held.cost(context.capacity)
+        self.release(context.segment)
         self.frees.append(context.id)
         self._counters.evicted_device += 1
-
-    def take_over(self, context: Context) -> None:
-        """Let a job go on in a context's segment; the rows stay counted."""
-        self._detach(context)
 
     def copy_from(self, context: Context) -> None:
         """Let a job start with a copy of a context, which must outlive the step."""
@@ -227,13 +308,19 @@ class Device:
                 return found, rows
         return None, 0
 
-    def check(self, running: Sequence[int]) -> None:
-        """Segments (`running`: their capacities) + contexts = used <= budget; contexts <-> extents."""
-        kept = [context.capacity for context in self.contexts.values()]
-        assert self.used == sum(map(self.held.cost, [*running, *kept]))
+    def check(self, running: Sequence[Segment]) -> None:
+        """Segments of jobs (`running`) + contexts = used <= budget; contexts <-> extents."""
+        segments = [*running, *(context.segment for context in self.contexts.values())]
+        if self.shares:
+            users = Counter(page for segment in segments for page in segment.pages)
+            assert users == self._users
+            assert self.used == len(users) * self.block
+            assert all(segment.capacity == len(segment.pages) * self.block for segment in segments)
+        else:
+            assert self.used == sum(self.held.cost(segment.capacity) for segment in segments)
         assert self.used <= self.budget
         for context in self.contexts.values():
-            assert 0 < context.rows <= context.capacity
+            assert 0 < context.rows <= context.segment.capacity
             assert context.rows * 4 <= len(context.tokens)
             for extent in context.extents:
                 assert context.id in extent.contexts

@@ -47,11 +47,11 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         triton_products,
         triton_rows,
     )
+    from afterglow.kernels.context_pages import Pages
     from afterglow.kernels.device_blocks import device_matrix
     from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
     from afterglow.kernels.packed import BLOCK_FORMATS
     from afterglow.kernels.paged_parts import PartTables, part_of, row_places, suited
-    from afterglow.kernels.pages import Pages
     from afterglow.kernels.stored_rows import stored_width
 
     heads, kv_heads, head_dim, hidden = SHAPES[shape]

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from afterglow.engine import runner
-from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.context import DeviceContext
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
 from afterglow.engine.tee import Tee
 from afterglow.kernels.slot_gather import SlotGather

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.context import DeviceContext
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
 from afterglow.kernels import decode
 from afterglow.plan import options

@@ -14,8 +14,9 @@ import torch
 
 from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
-from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.context import DeviceContext
 from afterglow.engine.gather import BatchEntry
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
 from afterglow.errors import ConfigError
 from afterglow.kernels import decode

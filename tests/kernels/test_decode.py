@@ -15,8 +15,8 @@ from torch import Tensor
 from afterglow.kernels import decode
 from afterglow.kernels.attention import attend
 from afterglow.kernels.built import native
+from afterglow.kernels.context_pages import PAGE_ROWS, Pages
 from afterglow.kernels.decode import Appends, Read, Reads, rows_at
-from afterglow.kernels.pages import PAGE_ROWS, Pages
 from tests import doors
 
 LAYERS, SCALE = 2, 0.3

@@ -7,7 +7,7 @@ import torch
 
 from afterglow.kernels import slot_gather
 from afterglow.kernels.built import native
-from afterglow.kernels.pages import Pages
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.rope import rotate
 from afterglow.kernels.slot_gather import SlotGather, SlotRows
 from afterglow.kernels.stored_rows import narrowed, stored_width, widened

@@ -22,12 +22,12 @@ from afterglow.kernels import (
     triton_rows,
 )
 from afterglow.kernels.attention import merge
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read
 from afterglow.kernels.device_blocks import device_matrix
 from afterglow.kernels.device_products import Kind, RoundedMatrix, rounded_rows
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
-from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import rotate
 from afterglow.kernels.slot_gather import SlotRows, slot_table
 from afterglow.kernels.stored_rows import narrowed, stored_width, widened

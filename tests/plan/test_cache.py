@@ -12,7 +12,7 @@ from afterglow.plan.options import SchedulerOptions
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.plan.step import JobSpec, Load, MoveDone
-from afterglow.plan.tiers.device import Segment
+from afterglow.plan.tiers.device import DeviceSegment
 from tests.plan.fake_executor import pack
 from tests.plan.tiers_kit import BLOCK, Tiers
 
@@ -87,7 +87,7 @@ def test_a_context_ends_with_the_rows_that_the_index_knows() -> None:
     tiers = Tiers()
     extent = computed(tiers, TOKENS)
     text = TOKENS + pack([1, 2, 3])  # three rows that were not saved
-    segment = Segment()
+    segment = DeviceSegment()
     assert tiers.cache.device.reserve(segment, 12)
     context = tiers.cache.retain("", text, len(text) // 4, segment)
     assert tiers.cache.device.best(text, tiers.cache.match("", text)) == (context, 2 * BLOCK)
@@ -101,7 +101,7 @@ def test_a_context_ends_with_the_rows_that_the_index_knows() -> None:
 
 def test_a_context_without_known_rows_is_freed() -> None:
     tiers = Tiers()
-    segment = Segment()
+    segment = DeviceSegment()
     assert tiers.cache.device.reserve(segment, 12)
     context = tiers.cache.retain("", TOKENS, 2 * BLOCK, segment)
     tiers.cache.trim(context.id)
@@ -116,7 +116,7 @@ def test_a_merged_extent_takes_the_place_of_its_parts_everywhere() -> None:
     cache = tiers.cache
     cache.touch(first, 3.0, SPEC)
     cache.sessions.used("", "talk", [first, second], 4.0)
-    segment = Segment()
+    segment = DeviceSegment()
     assert cache.device.reserve(segment, 8)
     context = cache.retain("", TOKENS, 8, segment)
     whole = cache.new_extent("", b"", TOKENS, volatile=False, now=5.0)

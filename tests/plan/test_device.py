@@ -6,7 +6,7 @@ import pytest
 
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.stats import Counters
-from afterglow.plan.tiers.device import MAX_CANDIDATES, WHOLE, Context, Device, Segment
+from afterglow.plan.tiers.device import MAX_CANDIDATES, WHOLE, Context, Device, DeviceSegment
 from tests.plan.fake_executor import pack
 from tests.plan.tiers_kit import Tiers
 
@@ -23,15 +23,15 @@ def sharing() -> Device:
     return Device(capacity, Counters(), SchedulerOptions(shared_pages=True))
 
 
-def running(device: Device, rows: int) -> Segment:
+def running(device: Device, rows: int) -> DeviceSegment:
     """The segment of a running job."""
-    segment = Segment()
+    segment = DeviceSegment()
     assert device.reserve(segment, rows)
     return segment
 
 
 def fits(device: Device, rows: int, keep: Context | None = None) -> bool:
-    return device.reserve(Segment(), rows, keep)
+    return device.reserve(DeviceSegment(), rows, keep)
 
 
 def keep(device: Device, rows: int) -> Context:

@@ -12,7 +12,7 @@ from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.prefix.index import extent_id
 from afterglow.plan.step import Drop, Move, MoveDone, Store
-from afterglow.plan.tiers.device import Context, Segment
+from afterglow.plan.tiers.device import Context, DeviceSegment
 from tests.plan.fake_executor import pack, unpack
 
 BLOCK = 4
@@ -92,7 +92,7 @@ class Tiers:
         """A retained context that contains rows of these extents."""
         tokens = pack(self._paths[extents[-1]])
         rows = len(tokens) // 4
-        segment = Segment()
+        segment = DeviceSegment()
         assert self.device.reserve(segment, rows)
         context = self.device.retain("", tokens, rows, segment)
         self.device.contain(context, extents)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.kernels.built import native
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read, Reads
-from afterglow.kernels.pages import Pages
 
 CPU = torch.device("cpu")
 SCALE = 0.125

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.engine.context import KVShape
 from afterglow.engine.gather import BatchEntry, Gatherer
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.tee import Tee
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import DECODED, Appends, Read, Reads
 from afterglow.kernels.device_rows import DeviceRows
 from afterglow.kernels.layers import LayerRows
-from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import LayerRotations
 from afterglow.model.decoder import Attention, Decoder, Hidden
 from afterglow.plan.options import STRIDE

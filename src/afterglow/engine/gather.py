@@ -19,7 +19,7 @@ from torch import Tensor
 from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
 from afterglow.engine.stats import GatherCounters
-from afterglow.kernels.pages import PAGE_ROWS
+from afterglow.kernels.context_pages import PAGE_ROWS
 from afterglow.kernels.rope import LayerRopes, LayerRotations
 from afterglow.kernels.slot_gather import SlotGather, SlotRows
 from afterglow.plan.step import ExtentId, Gather

@@ -1,8 +1,8 @@
 """Lend pages of device memory to contexts, and take them back.
 
 Slabs of pages are taken from the system as they are needed, and used again. Contexts of models with sliding windows have pages of two
-kinds: those of the layers that hold all rows, and of those that hold the last rows alone. Where the pool is at its limit, slabs of one
-kind that nobody uses make room for the other.
+kinds: those of the layers that hold all rows, and of those that hold the last rows alone. Where the pool is at its limit, unused slabs of
+one kind make room for the other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from afterglow.engine.context import KVShape
-from afterglow.kernels.pages import PAGE_ROWS, Page, Slab
+from afterglow.engine.kv_shape import KVShape
+from afterglow.kernels.context_pages import PAGE_ROWS, Page, Slab
 from afterglow.memory.pages import allocate
 from afterglow.memory.prefault import Prefault
 

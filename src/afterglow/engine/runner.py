@@ -14,9 +14,10 @@ from torch import Tensor
 
 from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import CachedAttend, RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
-from afterglow.engine.context import DeviceContext, KVShape
+from afterglow.engine.context import DeviceContext
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
@@ -338,7 +339,6 @@ class TorchRunner:
         job.context.make_room(stop, run.capacity)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
         return BatchEntry(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
-
 
     def _admit(self, run: Run) -> None:
         """Make the context of a job's first run, with the rows that the plan wants in it before the forward pass."""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from afterglow.choices import SpeculateMode
 from afterglow.config import BLOCK_ROWS, PINNED, WRITE_BUFFER, EngineConfig, default_cache_dir
-from afterglow.engine.context import KVShape
 from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
 from afterglow.engine.inbox import Inbox
+from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.make_sharing import make_sharing, shared_conversations, shared_tier
 from afterglow.engine.requests import RequestLimits
 from afterglow.engine.runner import TorchRunner

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from afterglow.engine.context import KVShape
+from afterglow.engine.kv_shape import KVShape
 from afterglow.kernels.stored_rows import narrowed, stored_width
 from afterglow.plan.step import Save
 from afterglow.store.kvstore import KVStore

@@ -17,7 +17,7 @@ from afterglow.importance.chunk_cache import ChunkCache
 from afterglow.importance.importance_notes import AT_ONCE, ImportanceNotes, Note
 from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout, RowOrder
 from afterglow.importance.speculation import Prior, ReadBudget, SpeculationTally, Worth
-from afterglow.memory.buffers import Buffers
+from afterglow.memory.reused_buffers import Buffers
 from afterglow.plan.step import Selectable
 from afterglow.store.extents.chunks import ChunkRead
 from afterglow.store.extents.layout import KVLayout

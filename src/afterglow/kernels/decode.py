@@ -20,9 +20,9 @@ from torch import Tensor
 
 from afterglow.kernels.attention import attend, merge_into
 from afterglow.kernels.built import Native, native
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.device_reads import MOST_SHARED, DeviceReads
 from afterglow.kernels.paged_parts import PagedPart, part_of
-from afterglow.kernels.pages import Pages
 
 LANES = 16  # head_dim must be a multiple
 DECODED = 16  # rows of a reply in a decode step, with those of guesses, at most

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.gate import Gate
 from afterglow.kernels.paged_parts import RowPlaces, row_places, suited
-from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation
 
 _gate = Gate("triton_rows")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from afterglow.kernels.pages import Pages
+from afterglow.kernels.context_pages import Pages
 
 CHUNK = 256  # rows of a task, where few queries read them
 WIDE_CHUNK = 512  # where many do: what tasks write stays small beside what they read

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from afterglow.kernels.built import Native, native
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.gate import Gate
 from afterglow.kernels.paged_parts import suited
-from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation, rotate
 from afterglow.kernels.stored_rows import widened
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from afterglow.kernels.attention import attend
+from afterglow.kernels.context_pages import PAGE_ROWS, Pages
 from afterglow.kernels.gate import agree
 from afterglow.kernels.paged_parts import FIELDS, PartTables, part_of
-from afterglow.kernels.pages import PAGE_ROWS, Pages
 from afterglow.kernels.triton_merge import merge_parts_onto
 
 

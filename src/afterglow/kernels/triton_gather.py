@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.gate import agree
-from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation, rotate
 from afterglow.kernels.slot_gather import SlotRows, slot_table
 from afterglow.kernels.stored_rows import narrowed, stored_width, widened

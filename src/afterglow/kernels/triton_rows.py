@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.gate import agree
 from afterglow.kernels.paged_parts import RowPlaces, row_places
-from afterglow.kernels.pages import Pages
 from afterglow.kernels.rope import Rotation, rotate
 
 HEADS = 8  # of a program

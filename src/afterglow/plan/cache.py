@@ -28,7 +28,7 @@ from afterglow.plan.retention.restore import adopt, prefix_of, restore
 from afterglow.plan.retention.sessions import Sessions
 from afterglow.plan.stats import Counters, Stats
 from afterglow.plan.step import ExtentRecord, JobSpec, MoveDone
-from afterglow.plan.tiers.device import WHOLE, Context, Device, Lack, Segment
+from afterglow.plan.tiers.device import WHOLE, Context, Device, DeviceSegment, Lack
 from afterglow.plan.tiers.placement import Placement
 from afterglow.request import Breakpoint, ContextWindow
 
@@ -169,7 +169,7 @@ class Cache:
 
     # --------------------------------------------------------------------------------------- device contexts
 
-    def retain(self, salt: str, tokens: bytes, rows: int, segment: Segment, lacks: Lack = WHOLE) -> Context:
+    def retain(self, salt: str, tokens: bytes, rows: int, segment: DeviceSegment, lacks: Lack = WHOLE) -> Context:
         """Keep a running job's segment as a context, with rows of the extents that its tokens match."""
         context = self.device.retain(salt, tokens, rows, segment, lacks)
         self.device.contain(context, tuple(view.extent for view in self.index.match(salt, tokens).views))

@@ -191,7 +191,7 @@ class Admit:
     """How a job's context comes to the device before its first forward pass.
 
     Rows [0, device_rows) come from the retained device context `context`: taken over (`take`, the context is gone
-    afterwards, its rows beyond `device_rows` forgotten) or copied. With `selectable` (SPEC) none of its prefix comes as a
+    afterwards, its rows beyond `device_rows` forgotten) or shared, with a copy of a page that is not full. With `selectable` (SPEC) none of its prefix comes as a
     whole; the job's own rows begin behind those views. `fellow`: the rows [0, device_rows), whole blocks, are those of a job that runs. Of the prefix the first `exact` rows are a registered prompt's: they
     are always attended to (spec X8).
     """
@@ -224,8 +224,7 @@ class Run(NamedTuple):
     `gathers` bring in, from host and in order, the rows before `start` that are not on the device yet; mostly in a
     job's first run, but where rows are recomputed while those behind them are loaded, also later.
     `sample`: draw the next token from the last row. `capacity`: rows that the job's device segment may hold from
-    now on (already counted against the budget; never shrinks, and a retained context counts with the capacity of
-    the job that it was: taken over, it goes on with at least that). The last `guessed` of `tokens` are guesses of what
+    now on (already counted against the budget; it never shrinks while the job runs). The last `guessed` of `tokens` are guesses of what
     will be drawn: a token is drawn from the last of the job's own rows as well, and from the row of each guess that was right.
     """
 

@@ -123,6 +123,7 @@ class Setup:
             truncation_ratio=self.truncation_ratio,
             truncation_policy=self.truncation_policy,
             retain=self.retain,
+            shared_pages=True,
             **{"tenant_pins": PINNED} | self.more,
         )
         return Scheduler(self.capacity, options)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from afterglow.engine.context import KVShape
+from afterglow.engine.kv_shape import KVShape
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read, Reads
-from afterglow.kernels.pages import Pages
 from afterglow.model.decoder import Attention, Decoder
 
 PROBE_ROWS = (1, 2, 4, 8, 12, 16)

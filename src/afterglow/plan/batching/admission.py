@@ -22,7 +22,7 @@ from afterglow.plan.prefix.extent import View
 from afterglow.plan.prefix.ghosts import Reason
 from afterglow.plan.prefix.index import NO_MATCH, Match, common_rows
 from afterglow.plan.step import Admit, Selectable
-from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context, Segment
+from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context, DeviceSegment
 
 UNKNOWN_HOLD_S = 0.05  # how long to wait for slots before it is known what computing takes
 MIN_ASKING_ROWS = 16  # last tokens of a prompt that are computed, to find out which rows are important to them
@@ -295,17 +295,20 @@ class Admission:
     ) -> bool | None:
         device = self._cache.device
         if context is None:
-            source = fellow.segment if fellow is not None else Segment()
+            source = fellow.segment if fellow is not None else DeviceSegment()
             return self._give(job, device.fork(source, device_rows, capacity, None), False)
         own = context.salt == job.spec.salt and not (context.pinned or context.registered)
         wanted = own and 2 * device_rows >= context.rows
-        if not wanted and self._give(job, device.fork(context.segment, device_rows, capacity, context), False) is not None:
+        if (
+            not wanted
+            and self._give(job, device.fork(context.segment, device_rows, capacity, context), False) is not None
+        ):
             return False
         if context.pinned or context.registered:
             return None
         return self._give(job, device.take_over(context, device_rows, capacity), True)
 
-    def _give(self, job: Job, segment: Segment | None, take: bool) -> bool | None:
+    def _give(self, job: Job, segment: DeviceSegment | None, take: bool) -> bool | None:
         """Give a job its segment. Returns `take`; None: there is no room."""
         if segment is None:
             return None

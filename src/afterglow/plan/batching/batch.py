@@ -22,7 +22,7 @@ from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.salts import client_salt, covers
 from afterglow.plan.prefix.shared_prefixes import SharedPrefix
 from afterglow.plan.step import Release, Save, SaveDone
-from afterglow.plan.tiers.device import GROWTH_BLOCKS, Segment
+from afterglow.plan.tiers.device import GROWTH_BLOCKS, DeviceSegment
 
 SLOTS_AHEAD = 4  # slots that a decoding job takes at a time while there is room; what it does not need it gives back
 
@@ -315,7 +315,7 @@ class Batch:
         else:
             self._cache.device.release(job.segment)
         self.releases.append(Release(job.spec.job, job.context, rows if job.context is not None else 0))
-        job.rows, job.segment = 0, Segment()
+        job.rows, job.segment = 0, DeviceSegment()
         job.stages, job.stop = [], None
 
     def settle(self, job: Job, now: float) -> None:

@@ -13,7 +13,7 @@ from afterglow.plan.prefix.index import NO_MATCH, Match
 from afterglow.plan.prefix.salts import client_salt
 from afterglow.plan.prefix.truncation import Origin
 from afterglow.plan.step import Gather, JobSpec
-from afterglow.plan.tiers.device import WHOLE, Lack, Segment
+from afterglow.plan.tiers.device import WHOLE, DeviceSegment, Lack
 from afterglow.request import ContextWindow
 
 State = Literal["waiting", "loading", "prefilling", "decoding", "gone"]
@@ -105,7 +105,7 @@ class Job:
     target: int = 0
     rows: int = 0
     covered: int = 0
-    segment: Segment = field(default_factory=Segment)  # its room on the device
+    segment: DeviceSegment = field(default_factory=DeviceSegment)  # its room on the device
     lacks: Lack = WHOLE
     generated: int = 0
     saving: bool = False

@@ -40,7 +40,7 @@ WHOLE = Lack(2**31, 0)
 
 
 @dataclass(eq=False, slots=True)
-class Segment:
+class DeviceSegment:
     """Room for `capacity` rows of a context. `pages`: the numbers of its pages, where segments share them."""
 
     capacity: int = 0
@@ -55,7 +55,7 @@ class Context:
     salt: str
     tokens: bytes
     rows: int
-    segment: Segment
+    segment: DeviceSegment
     lacks: Lack = WHOLE
     extents: dict[Extent, None] = field(default_factory=dict)
     pinned: bool = False  # copied from in the current step
@@ -86,16 +86,16 @@ class Device:
         self._users: dict[int, int] = {}  # of each page, how many segments have it
         self._last_page = 0
 
-    def reserve(self, segment: Segment, rows: int, keep: Context | None = None) -> bool:
+    def reserve(self, segment: DeviceSegment, rows: int, keep: Context | None = None) -> bool:
         """Give a segment room for `rows` rows, freeing contexts (never `keep`) for it. All or nothing."""
         if not self._make_room(self._more(segment, rows), keep):
             return False
         self._extend(segment, rows)
         return True
 
-    def fork(self, source: Segment, first: int, rows: int, keep: Context | None) -> Segment | None:
+    def fork(self, source: DeviceSegment, first: int, rows: int, keep: Context | None) -> DeviceSegment | None:
         """Make a segment with room for `rows` rows that begins with the first `first` of another. Only whole pages are shared."""
-        made = Segment()
+        made = DeviceSegment()
         if self.shares:
             made.pages = source.pages[: first // self.block]
             made.capacity = len(made.pages) * self.block
@@ -106,7 +106,7 @@ class Device:
         self._extend(made, rows)
         return made
 
-    def take_over(self, context: Context, first: int, rows: int) -> Segment | None:
+    def take_over(self, context: Context, first: int, rows: int) -> DeviceSegment | None:
         """Let a job go on in a context's segment, with the first `first` of its rows and room for `rows`. The context is gone then."""
         if not self.shares:
             done = self.reserve(context.segment, max(rows, context.segment.capacity), context)
@@ -117,25 +117,25 @@ class Device:
             made = None
             if self._make_room(rows - len(kept) * self.block, context, rest):
                 self._drop(rest)
-                made = Segment(len(kept) * self.block, kept)
+                made = DeviceSegment(len(kept) * self.block, kept)
                 self._extend(made, rows)
         if made is not None:
             context.segment = made
             self._detach(context)
         return made
 
-    def has_room(self, segment: Segment, rows: int) -> bool:
+    def has_room(self, segment: DeviceSegment, rows: int) -> bool:
         """Return whether a segment may have `rows` rows beside all contexts."""
         return self.used + self._more(segment, rows) <= self.budget
 
-    def release(self, segment: Segment) -> None:
+    def release(self, segment: DeviceSegment) -> None:
         """Count a segment no more, except for pages that others have too."""
         if self.shares:
             self._drop(segment.pages)
         else:
             self.used -= self.held.cost(segment.capacity)
 
-    def trim(self, segment: Segment, rows: int) -> None:
+    def trim(self, segment: DeviceSegment, rows: int) -> None:
         """Count only the pages of the first `rows` rows."""
         if self.shares:
             count = -(-rows // self.block)
@@ -143,13 +143,13 @@ class Device:
             del segment.pages[count:]
             segment.capacity = min(segment.capacity, count * self.block)
 
-    def _more(self, segment: Segment, rows: int) -> int:
+    def _more(self, segment: DeviceSegment, rows: int) -> int:
         """Return the rows that more room takes: `rows` in all."""
         if self.shares:
             return rows - segment.capacity
         return self.held.cost(rows) - self.held.cost(segment.capacity)
 
-    def _extend(self, segment: Segment, rows: int) -> None:
+    def _extend(self, segment: DeviceSegment, rows: int) -> None:
         self.used += self._more(segment, rows)
         segment.capacity = rows
         while self.shares and len(segment.pages) * self.block < rows:
@@ -205,7 +205,7 @@ class Device:
         first = self.held.first(stop)
         return Lack(0, max(lacks.stop, first)) if first else lacks
 
-    def retain(self, salt: str, tokens: bytes, rows: int, segment: Segment, lacks: Lack = WHOLE) -> Context:
+    def retain(self, salt: str, tokens: bytes, rows: int, segment: DeviceSegment, lacks: Lack = WHOLE) -> Context:
         """Make a running job's segment a context."""
         self._last_id += 1
         self.trim(segment, rows)
@@ -308,7 +308,7 @@ class Device:
                 return found, rows
         return None, 0
 
-    def check(self, running: Sequence[Segment]) -> None:
+    def check(self, running: Sequence[DeviceSegment]) -> None:
         """Segments of jobs (`running`) + contexts = used <= budget; contexts <-> extents."""
         segments = [*running, *(context.segment for context in self.contexts.values())]
         if self.shares:

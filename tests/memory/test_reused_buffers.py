@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import torch
 
-from afterglow.memory.buffers import PIECE, Buffers
+from afterglow.memory.reused_buffers import PIECE, Buffers
 
 
 def test_used_again_when_nothing_looks_at_it() -> None:

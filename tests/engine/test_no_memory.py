@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import queue
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -12,7 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
+from afterglow.engine.context import DeviceContext
 from afterglow.engine.engine import Completion, Engine
+from afterglow.engine.kv_shape import KVShape
+from afterglow.engine.page_pool import PagePool
 from afterglow.engine.tee import Tee
 from afterglow.errors import RequestError
 from afterglow.plan.journal.replaying import replay
@@ -118,3 +123,42 @@ def test_room_that_cannot_be_had_for_a_context_is_the_same(start: Start, model_o
     assert handle.engine.stats().plan.counters.preemptions == 1
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
+
+
+def test_a_take_over_that_fails_half_way_is_repeated_as_a_whole() -> None:
+    """The page that new rows go to is another context's as well: without a copy they would be written there."""
+    shape = KVShape(1, 1, 4, torch.float32, torch.device("cpu"))
+    pool = PagePool(shape, 2**20)
+    context, other = DeviceContext(shape, pool), DeviceContext(shape, pool)
+    context.make_room(130)
+    context.write(0, 0, *torch.ones(2, 130, 1, 4))
+    context.rows = 130
+    other.share(context, 128)
+    with mock.patch.object(pool, "take", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        context.cut(100)
+    with pytest.raises(AssertionError, match="a page of its own"):
+        context.make_room(101)
+    context.cut(100)
+    context.make_room(101)
+    context.write(0, 100, *torch.zeros(2, 1, 1, 4))
+    assert (other.read(0, 0, 128)[0] == 1).all()
+    assert (context.read(0, 0, 100)[0] == 1).all()
+
+
+def test_memory_of_unused_pages_goes_back() -> None:
+    """Where the device had none left, and without waiting for the garbage collector."""
+    shape = KVShape(1, 1, 4, torch.float32, torch.device("cpu"))
+    pool = PagePool(shape, 2**20)
+    context = DeviceContext(shape, pool)
+    context.make_room(640)
+    slab = weakref.ref(context.whole[0].slab)
+    gc.disable()
+    try:
+        pool.shrink()
+        assert slab() is not None
+        del context
+        pool.shrink()
+        assert slab() is None
+    finally:
+        gc.enable()
+    assert pool.num_bytes == 0

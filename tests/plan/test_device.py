@@ -140,6 +140,17 @@ def test_contexts_that_share_pages_are_freed_together(sharing: Device) -> None:
     assert sharing.used == 44
 
 
+def test_a_context_that_would_give_nothing_stays(sharing: Device) -> None:
+    """All its pages are a running job's as well; the next context gives what is needed."""
+    shared = keep(sharing, 40)
+    fork = sharing.fork(shared.segment, 40, 60, shared)
+    assert fork is not None
+    other = keep(sharing, 40)
+    assert fits(sharing, 20)
+    assert sharing.frees == [other.id]
+    assert list(sharing.contexts) == [shared.id]
+
+
 def test_a_context_is_trimmed_to_its_rows(sharing: Device) -> None:
     context = sharing.retain("", pack([1] * 10), 10, running(sharing, 40))
     assert sharing.used == 12

@@ -55,6 +55,8 @@ class DeviceContext:
                 self._drop(self.recent.pop_first())
             self.recent.first = max(self.recent.first, first)
         for pages in self._groups():
+            if pages.first <= self.rows < pages.stop:
+                assert pages[(self.rows - pages.first) // PAGE_ROWS].users == 1, "new rows go to a page of its own"
             wanted = stop if pages is self.recent else max(stop, capacity)
             missing = -(-(wanted - pages.stop) // PAGE_ROWS)
             if missing > 0:
@@ -95,7 +97,7 @@ class DeviceContext:
         return self.whole if recent is None else recent
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values [stop - start, kv_heads, head_dim]; those beyond `rows` are undefined."""
+        """Return keys and values [stop - start, kv_heads, head_dim], views or copies; those beyond `rows` are undefined."""
         return self.pages(layer).read(self.shape.place(layer)[1], start, stop)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:

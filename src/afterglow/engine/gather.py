@@ -139,7 +139,7 @@ class Gatherer:
         self._last: Any = None  # of these, the one that was queued last
 
     def begin(self, entries: Sequence[BatchEntry], rope: LayerRopes | None) -> None:
-        """Begin a step. The entries' contexts have been reserved."""
+        """Begin a step. The entries' contexts have pages."""
         self._all, self._entries = entries, [entry for entry in entries if entry.gathers]
         self._host.stalled = 0.0
         if not self._entries:

@@ -7,6 +7,7 @@ one kind make room for the other.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ PARTS = 8  # of the limit: slabs are no larger, so that two kinds of pages find 
 
 
 class PagePool:
-    """Pages for contexts of one shape, of no more than `limit` bytes in all as long as the plan keeps its budget."""
+    """Pages for contexts of one shape, of about `limit` bytes in all as long as the plan keeps its budget: slabs are whole."""
 
     def __init__(self, shape: KVShape, limit: int, prefault: Prefault | None = None) -> None:
         """`prefault`: the thread that touches memory ahead of its use, on a CPU."""
@@ -54,16 +55,19 @@ class PagePool:
             found = best.take(count)
             count -= len(found)
             yield from found
-        if (
-            self._prefault is not None
-            and sum(slab.free for slab in slabs) < LEAST
-            and self._left >= self._count(layers) * self._bytes(layers)
-        ):
-            self._add(layers)  # to be touched before it is used
+        spare = self._count(layers) * self._bytes(layers)
+        if self._prefault is not None and sum(slab.free for slab in slabs) < LEAST and self._left >= spare:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._add(layers)  # to be touched before it is used
 
     def give(self, page: Page) -> None:
         """Take a page back that no context holds any more."""
         page.slab.give(page)
+
+    def shrink(self) -> None:
+        """Return the memory of slabs that no context uses."""
+        for slabs in self._slabs.values():
+            slabs[:] = [slab for slab in slabs if slab.used]
 
     def prepare(self, layers: int) -> None:
         """Have memory for the first pages before they are needed."""

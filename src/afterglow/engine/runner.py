@@ -83,7 +83,9 @@ class TorchRunner:
         self._inputs = StepInputs(decoder.device)
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
-        self._pool = PagePool(self.shape, config.cache.device_cache, self._prefault)
+        chunks = config.importance_share if selective is not None else 0.0  # of the budget, for the chunk cache
+        self._pool = PagePool(self.shape, int(config.cache.device_cache * (1 - chunks)), self._prefault)
+        self._short = False  # the device had no memory in the last step
         self._pool.prepare(spec.layers - len(windowed) or len(windowed))
         on_cpu = decoder.device.type == "cpu"  # otherwise the arena is locked in memory, and so is there already
         self._slot_prefault = SlotPrefault(self._prefault, host.store.arena.view) if on_cpu else None
@@ -136,6 +138,9 @@ class TorchRunner:
                 self._contexts[release.context] = context
         for number in step.frees:
             self._contexts.pop(number, None)
+        if self._short:
+            self._short = False
+            self._pool.shrink()
 
     def run(self, step: Step) -> RunOutput:
         """Carry out the step's runs."""
@@ -146,6 +151,10 @@ class TorchRunner:
 
     def _run(self, step: Step) -> RunOutput:
         """Run the shared pass, and separate passes beside it as far as they delay no other request."""
+        for run in step.runs:  # first of all: others may get the pages that a job leaves out of what it takes over
+            admit = run.admit
+            if admit is not None and admit.take and admit.context in self._contexts:
+                self._contexts[admit.context].shorten(admit.device_rows)
         runs = [run for run in step.runs if not self._is_separate(run)]
         self._tee.begin(*_saves(runs))
         separate = [run for run in step.runs if self._is_separate(run)]
@@ -178,6 +187,7 @@ class TorchRunner:
             return job.separate
         assert self._selective is not None, "a job that selects, on an engine that does not"
         assert run.admit is not None
+        self._admit(run)
         entry = self._entry(run, slice(0, len(run.tokens)))
         job.selection = self._selective.begin(run.admit.selectable, job.retention, run.admit.exact)
         entry.own_from = job.selection.rows
@@ -227,7 +237,12 @@ class TorchRunner:
                     out.result = replace(out.result, exhausted=left)
                 return out
             self._gatherer.end()
+            left_out = runs[-1].admit
+            if left_out is not None and left_out.context is not None and left_out.take:
+                self._contexts.pop(left_out.context, None)  # the plan counts it no more
             runs = runs[:-1]
+            self._short = True
+            self._pool.shrink()
             self._tee.cut(_rows(runs))
             if self.decoder.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -239,7 +254,7 @@ class TorchRunner:
         ids: list[int] = []
         positions: list[Tensor] = []
         at = 0
-        for run in runs:  # before any gets new pages: what these leave out may be among them
+        for run in runs:
             self._admit(run)
         for run in runs:
             n = len(run.tokens)
@@ -333,7 +348,6 @@ class TorchRunner:
     def _entry(self, run: Run, where: slice) -> BatchEntry:
         """Give a run's context pages for its new rows."""
         job = self._jobs[run.job]
-        self._admit(run)
         assert job.context is not None, f"job {run.job} runs without ever having been admitted"
         stop = run.start + len(run.tokens)
         job.context.make_room(stop, run.capacity)
@@ -343,11 +357,13 @@ class TorchRunner:
     def _admit(self, run: Run) -> None:
         """Make the context of a job's first run, with the rows that the plan wants in it before the forward pass."""
         job, admit = self._jobs[run.job], run.admit
-        if admit is None or job.context is not None:  # an earlier attempt at this step has made it
+        if admit is None:
             return
         if admit.context is not None and admit.take:
-            job.context = self._contexts.pop(admit.context)
-            job.context.cut(admit.device_rows)
+            job.context = job.context or self._contexts.pop(admit.context)
+            job.context.cut(admit.device_rows)  # also if an attempt at this step has failed before
+            return
+        if job.context is not None:
             return
         context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
         source = self._contexts[admit.context] if admit.context is not None else None

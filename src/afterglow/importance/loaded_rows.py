@@ -2,7 +2,7 @@
 
 SPEC decodes over the rows that the prompt selected (spec S17). A fact that a reply retrieves is attended to by decoded tokens,
 which took no part in that selection; so their queries may select anew. Rows that have been loaded before are taken from here,
-and only the rest is read. No more than the prefix is held, for which the plan has reserved room.
+and only the rest is read. No more than the prefix is held, as much as the plan counts for it.
 """
 
 from __future__ import annotations

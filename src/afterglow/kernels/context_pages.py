@@ -34,8 +34,7 @@ class Slab:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self._pages = [Page(self, number) for number in range(data.shape[3] // PAGE_ROWS)]
-        self._free = bytearray(b"\1" * len(self._pages))
+        self._free = bytearray(b"\1" * (data.shape[3] // PAGE_ROWS))
 
     @property
     def free(self) -> int:
@@ -56,7 +55,7 @@ class Slab:
             most = min(most, max(map(len, self._free.split(b"\0"))))
             at = self._free.find(b"\1" * most)
         self._free[at : at + most] = bytes(most)
-        return self._pages[at : at + most]
+        return [Page(self, number) for number in range(at, at + most)]
 
     def longest(self, most: int) -> int:
         """Count the pages that `take` would lend."""

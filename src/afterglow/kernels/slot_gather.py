@@ -60,6 +60,7 @@ class SlotGather:
                 return
         if (
             plain
+            and like.device.type == "cuda"
             and suited(like.dtype, like.shape[4], 1)
             and self._put_on_device(stored, pages, layer, rotation, least)
         ):

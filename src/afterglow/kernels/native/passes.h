@@ -148,7 +148,10 @@ static void NAME(floats)(const void *x, int64_t kind, float *out, int64_t n) {
     else if (kind == AFTERGLOW_FLOAT16)
         for (int64_t i = 0; i < n; i += V) store(out + i, from_half(halves + i));
     else
-        for (int64_t i = 0; i < n; i++) ((uint32_t *)out)[i] = (uint32_t)halves[i] << 16;
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t number = (uint32_t)halves[i] << 16;
+            memcpy(out + i, &number, sizeof number);
+        }
 }
 
 #undef V

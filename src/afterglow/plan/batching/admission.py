@@ -281,7 +281,7 @@ class Admission:
     def _reserve(self, job: Job, context: Context | None, fellow: Job | None, device_rows: int) -> bool | None:
         """Count the job's segment against the device's budget: True, it takes the context over; None, no room.
 
-        With room to grow, because growing may mean copying; with less room where that would keep the job waiting.
+        With room to grow, in one run of memory; with less room where that would keep the job waiting.
         """
         found = None
         for blocks in (GROWTH_BLOCKS, 1):

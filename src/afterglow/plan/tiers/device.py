@@ -17,7 +17,7 @@ from afterglow.plan.prefix.extent import NONE, Extent, View, with_key, without_k
 from afterglow.plan.prefix.index import Match, common_rows
 from afterglow.plan.stats import Counters
 
-GROWTH_BLOCKS = 4  # blocks by which a segment grows while there is room: growing may mean copying
+GROWTH_BLOCKS = 4  # blocks by which a segment grows while there is room, to be one run of memory
 MAX_CANDIDATES = 16  # contexts looked at per match; a popular prefix may be part of hundreds
 
 
@@ -186,6 +186,10 @@ class Device:
         if short > 0:
             return False
         for context in victims:
+            if self.shares and all(left[page] for page in context.segment.pages):  # it would give nothing
+                for page in context.segment.pages:
+                    left[page] += 1
+                continue
             self.free(context)
         return True
 

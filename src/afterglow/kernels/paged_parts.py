@@ -145,9 +145,9 @@ class RowPlaces(NamedTuple):
 def row_places(runs: Sequence[tuple[Pages, int, int]]) -> RowPlaces:
     """Describe rows [start, stop) of contexts, one run after the other."""
     base = runs[0][0].data
-    layer, which, head, row = base.stride()[:4]
     places: list[int] = []
     for pages, start, stop in runs:
+        layer, which, head, row = pages.data.stride()[:4]
         for span in pages.spans(start, stop):
             page = _away(span.page.data, base)
             for at in range(page + span.first * row, page + span.stop * row, row):

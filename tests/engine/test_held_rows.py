@@ -71,7 +71,7 @@ def bytes_held(handle: Handle) -> int:
 
 
 def given_up(handle: Handle) -> int:
-    return max(int(context.first) for context in doors.contexts_of(handle.engine.parts.runner))
+    return max(int(context.recent.first) for context in doors.contexts_of(handle.engine.parts.runner))
 
 
 def together(handle: Handle, prompts: list[list[int]], max_tokens: int = 6) -> list[Completion]:
@@ -218,7 +218,7 @@ def test_a_context_holds_what_a_whole_one_does(seed: int) -> None:
         for of_layer, wanted in zip(held(other, 0, stop), expected_rows, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(of_layer, wanted, strict=True))
     with pytest.raises(AssertionError, match="not held"):
-        context.read(windowed[0], context.first - 1, context.rows)
+        context.read(windowed[0], context.pages(windowed[0]).first - 1, context.rows)
     used = pool.num_bytes
     del context, others, other, before, each
     assert doors.free_bytes_of(pool) == used

@@ -20,7 +20,7 @@ from afterglow.kernels.built import LIBRARY, Native, declarations, native
 
 NATIVE = Path(built.__file__).with_name("native")
 HEADER = NATIVE / "afterglow.h"
-VERSIONS = {16: "6a24d88b32d07e62"}
+VERSIONS = {16: "48f6063236f987a3"}
 
 needs_kernels = pytest.mark.skipif(native() is None, reason="nothing has been built for this machine")
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from afterglow.kernels import passes, stored_rows
 from afterglow.kernels.built import native
-from afterglow.kernels.rope import RopeTable, rotate
 from afterglow.kernels.stored_rows import narrowed, stored_width, widen_into, widened
 
 WAYS = [16, 8] if native() is not None else []
@@ -85,16 +84,6 @@ def test_the_compiled_kernels_give_torchs_bits(compiled: int, rows: int, size: i
     widen_into(stored, out.transpose(0, 1)[1:-1])
     assert same_bits(out[:, 1:-1].transpose(0, 1), found)
     assert (out[:, [0, -1]] == 5).all()
-
-
-@pytest.mark.parametrize(("size", "dim"), [(64, 64), (64, 32), (80, 40), (6, 6), (128, 128)])
-def test_widening_turns_as_rotating_does(compiled: int, size: int, dim: int) -> None:
-    draw = torch.Generator().manual_seed(1)
-    stored = narrowed(torch.randn(300, 2, size, generator=draw), torch.int8)
-    angles = RopeTable(torch.logspace(0, -3, dim // 2)).cos_sin(torch.arange(7, 307))
-    out = torch.empty(2, 300, size).transpose(0, 1)
-    widen_into(stored, out, angles)
-    assert same_bits(out, rotate(widened(stored, torch.float32), angles))
 
 
 def test_what_the_largest_and_smallest_numbers_become() -> None:

@@ -141,7 +141,7 @@ class Segment:
     pages: list[object] = field(default_factory=list)
 
     def beginning(self, rows: int, capacity: int, page: int = 1) -> Segment:
-        """The first rows, in room for `capacity`. `page`: rows of a page, of which whole ones are the same."""
+        """The first rows, in room for `capacity`. `page`: rows of a page; whole pages are the same."""
         shown = frozenset(row for row in self.shown if row < rows)
         return Segment(self.rows[:rows], capacity, self.first, shown, self.pages[: rows // page])
 

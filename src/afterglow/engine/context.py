@@ -18,8 +18,7 @@ from afterglow.kernels.context_pages import PAGE_ROWS, Page, Pages
 class DeviceContext:
     """Hold the rotated keys and the values of one context; the first `rows` are valid.
 
-    Layers with a window hold the rows from `first` on in `recent`, if the shape says so; all other layers hold all rows in
-    `whole`. The page that new rows go to is no other context's.
+    Layers with a window hold the last rows in `recent`, if the shape says so; all other layers hold all rows in `whole`. The page that new rows go to is no other context's.
     """
 
     __slots__ = ("_pool", "recent", "rows", "shape", "whole")
@@ -37,11 +36,6 @@ class DeviceContext:
         for pages in self._groups():
             while len(pages):
                 self._drop(pages.pop())
-
-    @property
-    def first(self) -> int:
-        """Return the first row that all layers hold."""
-        return self.whole.first if self.recent is None else self.recent.first
 
     def make_room(self, stop: int, capacity: int = 0) -> None:
         """Have pages for rows up to `stop`, and in layers that hold all rows for as many as `capacity`, to be in one run. Layers

@@ -8,7 +8,6 @@ one kind make room for the other.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +17,7 @@ from afterglow.kernels.context_pages import PAGE_ROWS, Page, Slab
 from afterglow.memory.pages import allocate
 from afterglow.memory.prefault import Prefault
 
-SLAB = 64 << 20  # bytes of a slab, as far as that is a number of pages within the next line
+SLAB = 64 << 20  # bytes of a slab, but from LEAST to MOST pages
 LEAST, MOST = 16, 256
 PARTS = 8  # of the limit: slabs are no larger, so that two kinds of pages find room
 
@@ -71,7 +70,8 @@ class PagePool:
 
     def prepare(self, layers: int) -> None:
         """Have memory for the first pages before they are needed."""
-        self._slabs.setdefault(layers, []) or self._add(layers)
+        if not self._slabs.setdefault(layers, []):
+            self._add(layers)
 
     @property
     def _left(self) -> int:
@@ -90,17 +90,16 @@ class PagePool:
 
     def _add(self, layers: int) -> Slab:
         """Add a slab."""
-        size = self._bytes(layers)
         count = self._count(layers)
-        for others, slabs in self._slabs.items():
-            if others != layers and self._left < count * size:
-                slabs[:] = [slab for slab in slabs if slab.used]
+        size = count * self._bytes(layers)
+        if self._left < size:
+            self.shrink()
         sizes = layers, 2, self._shape.kv_heads, count * PAGE_ROWS, self._shape.head_dim
         if self._shape.device.type == "cpu":
             try:
-                memory = allocate(math.prod(sizes) * self._shape.dtype.itemsize)
+                memory = allocate(size)
             except OSError as error:
-                raise torch.OutOfMemoryError(f"the system has no {count * size} bytes: {error}") from error
+                raise torch.OutOfMemoryError(f"the system has no {size} bytes: {error}") from error
             if self._prefault is not None:
                 self._prefault.start([memory], lambda ok: None)
             data = torch.from_numpy(memory).view(self._shape.dtype).view(sizes)

@@ -13,7 +13,6 @@ from torch import Tensor
 from afterglow.config import SCALE_BYTES
 from afterglow.kernels.built import native
 from afterglow.kernels.passes import suited
-from afterglow.kernels.rope import Rotation, rotate_into
 
 LEVELS = 127
 LEAST_PEAK = LEVELS * torch.finfo(torch.float32).tiny  # smaller magnitudes are rounded as if this were the largest
@@ -57,31 +56,20 @@ def widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return rows
 
 
-def widen_into(stored: Tensor, out: Tensor, rotation: Rotation | None = None) -> None:
-    """Write what stored rows of dtype int8 stand for, turned by `rotation`, into `out` [rows, kv_heads, head_dim] of any strides.
-
-    Both are on one device.
-    """
-    library = suited(out, *(rotation or ())) if _in_one_run(stored) else None
+def widen_into(stored: Tensor, out: Tensor) -> None:
+    """Write what stored rows of dtype int8 stand for into `out` [rows, kv_heads, head_dim] of any strides, on the same device."""
+    library = suited(out) if _in_one_run(stored) else None
     if library is None:
-        rows = _widened(stored)
-        if rotation is None:
-            out.copy_(rows)
-        else:
-            rotate_into(rows, rotation, out)
+        out.copy_(_widened(stored))
         return
-    cos, sin = (angle.contiguous() for angle in rotation) if rotation is not None else (None, None)
     (count, heads, size), (row, head, _) = out.shape, out.stride()
     job = {
         "stored": stored.data_ptr(),
         "stride": stored.stride(0),
         "out": (out.data_ptr(), row, head),
-        "cos": 0 if cos is None else cos.data_ptr(),
-        "sin": 0 if sin is None else sin.data_ptr(),
         "rows": count,
         "heads": heads,
         "head_dim": size,
-        "rotary_dim": 0 if cos is None else cos.shape[-1],
     }
     library.lib.afterglow_widen(library.new("afterglow_widening *", job), torch.get_num_threads(), library.width)
 

@@ -279,18 +279,14 @@ typedef struct {
 /* Writes stored rows [rows][heads][head_dim + 4] of x. */
 void afterglow_narrow(const afterglow_narrowing *narrowing, int threads, int width);
 
-/* Stored rows, `stride` bytes apart, that become floats; then the first `rotary_dim` numbers of a head turn, as in a rotation, or
-   none where it is 0. */
+/* Stored rows, `stride` bytes apart, that become floats. */
 typedef struct {
     const int8_t *stored;
     int64_t stride;
     afterglow_heads out;
-    const float *cos;
-    const float *sin;
     int64_t rows;
     int64_t heads;
     int64_t head_dim;
-    int64_t rotary_dim;
 } afterglow_widening;
 
 /* Writes the rows that stored ones stand for. */

@@ -155,14 +155,12 @@ typedef struct {
 static void widen_rows(const void *what, int64_t from, int64_t to, int worker) {
     const widening_job *job = what;
     const afterglow_widening *w = job->widening;
-    const int64_t dim = w->rotary_dim, bytes = w->head_dim + sizeof(float);
+    const int64_t bytes = w->head_dim + sizeof(float);
     (void)worker;
     for (int64_t row = from; row < to; row++)
-        for (int64_t head = 0; head < w->heads; head++) {
-            float *out = w->out.data + row * w->out.row_stride + head * w->out.head_stride;
-            (job->wide ? widen_16 : widen_8)(w->stored + row * w->stride + head * bytes, out, w->head_dim);
-            if (dim) (job->wide ? rotate_16 : rotate_8)(out, w->cos + row * dim, w->sin + row * dim, out, dim);
-        }
+        for (int64_t head = 0; head < w->heads; head++)
+            (job->wide ? widen_16 : widen_8)(w->stored + row * w->stride + head * bytes,
+                                             w->out.data + row * w->out.row_stride + head * w->out.head_stride, w->head_dim);
 }
 
 void afterglow_widen(const afterglow_widening *widening, int threads, int width) {

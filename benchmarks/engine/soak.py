@@ -72,7 +72,7 @@ def goals(row: Row) -> list[Row]:
         return max(marks[2:]) - max(marks[:2])
 
     found = [
-        goal("threads more than at the beginning", growth("threads"), 1, least=False, spread=COUNTED),
+        goal("threads of one name more than at the beginning", growth("threads"), 1, least=False, spread=COUNTED),
         goal("open files more than at the beginning", growth("files"), 2, least=False, spread=COUNTED),
     ]
     if row["turns"] >= GROWS_FROM:

@@ -11,7 +11,9 @@ import ctypes
 import gc
 import os
 import random
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -62,7 +64,7 @@ class Talk:
         self.loading = False  # whatever is cached, whatever that takes
         self.aborted = 0
         self.reused = 0
-        self.marks: list[tuple[int, int, int]] = []  # threads, open files and bytes of memory, ten times on the way
+        self.marks: list[tuple[int, int, int]] = []  # threads alike, open files, bytes of memory: ten times on the way
 
     def round(self, at_once: int) -> None:
         """Turns of several conversations at the same time; some are given up in the middle."""
@@ -196,6 +198,11 @@ class Talk:
         assert on_disk <= disk_budget
 
 
+def threads_alike() -> int:
+    """Count the threads of the commonest name. One that starts late, or comes and goes, is the only one of its name; leaked ones share theirs."""
+    return max(Counter(re.sub(r"\d+", "", thread.name) for thread in threading.enumerate()).values())
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
@@ -243,9 +250,9 @@ def soak(start: Callable[..., Handle], model: Path, folder: Path, turns: int) ->
             handle.engine.settle()
             handle.engine.ask(handle.engine.parts.scheduler.check)
             gc.collect()
-            marks.append((threading.active_count(), open_files(), resident()))
+            marks.append((threads_alike(), open_files(), resident()))
     threads, files, memory = zip(*marks, strict=True)
-    assert max(threads[2:]) <= max(threads[:2]) + 1  # the one that checks sums comes and goes
+    assert max(threads[2:]) <= max(threads[:2]) + 1  # a mover that hangs gets a second one beside it
     assert max(files[2:]) <= max(files[:2]) + 2
     assert talk.aborted > 0
     assert talk.reused > 0
@@ -259,6 +266,29 @@ def test_a_few_hundred_turns(start: Callable[..., Handle], model_of: Callable[[s
     talk = soak(start, model_of("llama"), tmp_path, turns=400)
     assert talk.compared > 3
     assert talk.compared_cut > 0
+
+
+def test_threads_alike_are_those_that_leak() -> None:
+    go = threading.Event()
+    others: list[threading.Thread] = []
+
+    def begin(name: str) -> None:
+        others.append(threading.Thread(target=go.wait, name=name))
+        others[-1].start()
+
+    try:
+        begin("soak-alike-0")
+        before = threads_alike()
+        for name in ("soak-late", "soak-passing"):
+            begin(name)
+        assert threads_alike() == before
+        for number in range(1, before + 2):
+            begin(f"soak-alike-{number}")
+        assert threads_alike() == before + 2
+    finally:
+        go.set()
+        for thread in others:
+            thread.join()
 
 
 def soak_alone(model: Path, folder: Path, turns: int) -> tuple[int, int, int]:

@@ -106,7 +106,9 @@ def relay_operator(found: Found) -> str:
     rows = [
         row
         for row in found["rows"]
-        if (row["batch"], row["context"]) == (32, 128) and row["prefix"] in (64, 512, 2048, 16384)
+        if (row["batch"], row["context"]) == (32, 128)
+        and row["prefix"] in (64, 512, 2048, 16384)
+        and row.get("kv_heads") in (None, 12)
     ]
     names = {
         "plain": "a copy of the prefix for each",

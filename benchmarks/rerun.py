@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afterglow.bench.report import commit
+from afterglow.bench.report import MEASURED_BY, commit
 from benchmarks.common.paths import RESULTS, ROOT
 
 Command = list[str]
@@ -57,14 +57,12 @@ RUNS: dict[str, Command] = {  # both sizes; the quick one with --quick
     "attncache_shapes": ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--shapes"],
     "attncache_small": ["-m", "benchmarks.papers.attncache.small_models"],
 }
-_RATE = ["-m", "benchmarks.papers.relay.shared_prompt", "--figure", "rate", "--requests", "20", "--system"]
 _STS = ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--data", DATA]
 _IO = ["-m", "benchmarks.papers.spec.io"]
 FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands write into one file
     "masks": (["-m", "benchmarks.engine.masks"],),
     "speculation": (["-m", "benchmarks.engine.speculation"],),
-    "relay_rate": ([*_RATE, "512"],),
-    "relay_rate_2048": ([*_RATE, "2048"],),
+    "relay_rate": (["-m", "benchmarks.papers.relay.shared_prompt", "--figure", "rate"],),
     "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"]),
     "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
     "attncache_sts": (_STS,),
@@ -89,7 +87,6 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "masks": "two minutes of a quiet machine: --full",
     "speculation": "15 minutes of a quiet machine: --full",
     "relay_rate": "takes minutes at its least: --full",
-    "relay_rate_2048": "takes minutes at its least: --full",
 }
 NOT_YET = {"soak", "tier_rates"}
 """Benchmarks whose files wait for a quiet machine."""
@@ -130,10 +127,9 @@ def last_time(name: str, *, full: bool) -> float | None:
 
 
 def changed() -> list[str]:
-    """List tracked files that differ from the commit, but for results and what is made of them."""
-    made = [f":!{path}" for path in ("benchmarks/results", "docs", "README.md")]
+    """List tracked files that figures depend on and that differ from the commit."""
     told = subprocess.run(
-        ["git", "diff", "--name-only", "HEAD", "--", ".", *made], cwd=ROOT, capture_output=True, text=True
+        ["git", "diff", "--name-only", "HEAD", "--", *MEASURED_BY], cwd=ROOT, capture_output=True, text=True
     )
     return told.stdout.split()
 
@@ -145,9 +141,10 @@ def run(name: str, *, full: bool, again: bool, data: Path | None, at: str | None
     if again or not full:
         partial.unlink(missing_ok=True)
     before, began = os.getloadavg(), time.monotonic()
+    environment = {**os.environ, **({"AFTERGLOW_DATA": str(data)} if data is not None else {})}
     for command in commands(name, full=full, data=data, into=partial):
         print(f"   {' '.join(command[1:])}", flush=True)
-        if subprocess.run(command, cwd=ROOT).returncode:
+        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
             return "failed"
     seconds = time.monotonic() - began
     found = json.loads(partial.read_text())

@@ -18,10 +18,12 @@ from afterglow.store.extents.throttle import Throttle
 def engine_of(
     model: str, *, threads: int | None = None, throttle: Throttle | None = None, cache: dict[str, Any], **config: Any
 ) -> Iterator[Engine]:
-    """An engine whose disk tier is a temporary folder."""
+    """Make an engine whose disk tier is a temporary folder. It guesses no tokens unless told to: replies of random weights go
+    round in circles, which guesses would follow."""
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         settings = CacheConfig(**{"cache_dir": Path(folder), "warm_start": False, **cache})
-        engine = Engine.load(model, EngineConfig(cache=settings, threads=threads, **config), throttle=throttle)
+        whole = {"speculate": "off", **config}
+        engine = Engine.load(model, EngineConfig(cache=settings, threads=threads, **whole), throttle=throttle)
         engine.start()
         try:
             yield engine

@@ -115,7 +115,10 @@ def speed(model: str, repeats: int, seed: int, threads: int | None) -> list[dict
     rng = random.Random(seed)
     cache = CacheConfig(disk_cache=0)
     engines = {
-        kind: Engine.load(model, EngineConfig(cache=cache, max_model_len=4096, threads=threads, quantization=kind))
+        kind: Engine.load(
+            model,
+            EngineConfig(cache=cache, max_model_len=4096, threads=threads, quantization=kind, speculate="off"),
+        )
         for kind in KINDS
     }
     for engine in engines.values():

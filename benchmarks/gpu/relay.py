@@ -17,9 +17,10 @@ from afterglow.choices import RelayMode
 from afterglow.sim.operators.relay import printed_speedup
 from benchmarks.gpu.models import engine_on_device, shape_of
 from benchmarks.gpu.setting import DEVICE, DTYPE, Ceilings, Found, Setting, seconds, table
+from benchmarks.papers.relay.lengths import fixed, sharegpt
 from benchmarks.papers.relay.modelled import FIGURE_1, FIGURE_5, FIGURE_6, FIGURE_8
 from benchmarks.papers.relay.operator import Batch
-from benchmarks.papers.relay.shared_prompt import Lengths, Workload, sharegpt, tokens_per_second
+from benchmarks.papers.relay.shared_prompt import Workload, tokens_per_second
 
 REQUESTS, CONTEXT = 32, 128
 WANTED = 0.85  # of the gain that the paper's count of reads allows
@@ -100,11 +101,6 @@ def lengths(setting: Setting, ceilings: Ceilings, system: int) -> Found:
             row["paper"] = printed[row["way"]] if row["lengths"] == "256+512" else ""
     table("LLaMA-2-7B behind a system prompt, Fig. 8; the paper's requests per second on an A40", rows)
     return Found(rows, [])
-
-
-def fixed(prompt: int, reply: int) -> Lengths:
-    """Make every request as long."""
-    return lambda rng: (prompt, reply)
 
 
 def served(

@@ -61,7 +61,8 @@ MEASURED: dict[str, tuple[Source, ...]] = {
     ),
     "RelayAttention": (
         Source("relay_operator", "Fig. 1, 5", "one layer"),
-        Source("relay_engine", "Fig. 6, 8", f"100 M, {RANDOM}"),
+        Source("relay_engine", "Fig. 6, 8, Table 3", f"100 M, {RANDOM}"),
+        Source("relay_rate", "Fig. 7", f"100 M, {RANDOM}"),
     ),
     "SPEC": (
         Source("importance_quality", "Fig. 4, 8, 15, 22", f"{BUNDLED}; stories260k", "the paper: alpha 0.6", "points"),
@@ -179,10 +180,9 @@ def pair(of: Found, digits: int) -> str:
 def relay_rates() -> str:
     """Fig. 7 on the engine."""
     groups: dict[tuple[int, float], dict[str, Found]] = {}
-    for file in ("relay_rate", "relay_rate_2048"):
-        for row in read(file)["rows"]:
-            groups.setdefault((row["prefix"], row["offered"]), {})[row["way"]] = row
-    ways = ("recompute", "shared", "relay", "auto")
+    for row in read("relay_rate")["rows"]:
+        groups.setdefault((row["prefix"], row["offered"]), {})[row["way"]] = row
+    ways = [way for way in ("recompute", "shared", "relay", "auto") if all(way in of for of in groups.values())]
     head = ["system prompt", "offered, requests/s", *(f"{way}: served, ms per token" for way in ways)]
     lines = [
         [f"{prefix:,}", f"{offered:.1f}"]

@@ -105,7 +105,11 @@ def placement(found: dict[str, Any]) -> None:
 
 def relay_operator(found: dict[str, Any]) -> None:
     """Figures 1 and 5 of RelayAttention on this machine."""
-    rows = [row for row in found["rows"] if row["batch"] == 32 and row["context"] == 128]
+    rows = [
+        row
+        for row in found["rows"]
+        if (row["batch"], row["context"]) == (32, 128) and row.get("kv_heads") in (None, 12)
+    ]
     figure, axes = plt.subplots(figsize=(7.6, 3.2))
     colours = {"plain": COLOURS["recompute"], "shared": COLOURS["disk"], "relay": COLOURS["device"]}
     labels = {"plain": "a copy for each", "shared": "one copy, read by each", "relay": "one copy, read once (relay)"}
@@ -138,7 +142,7 @@ def relay_engine(found: dict[str, Any]) -> None:
     axes.set_ylabel("output tokens/s, shared = 1")
     axes.legend(frameon=False, ncols=4, loc="upper left")
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])
-    _finish(figure, axes, f"{found['model']}, lengths of ShareGPT / {found['divide']}; numbers are tokens/s")
+    _finish(figure, axes, f"{found['model']}, ShareGPT's lengths / {found['divide']}; numbers are tokens/s")
     figure.savefig(IMAGES / "relay_engine.svg")
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from afterglow.bench.report import COUNTED, arguments, finish, goal, verdict
+from afterglow.bench import report
+from afterglow.bench.report import COUNTED, arguments, finish, goal, interleaved, verdict
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,43 @@ def test_the_three_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_is_written_says_whether_it_is_met(value: float) -> None:
     found = goal("x", value, 0.1, least=False, spread=COUNTED)
     assert found["met"] == (found["value"] <= float(found["goal"].split()[1])) == (value <= 0.1)
+
+
+def test_variants_take_turns_in_the_order_that_is_drawn() -> None:
+    called: list[str] = []
+
+    def run(name: str) -> float:
+        called.append(name)
+        return len(called)
+
+    variants = {name: partial(run, name) for name in "abc"}
+    assert interleaved(variants, 2) == {"a": [1, 4], "b": [2, 5], "c": [3, 6]}
+    called.clear()
+    found = interleaved(variants, 20, random.Random(1))
+    rounds = ["".join(called[at : at + 3]) for at in range(0, 60, 3)]
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert len(set(rounds)) > 3
+    assert all(called[int(at) - 1] == name for name, each in found.items() for at in each)
+
+
+def test_a_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*args: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        return subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    module = tmp_path / "src" / "afterglow" / "bench" / "report.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(report, "__file__", str(module))
+    assert report.commit() is None, "no checkout"
+    git("init", "-q")
+    for name in ("src/x.py", "benchmarks/results/a.json", "docs/papers.md", "tests/test_x.py", "benchmarks/y.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+        git("add", ".")
+        git("commit", "-q", "-m", name)
+        if name == "src/x.py":
+            first = git("rev-parse", "--short", "HEAD").strip()
+            assert report.commit() == first
+        if name == "tests/test_x.py":
+            assert report.commit() == first, "results, documents and tests change no figure"
+    assert report.commit() == git("rev-parse", "--short", "HEAD").strip() != first

@@ -4,7 +4,8 @@ One layer's attention of a batch of single queries, each over a shared prefix an
 request has a copy of the prefix ("plain"), the prefix is stored once and read by each ("shared"), or is read once for all,
 stacked, and merged ("relay"): the engine's own kernels, and relay without the kernels built for this machine ("torch"). `theory` is
 the smaller of the paper's count of reads (spec R5, for keys and values and grouped heads) and the roofline: how fast each way's
-bytes can be read at all (measured on as much memory, caches included), and how fast its products can be computed.
+bytes can be read at all (measured on as much memory, caches included), and how fast its products can be computed at all (by our own
+kernels or torch's). Ways take turns in random order.
 
     python -m benchmarks.papers.relay.operator [--quick] [--json FILE]
 """
@@ -12,14 +13,17 @@ bytes can be read at all (measured on as much memory, caches included), and how 
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from afterglow.bench.profile import MachineRoof
 from afterglow.bench.report import arguments, finish, goal, interleaved, show, spread
 from afterglow.kernels.built import native
 from afterglow.kernels.context_pages import Pages
@@ -74,7 +78,9 @@ class Batch:
 def main(args: list[str]) -> int:
     parser = arguments("python -m benchmarks.papers.relay.operator", __doc__ or "")
     parser.add_argument("--heads", type=int, default=12, help="query heads (default 12)")
-    parser.add_argument("--kv-heads", type=int, default=12, help="key/value heads (default 12)")
+    parser.add_argument(
+        "--kv-heads", type=int, default=12, help="key/value heads (default 12; full runs add a third of them)"
+    )
     parser.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
     options = parser.parse_args(args)
     if options.threads:
@@ -84,15 +90,30 @@ def main(args: list[str]) -> int:
     if not options.quick:
         points += [(requests, 128, 2048) for requests in (1, 2, 4, 8, 16, 64, 128)]
         points += [(32, context, 2048) for context in (256, 512)]
-    bandwidth, flops = _bandwidth(2**28), _flops()
-    rows = [_point(options, *point, flops) for point in points]
+    of_all = [(options.kv_heads, *point) for point in points]
+    if not options.quick and options.kv_heads % 3 == 0:
+        of_all += [(options.kv_heads // 3, 32, 128, prefix) for prefix in (512, 2048, 8192)]
+    bandwidth, flops = _bandwidth(2**28), max(_flops(), MachineRoof.measured().flops)
+    rows = [_point(options, *point, flops) for point in of_all]
     show(
-        f"decode attention of one layer, {options.heads} heads ({options.kv_heads} KV) of {options.head_dim}, float32, "
+        f"decode attention of one layer, {options.heads} heads of {options.head_dim}, float32, "
         f"{torch.get_num_threads()} threads, {'built kernels' if native() else 'torch only'}, us (medians); "
         f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s",
-        ("batch", "context", "prefix", *WAYS, "plain / relay", "counted", "roofline", "of the smaller", "spread"),
+        (
+            "KV heads",
+            "batch",
+            "context",
+            "prefix",
+            *WAYS,
+            "plain / relay",
+            "counted",
+            "roofline",
+            "of the smaller",
+            "spread",
+        ),
         [
             (
+                r["kv_heads"],
                 r["batch"],
                 r["context"],
                 r["prefix"],
@@ -106,37 +127,40 @@ def main(args: list[str]) -> int:
             for r in rows
         ],
     )
-    wanted = next(r for r in rows if (r["batch"], r["context"], r["prefix"]) == (32, 128, 2048))
     goals = [
         goal(
-            "gain at prefix 2048, batch 32, of theory",
-            wanted["of_theory"],
+            f"gain at prefix 2048, batch 32, {r['kv_heads']} KV heads, of theory",
+            r["of_theory"],
             0.6,
             least=True,
-            spread=max(wanted["spread"].values()),
+            spread=max(r["spread"].values()),
         )
+        for r in rows
+        if (r["batch"], r["context"], r["prefix"]) == (32, 128, 2048)
     ]
     finish(options, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)
     return 0
 
 
-def _point(options: Any, requests: int, context: int, prefix: int, flops: float) -> dict[str, Any]:
+def _point(options: Any, kv_heads: int, requests: int, context: int, prefix: int, flops: float) -> dict[str, Any]:
     with torch.inference_mode():
-        batch = Batch(options, requests, prefix, context)
+        heads = SimpleNamespace(**{**vars(options), "kv_heads": kv_heads})
+        batch = Batch(heads, requests, prefix, context)
         for way in WAYS[1:]:
             torch.testing.assert_close(batch(way), batch("plain"), atol=1e-5, rtol=1e-4)
         variants = {way: functools.partial(_seconds, functools.partial(batch, way)) for way in WAYS}
-        samples = interleaved(variants, 5 if options.quick else 15)
+        samples = interleaved(variants, 5 if options.quick else 15, random.Random(options.seed))
     seconds = {name: statistics.median(found) for name, found in samples.items()}
-    group = options.heads // options.kv_heads
+    group = options.heads // kv_heads
     counted = (prefix + context + group) / (prefix / requests + context + 3.5 * group)  # spec R5
-    row = 2 * options.kv_heads * options.head_dim * 4
+    row = 2 * kv_heads * options.head_dim * 4
     products = requests * (prefix + context) * 4 * options.heads * options.head_dim / flops
     apart, together = ((rows + requests * context) * row for rows in (requests * prefix, prefix))
     roofline = max(apart / _bandwidth(apart), products) / max(together / _bandwidth(together), products)
     theory = min(counted, roofline)
     gain = seconds["plain"] / seconds["relay"]
     return {
+        "kv_heads": kv_heads,
         "batch": requests,
         "context": context,
         "prefix": prefix,

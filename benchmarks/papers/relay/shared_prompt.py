@@ -1,56 +1,43 @@
-"""Serving with a shared system prompt: Figures 6 to 8 and Table 3 of RelayAttention, small, on the real engine.
+"""Serving with a shared system prompt: Figures 6 to 8 and Table 3 of RelayAttention on the real engine.
 
 `--figure throughput`: requests behind one system prompt, all at once, in four ways: the prompt is recomputed by each
 ("recompute"), cached and read by each ("shared"), read once for all ("relay"), or as the engine decides ("auto"). Lengths are
-ShareGPT's, divided by 8, and MMLU's with five examples. `--figure rate`: requests arrive at random (Poisson), at several rates;
-seconds per token of the answers. Ways take turns, on engines of equal weights; ratios within a turn are compared.
+ShareGPT's (Fig. 6), MMLU's behind one, three and five examples (Table 3), and fixed ones (Fig. 8). `--figure rate`: requests arrive
+at random (Poisson), at rates up to more than relay can serve; seconds per token of the answers. Ways take turns in random order, on
+engines of equal weights; ratios within a turn are compared. `held`: bytes of the device tier behind a batch of requests, as measured
+with relay, as counted in pages with one prefix for all, and with a prefix for each.
 
-    python -m benchmarks.papers.relay.shared_prompt [--figure rate] [--quick | --full] [--json FILE]
+    python -m benchmarks.papers.relay.shared_prompt [--data DIR] [--figure rate] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from afterglow.bench.report import arguments, finish, goal, show, spread
+from afterglow.bench.report import COUNTED, arguments, finish, goal, show, spread
 from afterglow.bench.timed_requests import Turn, ask, words
 from afterglow.engine.engine import Engine
+from afterglow.kernels.context_pages import PAGE_ROWS
 from benchmarks.common.engines import engine_of
+from benchmarks.papers.relay.lengths import Lengths, PaperLengths, fixed, long_contexts
 
 WAYS = {"recompute": "off", "shared": "off", "relay": "on", "auto": "auto"}
 CACHED = ("shared", "relay", "auto")
 ROUNDS = 3
 RECOMPUTED_ROWS = 24_000  # of system prompts: as many requests are asked of "recompute", in the first round only
+BATCH = 32
+FIGURE_8 = ((64, 128), (128, 256), (256, 512))
+RATES = (0.5, 0.75, 1.0, 1.25)  # of the rate at which relay answers requests that are all there
 
-Lengths = Callable[[random.Random], tuple[int, int]]
 Asked = list[tuple[list[int], int]]
-
-
-def sharegpt(divide: int) -> Lengths:
-    """Questions and replies within 4 to 1,024 tokens, 240 and 235 on average (RelayAttention Table 1), divided."""
-
-    def draw(rng: random.Random) -> tuple[int, int]:
-        question, reply = (max(4, min(1024, int(rng.lognormvariate(5.0, 0.9)))) // divide + 1 for _ in range(2))
-        return question, reply
-
-    return draw
-
-
-def mmlu(rng: random.Random) -> tuple[int, int]:
-    """Questions within 55 to 1,219 tokens, about 150 on average, and replies of 32 (Table 1)."""
-    return max(55, min(1219, int(rng.lognormvariate(4.75, 0.55)))), 32
-
-
-def long_contexts(rng: random.Random) -> tuple[int, int]:
-    """Draw questions many times as long as the shared prompt: where reading the system prompt once gains next to nothing."""
-    return rng.randint(900, 1500), 24
 
 
 @dataclass(frozen=True)
@@ -72,14 +59,16 @@ class Workload:
 
 def main(args: list[str]) -> int:
     parser = arguments("python -m benchmarks.papers.relay.shared_prompt", __doc__ or "")
-    parser.add_argument("--full", action="store_true", help="1,000 requests of undivided lengths, as the paper: hours")
+    parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="lengths")
+    parser.add_argument("--divide", type=int, default=None, help="ShareGPT's lengths by this (default 1; quick: 8)")
     parser.add_argument("--figure", choices=("throughput", "rate"), default="throughput", help="what to measure")
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
     parser.add_argument("--requests", type=int, default=None, help="requests of a round (default 100)")
     parser.add_argument("--system", type=int, nargs="*", default=None, help="tokens of the system prompt")
     options = parser.parse_args(args)
-    options.requests = options.requests or (1000 if options.full else 16 if options.quick else 100)
-    options.divide = 1 if options.full else 8
+    options.requests = options.requests or (16 if options.quick else 100)
+    options.divide = options.divide or (8 if options.quick else 1)
+    options.lengths = PaperLengths.of(options.data, options.divide)
     options.rounds = 2 if options.quick else ROUNDS
     with contextlib.ExitStack() as stack:
         engines = {
@@ -101,15 +90,19 @@ def main(args: list[str]) -> int:
 
 
 def _workloads(options: Any) -> list[Workload]:
-    short = sharegpt(options.divide)
+    lengths: PaperLengths = options.lengths
     systems = options.system or ([512] if options.quick else [64, 512, 2048])
     few = max(12, options.requests // 8)  # long ones, or one at a time: fewer would differ by a tenth from themselves
     if options.quick:
-        return [Workload("ShareGPT", 8, system, options.requests, short) for system in systems]
+        return [Workload("ShareGPT", 8, system, options.requests, lengths.sharegpt) for system in systems]
     return [
-        *(Workload("ShareGPT", 32, system, options.requests, short) for system in systems),
-        *(Workload("ShareGPT", 1, system, few, short) for system in (64, 2048)),
-        Workload("MMLU, 5 examples", 32, 723, options.requests, mmlu),
+        *(Workload("ShareGPT", BATCH, system, options.requests, lengths.sharegpt) for system in systems),
+        *(Workload("ShareGPT", 1, system, few, lengths.sharegpt) for system in (64, 2048)),
+        *(
+            Workload(f"MMLU, {shots}-shot", BATCH, lengths.examples(shots), options.requests, lengths.mmlu)
+            for shots in (1, 3, 5)
+        ),
+        *(Workload(f"{prompt} + {reply}", BATCH, 2048, BATCH, fixed(prompt, reply)) for prompt, reply in FIGURE_8),
         Workload("long contexts", 4, 64, few, long_contexts),
     ]
 
@@ -118,7 +111,17 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
     rows = [_point(engines, options, workload) for workload in _workloads(options)]
     show(
         f"output tokens per second, {options.model}, ShareGPT's lengths / {options.divide}",
-        ("workload", "batch", "system prompt", *WAYS, "relay : shared", "auto : better", "spread"),
+        (
+            "workload",
+            "batch",
+            "system prompt",
+            *WAYS,
+            "relay : shared",
+            "auto : better",
+            "spread",
+            "MB held",
+            "a prefix each",
+        ),
         [
             (
                 r["workload"],
@@ -128,6 +131,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
                 r["gain"],
                 r["auto"],
                 f"{100 * r['spread']:.0f} %",
+                *(f"{r['held'][way] / 1e6:.0f}" for way in ("measured", "apart")),
             )
             for r in rows
         ],
@@ -142,7 +146,17 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
         )
         for r in rows
     ]
-    finish(options, rows, goals, model=options.model, divide=options.divide)
+    goals += [
+        goal(
+            f"bytes held by relay : formula, {r['workload']}, batch {r['batch']}, prefix {r['prefix']}",
+            r["held"]["measured"] / r["held"]["counted"],
+            1.05,
+            least=False,
+            spread=COUNTED,
+        )
+        for r in rows
+    ]
+    finish(options, rows, goals, model=options.model, divide=options.divide, lengths=options.lengths.source)
     return 0
 
 
@@ -152,16 +166,16 @@ def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     for name in CACHED:  # the system prompt is in the cache, and everything has run once
         tokens_per_second(engines[name], workload.drawn(engines[name], rng, workload.batch, system), workload.batch)
-    for turn in range(options.rounds):
+    for _ in range(options.rounds):
         asked = workload.drawn(engines["shared"], rng, workload.count, system)
-        # No way is always the first: load from outside would count against it.
-        for name in (*CACHED[turn % 3 :], *CACHED[: turn % 3]):
+        for name in rng.sample(CACHED, len(CACHED)):
             found[name].append(tokens_per_second(engines[name], asked, workload.batch))
     few = max(2, min(workload.count, RECOMPUTED_ROWS // workload.system))
     asked = workload.drawn(engines["shared"], rng, few, system)
     found["recompute"].append(tokens_per_second(engines["recompute"], asked, workload.batch, reuse=False))
     rates = {name: statistics.median(values) for name, values in found.items()}
     _say(f"{workload.name}, batch {workload.batch}, prefix {workload.system}: {rates}")
+    held = _held(engines["relay"], system, workload.drawn(engines["relay"], rng, workload.batch, system))
     better = "relay" if rates["relay"] > rates["shared"] else "shared"
     ratios = [auto / other for auto, other in zip(found["auto"], found[better], strict=True)]
     return {
@@ -173,6 +187,25 @@ def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict
         "gain": statistics.median(a / b for a, b in zip(found["relay"], found["shared"], strict=True)),
         "auto": statistics.median(ratios),
         "spread": spread(ratios),
+        "held": held,
+    }
+
+
+def _held(engine: Engine, system: list[int], asked: Asked) -> dict[str, int]:
+    """Count the bytes of the device tier behind these requests."""
+    engine.reset_cache("")
+    tokens_per_second(engine, [(system, 1)], 1)
+    tokens_per_second(engine, asked, len(asked))
+    engine.settle()
+    device = engine.stats().tiers.device
+    ends = [len(prompt) + reply - 1 for prompt, reply in asked]  # the last token is not computed
+    whole = len(system) // PAGE_ROWS  # the page that the system prompt ends in is written on
+    pages = whole + sum(-(-end // PAGE_ROWS) - whole for end in ends)
+    page = PAGE_ROWS * engine.parts.runner.shape.row_bytes
+    return {
+        "measured": device.used,
+        "counted": pages * page,
+        "apart": sum(-(-end // PAGE_ROWS) for end in ends) * page,
     }
 
 
@@ -198,37 +231,53 @@ def tokens_per_second(engine: Engine, asked: Asked, batch: int, reuse: bool = Tr
 
 
 def _rates(engines: dict[str, Engine], options: Any) -> int:
-    """Figure 7: latency against the rate of requests, from a quarter of what relay can do to more than that."""
+    """Figure 7: latency against the rate of requests, from half the rate that relay can serve to more than that."""
     rows: list[dict[str, Any]] = []
-    count = min(options.requests, 10**9 if options.full else 50)
-    for system in options.system or ([512] if options.quick else [512, 2048]):
+    goals: list[dict[str, Any]] = []
+    for system in options.system or ([512] if options.quick else [2048]):
         rng = random.Random(f"{options.seed} {system}")
-        workload = Workload("ShareGPT", 32, system, count, sharegpt(options.divide))
+        workload = Workload("ShareGPT", BATCH, system, options.requests, options.lengths.sharegpt)
         prompt = words(rng, engines["shared"], system)
-        asked = workload.drawn(engines["shared"], rng, count, prompt)
+        most = {}
         for name in CACHED:  # the system prompt is in the cache, and everything has run once
-            tokens = tokens_per_second(engines[name], asked, 32)
-        most = tokens * len(asked) / sum(reply for _, reply in asked)
-        for part in (0.5, 1.0) if options.quick else (0.25, 0.5, 0.75, 1.0, 1.25):
-            asked = workload.drawn(engines["shared"], rng, count, prompt)
-            gaps = [rng.expovariate(part * most) for _ in asked]
-            for name in WAYS:
-                if name == "recompute" and system * count > RECOMPUTED_ROWS * 4:
+            asked = workload.drawn(engines["shared"], rng, workload.count, prompt)
+            tokens = tokens_per_second(engines[name], asked, BATCH)
+            most[name] = tokens * len(asked) / sum(reply for _, reply in asked)
+        _say(f"prefix {system}, requests a second that are all there: {most}")
+        for part in (0.5, 1.0) if options.quick else RATES:
+            offered = part * most["relay"]
+            asked = workload.drawn(engines["shared"], rng, workload.count, prompt)
+            gaps = [rng.expovariate(offered) for _ in asked]
+            for name in rng.sample(list(WAYS), len(WAYS)):
+                if name == "recompute" and system * workload.count > RECOMPUTED_ROWS * 4:
                     continue  # it is far beyond what it can do at any of these rates
                 turns, seconds = _arriving(engines[name], asked, gaps, reuse=name != "recompute")
-                _say(f"prefix {system}, {part:.2f} of {most:.1f} requests a second, {name}: {len(turns) / seconds:.1f}")
+                _say(f"prefix {system}, {offered:.2f} requests a second, {name}: {len(turns) / seconds:.2f}")
                 each = [(turn.last - turn.asked) / len(turn.tokens) for turn in turns]
                 rows.append(
                     {
                         "prefix": system,
-                        "offered": part * most,
+                        "offered": offered,
                         "way": name,
                         "served": len(turns) / seconds,
                         "seconds_per_token": statistics.mean(each),
                         "median": statistics.median(each),
                         "ttft": statistics.median(turn.ttft for turn in turns),
+                        "most": most.get(name),
                     }
                 )
+        slowest = {
+            way: max(r["seconds_per_token"] for r in rows if (r["prefix"], r["way"]) == (system, way)) for way in CACHED
+        }
+        goals.append(
+            goal(
+                f"seconds per token at the highest rate, relay : shared, prefix {system}",
+                slowest["relay"] / slowest["shared"],
+                1.0,
+                least=False,
+                spread=abs(slowest["auto"] / slowest["relay"] - 1),
+            )
+        )
     show(
         f"requests that arrive at random, {options.model}, ShareGPT's lengths / {options.divide}",
         ("system prompt", "offered, 1/s", "way", "served, 1/s", "ms per token", "median", "first token, ms"),
@@ -243,7 +292,15 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
             for r in rows
         ],
     )
-    finish(options, rows, [], model=options.model, divide=options.divide, requests=count)
+    finish(
+        options,
+        rows,
+        goals,
+        model=options.model,
+        divide=options.divide,
+        requests=options.requests,
+        lengths=options.lengths.source,
+    )
     return 0
 
 

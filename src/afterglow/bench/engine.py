@@ -28,7 +28,9 @@ def main(args: Sequence[str]) -> int:
     repeats = 3 if options.quick else 5
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         save_hf(options.model, Path(folder), seed=options.seed)
-        config = EngineConfig(cache=CacheConfig(disk_cache=0), max_model_len=4096, threads=options.threads)
+        config = EngineConfig(
+            cache=CacheConfig(disk_cache=0), max_model_len=4096, threads=options.threads, speculate="off"
+        )  # replies of random weights go round in circles, which guesses would follow
         with running(folder, config) as engine:
             rng = random.Random(options.seed)
             ours, theirs = _Ours(engine), _Transformers(Path(folder))

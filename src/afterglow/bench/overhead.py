@@ -174,7 +174,8 @@ def _server(args: list[str]) -> Iterator[str]:
 
 def bookkeeping(rng: random.Random, tokens: int, threads: int | None) -> dict[str, Any]:
     """Share of a decode step at batch 8 that schedule, commit and index take (`bench-100m`)."""
-    with running("bench-100m", EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads)) as engine:
+    config = EngineConfig(cache=CacheConfig(disk_cache=0), threads=threads, speculate="off")
+    with running("bench-100m", config) as engine:
         prompts = [words(rng, engine, 64) for _ in range(8)]
         engine.generate([greedy([1, 2, 3], 4)])  # warms memory
         shares, plans, forwards = [], [], []

@@ -158,6 +158,7 @@ def main(args: Sequence[str]) -> int:
             max_model_len=window,
             threads=options.threads,
             quantization=options.quantization,
+            speculate="off",
         )
         with running(options.model, config) as engine:
             profile = Profile(engine, watch, random.Random(options.seed), PRESETS[options.model], options.quantization)

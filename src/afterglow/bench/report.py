@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 from collections import Counter
@@ -48,24 +49,34 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
+MEASURED_BY = ("src", "benchmarks", ":!benchmarks/results", "pyproject.toml", "setup.py", "constraints.txt")
+"""Paths from the top of the checkout that figures depend on, as git takes them."""
+
+
 def commit() -> str | None:
-    """The revision of the checkout that runs, None outside of one."""
+    """Name the last commit that changed anything that figures depend on: figures and documents that are committed later are of
+    the same one. None outside a checkout."""
     try:
-        here = Path(__file__).parent
-        out = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        )
+        here = ["git", "-C", str(Path(__file__).parent)]
+        top = subprocess.run([*here, "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=True)
+        last = ["git", "-C", top.stdout.strip(), "log", "-1", "--format=%h", "--", *MEASURED_BY]
+        out = subprocess.run(last, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return out.stdout.strip()
+    return out.stdout.strip() or None
 
 
-def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Call the variants in turn, `repeats` rounds; each returns its own measurement."""
+def interleaved(
+    variants: Mapping[str, Callable[[], float]], repeats: int, order: random.Random | None = None
+) -> dict[str, list[float]]:
+    """Call the variants in turn, `repeats` rounds; each returns its own measurement. `order` draws their order in each round."""
     found: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
     for _ in range(repeats):
-        for name, variant in variants.items():
-            found[name].append(variant())
+        if order is not None:
+            order.shuffle(names)
+        for name in names:
+            found[name].append(variants[name]())
     return found
 
 

@@ -1,0 +1,96 @@
+"""RelayAttention's figures on the engine: lengths from files or laws, what is run, memory as counted, and that the commands write."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.papers.relay import operator, shared_prompt
+from benchmarks.papers.relay.lengths import FOLDER, PaperLengths
+
+from tests.engine.conftest import FAMILIES, write_model
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data" / FOLDER
+    folder.mkdir(parents=True)
+    (folder / "ShareGPT_stat.csv").write_text("80,8\n16,800\n")
+    (folder / "mmlu_prompt_stat.json").write_text("[70, 90]")
+    (folder / "mmlu_5shotprefix_stat.json").write_text("[400, 600, 2000]")
+    return folder.parent
+
+
+def test_lengths_come_from_the_files(data: Path) -> None:
+    lengths, rng = PaperLengths.of(data, 4), random.Random(1)
+    assert {lengths.sharegpt(rng) for _ in range(50)} == {(20, 4), (4, 200)}, "divided, four tokens at least"
+    assert {lengths.mmlu(rng) for _ in range(50)} == {(70, 32), (90, 32)}
+    assert [lengths.examples(shots) for shots in (1, 3, 5)] == [120, 360, 600]
+
+
+@pytest.mark.parametrize("folder", [None, "elsewhere"])
+def test_lengths_come_from_laws_where_there_are_no_files(folder: str | None, tmp_path: Path) -> None:
+    lengths, rng = PaperLengths.of(tmp_path / folder if folder else None, 1), random.Random(1)
+    assert lengths.source == "laws"
+    drawn = [lengths.sharegpt(rng) for _ in range(5000)]
+    means = [statistics.mean(each) for each in zip(*drawn, strict=True)]
+    assert means == pytest.approx([240, 235], rel=0.15), "RelayAttention, Table 1"
+    assert lengths.examples(5) == 723
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model({**FAMILIES["llama"], "max_position_embeddings": 4096}, tmp_path / "model")
+
+
+def written(path: Path, *args: str) -> dict[str, Any]:
+    assert shared_prompt.main([*args, "--quick", "--threads", "1", "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_throughput_is_written_with_the_memory_that_is_held(model: Path, data: Path, tmp_path: Path) -> None:
+    found = written(tmp_path / "out.json", "--model", str(model), "--system", "100", "--data", str(data))
+    (row,) = found["rows"]
+    assert (found["lengths"], found["divide"]) == (FOLDER, 8)
+    assert row["held"]["measured"] == row["held"]["counted"] < row["held"]["apart"]
+    memory = [goal["met"] for goal in found["goals"] if goal["name"].startswith("bytes held")]
+    assert memory == [True]
+    assert all(rate > 0 for rate in row["rate"].values())
+
+
+def test_rates_are_those_that_relay_can_serve(model: Path, tmp_path: Path) -> None:
+    found = written(
+        tmp_path / "out.json", "--model", str(model), "--figure", "rate", "--system", "64", "--requests", "6"
+    )
+    most = next(row["most"] for row in found["rows"] if row["way"] == "relay")
+    assert sorted({row["offered"] for row in found["rows"]}) == pytest.approx([0.5 * most, most])
+    assert {row["way"] for row in found["rows"]} == set(shared_prompt.WAYS)
+    assert len(found["goals"]) == 1
+
+
+def test_full_runs_have_the_papers_points(data: Path) -> None:
+    options = type("Options", (), {})()
+    options.quick, options.system, options.requests = False, None, 100
+    options.lengths = PaperLengths.of(data, 1)
+    points = {(each.name, each.batch, each.system): each.count for each in shared_prompt._workloads(options)}
+    assert [points["ShareGPT", 32, system] for system in (64, 512, 2048)] == [100] * 3
+    assert [points["MMLU, 1-shot", 32, 120], points["MMLU, 3-shot", 32, 360], points["MMLU, 5-shot", 32, 600]] == [
+        100
+    ] * 3
+    assert [points[f"{a} + {b}", 32, 2048] for a, b in ((64, 128), (128, 256), (256, 512))] == [32] * 3
+    assert points["ShareGPT", 1, 2048] >= 12
+
+
+def test_the_operator_is_judged_by_the_smaller_bound(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert operator.main(["--quick", "--heads", "2", "--kv-heads", "1", "--threads", "1", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    for row in found["rows"]:
+        assert row["theory"] == min(row["counted"], row["roofline"])
+        assert row["of_theory"] == pytest.approx(row["gain"] / row["theory"])
+    assert [goal["name"] for goal in found["goals"]] == ["gain at prefix 2048, batch 32, 1 KV heads, of theory"]

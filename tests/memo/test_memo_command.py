@@ -64,6 +64,19 @@ def test_build_add_check_and_use(made: tuple[Path, Path, Path], capsys: pytest.C
     assert "record 0 is damaged" in capsys.readouterr().out
 
 
+def test_a_build_is_calibrated_on_another_file(
+    made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, texts, out = made
+    others = texts.with_name("others.txt")
+    others.write_text("a red kite is near the river\nthe old mill ran on rain\n\n")
+    words = ("memo", "build", model, "--texts", texts, "--out", out, "--steps", 5, "--threads", 1)
+    assert run(*words, "--calibrate", others) == 0
+    said = capsys.readouterr().out
+    assert "on 2 texts of another source:" in said
+    assert "20 texts, " in said
+
+
 @pytest.mark.skipif(not int8_levels(), reason="no int8 here")
 def test_maps_of_other_weights_are_refused(made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     model, texts, out = made
@@ -97,6 +110,11 @@ def test_mistakes_are_one_line(made: tuple[Path, Path, Path]) -> None:
     model, texts, out = made
     for args, message in (
         (("build", model, "--texts", out / "none.txt", "--out", out), "cannot read --texts"),
+        (("build", model, "--texts", texts, "--out", out, "--calibrate", out / "none.txt"), "cannot read --calibrate"),
+        (
+            ("build", model, "--texts", texts, "--out", out, "--calibrate", texts),
+            "texts to calibrate on are too long, or among",
+        ),
         (("build", model, "--texts", texts, "--out", out, "--projector", "cnn"), "'cnn' is not one of"),
         (("build", model, "--texts", texts, "--out", out, "--max-bytes", "lots"), "is not a size"),
         (("build", model, "--texts", texts, "--out", out, "--held-out", 0), "--held-out must be at least 1"),

@@ -348,6 +348,37 @@ def test_the_curve_falls_with_the_threshold(tmp_path: Path) -> None:
     assert all(0 <= row["error"] <= 1 and row["hit_rate"] >= row["layer_rate"] for row in database.settings.curve)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_database_is_calibrated_on_texts_of_another_source(kind: str, tmp_path: Path) -> None:
+    """Its curve is what those texts show when they are embedded with the finished database; none of them is stored."""
+    plain, own, others = embedder(kind), sentences(60, lengths=(5, 6)), sentences(25, seed=9, lengths=(5, 6, 47))
+    options = MemoOptions(dtype="float32", steps=20)
+    database = builder(plain, tmp_path, options).run(own, [*others, *own[:5], others[0]])
+    assert database.settings.calibrated_on == 25
+    assert database.settings.records == 60
+    assert all(with_memo(plain, database, 0.999).embed(own).hits)
+    exact = plain.embed(others).vectors
+    for row in database.settings.curve:
+        result = with_memo(plain, database, row["threshold"]).embed(others)
+        assert row["hit_rate"] == pytest.approx(np.mean(result.hits))
+        found = (1 - (result.vectors * exact).sum(1))[torch.tensor(result.hits, dtype=torch.bool)]
+        assert row["error"] == pytest.approx(max(float(found.sum()), 0) / 25, abs=1e-5)
+    held_out = build(plain, tmp_path / "held out", own, options)
+    assert held_out.settings.calibrated_on == 0
+    assert held_out.settings.curve != database.settings.curve
+    assert MemoDatabase.open(tmp_path, model_digest="d" * 64, quantisation="float32", template="{text}").settings == (
+        database.settings
+    )
+
+
+def test_stored_texts_are_no_other_source(tmp_path: Path) -> None:
+    texts = sentences(20)
+    with pytest.raises(
+        ConfigError, match="all texts to calibrate on are too long, or among those whose maps are stored"
+    ):
+        builder(embedder("encoder"), tmp_path).run(texts, texts[:3])
+
+
 KILLED = """
     import sys, time
     from pathlib import Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.distances import labels
+from afterglow.memo.evaluate import joint_budget
 from afterglow.memo.memo_settings import MemoSettings, isotonic
 from afterglow.memo.options import MemoOptions
 from afterglow.memo.projector import Projector, ProjectorSpec
@@ -185,9 +188,42 @@ def test_layers_are_taken_as_long_as_their_errors_add_up_to_less() -> None:
     assert similarity[4] == -np.inf
 
 
+class Trial:
+    """Sentences at these distances, whose layers do `times` as much harm together as each alone."""
+
+    def __init__(self, times: float) -> None:
+        self.distances = np.linspace(0.01, 1, 100)
+        self._times = times
+
+    def errors(self, layers: np.ndarray) -> np.ndarray:
+        own = np.stack([self.distances * 0.1, self.distances, self.distances * 0.1], 1)
+        return self._times * (own * layers).sum(1)
+
+
+@pytest.mark.parametrize("times", [3.0, 1.0, 0.2])
+def test_a_threshold_promises_what_all_layers_do_together(times: float) -> None:
+    """Where they do more harm together than each alone, fewer take maps; where they do less, as many as before."""
+    trial, before = Trial(times), settings("layers")
+    budget = joint_budget(trial, before, lambda what, done, total: None)  # type: ignore[arg-type]
+    after = dataclasses.replace(before, budget=budget)
+    for threshold in (0.99, 0.95, 0.9, 0.8):
+        layers, similarity = after.accepted(trial.distances, threshold)
+        hits = layers.any(1)
+        assert trial.errors(layers)[hits].mean() <= 1.1 * (1 - threshold)
+        assert (similarity >= threshold - 1e-9).all()
+        old, _ = before.accepted(trial.distances, threshold)
+        assert layers.sum() < old.sum() if times > 1 else (layers == old).all()
+    uncorrected, _ = before.accepted(trial.distances, 0.9)
+    assert (trial.errors(uncorrected)[uncorrected.any(1)].mean() > 0.1) == (times > 1)
+
+
 def test_settings_come_back(tmp_path: Path) -> None:
     kept = settings("layers")
     kept.save(tmp_path)
+    assert MemoSettings.load(tmp_path) == kept
+    value = json.loads((tmp_path / "memo.json").read_text())
+    del value["budget"], value["calibrated_on"]  # as files were before
+    (tmp_path / "memo.json").write_text(json.dumps(value))
     assert MemoSettings.load(tmp_path) == kept
     (tmp_path / "memo.json").write_text("{}")
     with pytest.raises(DamageError, match="build the database anew"):

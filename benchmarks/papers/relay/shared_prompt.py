@@ -60,14 +60,14 @@ class Workload:
 def main(args: list[str]) -> int:
     parser = arguments("python -m benchmarks.papers.relay.shared_prompt", __doc__ or "")
     parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="lengths")
-    parser.add_argument("--divide", type=int, default=None, help="ShareGPT's lengths by this (default 1; quick: 8)")
+    parser.add_argument("--divide", type=int, default=None, help="ShareGPT's lengths by this (default 4; quick: 8)")
     parser.add_argument("--figure", choices=("throughput", "rate"), default="throughput", help="what to measure")
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
     parser.add_argument("--requests", type=int, default=None, help="requests of a round (default 100)")
     parser.add_argument("--system", type=int, nargs="*", default=None, help="tokens of the system prompt")
     options = parser.parse_args(args)
     options.requests = options.requests or (16 if options.quick else 100)
-    options.divide = options.divide or (8 if options.quick else 1)
+    options.divide = options.divide or (8 if options.quick else 4)
     options.lengths = PaperLengths.of(options.data, options.divide)
     options.rounds = 2 if options.quick else ROUNDS
     with contextlib.ExitStack() as stack:

@@ -28,6 +28,15 @@ def build(
     out: Annotated[
         Path, option(MISSING, "Make the database in this folder; a build that was ended goes on.", metavar="DIR")
     ],
+    calibrate: Annotated[
+        Path | None,
+        option(
+            None,
+            "Calibrate on these texts, one in a line, of another source than --texts: what a threshold costs is then known for texts "
+            "that are unlike the stored ones. The default is some of --texts, which training does not see.",
+            metavar="FILE",
+        ),
+    ],
     options: MemoOptions,
     engine: Compute,
 ) -> int:
@@ -38,7 +47,7 @@ def build(
     """
     from afterglow.cli import memo_databases
 
-    return memo_databases.build(texts, out, options, engine)
+    return memo_databases.build(texts, out, calibrate, options, engine)
 
 
 @command(memo_app, "add")

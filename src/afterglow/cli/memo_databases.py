@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 CURVE = "thresholds.svg"
 
 
-def build(texts: MemoTexts, out: Path, options: MemoOptions, config: EngineConfig) -> int:
+def build(texts: MemoTexts, out: Path, calibrate: Path | None, options: MemoOptions, config: EngineConfig) -> int:
     """Build a database in the folder `out`, and return the exit code. Raises: AfterglowError."""
-    given = _lines(texts.texts)
+    given, others = _lines(texts.texts), [] if calibrate is None else _lines(calibrate, "--calibrate")
     embedder, folder = _embedder(texts, config)
     with progress() as report:
         from afterglow.memo.break_even import measure_curve
 
         builder = _builder(embedder, folder, out, options, report)
         try:
-            database = builder.run([embedder.tokens(text) for text in given])
+            database = builder.run(*([embedder.tokens(text) for text in each] for each in (given, others)))
         except KeyboardInterrupt:
             print(
                 f"afterglow: ended; the maps collected so far are in {out}: the same command goes on from there",
@@ -141,10 +141,10 @@ def _builder(embedder: TextEmbedder, model: Path, folder: Path, options: MemoOpt
     return Builder(embedder.embedder, folder, options, report=report, **about)
 
 
-def _lines(path: Path) -> list[str]:
-    found = full_lines(read_file(path, f"--texts {path}"))
+def _lines(path: Path, name: str = "--texts") -> list[str]:
+    found = full_lines(read_file(path, f"{name} {path}"))
     if not found:
-        raise ConfigError(f"--texts {path} has no texts; write one in a line")
+        raise ConfigError(f"{name} {path} has no texts; write one in a line")
     return found
 
 
@@ -157,7 +157,8 @@ def _tell(builder: Builder, database: MemoDatabase) -> None:
 
 
 def _table(database: MemoDatabase) -> None:
-    print("\non held-out texts:")
+    others = database.settings.calibrated_on
+    print(f"\non {others} texts of another source:" if others else "\non held-out texts:")
     rows = [
         (
             f"{row['threshold']:.3f}",

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from afterglow.errors import ConfigError
 from afterglow.memo.database import PROJECTOR, MemoDatabase, check_identity, vectors_file, write_vectors
-from afterglow.memo.evaluate import HeldOutTrial, Report, calibrate, threshold_curve
+from afterglow.memo.evaluate import HeldOut, HeldOutTrial, Report, calibrate, joint_budget, threshold_curve
 from afterglow.memo.map_attention import RecordingAttend
 from afterglow.memo.maps import MAPS, Identity, MapStore, token_key
 from afterglow.memo.memo_settings import SETTINGS, MemoSettings
 from afterglow.memo.options import MemoOptions
-from afterglow.memo.packing import unpack
-from afterglow.memo.projector import ProjectorSpec
+from afterglow.memo.packing import pack, unpack
+from afterglow.memo.projector import Projector, ProjectorSpec
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.training import buckets_of, train
 from afterglow.memo.vector_index import VectorIndex
@@ -63,10 +63,17 @@ class Builder:
         self._projector = ProjectorSpec(options.projector, spec.hidden, embedder.max_tokens)
         self.skipped = 0  # sentences that were too long, or for which the budget had no room
 
-    def run(self, sentences: Sequence[Sequence[int]]) -> MemoDatabase:
-        """The database of `sentences`, token ids each; equal ones count once. Raises: ConfigError for a folder that
-        holds something else, RequestError for tokens that the model does not have."""
-        wanted = self._wanted(sentences)
+    def run(self, sentences: Sequence[Sequence[int]], calibrate_on: Sequence[Sequence[int]] = ()) -> MemoDatabase:
+        """The database of `sentences`, token ids each; equal ones count once. `calibrate_on`: sentences of another source, by which
+        distances are judged; without them it is by some of the `sentences`, which training does not see.
+
+        Raises: ConfigError for a folder that holds something else, RequestError for tokens that the model does not have.
+        """
+        others, wanted = self._wanted(calibrate_on), self._wanted(sentences)
+        known = {token_key(ids) for ids in wanted}
+        others = [ids for ids in others if token_key(ids) not in known]
+        if calibrate_on and not others:
+            raise ConfigError("all texts to calibrate on are too long, or among those whose maps are stored")
         if (self._folder / SETTINGS).is_file():
             raise ConfigError(f"{self._folder} holds a finished database; add to it (afterglow memo add), or delete it")
         store = (
@@ -78,7 +85,7 @@ class Builder:
                 raise ConfigError(
                     f"a database needs 2 sentences at least, there is room for, or there are, {len(store)}"
                 )
-            self._finish(store, wanted[: len(store)])
+            self._finish(store, wanted[: len(store)], others)
         finally:
             store.close()
         return self.open()
@@ -198,10 +205,10 @@ class Builder:
 
     # --------------------------------------------------------------------------------------------- finishing
 
-    def _finish(self, store: MapStore, sentences: Sequence[Sequence[int]]) -> None:
+    def _finish(self, store: MapStore, sentences: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
         options, tokens, identity = self._options, store.tokens, store.identity
         read_input = self._inputs(tokens)
-        held = held_out(len(store), options.held_out, options.seed)
+        held = [] if others else held_out(len(store), options.held_out, options.seed)
 
         def read_maps(number: int, heads: NDArray[np.int64]) -> Tensor:
             packed = store.read(number).reshape(identity.layers * identity.heads, -1)[heads]
@@ -234,8 +241,9 @@ class Builder:
             if known.any():
                 index.put(s, members[known], vectors[s][known])
         place = {int(n): (s, row) for s, members in numbers.items() for row, n in enumerate(members)}
-        queries = {n: vectors[place[n][0]][place[n][1]] for n in held}
-        trial = HeldOutTrial(self._embedder, store, index, {n: sentences[n] for n in held}, queries, options.neighbours)
+        samples = [HeldOut(sentences[n], vectors[place[n][0]][place[n][1]], store.read(n)) for n in held]
+        samples += self._recorded(others, projector)
+        trial = HeldOutTrial(self._embedder, store, index, samples, options.neighbours)
         variation, errors = calibrate(trial, identity.layers, self._report)
         crc = write_vectors(self._folder, numbers, vectors)
         settings = MemoSettings(
@@ -245,10 +253,24 @@ class Builder:
             options=options,
             variation=variation,
             errors=errors,
+            calibrated_on=len(others),
         )
+        if options.accept == "layers":
+            settings = replace(settings, budget=joint_budget(trial, settings, self._report))
         settings.curve.extend(threshold_curve(trial, settings, self._report))
         settings.save(self._folder)
         (self._folder / INPUTS).unlink(missing_ok=True)
+
+    def _recorded(self, sentences: Sequence[Sequence[int]], projector: Projector) -> list[HeldOut]:
+        """Compute the maps and feature vectors of sentences that are not stored."""
+        found = []
+        for at, ids in enumerate(sentences):
+            recorded = record(self._embedder, [ids])
+            (maps,) = recorded.sentences()
+            packed = pack(maps.cpu().numpy(), causal=self._identity.causal).astype(self._identity.dtype)
+            found.append(HeldOut(ids, projector.project(recorded.inputs[0][None])[0].numpy(), packed))
+            self._report("collecting texts to calibrate on", at + 1, len(sentences))
+        return found
 
     def _inputs(self, tokens: NDArray[np.int64]) -> Callable[[int], Tensor]:
         widths = np.array([self._projector.width(int(s)) for s in tokens], np.int64)

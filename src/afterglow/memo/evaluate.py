@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,25 @@ from afterglow.memo.database import Fetched, read_records
 from afterglow.memo.distances import total_variation
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
-from afterglow.memo.memo_settings import POWER, Isotonic, MemoSettings, isotonic
+from afterglow.memo.memo_settings import ALL, POWER, Isotonic, MemoSettings, isotonic
 from afterglow.memo.packing import unpack
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.encoder import BatchAttend
 
 THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.87, 0.86, 0.85)
+BUDGETS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.6, 1.0)
 Report = Callable[[str, int, int], None]  # what, done, total
 Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A sentence that the index does not have: its ids, its feature vector, and its own maps, packed [layers, heads, numbers]."""
+
+    ids: Sequence[int]
+    query: Vector
+    maps: NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +50,15 @@ class HeldOutTrial:
     """Embeds held-out sentences with maps of others."""
 
     def __init__(
-        self,
-        embedder: Embedder,
-        store: MapStore,
-        index: VectorIndex,
-        sentences: Mapping[int, Sequence[int]],
-        queries: Mapping[int, Vector],
-        neighbours: int,
+        self, embedder: Embedder, store: MapStore, index: VectorIndex, held: Sequence[HeldOut], neighbours: int
     ) -> None:
-        """`sentences` and feature vectors `queries` of held-out records, which `index` does not have."""
-        self._embedder, self.count = embedder, len(sentences)
+        """`held`: sentences that `index` does not have; their neighbours' maps are in `store`."""
+        self._embedder, self.count = embedder, len(held)
         self.buckets: list[Bucket] = []
-        lengths = sorted({len(ids) for ids in sentences.values()})
+        lengths = sorted({len(one.ids) for one in held})
         for length in lengths:
-            members = [n for n, ids in sentences.items() if len(ids) == length]
-            distances, numbers = index.search(length, np.stack([queries[n] for n in members]), neighbours)
+            members = [one for one in held if len(one.ids) == length]
+            distances, numbers = index.search(length, np.stack([one.query for one in members]), neighbours)
             if not distances.shape[1]:
                 continue
             weights = weights_of(distances, POWER)
@@ -62,9 +66,9 @@ class HeldOutTrial:
             found = Fetched([read_records(store, *row) for row in zip(numbers, weights, strict=True)], weights, every)
             layers, causal = range(store.identity.layers), store.identity.causal
             maps = torch.stack([found.layer(layer, every) for layer in layers], 1)
-            own = torch.from_numpy(np.stack([store.read(n) for n in members]))
+            own = torch.from_numpy(np.stack([one.maps for one in members]))
             apart = total_variation(unpack(own, length, causal=causal), unpack(maps, length, causal=causal))
-            self.buckets.append(Bucket([list(sentences[n]) for n in members], distances[:, 0], apart, found))
+            self.buckets.append(Bucket([list(one.ids) for one in members], distances[:, 0], apart, found))
         self.distances = _joined([bucket.distances for bucket in self.buckets])
         self.variations = _joined([bucket.variations.numpy() for bucket in self.buckets])
         self._exact = self._embed(None)
@@ -106,6 +110,23 @@ def calibrate(trial: HeldOutTrial, layers: int, report: Report) -> tuple[Isotoni
         errors.append(_from_zero(trial.distances, trial.errors(alone)))
         report("calibrating", layer + 1, layers)
     return _from_zero(trial.distances, trial.variations), tuple(errors)
+
+
+def joint_budget(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> Isotonic:
+    """Measure what the layers' own errors may add up to: maps in several layers may harm more than each of them does alone.
+
+    The mean error of the sentences that take maps is measured at each of `BUDGETS`, and counts as no less than at a smaller one, and no
+    less than the sum. Returns error -> budget.
+    """
+    x, y = [0.0], [0.0]
+    for done, budget in enumerate(BUDGETS):
+        layers, _ = settings.within(trial.distances, budget)
+        hits = layers.any(1)
+        measured = float(trial.errors(layers)[hits].mean()) if hits.any() else 0.0
+        x.append(max(x[-1], measured, budget))
+        y.append(budget)
+        report("measuring maps of several layers", done + 1, len(BUDGETS))
+    return Isotonic((*x, max(x[-1], ALL)), (*y, y[-1]))
 
 
 def threshold_curve(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> list[dict[str, float]]:

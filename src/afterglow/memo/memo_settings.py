@@ -20,6 +20,7 @@ from afterglow.memo.options import MemoOptions
 
 SETTINGS = "memo.json"
 POWER = 2.0
+ALL = 2.0  # more than 1 - cosine can be
 Floats = NDArray[np.float64]
 
 
@@ -57,10 +58,15 @@ def _tied_or_falling(before: list[float], after: list[float]) -> bool:
     return before[3] == after[2] or before[0] / before[1] >= after[0] / after[1]
 
 
+SUMS_HOLD = Isotonic((0.0, ALL), (0.0, ALL))
+"""The layers' own errors add up to the error of all: what was taken for granted before it was measured."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoSettings:
     """`memo.json`. `errors` has a function for each layer: distance -> 1 - cosine of the embedding if that layer alone
-    takes the map. `curve`: rows of threshold, hit rate and error on held-out text."""
+    takes the map. `budget`: 1 - cosine of the embedding -> what the layers' own errors may add up to, so that it is no more
+    when all of them take maps. `curve`: rows of threshold, hit rate and error on the texts that it was calibrated on."""
 
     records: int
     trained_on: int  # records that the projector was trained for; later ones were added
@@ -69,6 +75,8 @@ class MemoSettings:
     variation: Isotonic  # distance -> total variation of the maps
     errors: tuple[Isotonic, ...]
     curve: list[dict[str, float]] = field(default_factory=list)
+    budget: Isotonic = SUMS_HOLD
+    calibrated_on: int = 0  # texts of another source; 0: some of the database's own, which training did not see
 
     def save(self, folder: Path) -> None:
         """Replaces the file at once."""
@@ -88,6 +96,7 @@ class MemoSettings:
             value["options"] = MemoOptions(**value["options"])
             value["variation"] = _isotonic(value["variation"])
             value["errors"] = tuple(map(_isotonic, value["errors"]))
+            value["budget"] = _isotonic(value["budget"]) if "budget" in value else SUMS_HOLD
             return MemoSettings(**value)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DamageError(f"{path} cannot be read ({error}); build the database anew") from None
@@ -95,18 +104,24 @@ class MemoSettings:
     def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], Floats]:
         """Nearest distances [n], inf where there is no neighbour -> which layers take maps, [n, layers], and the
         similarity of each sentence."""
+        if self.options.accept == "layers":
+            layers, spent = self.within(distances, float(self.budget(1 - threshold)))
+            return layers, np.where(np.isfinite(distances), 1 - np.interp(spent, self.budget.y, self.budget.x), -np.inf)
         known = np.isfinite(distances)
         d = np.where(known, distances, 0.0).astype(np.float64)
-        layers = len(self.errors)
-        if self.options.accept == "sentence":
-            similarity = np.where(known, 1 - (d if self.options.similarity == "1-d" else d * d), -np.inf)
-            return np.repeat((similarity >= threshold)[:, None], layers, 1), similarity
+        similarity = np.where(known, 1 - (d if self.options.similarity == "1-d" else d * d), -np.inf)
+        return np.repeat((similarity >= threshold)[:, None], len(self.errors), 1), similarity
+
+    def within(self, distances: NDArray[Any], budget: float) -> tuple[NDArray[np.bool_], Floats]:
+        """As many layers of each sentence as have errors that add up to `budget` at most, [n, layers], and their sum [n]."""
+        known = np.isfinite(distances)
+        d = np.where(known, distances, 0.0).astype(np.float64)
         errors = np.stack([error(d) for error in self.errors], 1)
         order = np.argsort(errors, 1, kind="stable")
         spent = np.cumsum(np.take_along_axis(errors, order, 1), 1)
         taken = np.zeros(errors.shape, bool)
-        np.put_along_axis(taken, order, (spent <= 1 - threshold + 1e-12) & known[:, None], 1)
-        return taken, np.where(known, 1 - (errors * taken).sum(1), -np.inf)
+        np.put_along_axis(taken, order, (spent <= budget + 1e-12) & known[:, None], 1)
+        return taken, (errors * taken).sum(1)
 
 
 def _isotonic(value: dict[str, list[float]]) -> Isotonic:

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 16
+#define AFTERGLOW_ABI_VERSION 17
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -405,3 +405,6 @@ typedef struct {
 /* Reads the stretch and sums it up. Returns 0, an error number of the system, or -1 if the file ends early. `by_ring`: with an
    io_uring if the system has one. */
 int afterglow_read(int fd, const afterglow_reading *reading, int by_ring);
+
+/* Sums up a stretch whose chunks are in the arena already; `offset` and `head` do not count. */
+void afterglow_sum(const afterglow_reading *reading);

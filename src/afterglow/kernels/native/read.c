@@ -97,7 +97,7 @@ UNROLL(3)
     for (int lane = 0; lane < lanes; lane++) sums[lane] = ~(uint32_t)sum[lane];
 }
 
-static void check(const afterglow_reading *reading, int64_t first, int64_t stop) {
+static void sum_up(const afterglow_reading *reading, int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop;) {
         const uint8_t *chunks[3];
         const int lanes = stop - i >= 3 ? 3 : 1;
@@ -231,7 +231,7 @@ static void ask(ring *by, int fd, const piece *what, int64_t number) {
 /* Reads what is left of a piece, and sums its chunks. Returns what `read_rest` does. */
 static int finish(int fd, const afterglow_reading *reading, piece *what, int64_t done) {
     const int fault = read_rest(fd, what, done);
-    if (!fault) check(reading, what->first, what->stop);
+    if (!fault) sum_up(reading, what->first, what->stop);
     return fault;
 }
 
@@ -283,3 +283,5 @@ int afterglow_read(int fd, const afterglow_reading *reading, int by_ring) {
     free(pieces);
     return fault;
 }
+
+void afterglow_sum(const afterglow_reading *reading) { sum_up(reading, 0, reading->planes * reading->blocks); }

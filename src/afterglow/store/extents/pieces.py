@@ -105,8 +105,28 @@ def read_summed(
         IndexError: a plane or slot is none of the arena's.
     """
     places = array("q", slots)
+    stretch, sums = _stretch(library, arena, planes, places, head, offset)
+    return preadv(fd, stretch, offset), sums
+
+
+def sums_of(library: Native, arena: HostArena, planes: range, slots: Sequence[int]) -> array[int]:
+    """Compute the CRC32C of one chunk for each slot of each plane, plane by plane, in one call without the interpreter lock.
+
+    Raises:
+        IndexError: a plane or slot is none of the arena's.
+    """
+    places = array("q", slots)
+    stretch, sums = _stretch(library, arena, planes, places, None, 0)
+    library.lib.afterglow_sum(stretch.reading)
+    return sums
+
+
+def _stretch(
+    library: Native, arena: HostArena, planes: range, places: array[int], head: Bytes | None, offset: int
+) -> tuple[Stretch, array[int]]:
+    """Describe chunks of an arena, and their checksums to come. `places`: the slots, which have to outlive the stretch."""
     if not (min(places) >= 0 and max(places) < arena.slots and planes.start >= 0 and planes.stop <= arena.planes):
-        raise IndexError(f"planes {planes} and slots {slots} are not among {arena.planes} and {arena.slots}")
+        raise IndexError(f"planes {planes} and slots {places.tolist()} are not among {arena.planes} and {arena.slots}")
     sums = array("I", bytes(4 * len(planes) * len(places)))
     chunk_bytes = arena.layout.chunk_bytes
     plane_bytes = arena.slots * chunk_bytes
@@ -116,4 +136,4 @@ def read_summed(
         *(places.buffer_info()[0], len(places), chunk_bytes, sums.buffer_info()[0]),
     )
     size = len(sums) * chunk_bytes + (0 if head is None else head.nbytes)
-    return preadv(fd, Stretch(library, library.new("afterglow_reading *", reading), size), offset), sums
+    return Stretch(library, library.new("afterglow_reading *", reading), size), sums

@@ -57,12 +57,15 @@ RUNS: dict[str, Command] = {  # both sizes; the quick one with --quick
     "attncache_shapes": ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--shapes"],
     "attncache_small": ["-m", "benchmarks.papers.attncache.small_models"],
 }
+_RELAY = ["-m", "benchmarks.papers.relay.shared_prompt", "--figure"]
 _STS = ["-m", "benchmarks.papers.attncache.sts", "--threads", "1", "--data", DATA]
 _IO = ["-m", "benchmarks.papers.spec.io"]
 FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands write into one file
     "masks": (["-m", "benchmarks.engine.masks"],),
     "speculation": (["-m", "benchmarks.engine.speculation"],),
-    "relay_rate": (["-m", "benchmarks.papers.relay.shared_prompt", "--figure", "rate"],),
+    "relay_mmlu": ([*_RELAY, "mmlu"],),
+    "relay_fixed": ([*_RELAY, "fixed"],),
+    "relay_rate": ([*_RELAY, "rate"],),
     "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"]),
     "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
     "attncache_sts": (_STS,),
@@ -91,9 +94,11 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "papers_cachedattention": "hours of simulation: --full",
     "masks": "two minutes of a quiet machine: --full",
     "speculation": "15 minutes of a quiet machine: --full",
+    "relay_mmlu": "takes a quarter of an hour: --full",
+    "relay_fixed": "takes a quarter of an hour: --full",
     "relay_rate": "takes minutes at its least: --full",
 }
-NOT_YET = {"attncache_carry_over", "attncache_decoder", "soak", "tier_rates"}
+NOT_YET = {"attncache_carry_over", "attncache_decoder", "relay_fixed", "relay_mmlu", "soak", "tier_rates"}
 """Benchmarks whose files wait for a quiet machine."""
 
 

@@ -61,7 +61,9 @@ MEASURED: dict[str, tuple[Source, ...]] = {
     ),
     "RelayAttention": (
         Source("relay_operator", "Fig. 1, 5", "one layer"),
-        Source("relay_engine", "Fig. 6, 8, Table 3", f"100 M, {RANDOM}"),
+        Source("relay_engine", "Fig. 6", f"100 M, {RANDOM}"),
+        Source("relay_mmlu", "Table 3", f"100 M, {RANDOM}"),
+        Source("relay_fixed", "Fig. 8", f"100 M, {RANDOM}"),
         Source("relay_rate", "Fig. 7", f"100 M, {RANDOM}"),
     ),
     "SPEC": (

@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,16 +75,17 @@ def test_rates_are_those_that_relay_can_serve(model: Path, tmp_path: Path) -> No
 
 
 def test_full_runs_have_the_papers_points(data: Path) -> None:
-    options = type("Options", (), {})()
-    options.quick, options.system, options.requests = False, None, 100
-    options.lengths = PaperLengths.of(data, 1)
-    points = {(each.name, each.batch, each.system): each.count for each in shared_prompt._workloads(options)}
-    assert [points["ShareGPT", 32, system] for system in (64, 512, 2048)] == [100] * 3
-    assert [points["MMLU, 1-shot", 32, 120], points["MMLU, 3-shot", 32, 360], points["MMLU, 5-shot", 32, 600]] == [
-        100
-    ] * 3
-    assert [points[f"{a} + {b}", 32, 2048] for a, b in ((64, 128), (128, 256), (256, 512))] == [32] * 3
-    assert points["ShareGPT", 1, 2048] >= 12
+    def points(figure: str) -> dict[tuple[str, int, int], int]:
+        lengths = PaperLengths.of(data, 1)
+        options = SimpleNamespace(figure=figure, quick=False, system=None, requests=100, lengths=lengths)
+        return {(each.name, each.batch, each.system): each.count for each in shared_prompt._workloads(options)}
+
+    found = points("sharegpt")
+    assert [found["ShareGPT", 32, system] for system in (64, 512, 2048)] == [100] * 3
+    assert found["ShareGPT", 1, 2048] >= 12
+    shots = {("MMLU, 1-shot", 32, 120): 100, ("MMLU, 3-shot", 32, 360): 100, ("MMLU, 5-shot", 32, 600): 100}
+    assert points("mmlu") == shots
+    assert points("fixed") == {(f"{a} + {b}", 32, 2048): 32 for a, b in ((64, 128), (128, 256), (256, 512))}
 
 
 def test_the_operator_is_judged_by_the_smaller_bound(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Serving with a shared system prompt: Figures 6 to 8 and Table 3 of RelayAttention on the real engine.
 
-`--figure throughput`: requests behind one system prompt, all at once, in four ways: the prompt is recomputed by each
-("recompute"), cached and read by each ("shared"), read once for all ("relay"), or as the engine decides ("auto"). Lengths are
-ShareGPT's (Fig. 6), MMLU's behind one, three and five examples (Table 3), and fixed ones (Fig. 8). `--figure rate`: requests arrive
-at random (Poisson), at rates up to more than relay can serve; seconds per token of the answers. Ways take turns in random order, on
+Requests behind one system prompt, all at once, in four ways: the prompt is recomputed by each ("recompute"), cached and read by each
+("shared"), read once for all ("relay"), or as the engine decides ("auto"). Lengths are ShareGPT's (`--figure sharegpt`, Fig. 6), MMLU's
+behind one, three and five examples (`mmlu`, Table 3), or fixed ones (`fixed`, Fig. 8). `--figure rate` (Fig. 7): requests arrive at
+random (Poisson), at rates up to more than relay can serve; seconds per token of the answers. Ways take turns in random order, on
 engines of equal weights; ratios within a turn are compared. `held`: bytes of the device tier behind a batch of requests, as measured
 with relay, as counted in pages with one prefix for all, and with a prefix for each.
 
-    python -m benchmarks.papers.relay.shared_prompt [--data DIR] [--figure rate] [--quick] [--json FILE]
+    python -m benchmarks.papers.relay.shared_prompt [--data DIR] [--figure FIGURE] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ CACHED = ("shared", "relay", "auto")
 ROUNDS = 3
 RECOMPUTED_ROWS = 24_000  # of system prompts: as many requests are asked of "recompute", in the first round only
 BATCH = 32
-FIGURE_8 = ((64, 128), (128, 256), (256, 512))
+SHOTS = (1, 3, 5)
+FIGURE_8 = ((64, 128), (128, 256), (256, 512))  # tokens of prompts and replies
 RATES = (0.5, 0.75, 1.0, 1.25)  # of the rate at which relay answers requests that are all there
+
+FIGURES = ("sharegpt", "mmlu", "fixed", "rate")
 
 Asked = list[tuple[list[int], int]]
 
@@ -61,7 +64,7 @@ def main(args: list[str]) -> int:
     parser = arguments("python -m benchmarks.papers.relay.shared_prompt", __doc__ or "")
     parser.add_argument("--data", type=Path, default=os.environ.get("AFTERGLOW_DATA"), metavar="DIR", help="lengths")
     parser.add_argument("--divide", type=int, default=None, help="ShareGPT's lengths by this (default 4; quick: 8)")
-    parser.add_argument("--figure", choices=("throughput", "rate"), default="throughput", help="what to measure")
+    parser.add_argument("--figure", choices=FIGURES, default="sharegpt", help="what to measure (default sharegpt)")
     parser.add_argument("--model", default="bench-100m", help="preset or model directory (default bench-100m)")
     parser.add_argument("--requests", type=int, default=None, help="requests of a round (default 100)")
     parser.add_argument("--system", type=int, nargs="*", default=None, help="tokens of the system prompt")
@@ -91,20 +94,23 @@ def main(args: list[str]) -> int:
 
 def _workloads(options: Any) -> list[Workload]:
     lengths: PaperLengths = options.lengths
+    batch, count = (8 if options.quick else BATCH), options.requests
+    if options.figure == "mmlu":
+        return [Workload(f"MMLU, {n}-shot", batch, lengths.examples(n), count, lengths.mmlu) for n in SHOTS]
+    if options.figure == "fixed":
+        sizes = FIGURE_8[:1] if options.quick else FIGURE_8
+        return [
+            Workload(f"{a} + {b}", batch, system, batch, fixed(a, b))
+            for a, b in sizes
+            for system in (options.system or [2048])
+        ]
     systems = options.system or ([512] if options.quick else [64, 512, 2048])
-    few = max(12, options.requests // 8)  # long ones, or one at a time: fewer would differ by a tenth from themselves
+    work = [Workload("ShareGPT", batch, system, count, lengths.sharegpt) for system in systems]
     if options.quick:
-        return [Workload("ShareGPT", 8, system, options.requests, lengths.sharegpt) for system in systems]
-    return [
-        *(Workload("ShareGPT", BATCH, system, options.requests, lengths.sharegpt) for system in systems),
-        *(Workload("ShareGPT", 1, system, few, lengths.sharegpt) for system in (64, 2048)),
-        *(
-            Workload(f"MMLU, {shots}-shot", BATCH, lengths.examples(shots), options.requests, lengths.mmlu)
-            for shots in (1, 3, 5)
-        ),
-        *(Workload(f"{prompt} + {reply}", BATCH, 2048, BATCH, fixed(prompt, reply)) for prompt, reply in FIGURE_8),
-        Workload("long contexts", 4, 64, few, long_contexts),
-    ]
+        return work
+    few = max(12, count // 8)  # long ones, or one at a time: fewer would differ by a tenth from themselves
+    alone = [Workload("ShareGPT", 1, system, few, lengths.sharegpt) for system in (64, 2048)]
+    return [*work, *alone, Workload("long contexts", 4, 64, few, long_contexts)]
 
 
 def _throughput(engines: dict[str, Engine], options: Any) -> int:

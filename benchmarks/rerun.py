@@ -98,7 +98,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "relay_fixed": "takes a quarter of an hour: --full",
     "relay_rate": "takes minutes at its least: --full",
 }
-NOT_YET = {"attncache_carry_over", "attncache_decoder", "relay_fixed", "relay_mmlu", "soak", "tier_rates"}
+NOT_YET = {"attncache_carry_over", "attncache_decoder", "relay_fixed", "soak", "tier_rates"}
 """Benchmarks whose files wait for a quiet machine."""
 
 

@@ -1,8 +1,8 @@
 """This checkout's speed beside another one's: prefill, decode, relay and second turns, in processes of their own, in turn.
 
 A process is fast or slow from its start to its end, as the system had huge pages free when its memory was first touched
-(docs/log.md). So each tells how much of its memory lies in them, and those that had much less than others of the same checkout are
-left out. The other checkout needs its kernels compiled in place (`AFTERGLOW_KERNELS=required python setup.py build_ext --inplace`).
+(docs/log.md). So each tells how much of its memory lies in them, and those of the most are compared; the ratio of all is printed beside
+it. Fewer than three of an arm are not judged. The other checkout needs its kernels compiled in place (`AFTERGLOW_KERNELS=required python setup.py build_ext --inplace`).
 
     python -m benchmarks.engine.commits CHECKOUT [--quick] [--json FILE]
 """
@@ -24,7 +24,8 @@ from benchmarks.common.paths import ROOT
 from benchmarks.peers.processes import THREADS
 
 WORKER = Path(__file__).with_name("commit_worker.py")
-ALIKE = 0.85  # of the most memory in huge pages of an arm: its processes below are not compared
+ALIKE = 0.95  # of the most memory in huge pages of an arm: a step is a slab, 75 MB of 460
+FEWEST = 3  # processes of an arm
 PROCESSES, QUICK_PROCESSES = 7, 2
 
 Process = dict[str, Any]
@@ -47,11 +48,26 @@ def main(args: Sequence[str]) -> int:
     rows = compared(found)
     show(
         f"{revision(arms['this'])} beside {revision(arms['other'])}: bench-100m, higher is better",
-        ("", "this", "other", "this : other", "processes differ by"),
-        [(r["name"], r["this"], r["other"], f"{r['ratio']:.3f}", f"{100 * r['spread']:.1f} %") for r in rows],
+        ("", "this", "other", "this : other", "processes differ by", "compared", "all of them"),
+        [
+            (
+                r["name"],
+                r["this"],
+                r["other"],
+                f"{r['ratio']:.3f}",
+                f"{100 * r['spread']:.1f} %",
+                " and ".join(map(str, r["compared"].values())),
+                f"{r['ratio_of_all']:.3f}",
+            )
+            for r in rows
+        ],
     )
-    goals = [goal(f"this : other, {r['name']}", r["ratio"], 1.0, least=True, spread=r["spread"]) for r in rows]
-    about = {"other": revision(arms["other"]), "processes": found}
+    goals = [
+        goal(f"this : other, {r['name']}", r["ratio"], 1.0, least=True, spread=r["spread"])
+        for r in rows
+        if min(r["compared"].values()) >= FEWEST
+    ]
+    about = {"head": revision(arms["this"]), "other_head": revision(arms["other"]), "processes": found}
     finish(options, rows, goals, **about)
     return 0
 
@@ -66,8 +82,8 @@ def process(checkout: Path, repeats: int) -> Process:
     if done.returncode:
         raise RuntimeError(f"{checkout}: {done.stderr[-2000:]}")
     found: Process = json.loads(done.stdout.splitlines()[-1])
-    if Path(found["package"]).parent != checkout / "src":
-        raise RuntimeError(f"{checkout}: the package of {found['package']} was measured")
+    if Path(package := found.pop("package")).parent != checkout / "src":
+        raise RuntimeError(f"{checkout}: the package of {package} was measured")
     return found
 
 
@@ -78,6 +94,7 @@ def compared(found: dict[str, list[Process]]) -> list[dict[str, Any]]:
     rows = []
     for name in kept["this"][0]["rates"]:
         each = {arm: [process["rates"][name] for process in processes] for arm, processes in kept.items()}
+        every = [statistics.median(process["rates"][name] for process in found[arm]) for arm in ("this", "other")]
         this, other = (statistics.median(each[arm]) for arm in ("this", "other"))
         rows.append(
             {
@@ -85,6 +102,7 @@ def compared(found: dict[str, list[Process]]) -> list[dict[str, Any]]:
                 "this": this,
                 "other": other,
                 "ratio": this / other,
+                "ratio_of_all": every[0] / every[1],
                 "spread": max(map(spread, each.values())),
                 "compared": {arm: len(values) for arm, values in each.items()},
             }

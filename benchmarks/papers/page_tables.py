@@ -226,10 +226,12 @@ def attncache(model: str, found: Found) -> str:
     methods: dict[str, list[Found]] = {}
     every = found["rows"]
     hits = {(row["task"], row["threshold"]) for row in every if row["chosen"] and row["method"] == "AttnCache"}
+    controls = {(row["task"], row["threshold"]): row for row in every if row["method"] == "mean maps"}
     for row in every:
-        control = row["method"] == "mean maps"
-        if (row["task"], row["threshold"]) in hits if control else row["chosen"]:
+        if row["chosen"] and row["method"] != "mean maps":
             methods.setdefault(row["method"], []).append(row)
+    if controls:
+        methods["mean maps"] = [controls[one] for one in sorted(hits)]
 
     def mean(rows: list[Found], key: str, form: str) -> str:
         values = [row[key] for row in rows if row.get(key) is not None]

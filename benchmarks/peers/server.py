@@ -116,6 +116,7 @@ def _afterglow(plan: Plan, weights: Weights, budget: Budget, context: int, stack
         "--disk-cache": budget.disk,
         "--max-batch": budget.slots,
         "--max-model-len": context,
+        "--speculate": "off",  # replies of random weights go round in circles, which guesses would follow
         "--threads": plan.threads,
         "--served-model-name": "model",
         "--log-level": "warning",

@@ -123,6 +123,7 @@ def library(plan: Plan, name: str, weights: Weights) -> Iterator[Worker]:
     if name.startswith("afterglow"):
         _, _, quantization = name.partition(" ")
         options = {"model": str(weights.hf), "cache": str(plan.folder / "cache"), "quantization": quantization}
+        options["speculate"] = "off"  # replies of random weights go round in circles, which guesses would follow
         with worker(plan, name, own_python(), "run_afterglow", options) as running:
             yield running
         return

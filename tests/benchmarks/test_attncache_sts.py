@@ -276,7 +276,8 @@ def test_what_a_threshold_promises_is_measured_on_a_task_that_nothing_has_seen(
         )
         for way in ("own", "another")
     }
-    assert len(found["goals"]) == 2 * len(carry_over.THRESHOLDS)
+    assert len(found["goals"]) == 3 * len(carry_over.THRESHOLDS) + 1
+    assert {row["left_out"] for row in found["rows"]} == {0}
     with pytest.raises(SystemExit):
         carry_over.main([*words, "--tasks", "sts12", "sts15"])
     assert "three tasks" in capsys.readouterr().err

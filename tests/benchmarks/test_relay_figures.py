@@ -70,7 +70,7 @@ def test_rates_are_those_that_relay_can_serve(model: Path, tmp_path: Path) -> No
     )
     most = next(row["most"] for row in found["rows"] if row["way"] == "relay")
     assert sorted({row["offered"] for row in found["rows"]}) == pytest.approx([0.5 * most, most])
-    assert {row["way"] for row in found["rows"]} == set(shared_prompt.WAYS)
+    assert {row["way"] for row in found["rows"]} == set(shared_prompt.RATED)
     assert len(found["goals"]) == 1
 
 

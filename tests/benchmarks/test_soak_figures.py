@@ -11,14 +11,16 @@ from benchmarks.engine import soak
 
 
 def row(**more: Any) -> dict[str, Any]:
-    marks = {"threads": [4, 5, 5, 5], "files": [9, 9, 10, 11], "memory_bytes": [1, 2, 3, 4]}
+    first, later = {"mover": 2, "saver": 1}, {"mover": 2, "checksums": 1, "saver": 1}
+    marks = {"threads": [first, first, later, later], "files": [9, 9, 10, 11], "memory_bytes": [1, 2, 3, 4]}
     return {"turns": 20_000, "compared": 400, "compared_cut": 200, "telling": 20} | marks | more
 
 
 def test_what_grows_is_missed() -> None:
     assert all(goal["met"] for goal in soak.goals(row()))
     for wrong in (
-        {"threads": [4, 5, 5, 7]},
+        {"threads": [{"mover": 2, "saver": 1}] * 3 + [{"mover": 2, "saver": 3}]},
+        {"threads": [{"mover": 2}] * 3 + [{"mover": 2, "new": 2}]},
         {"files": [9, 9, 9, 12]},
         {"memory_bytes": [1, 2, 3, 4 + soak.MOST_GROWTH]},
         {"compared": 300},

@@ -373,9 +373,7 @@ def test_a_database_is_calibrated_on_texts_of_another_source(kind: str, tmp_path
 
 def test_stored_texts_are_no_other_source(tmp_path: Path) -> None:
     texts = sentences(20)
-    with pytest.raises(
-        ConfigError, match="all texts to calibrate on are too long, or among those whose maps are stored"
-    ):
+    with pytest.raises(ConfigError, match="all texts to calibrate on are too long, or among the texts of the database"):
         builder(embedder("encoder"), tmp_path).run(texts, texts[:3])
 
 

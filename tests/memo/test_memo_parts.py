@@ -154,6 +154,12 @@ def test_without_faiss_the_search_is_exact_and_says_so(monkeypatch: pytest.Monke
     assert "pip install faiss-cpu" in index.notes[0]
 
 
+def test_points_at_one_place_count_by_their_mean() -> None:
+    """Whatever their order: a small value at the next place does not pull all of them together."""
+    fitted = isotonic([1, 1, 2, 2], [0, 4, 1, 5])
+    assert (fitted.x, fitted.y) == ((1.0, 2.0), (2.0, 3.0))
+
+
 def test_weights() -> None:
     found = weights_of(np.array([[0.0, 0.3, 0.3], [0.2, 0.2, 0.4]], np.float32), 2)
     np.testing.assert_allclose(found, [[1, 0, 0], [4 / 9, 4 / 9, 1 / 9]], atol=1e-6)
@@ -212,7 +218,8 @@ def test_a_threshold_promises_what_all_layers_do_together(times: float) -> None:
         assert trial.errors(layers)[hits].mean() <= 1.1 * (1 - threshold)
         assert (similarity >= threshold - 1e-9).all()
         old, _ = before.accepted(trial.distances, threshold)
-        assert layers.sum() < old.sum() if times > 1 else (layers == old).all()
+        share = layers.sum() / old.sum()
+        assert share < 0.9 if times > 1 else 0.95 <= share <= 1
     uncorrected, _ = before.accepted(trial.distances, 0.9)
     assert (trial.errors(uncorrected)[uncorrected.any(1)].mean() > 0.1) == (times > 1)
 

@@ -7,7 +7,7 @@ the data, and what they do is reported on a test part: no pair is in two of the 
 database are reported apart from those on unseen ones. Compared are the full model, SAN,
 LazyFormer, AttnCache-f, AttnCache as published, and this program's own, one change at a time: features that keep positions,
 the mean of several neighbours' maps, and layers accepted one by one. "mean maps" is a control: where AttnCache hits, each layer takes
-the mean of all maps of as many tokens instead, so that nothing is looked up. The hit rate is the share of all layers of all sentences
+the mean of all maps of as many tokens instead of the found ones. The hit rate is the share of all layers of all sentences
 that computed no queries and keys; where sentences are taken whole, it is the share of the sentences.
 
 Besides, as in table 2: attention or whole layers left out of as large a part of the layers as 4 are of 28, chosen by how little
@@ -126,7 +126,8 @@ def main() -> int:
     for model in options.model:
         done = {row["task"] for row in rows if row["model"] == model}
         missing = [name for name in names if name not in done]
-        embedder, narrow = load(model, options.quantization) if missing else (None, {})
+        both = bool(missing) and options.figure != "distances"
+        embedder, narrow = load(model, options.quantization, narrow=both) if missing else (None, {})
         for name in missing:
             assert embedder is not None
             task = read(options, name, model, embedder, narrow)
@@ -140,8 +141,8 @@ def main() -> int:
                 finish(options, rows, [], complete=False, **settings_of(options))
         own = [row for row in rows if row["model"] == model]
         show_model(model, own, options.figure)
-        if options.figure is None and model in ("minilm", "smollm2"):
-            goals += goals_of(own)
+        if options.figure is None and options.model in (["minilm"], ["smollm2"]):
+            goals = goals_of(own)
     if options.plot is not None:
         from benchmarks.plots.attncache import draw
 
@@ -152,7 +153,8 @@ def main() -> int:
 
 def settings_of(options: Any) -> dict[str, Any]:
     """What rows depend on, besides the machine."""
-    return {name: getattr(options, name) for name in ("build", "pairs", "steps", "quantization", "figure")}
+    kept = {name: getattr(options, name) for name in ("build", "pairs", "steps", "quantization", "figure")}
+    return kept | {"promise": "of all layers together"}  # older files have thresholds of another meaning
 
 
 def kept_rows(options: Any) -> list[dict[str, Any]]:
@@ -169,8 +171,8 @@ def kept_rows(options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def load(model: str, quantization: QuantizationName) -> tuple[TextEmbedder, dict[str, Model]]:
-    """The embedder, and its model with weights of 8 and 4 bits beside it where they are not its own."""
+def load(model: str, quantization: QuantizationName, *, narrow: bool) -> tuple[TextEmbedder, dict[str, Model]]:
+    """The embedder, and with `narrow` its model with weights of 8 and 4 bits beside it where they are not its own."""
     if model == "bundled":
         folder = Path(str(files("afterglow") / "assets" / "model"))
     elif model == "minilm":
@@ -182,14 +184,14 @@ def load(model: str, quantization: QuantizationName) -> tuple[TextEmbedder, dict
         if not folder.is_dir():
             raise ConfigError(f"{model}: neither minilm, smollm2, bundled nor a model directory")
     kinds: tuple[QuantizationName, ...] = ("int8", "int4") if quantization == "none" and int8_levels() else ()
-    narrow: dict[str, Model] = {}
-    for kind in kinds:
+    others: dict[str, Model] = {}
+    for kind in kinds if narrow else ():
         try:
-            narrow[kind] = load_embedding_model(folder, dtype="float32", quantization=kind)
+            others[kind] = load_embedding_model(folder, dtype="float32", quantization=kind)
         except AfterglowError as error:
             print(f"{model} is not measured in {kind}: {error}", flush=True)
     own = load_embedding_model(folder, dtype="float32", quantization=quantization)
-    return text_embedder(own, folder, Tokenizer(folder), str(folder)), narrow
+    return text_embedder(own, folder, Tokenizer(folder), str(folder)), others
 
 
 def read(options: Any, name: str, model: str, embedder: TextEmbedder, narrow: dict[str, Model]) -> Task:

@@ -133,10 +133,10 @@ def main(args: list[str]) -> int:
             r["of_theory"],
             0.6,
             least=True,
-            spread=max(r["spread"].values()),
+            spread=max(r["spread"]["plain"], r["spread"]["relay"]),
         )
         for r in rows
-        if (r["batch"], r["context"], r["prefix"]) == (32, 128, 2048)
+        if (r["batch"], r["context"], r["prefix"], r["kv_heads"]) == (32, 128, 2048, options.kv_heads)
     ]
     finish(options, rows, goals, bandwidth=bandwidth, flops=flops, built=native() is not None)
     return 0

@@ -4,8 +4,8 @@ Requests behind one system prompt, all at once, in four ways: the prompt is reco
 ("shared"), read once for all ("relay"), or as the engine decides ("auto"). Lengths are ShareGPT's (`--figure sharegpt`, Fig. 6), MMLU's
 behind one, three and five examples (`mmlu`, Table 3), or fixed ones (`fixed`, Fig. 8). `--figure rate` (Fig. 7): requests arrive at
 random (Poisson), at rates up to more than relay can serve; seconds per token of the answers. Ways take turns in random order, on
-engines of equal weights; ratios within a turn are compared. `held`: bytes of the device tier behind a batch of requests, as measured
-with relay, as counted in pages with one prefix for all, and with a prefix for each.
+engines of equal weights, and ratios within a turn are compared; "recompute" is asked once. `held`: bytes of the device tier behind
+a batch of requests, as measured with relay, as counted in pages with one prefix for all, and with a prefix for each.
 
     python -m benchmarks.papers.relay.shared_prompt [--data DIR] [--figure FIGURE] [--quick] [--json FILE]
 """
@@ -32,10 +32,11 @@ from benchmarks.papers.relay.lengths import Lengths, PaperLengths, fixed, long_c
 WAYS = {"recompute": "off", "shared": "off", "relay": "on", "auto": "auto"}
 CACHED = ("shared", "relay", "auto")
 ROUNDS = 3
-RECOMPUTED_ROWS = 24_000  # of system prompts: as many requests are asked of "recompute", in the first round only
+RECOMPUTED_ROWS = 24_000  # of system prompts: as many requests are asked of "recompute", once
 BATCH = 32
 SHOTS = (1, 3, 5)
 FIGURE_8 = ((64, 128), (128, 256), (256, 512))  # tokens of prompts and replies
+RATED = [*WAYS, "relay again"]  # at each rate; the last tells what a repeat differs by
 RATES = (0.5, 0.75, 1.0, 1.25)  # of the rate at which relay answers requests that are all there
 
 FIGURES = ("sharegpt", "mmlu", "fixed", "rate")
@@ -154,9 +155,9 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
     ]
     goals += [
         goal(
-            f"bytes held by relay : formula, {r['workload']}, batch {r['batch']}, prefix {r['prefix']}",
-            r["held"]["measured"] / r["held"]["counted"],
-            1.05,
+            f"bytes held by relay, off the count by, {r['workload']}, batch {r['batch']}, prefix {r['prefix']}",
+            abs(r["held"]["measured"] / r["held"]["counted"] - 1),
+            0.05,
             least=False,
             spread=COUNTED,
         )
@@ -167,7 +168,7 @@ def _throughput(engines: dict[str, Engine], options: Any) -> int:
 
 
 def _point(engines: dict[str, Engine], options: Any, workload: Workload) -> dict[str, Any]:
-    rng = random.Random(f"{options.seed} {workload}")
+    rng = random.Random(f"{options.seed} {workload.name} {workload.batch} {workload.system}")
     system = words(rng, engines["shared"], workload.system)
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     for name in CACHED:  # the system prompt is in the cache, and everything has run once
@@ -245,7 +246,7 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
         workload = Workload("ShareGPT", BATCH, system, options.requests, options.lengths.sharegpt)
         prompt = words(rng, engines["shared"], system)
         most = {}
-        for name in CACHED:  # the system prompt is in the cache, and everything has run once
+        for name in CACHED * 2:  # the first time the system prompt comes into the cache, and memory is touched
             asked = workload.drawn(engines["shared"], rng, workload.count, prompt)
             tokens = tokens_per_second(engines[name], asked, BATCH)
             most[name] = tokens * len(asked) / sum(reply for _, reply in asked)
@@ -254,17 +255,18 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
             offered = part * most["relay"]
             asked = workload.drawn(engines["shared"], rng, workload.count, prompt)
             gaps = [rng.expovariate(offered) for _ in asked]
-            for name in rng.sample(list(WAYS), len(WAYS)):
+            for way in rng.sample(RATED, len(RATED)):
+                name = way.removesuffix(" again")
                 if name == "recompute" and system * workload.count > RECOMPUTED_ROWS * 4:
                     continue  # it is far beyond what it can do at any of these rates
                 turns, seconds = _arriving(engines[name], asked, gaps, reuse=name != "recompute")
-                _say(f"prefix {system}, {offered:.2f} requests a second, {name}: {len(turns) / seconds:.2f}")
+                _say(f"prefix {system}, {offered:.2f} requests a second, {way}: {len(turns) / seconds:.2f}")
                 each = [(turn.last - turn.asked) / len(turn.tokens) for turn in turns]
                 rows.append(
                     {
                         "prefix": system,
                         "offered": offered,
-                        "way": name,
+                        "way": way,
                         "served": len(turns) / seconds,
                         "seconds_per_token": statistics.mean(each),
                         "median": statistics.median(each),
@@ -272,16 +274,14 @@ def _rates(engines: dict[str, Engine], options: Any) -> int:
                         "most": most.get(name),
                     }
                 )
-        slowest = {
-            way: max(r["seconds_per_token"] for r in rows if (r["prefix"], r["way"]) == (system, way)) for way in CACHED
-        }
+        last = {r["way"]: r["seconds_per_token"] for r in rows if r["prefix"] == system and r["offered"] == offered}
         goals.append(
             goal(
                 f"seconds per token at the highest rate, relay : shared, prefix {system}",
-                slowest["relay"] / slowest["shared"],
+                last["relay"] / last["shared"],
                 1.0,
                 least=False,
-                spread=abs(slowest["auto"] / slowest["relay"] - 1),
+                spread=abs(last["relay again"] / last["relay"] - 1),
             )
         )
     show(

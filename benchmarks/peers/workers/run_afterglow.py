@@ -1,6 +1,6 @@
 """Afterglow as a library: `Engine.submit`, all prompts at once. The cache is on, as always; the prompts are new ones.
 
-Options: model, cache (a folder), threads; where they are not the default quantization and disk (bytes of the disk tier). The mode "save" closes
+Options: model, cache (a folder), threads; where they are not the default quantization, speculate and disk (bytes of the disk tier). The mode "save" closes
 the engine, which writes what it holds to disk; other modes change nothing, since an engine finds what it holds by itself.
 """
 
@@ -25,7 +25,7 @@ _ids = count()
 
 def start() -> tuple[Generate, dict[str, Any]]:
     options = json.loads(sys.argv[1])
-    more = {name: options[name] for name in ("quantization", "max_model_len") if options.get(name)}
+    more = {name: options[name] for name in ("quantization", "max_model_len", "speculate") if options.get(name)}
     budgets = {"disk_cache": 0, "warm_start": False} | options.get("budgets", {})
     cache = CacheConfig(cache_dir=Path(options["cache"]), **budgets)
     began = time.perf_counter()

@@ -93,7 +93,12 @@ def _engine(
 ) -> AbstractContextManager[Engine]:
     settings = CacheConfig(cache_dir=folder, source="load", warm_start=False, **cache)
     config = EngineConfig(
-        cache=settings, threads=threads, max_model_len=2 * longest, max_batch=max(BATCHES), journal=journal
+        speculate="off",
+        cache=settings,
+        threads=threads,
+        max_model_len=2 * longest,
+        max_batch=max(BATCHES),
+        journal=journal,
     )
     return running(model, config)
 

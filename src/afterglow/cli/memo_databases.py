@@ -98,6 +98,7 @@ def check(folder: Path, as_json: bool) -> int:
         "bytes": store.nbytes,
         "damaged_records": damaged,
         "problems": wrong,
+        "calibrated_on_other_texts": settings.calibrated_on,
         "curve": settings.curve,
         **dataclasses.asdict(store.identity),
     }
@@ -113,7 +114,7 @@ def check(folder: Path, as_json: bool) -> int:
         )
         if "speedup" in (row := _default_row(settings)):
             print(
-                f"at threshold {row['threshold']:g} {fig.percent(row['hit_rate'])} of held-out texts took maps; where it was "
+                f"at threshold {row['threshold']:g} {fig.percent(row['hit_rate'])} of {_calibrated(settings)} took maps; where it was "
                 f"built, embedding was {row['speedup']:.2f} times as fast with them: --memo-mode auto "
                 + ("used them" if row["speedup"] >= LEAST_GAIN else "left them alone")
             )
@@ -157,8 +158,7 @@ def _tell(builder: Builder, database: MemoDatabase) -> None:
 
 
 def _table(database: MemoDatabase) -> None:
-    others = database.settings.calibrated_on
-    print(f"\non {others} texts of another source:" if others else "\non held-out texts:")
+    print(f"\non {_calibrated(database.settings)}:")
     rows = [
         (
             f"{row['threshold']:.3f}",
@@ -175,6 +175,10 @@ def _table(database: MemoDatabase) -> None:
         "texts: that take maps. layers: of all texts' layers, those that do. Under 1.02 times as fast, --memo-mode auto"
     )
     print("leaves maps alone; it measures anew where it is used.")
+
+
+def _calibrated(settings: MemoSettings) -> str:
+    return f"{settings.calibrated_on} texts of another source" if settings.calibrated_on else "held-out texts"
 
 
 def _draw(database: MemoDatabase) -> None:

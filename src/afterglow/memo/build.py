@@ -64,8 +64,8 @@ class Builder:
         self.skipped = 0  # sentences that were too long, or for which the budget had no room
 
     def run(self, sentences: Sequence[Sequence[int]], calibrate_on: Sequence[Sequence[int]] = ()) -> MemoDatabase:
-        """The database of `sentences`, token ids each; equal ones count once. `calibrate_on`: sentences of another source, by which
-        distances are judged; without them it is by some of the `sentences`, which training does not see.
+        """The database of `sentences`, token ids each; equal ones count once. `calibrate_on`: sentences of another source, by
+        some of which distances are judged; without them it is by some of the `sentences`, which training does not see.
 
         Raises: ConfigError for a folder that holds something else, RequestError for tokens that the model does not have.
         """
@@ -73,7 +73,8 @@ class Builder:
         known = {token_key(ids) for ids in wanted}
         others = [ids for ids in others if token_key(ids) not in known]
         if calibrate_on and not others:
-            raise ConfigError("all texts to calibrate on are too long, or among those whose maps are stored")
+            raise ConfigError("all texts to calibrate on are too long, or among the texts of the database")
+        others = [others[n] for n in chosen(len(others), self._options.held_out, self._options.seed)]
         if (self._folder / SETTINGS).is_file():
             raise ConfigError(f"{self._folder} holds a finished database; add to it (afterglow memo add), or delete it")
         store = (
@@ -309,5 +310,9 @@ def record(embedder: Embedder, batch: Sequence[Sequence[int]]) -> RecordingAtten
 
 def held_out(count: int, most: int, seed: int) -> list[int]:
     """Numbers of sentences that training does not see: a tenth, `most` at most, one at least."""
-    order = np.random.default_rng(seed).permutation(count)
-    return sorted(map(int, order[: max(1, min(most, count // 10))]))
+    return chosen(count, max(1, min(most, count // 10)), seed)
+
+
+def chosen(count: int, most: int, seed: int) -> list[int]:
+    """Draw `most` of the numbers below `count`, ascending."""
+    return sorted(map(int, np.random.default_rng(seed).permutation(count)[:most]))

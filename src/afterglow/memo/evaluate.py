@@ -15,7 +15,7 @@ from afterglow.memo.database import Fetched, read_records
 from afterglow.memo.distances import total_variation
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
-from afterglow.memo.memo_settings import ALL, POWER, Isotonic, MemoSettings, isotonic
+from afterglow.memo.memo_settings import MOST, POWER, Isotonic, MemoSettings, isotonic
 from afterglow.memo.packing import unpack
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.vector_index import VectorIndex, weights_of
@@ -115,18 +115,22 @@ def calibrate(trial: HeldOutTrial, layers: int, report: Report) -> tuple[Isotoni
 def joint_budget(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> Isotonic:
     """Measure what the layers' own errors may add up to: maps in several layers may harm more than each of them does alone.
 
-    The mean error of the sentences that take maps is measured at each of `BUDGETS`, and counts as no less than at a smaller one, and no
-    less than the sum. Returns error -> budget.
+    The errors of the sentences that take maps at each of `BUDGETS` are fitted by a function that never falls, and count as no less
+    than the sum. Returns error -> budget.
     """
-    x, y = [0.0], [0.0]
+    at, errors = [np.zeros(1)], [np.zeros(1)]
+    last: NDArray[np.bool_] | None = None
+    found = np.empty(0)
     for done, budget in enumerate(BUDGETS):
         layers, _ = settings.within(trial.distances, budget)
-        hits = layers.any(1)
-        measured = float(trial.errors(layers)[hits].mean()) if hits.any() else 0.0
-        x.append(max(x[-1], measured, budget))
-        y.append(budget)
+        if last is None or not np.array_equal(layers, last):
+            last, found = layers, np.maximum(trial.errors(layers)[layers.any(1)], 0)
+        at.append(np.full(len(found), budget))
+        errors.append(found)
         report("measuring maps of several layers", done + 1, len(BUDGETS))
-    return Isotonic((*x, max(x[-1], ALL)), (*y, y[-1]))
+    fitted = isotonic(np.concatenate(at), np.concatenate(errors))
+    together = [max(budget, float(fitted(budget))) for budget in BUDGETS]
+    return Isotonic((0.0, *together, max(together[-1], MOST)), (0.0, *BUDGETS, BUDGETS[-1]))
 
 
 def threshold_curve(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> list[dict[str, float]]:

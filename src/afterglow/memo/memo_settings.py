@@ -20,7 +20,7 @@ from afterglow.memo.options import MemoOptions
 
 SETTINGS = "memo.json"
 POWER = 2.0
-ALL = 2.0  # more than 1 - cosine can be
+MOST = 2.0  # that 1 - cosine can be
 Floats = NDArray[np.float64]
 
 
@@ -37,28 +37,25 @@ class Isotonic:
 
 
 def isotonic(x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> Isotonic:
-    """Fit the never-falling function of `x` nearest to `y` in squares (pool adjacent violators). Raises: ValueError, if
-    there are no points."""
+    """Fit the never-falling function of `x` nearest to `y` in squares (pool adjacent violators); equal `x` count by their mean.
+    Raises: ValueError, if there are no points."""
     if not len(x):
         raise ValueError("a calibration needs at least one point")
-    order = np.argsort(np.asarray(x, np.float64), kind="stable")
+    places, first = np.unique(np.asarray(x, np.float64), return_inverse=True)
+    points, sums = np.bincount(first), np.bincount(first, np.asarray(y, np.float64))
     blocks: list[list[float]] = []  # sum of y, points, first x, last x
-    for place, value in zip(np.asarray(x, np.float64)[order], np.asarray(y, np.float64)[order], strict=True):
-        blocks.append([float(value), 1.0, float(place), float(place)])
-        while len(blocks) > 1 and _tied_or_falling(blocks[-2], blocks[-1]):
-            total, points, _, last = blocks.pop()
-            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + points, blocks[-1][2], last]
+    for place, count, value in zip(places.tolist(), points.tolist(), sums.tolist(), strict=True):
+        blocks.append([value, count, place, place])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
+            total, more, _, last = blocks.pop()
+            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + more, blocks[-1][2], last]
     knots: list[tuple[float, float]] = []
-    for total, points, first, last in blocks:
-        knots += [(first, total / points)] if first == last else [(first, total / points), (last, total / points)]
+    for total, count, start, last in blocks:
+        knots += [(start, total / count)] if start == last else [(start, total / count), (last, total / count)]
     return Isotonic(tuple(p[0] for p in knots), tuple(p[1] for p in knots))
 
 
-def _tied_or_falling(before: list[float], after: list[float]) -> bool:
-    return before[3] == after[2] or before[0] / before[1] >= after[0] / after[1]
-
-
-SUMS_HOLD = Isotonic((0.0, ALL), (0.0, ALL))
+SUMS_HOLD = Isotonic((0.0, MOST), (0.0, MOST))
 """The layers' own errors add up to the error of all: what was taken for granted before it was measured."""
 
 

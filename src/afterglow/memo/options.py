@@ -82,7 +82,10 @@ class MemoOptions:
     max_bytes: int | None = option(
         None, "Stop taking maps when they have this size on disk, such as 2G. The default is no limit.", size=True
     )
-    held_out: int = option(100, "Calibrate on so many of the texts, at most a tenth, that training does not see.")
+    held_out: int = option(
+        100,
+        "Calibrate on so many of the texts, at most a tenth, that training does not see; or on so many of --calibrate.",
+    )
     steps: int = option(STEPS, "Train the projector for so many steps; public has its own number.")
     seed: int = option(0, "Make the training repeatable with this number.")
     alpha: float = ALPHA

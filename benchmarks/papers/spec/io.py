@@ -4,7 +4,8 @@
 Requests over long prefixes that are on disk, with chunk caches that hold 17.5 % of the data on the device and 56 % in host
 (SPEC §V-A). The disk is made slow, so that reading a whole prefix takes ten times as long as computing a request over it;
 its bytes are real and pass by the page cache. Models are of random weights, with 32 narrow heads a layer: three probe heads are
-the part of all keys that they are in OPT-6.7B. What their layers find important comes from the bundled model
+the part of all keys that they are in OPT-6.7B. With `--shape wide` heads are 64 wide, weights have 8 bits, prefixes are longer, the disk
+reads 500 MB/s, and caches hold 5 and 15 % of the data. What their layers find important comes from the bundled model
 (`traces.py`); the work of finding it out is done all the same.
 
 Variants, after the same warm-up in which every prefix is asked about: recompute; load everything (AttentionStore without
@@ -15,7 +16,7 @@ that goals are judged within. Of requests alone, as few as here, the p99 is the 
 
 With --json, what FILE holds of other shapes and disks stays in it.
 
-    python -m benchmarks.papers.spec.io [--quick] [--json FILE] [--shape opt|llama] [--real-disk]
+    python -m benchmarks.papers.spec.io [--quick] [--json FILE] [--shape opt|llama|wide] [--real-disk]
 """
 
 from __future__ import annotations
@@ -52,39 +53,38 @@ from afterglow.store.extents.throttle import Throttle
 from benchmarks.papers.spec.io_report import _report, _row
 from benchmarks.papers.spec.io_variants import (
     AGAIN,
-    HEAD_DIM,
     HEADS,
-    HIDDEN,
     LAYERS,
     NEW,
     PRIORS,
     RATIO,
     RECOMPUTED,
     RETENTION,
+    SHAPES,
     VARIANTS,
-    WINDOW,
     Asked,
     Traced,
     Variant,
     Work,
 )
 from benchmarks.papers.spec.traces import Recorded, record, stretched
+from benchmarks.peers.random_gguf import write_random
 
-DEVICE, HOST = 0.175, 0.56  # shares of the data that the caches hold
+FILL = 4 << 30  # bytes of host memory, at most, while prefixes are written to disk
 
 
 def main(args: list[str]) -> int:
     parser = arguments("python -m benchmarks.papers.spec.io", __doc__ or "")
-    parser.add_argument("--shape", choices=("opt", "llama"), default="llama", help="the model's shape (default llama)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama", help="the model's shape (default llama)")
     parser.add_argument("--real-disk", action="store_true", help="the disk as it is")
     options = parser.parse_args(args)
-    count, lengths, requests = (4, (2048, 4096), 8) if options.quick else (8, (4096, 10240), 24)
+    shape = SHAPES[options.shape]
+    count, lengths, requests = (4, (2048, 4096), 8) if options.quick else (8, shape.lengths, 24)
     rng = random.Random(options.seed)
     recorded = record(count, 1500, options.seed)
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
-        model = Path(folder) / "model"
-        _make(model, options.shape, options.seed)
         sizes = [rng.randrange(lengths[0], lengths[1] + 1) // 64 * 64 for _ in range(count)]
+        model = _make(Path(folder), options.shape, max(sizes) + NEW + 64, options.seed)
         bench = Bench(model, Path(folder), sizes, recorded, options)
         work = bench.fill(rng, requests)
         extra = extra_storage(bench.folder / "text")
@@ -109,30 +109,29 @@ def extra_storage(cache: Path) -> float:
     return probes / others
 
 
-def _make(folder: Path, shape: str, seed: int) -> None:
-    if shape == "llama":
-        rope = RopeSpec(dim=HEAD_DIM, base=10000.0)
-        sizes: dict[str, Any] = {
-            "layers": LAYERS,
-            "hidden": HIDDEN,
-            "heads": HEADS,
-            "kv_heads": HEADS,
-            "head_dim": HEAD_DIM,
-        }
-        save_hf(
-            ModelSpec(family="llama", ffn=1408, vocab=2048, max_positions=WINDOW, rope=rope, eos_ids=(2,), **sizes),
-            folder,
-            seed=seed,
-        )
-        return
-    from transformers import OPTConfig, OPTForCausalLM
+def _make(folder: Path, name: str, window: int, seed: int) -> Path:
+    """Write a model of random weights that has positions for `window` tokens."""
+    shape, model = SHAPES[name], folder / "model"
+    if name == "opt":
+        from transformers import OPTConfig, OPTForCausalLM
 
-    torch.manual_seed(seed)
-    config = OPTConfig(
-        vocab_size=2048, hidden_size=HIDDEN, num_hidden_layers=LAYERS, ffn_dim=4 * HIDDEN, num_attention_heads=HEADS,
-        max_position_embeddings=WINDOW, word_embed_proj_dim=HIDDEN,
+        torch.manual_seed(seed)
+        config = OPTConfig(
+            vocab_size=2048, hidden_size=shape.hidden, num_hidden_layers=LAYERS, ffn_dim=4 * shape.hidden,
+            num_attention_heads=HEADS, max_position_embeddings=window, word_embed_proj_dim=shape.hidden,
+        )  # fmt: skip
+        OPTForCausalLM(config).save_pretrained(model)
+        return model
+    spec = ModelSpec(
+        family="llama", layers=LAYERS, hidden=shape.hidden, heads=HEADS, kv_heads=HEADS, head_dim=shape.head_dim,
+        ffn=shape.ffn, vocab=2048, max_positions=window, rope=RopeSpec(dim=shape.head_dim, base=10000.0), eos_ids=(2,),
     )  # fmt: skip
-    OPTForCausalLM(config).save_pretrained(folder)
+    if name == "llama":
+        save_hf(spec, model, seed=seed)
+        return model
+    model = model.with_suffix(".gguf")
+    write_random(model, spec, "Q8_0", seed=seed)
+    return model
 
 
 class Bench:
@@ -140,7 +139,8 @@ class Bench:
 
     def __init__(self, model: Path, folder: Path, sizes: list[int], recorded: list[Recorded], options: Any) -> None:
         self.model, self.folder, self.sizes, self.recorded, self.options = model, folder, sizes, recorded, options
-        self.row_bytes = LAYERS * 2 * HIDDEN * 4
+        self.shape = SHAPES[options.shape]
+        self.row_bytes = self.shape.row_bytes
         self.data = sum(sizes) * self.row_bytes
         self.window = max(sizes) + NEW + 32  # the longest context, and all that the device has room for: one context
 
@@ -171,7 +171,7 @@ class Bench:
 
     def fill(self, rng: random.Random, requests: int) -> Work:
         """Compute the prefixes, and leave them on disk."""
-        with self.engine(2 * self.data) as engine:
+        with self.engine(min(2 * self.data, FILL)) as engine:
             prefixes = [words(rng, engine, size) for size in self.sizes]
             for prefix in prefixes:
                 asked(engine, prefix)
@@ -191,7 +191,7 @@ class Bench:
     def speed(self, work: Work, rng: random.Random) -> tuple[Throttle | None, float]:
         """How slow the disk is to be, and what computing a request over a prefix takes, in seconds."""
         at = self.sizes.index(sorted(self.sizes)[len(self.sizes) // 2])
-        with self.engine(2 * self.data) as engine:
+        with self.engine(min(2 * self.data, FILL)) as engine:
             asked(engine, work.prefixes[at])
             engine.demote("host")
             times = []
@@ -200,7 +200,7 @@ class Bench:
                 engine.demote("host")
             computing = statistics.median(times)
         whole = self.sizes[at] * self.row_bytes
-        rate = whole / (RATIO * computing)
+        rate = self.shape.rate or whole / (RATIO * computing)
         return (None if self.options.real_disk else Throttle(read_bytes_per_s=rate, latency_s=1e-4)), computing
 
     def measure(self, work: Work, throttle: Throttle | None) -> list[dict[str, Any]]:
@@ -208,10 +208,11 @@ class Bench:
         for name in ("reordered", "whole"):  # files that are rewritten get a new one, so that links will do
             shutil.copytree(self.folder / "text", self.folder / name, copy_function=_link)
         few = 64 * self.row_bytes * 24
+        largest = (self.window + 256) * self.row_bytes  # a prefix that host cannot hold would be computed anew
         with (
             self.engine(few, throttle) as text,
             self.engine(few, throttle, "reordered") as reordered,
-            self.engine(max(int(HOST * self.data), few), throttle, "whole") as whole,
+            self.engine(max(int(self.shape.host * self.data), largest), throttle, "whole") as whole,
         ):
             engines = {"text": text, "reordered": reordered, "whole": whole}
             for engine in (text, reordered):
@@ -241,7 +242,7 @@ class Bench:
         return [_row(each) for each in asked]
 
     def _new(self, variant: Variant) -> Asked:
-        device, host = int(DEVICE * self.data), int(HOST * self.data)
+        device, host = int(self.shape.device * self.data), int(self.shape.host * self.data)
         return Asked(variant, ChunkCache(ChunkPlacement(device, host, variant.policy), torch.device("cpu")))
 
     def _ask(self, engines: dict[str, Engine], asking: Asked, work: Work, request: tuple[int, int, list[int]]) -> None:

@@ -14,12 +14,41 @@ from afterglow.importance.select import Queries, RowSelector, SelectionRules
 from afterglow.importance.speculation import Prior
 from afterglow.plan.step import Selectable
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM = 8, 512, 32, 16
-WINDOW = 12288
+LAYERS, HEADS = 8, 32
 RETENTION = 0.25
 NEW = 32  # tokens that come with a request
 RECOMPUTED = 3  # requests that are computed without any cache
 RATIO = 10.0  # reading a whole prefix, over computing a request over it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Describe a model of random weights, the prefixes that are asked about, and the shares of their data that chunk caches hold.
+    `lengths`: of prefixes, shortest and longest. `rate`: bytes per second of the disk; None: as `RATIO` says."""
+
+    head_dim: int
+    ffn: int
+    lengths: tuple[int, int]
+    device: float
+    host: float
+    rate: float | None = None
+
+    @property
+    def hidden(self) -> int:
+        return HEADS * self.head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Count the bytes of a token's keys and values."""
+        return LAYERS * 2 * self.hidden * 4
+
+
+_PAPER = Shape(head_dim=16, ffn=1408, lengths=(4096, 10240), device=0.175, host=0.56)  # SPEC §V-A
+SHAPES = {
+    "llama": _PAPER,
+    "opt": _PAPER,
+    "wide": Shape(head_dim=64, ffn=5632, lengths=(4096, 12288), device=0.05, host=0.15, rate=5e8),
+}
 
 Kind = Literal["recompute", "all", "keys", "probes"]
 
@@ -48,7 +77,7 @@ VARIANTS = [
 PRIORS = [
     Variant(f"SPEC, guessing by {prior}", "probes", "score", True, prior) for prior in ("prior", "random", "sinks")
 ]
-BASE, SPEC = "H2O, LFU", "+ITF +RO +SC +SP"
+WHOLE, BASE, SPEC = "load everything, LRU", "H2O, LFU", "+ITF +RO +SC +SP"
 AGAIN = replace(VARIANTS[-1], name="the same again")
 
 

@@ -7,7 +7,7 @@ every 32 inputs; the products of numbers are summed up exactly in a group, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -70,6 +70,12 @@ def split(blocks: Tensor, block_format: str) -> Groups:
     return kind.groups(_runs(blocks, kind.num_bytes))
 
 
+def joined(blocks: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    """Return the rows of `blocks` as one tensor; see `PackedPanels`."""
+    whole = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+    return whole if order is None else whole[order]
+
+
 def check(blocks: Tensor, block_format: str) -> None:
     """Raise ValueError if the format is unknown, or rows of `blocks` are no whole number of blocks."""
     if block_format not in BLOCK_FORMATS:
@@ -113,20 +119,30 @@ class PackedPanels:
 
     __slots__ = ("_bias", "_first", "_groups", "_library", "_panels", "inputs", "matrix", "num_bytes", "outputs")
 
-    def __init__(self, blocks: Tensor, block_format: str, inputs: int, bias: Tensor | None = None) -> None:
-        """Copy `blocks`, uint8 [outputs, bytes of a row], the rows exactly as in a file; `bias` [outputs].
+    def __init__(
+        self,
+        blocks: Tensor | Sequence[Tensor],
+        block_format: str,
+        inputs: int,
+        bias: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        """Copy `blocks`, uint8 [outputs, bytes of a row], the rows exactly as in a file; of several tensors the rows follow each other.
+        `bias` [outputs]. `order`, int64 [outputs]: the row that each output is; None if they are in order.
 
         Raises: ValueError if the format is unknown, or its rows of `inputs` weights have other sizes.
         """
-        check(blocks, block_format)
-        if BLOCK_FORMATS[block_format].row_bytes(inputs) != blocks.shape[1]:
-            raise ValueError(f"a row of {blocks.shape[1]} bytes of {block_format} has not {inputs} inputs")
-        self.inputs, self.outputs = inputs, blocks.shape[0]
+        stacked = [blocks] if isinstance(blocks, Tensor) else blocks
+        for each in stacked:
+            check(each, block_format)
+            if BLOCK_FORMATS[block_format].row_bytes(inputs) != each.shape[1]:
+                raise ValueError(f"a row of {each.shape[1]} bytes of {block_format} has not {inputs} inputs")
+        self.inputs, self.outputs = inputs, sum(each.shape[0] for each in stacked)
         self.matrix: Any = None
         self._library = native()
         self._first = 0  # a part may begin inside a panel
         if self._library is None:
-            self._groups = split(blocks, block_format)
+            self._groups = split(joined(stacked, order), block_format)
             self._bias = None if bias is None else bias.float()
             self.num_bytes = sum(part.nbytes for part in self._groups if part is not None)
             return
@@ -134,11 +150,12 @@ class PackedPanels:
         count = -(-self.outputs // PANEL)
         self._panels = on_huge_pages(torch.uint8, count, self._library.lib.afterglow_panel_bytes(number, inputs))
         self._bias = None if bias is None else F.pad(bias.float(), (0, count * PANEL - self.outputs))
-        if blocks.stride(1) != 1:
-            blocks = blocks.contiguous()
         self.num_bytes = self._panels.nbytes
         self.matrix = self._view(number)
-        self._library.lib.afterglow_pack(self.matrix, blocks.data_ptr(), blocks.stride(0), torch.get_num_threads())
+        stacked = [each if each.stride(1) == 1 else each.contiguous() for each in stacked]
+        rows = torch.cat([each.data_ptr() + each.stride(0) * torch.arange(each.shape[0]) for each in stacked])
+        rows = rows if order is None else rows[order]
+        self._library.lib.afterglow_pack(self.matrix, rows.data_ptr(), torch.get_num_threads())
 
     def _view(self, block_format: int) -> Any:
         """Describe the panels to the compiled kernels."""

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from afterglow.kernels.built import native
 from afterglow.kernels.device_blocks import device_matrix
 from afterglow.kernels.device_products import RoundedFilling, RoundedMatrix
 from afterglow.kernels.matrix import has_bytes, on_huge_pages
-from afterglow.kernels.packed import BLOCK_FORMATS, GROUP
+from afterglow.kernels.packed import BLOCK_FORMATS, GROUP, joined
 from afterglow.model.linear import (
     BlockLinear,
     BytePanelLinear,
@@ -136,14 +136,16 @@ class Keeping:
         tensor = PackedTensor(blocks, block_format)
         return DeviceTable(self._to_device(tensor, blocks.shape[1] // about.num_bytes * about.weights, None))
 
-    def blocks(self, tensor: PackedTensor, inputs: int, bias: Tensor | None) -> Linear:
-        """Keep a matrix in the blocks that a file has; nothing is rounded again."""
+    def blocks(self, parts: Sequence[PackedTensor], inputs: int, bias: Tensor | None, order: Tensor | None) -> Linear:
+        """Keep a matrix in the blocks that a file has; nothing is rounded again. `parts`, of one layout, lie one below the other; the
+        matrix has their rows in `order`, int64 [outputs], or as they are."""
         matrix: Linear
+        blocks, first = [part.blocks for part in parts], parts[0]
         if self._device.type == "cpu":
-            matrix = BlockLinear(tensor.blocks, tensor.block_format, inputs, bias)
+            matrix = BlockLinear(blocks, first.block_format, inputs, bias, order)
         else:
-            matrix = self._to_device(tensor, inputs, bias)
-        return matrix if tensor.order is None else ReorderedLinear(matrix, tensor.order.to(self._device))
+            matrix = self._to_device(first._replace(blocks=joined(blocks, order)), inputs, bias)
+        return matrix if first.order is None else ReorderedLinear(matrix, first.order.to(self._device))
 
     def _to_device(self, tensor: PackedTensor, inputs: int, bias: Tensor | None) -> RoundedMatrix:
         matrix = device_matrix(tensor.blocks, tensor.block_format, inputs, self._device, bias)

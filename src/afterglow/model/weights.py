@@ -234,8 +234,7 @@ class WeightAssembler:
             biases = torch.cat([self._bias(part) for part, _ in run]) if bias else None
             blocks = [packed for _, packed in run if packed is not None]
             if blocks:
-                whole = blocks[0].blocks if len(blocks) == 1 else torch.cat([part.blocks for part in blocks])
-                stack.append(self._keeping.blocks(blocks[0]._replace(blocks=whole), inputs, biases))
+                stack.append(self._keeping.blocks(blocks, inputs, biases, _order([part for part, _ in run])))
                 continue
             matrix = self._keeping.begin(sum(part.outputs for part, _ in run), inputs, head=head)
             start = 0
@@ -252,8 +251,7 @@ class WeightAssembler:
         return self._source.get(part.name + ".weight", (part.outputs, inputs))
 
     def _blocks(self, part: Part, inputs: int) -> PackedTensor | None:
-        found = self._packed(part.name + ".weight", (part.outputs, inputs))
-        return found if found is None else found._replace(blocks=part.sorted(found.blocks))
+        return self._packed(part.name + ".weight", (part.outputs, inputs))
 
     def _bias(self, part: Part) -> Tensor:
         return part.sorted(self._get(part.name + ".bias", part.outputs).clone())
@@ -283,6 +281,17 @@ class WeightAssembler:
 def _part(name: str, order: Tensor) -> Part:
     """Return a module of which all rows are used, in any order."""
     return Part(name, len(order), None if order.equal(torch.arange(len(order))) else order)
+
+
+def _order(parts: Sequence[Part]) -> Tensor | None:
+    """Return which row of the stacked modules each output is; None if they are in order."""
+    if all(part.order is None for part in parts):
+        return None
+    orders, first = [], 0
+    for part in parts:
+        orders.append(first + (torch.arange(part.outputs) if part.order is None else part.order))
+        first += part.outputs
+    return torch.cat(orders)
 
 
 def _layout(part: tuple[Part, PackedTensor | None]) -> tuple[str, bytes | None] | None:

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 17
+#define AFTERGLOW_ABI_VERSION 18
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -124,8 +124,8 @@ void afterglow_fill_bytes(const afterglow_rows *rows, int64_t start, void *panel
 /* Returns the bytes of a panel of 16 outputs with `inputs` inputs, in a format of blocks. */
 int64_t afterglow_panel_bytes(int64_t format, int64_t inputs);
 
-/* Writes the panels of a matrix, given its rows in blocks as in a file, `stride` bytes apart. */
-void afterglow_pack(const afterglow_matrix *matrix, const void *blocks, int64_t stride, int threads);
+/* Writes the panels of a matrix, given the addresses of its outputs' rows, each in blocks as in a file. */
+void afterglow_pack(const afterglow_matrix *matrix, const void *rows, int threads);
 
 /* Multiplies with a matrix in blocks; rows of x are rounded to bytes, each group of 32 inputs with a scale of its own. */
 int afterglow_multiply_packed(const afterglow_matrix *matrix, const float *x, int64_t x_stride, int64_t rows, int add, float *out,

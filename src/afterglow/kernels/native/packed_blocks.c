@@ -59,15 +59,15 @@ INLINE void copy_scales(int format, const uint8_t *block, int o, uint8_t *head) 
     if (f.kind == ABOVE) memcpy(head + 2 * PANEL + 2 * o, block + 2, 2);
 }
 
-/* One block of up to 16 outputs, whose rows are `stride` bytes apart. */
-INLINE void pack_block(int format, const uint8_t *from, int64_t stride, int outputs, uint8_t *to) {
+/* One block of up to 16 outputs, `at` bytes from the beginnings of their rows. */
+INLINE void pack_block(int format, const uint8_t *const *rows, int64_t at, int outputs, uint8_t *to) {
     const packed_format f = packed_formats[format];
-    for (int o = 0; o < outputs; o++) copy_scales(format, from + o * stride, o, to);
+    for (int o = 0; o < outputs; o++) copy_scales(format, rows[o] + at, o, to);
     for (int group = 0; group < f.weights / GROUP; group++) {
         uint8_t *own = to + f.head + group * group_bytes(f), *numbers = own + f.sub;
         uint64_t planes[2][STEPS] = {{0}};
         for (int o = 0; o < outputs; o++) {
-            const uint8_t *block = from + o * stride;
+            const uint8_t *block = rows[o] + at;
             uint64_t low[4];
             uint32_t high[2] = {0}, steps[STEPS];
             if (f.weights == 256 && f.kind == ABOVE) read_scales(block + 4, group, own + o, own + PANEL + o);
@@ -92,12 +92,11 @@ UNROLL(8)
 
 typedef struct {
     const afterglow_matrix *matrix;
-    const uint8_t *blocks;
-    int64_t stride;
+    const uint8_t *const *rows;
 } packing;
 
 #define PACK(name) \
-    case AFTERGLOW_##name: pack_block(AFTERGLOW_##name, from + i * f.file_bytes, job->stride, outputs, to + i * block_bytes(f)); break;
+    case AFTERGLOW_##name: pack_block(AFTERGLOW_##name, rows, i * f.file_bytes, outputs, to + i * block_bytes(f)); break;
 
 static void pack_panels(const void *what, int64_t first, int64_t end, int worker) {
     const packing *job = what;
@@ -106,7 +105,7 @@ static void pack_panels(const void *what, int64_t first, int64_t end, int worker
     (void)worker;
     for (int64_t panel = first; panel < end; panel++) {
         uint8_t *to = (uint8_t *)job->matrix->panels + panel * size;
-        const uint8_t *from = job->blocks + panel * PANEL * job->stride;
+        const uint8_t *const *rows = job->rows + panel * PANEL;
         const int64_t left = job->matrix->outputs - panel * PANEL, outputs = left < PANEL ? left : PANEL;
         if (left < PANEL) memset(to, 0, size);
         for (int64_t i = 0; i < count; i++) switch (job->matrix->format) { EVERY_FORMAT(PACK) }
@@ -117,7 +116,7 @@ int64_t afterglow_panel_bytes(int64_t format, int64_t inputs) {
     return inputs / packed_formats[format].weights * block_bytes(packed_formats[format]);
 }
 
-void afterglow_pack(const afterglow_matrix *matrix, const void *blocks, int64_t stride, int threads) {
-    const packing job = {.matrix = matrix, .blocks = blocks, .stride = stride};
+void afterglow_pack(const afterglow_matrix *matrix, const void *rows, int threads) {
+    const packing job = {.matrix = matrix, .rows = rows};
     team_share(pack_panels, &job, (matrix->outputs + PANEL - 1) / PANEL, 4, threads, 1);
 }

@@ -205,8 +205,10 @@ class LlamaParser(ReplyParser):
             self._begun = True
             if start.startswith(TAG):
                 self._rest = start.removeprefix(TAG)
-        while self._rest and not self.complete:
+        while self._rest:
             count = self._objects.push(self._rest)
+            if self.complete:
+                return
             read, self._rest = self._rest[:count], self._rest[count:]
             self._before = "" if self.calls else self._before + read
             if self._objects.refused:

@@ -67,6 +67,8 @@ MEASURED: dict[str, tuple[Source, ...]] = {
         Source("relay_rate", "Fig. 7", f"100 M, {RANDOM}"),
     ),
     "SPEC": (
+        Source("importance_io", "Fig. 16 to 18, 20, 21", f"32 heads of 16, {RANDOM}", "the paper: alpha 0.6"),
+        Source("importance_wide", "Fig. 16 to 18, 20, 21", f"32 heads of 64, {RANDOM}", "the paper: alpha 0.6"),
         Source("importance_quality", "Fig. 4, 8, 15, 22", f"{BUNDLED}; stories260k", "the paper: alpha 0.6", "points"),
     ),
     "AttnCache": (
@@ -198,8 +200,8 @@ def relay_rates() -> str:
 
 def spec_io() -> str:
     """SPEC's figures of time and bytes."""
-    found = read("importance_io")
-    spreads = {run["run"]: run["spread_ttft"] for run in found["runs"]}
+    files = [read(name) for name in ("importance_io", "importance_wide")]
+    spreads = {run["run"]: run["spread_ttft"] for found in files for run in found.get("runs", ())}
     lines = [
         (
             row["run"],
@@ -211,7 +213,8 @@ def spec_io() -> str:
             f"{100 * row['device_hits']:.0f}",
             f"{spreads[row['run']]:.1%}",
         )
-        for row in found["rows"]
+        for found in files
+        for row in found.get("rows", ())
     ]
     head = ("run", "way", "TTFT, ms", "p99", "waiting", "read, MB", "device hits, %", "TTFT of repeats differs by")
     return markdown(head, lines)

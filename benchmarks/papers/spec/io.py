@@ -4,8 +4,8 @@
 Requests over long prefixes that are on disk, with chunk caches that hold 17.5 % of the data on the device and 56 % in host
 (SPEC §V-A). The disk is made slow, so that reading a whole prefix takes ten times as long as computing a request over it;
 its bytes are real and pass by the page cache. Models are of random weights, with 32 narrow heads a layer: three probe heads are
-the part of all keys that they are in OPT-6.7B. With `--shape wide` heads are 64 wide, weights have 8 bits, prefixes are longer, the disk
-reads 500 MB/s, and caches hold 5 and 15 % of the data. What their layers find important comes from the bundled model
+the part of all keys that they are in OPT-6.7B. With `--shape wide` heads are 64 wide, weights have 8 bits, the disk
+reads 500 MB/s, and caches hold 5 and 10 % of the data. What their layers find important comes from the bundled model
 (`traces.py`); the work of finding it out is done all the same.
 
 Variants, after the same warm-up in which every prefix is asked about: recompute; load everything (AttentionStore without
@@ -56,7 +56,6 @@ from benchmarks.papers.spec.io_variants import (
     HEADS,
     LAYERS,
     NEW,
-    PRIORS,
     RATIO,
     RECOMPUTED,
     RETENTION,
@@ -66,6 +65,7 @@ from benchmarks.papers.spec.io_variants import (
     Traced,
     Variant,
     Work,
+    guessing,
 )
 from benchmarks.papers.spec.traces import Recorded, record, stretched
 from benchmarks.peers.random_gguf import write_random
@@ -225,7 +225,7 @@ class Bench:
             loader = _loader(reordered)
             reordered.ask(lambda: _reorder(loader))
             reordered.settle()
-            asked = [self._new(variant) for variant in (*VARIANTS, AGAIN, *PRIORS)]
+            asked = [self._new(variant) for variant in (*VARIANTS, AGAIN, *map(guessing, self.shape.priors))]
             for request in work.warm:
                 for each in asked:
                     if each.variant.kind != "recompute":

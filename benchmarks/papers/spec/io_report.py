@@ -16,13 +16,13 @@ from benchmarks.papers.spec.io_variants import (
     BASE,
     HEADS,
     NEW,
-    PRIORS,
     RETENTION,
     SHAPES,
     SPEC,
     VARIANTS,
     WHOLE,
     Asked,
+    guessing,
 )
 
 
@@ -99,7 +99,7 @@ def _report(
         ),
         goal(
             "precision of guesses over random ones",
-            spec["precision"] / max(0.001, by_name[PRIORS[1].name]["precision"]),
+            spec["precision"] / max(0.001, by_name[guessing("random").name]["precision"]),
             1,
             least=True,
             spread=COUNTED,

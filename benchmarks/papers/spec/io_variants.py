@@ -32,6 +32,7 @@ class Shape:
     device: float
     host: float
     rate: float | None = None
+    priors: tuple[Prior, ...] = ("prior", "random", "sinks")  # other ways to guess, each with caches of its own
 
     @property
     def hidden(self) -> int:
@@ -47,7 +48,7 @@ _PAPER = Shape(head_dim=16, ffn=1408, lengths=(4096, 10240), device=0.175, host=
 SHAPES = {
     "llama": _PAPER,
     "opt": _PAPER,
-    "wide": Shape(head_dim=64, ffn=5632, lengths=(4096, 12288), device=0.05, host=0.15, rate=5e8),
+    "wide": Shape(head_dim=64, ffn=5632, lengths=(4096, 8192), device=0.05, host=0.10, rate=5e8, priors=("random",)),
 }
 
 Kind = Literal["recompute", "all", "keys", "probes"]
@@ -74,11 +75,13 @@ VARIANTS = [
     Variant("+ITF +RO +SC", "probes", "score", True),
     Variant("+ITF +RO +SC +SP", "probes", "score", True, "cut"),
 ]
-PRIORS = [
-    Variant(f"SPEC, guessing by {prior}", "probes", "score", True, prior) for prior in ("prior", "random", "sinks")
-]
 WHOLE, BASE, SPEC = "load everything, LRU", "H2O, LFU", "+ITF +RO +SC +SP"
 AGAIN = replace(VARIANTS[-1], name="the same again")
+
+
+def guessing(prior: Prior) -> Variant:
+    """Return SPEC with guesses of another kind."""
+    return replace(VARIANTS[-1], name=f"SPEC, guessing by {prior}", prior=prior)
 
 
 class Traced(SelectiveAttention):

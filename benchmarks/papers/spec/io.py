@@ -79,7 +79,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--real-disk", action="store_true", help="the disk as it is")
     options = parser.parse_args(args)
     shape = SHAPES[options.shape]
-    count, lengths, requests = (4, (2048, 4096), 8) if options.quick else (8, shape.lengths, 24)
+    count, lengths, requests = (4, (2048, 4096), 8) if options.quick else (shape.count, shape.lengths, 24)
     rng = random.Random(options.seed)
     recorded = record(count, 1500, options.seed)
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:

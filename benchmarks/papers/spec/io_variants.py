@@ -32,6 +32,7 @@ class Shape:
     device: float
     host: float
     rate: float | None = None
+    count: int = 8  # prefixes
     priors: tuple[Prior, ...] = ("prior", "random", "sinks")  # other ways to guess, each with caches of its own
 
     @property
@@ -48,7 +49,9 @@ _PAPER = Shape(head_dim=16, ffn=1408, lengths=(4096, 10240), device=0.175, host=
 SHAPES = {
     "llama": _PAPER,
     "opt": _PAPER,
-    "wide": Shape(head_dim=64, ffn=5632, lengths=(4096, 8192), device=0.05, host=0.10, rate=5e8, priors=("random",)),
+    "wide": Shape(
+        head_dim=64, ffn=5632, lengths=(4096, 8192), device=0.05, host=0.10, rate=5e8, count=5, priors=("random",)
+    ),
 }
 
 Kind = Literal["recompute", "all", "keys", "probes"]

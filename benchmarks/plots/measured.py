@@ -148,8 +148,9 @@ def relay_engine(found: dict[str, Any]) -> None:
 
 def importance_io(found: dict[str, Any]) -> None:
     """Figures 16 and 17 of SPEC: time to first token and the wait for the disk within it, in each run."""
-    runs = [about["run"] for about in found["runs"]]
-    rows = {run: [row for row in found["rows"] if row["run"] == run] for run in runs}
+    wide = json.loads((RESULTS / "importance_wide.json").read_text())
+    runs = [about["run"] for about in (*found["runs"], *wide["runs"])]
+    rows = {run: [row for row in (*found["rows"], *wide["rows"]) if row["run"] == run] for run in runs}
     names = [row["variant"] for row in rows[runs[0]] if row["variant"] not in ("recompute", "the same again")]
     names = [name for name in names if all(any(row["variant"] == name for row in rows[run]) for run in runs)]
     figure, panels = plt.subplots(1, len(runs), figsize=(2.6 + 2.6 * len(runs), 3.4), sharey=True, squeeze=False)
@@ -161,9 +162,9 @@ def importance_io(found: dict[str, Any]) -> None:
         axes.plot([by_name[name]["p99_ms"] for name in names], names, "|", color="#444444", label="slowest")
         axes.bar_label(bars, [f"{value:.0f}" for value in times], fontsize=7, padding=2)
         axes.set_xlabel("ms")
-        _finish(figure, axes, f"{run}, recompute {by_name['recompute']['ttft_ms']:.0f} ms")
+        _finish(figure, axes, f"{run}\nrecompute {by_name['recompute']['ttft_ms']:.0f} ms")
     panels[0][0].invert_yaxis()
-    panels[0][-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    panels[0][0].legend(frameon=False, fontsize=7, loc="lower right")
     figure.savefig(IMAGES / "importance_io.svg")
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 from afterglow.bench.report import verdict
 from benchmarks.common.paths import RESULTS
@@ -188,7 +189,11 @@ def relay_rates() -> str:
     groups: dict[tuple[int, float], dict[str, Found]] = {}
     for row in read("relay_rate")["rows"]:
         groups.setdefault((row["prefix"], row["offered"]), {})[row["way"]] = row
-    ways = [way for way in ("recompute", "shared", "relay", "auto") if all(way in of for of in groups.values())]
+    ways = [
+        way
+        for way in ("recompute", "shared", "relay", "relay again", "auto")
+        if all(way in of for of in groups.values())
+    ]
     head = ["system prompt", "offered, requests/s", *(f"{way}: served, ms per token" for way in ways)]
     lines = [
         [f"{prefix:,}", f"{offered:.1f}"]
@@ -271,6 +276,30 @@ def small_models() -> str:
     return markdown([*kinds, "faster from a hit rate of", "x at 50 %", "at 90 %", "at 100 %"], lines)
 
 
+def carry_over(found: Found) -> str:
+    """What thresholds promise and cost on tasks that they were not calibrated on: ranges over all tasks."""
+    lines = []
+    for threshold in sorted({row["threshold"] for row in found["rows"]}, reverse=True):
+        rows = [row for row in found["rows"] if row["threshold"] == threshold]
+        beyond = [row["loss"] - row["promised"] for row in rows if row["way"] == "another"]
+        lines.append(
+            (
+                f"{threshold}",
+                *(_range([row[name] for row in rows], form) for name, form in RANGES),
+                f"{fmean(beyond):.1f}, {max(beyond):.1f}",
+            )
+        )
+    head = ("threshold", "layers that take maps", "1 - cosine", "points lost", "beyond the promise: mean, worst")
+    return markdown(head, lines)
+
+
+RANGES = (("layer_rate", "{:.0%}"), ("error", "{:.3f}"), ("loss", "{:.1f}"))
+
+
+def _range(values: list[float], form: str) -> str:
+    return f"{form.format(min(values))} to {form.format(max(values))}"
+
+
 def overview() -> str:
     """Goals met, by paper and kind of evidence, of those that count."""
     lines: list[tuple[str, ...]] = []
@@ -335,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attncache": partial(_when_measured, partial(attncache, "MiniLM"), "attncache_sts"),
     "attncache: decoder": partial(_when_measured, partial(attncache, "SmolLM2-135M"), "attncache_decoder"),
     "attncache: small models": small_models,
+    "attncache: unseen sources": partial(_when_measured, carry_over, "attncache_carry_over"),
     **{
         f"simulated: {paper}": partial(_of, page_simulated.evaluation, "papers_cachedattention", paper)
         for paper in ("ATC", "arXiv")

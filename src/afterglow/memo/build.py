@@ -64,8 +64,8 @@ class Builder:
         self.skipped = 0  # sentences that were too long, or for which the budget had no room
 
     def run(self, sentences: Sequence[Sequence[int]], calibrate_on: Sequence[Sequence[int]] = ()) -> MemoDatabase:
-        """The database of `sentences`, token ids each; equal ones count once. `calibrate_on`: sentences of another source, by
-        some of which distances are judged; without them it is by some of the `sentences`, which training does not see.
+        """The database of `sentences`, token ids each; equal ones count once. `calibrate_on`: sentences of another source.
+        Some of them judge distances; without them some of `sentences` do, which training does not see.
 
         Raises: ConfigError for a folder that holds something else, RequestError for tokens that the model does not have.
         """

@@ -507,6 +507,8 @@ def test_garbage_in_it_is_no_extent(server: RedisServer, bucket: Bucket) -> None
         client.delete(f"afterglow:whole:{TAG}/{MODEL}")
         client.hset(f"afterglow:whole:{TAG}/{MODEL}", "no", "text")
         assert a.find() is None
+        a.know_all()
+        assert a.find() == {"3": 128}, "copied anew"
     assert a.failures == 0
 
 

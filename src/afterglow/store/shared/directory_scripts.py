@@ -18,6 +18,7 @@ FIND: Final = """
 -- returns the seconds for which the directory has all, the number of blocks that were looked for (0: no more need be), then entries
 -- without their hashes, each with the number of the last block that leads to it; 0: a child alone does
 local whole, about = redis.pcall('GET', KEYS[1]), redis.pcall('INFO', 'server')
+if type(whole) == 'table' then redis.call('DEL', KEYS[1]) end -- no text, so damaged: the next copy writes it anew
 if type(whole) ~= 'string' then return false end
 local run = type(about) == 'string' and string.match(about, 'run_id:(%S+)') or '-'
 if string.match(whole, '^%S+') ~= run then return false end -- it was restarted, perhaps from an old snapshot

@@ -5,6 +5,7 @@ A member that moves or is renamed is mended here, in one place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,24 @@ def is_closed(part: Any) -> bool:
 
 def running_moves(mover: Any) -> Any:
     return mover._running
+
+
+def give_up_what_runs(mover: Any) -> None:
+    """Let all moves that run now, and no later one, count as having made no progress for too long."""
+    with mover._lock:
+        for task in mover._running:
+            task.progress_at = -math.inf
+        mover._watch.notify_all()
+
+
+def waiting_changes(objects: Any) -> Any:
+    """Return the changes that a directory has not made yet."""
+    return objects._changes._waiting
+
+
+def end_rest(shared: Any) -> None:
+    """Let a shared store that is left alone be asked again."""
+    shared._remote._rests_until = 0.0
 
 
 def room_of(saver: Any) -> Any:

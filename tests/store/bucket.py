@@ -38,7 +38,7 @@ class Bucket:
 
     def list(self, prefix: str) -> Iterator[list[Listed]]:
         self._call()
-        yield [Listed(p, len(d), self.modified[p]) for p, d in self.objects.items() if p.startswith(f"{prefix}/")]
+        yield [Listed(p, len(d), self.modified[p]) for p, d in [*self.objects.items()] if p.startswith(f"{prefix}/")]
 
     def delete(self, path: str) -> None:
         self._call()

@@ -24,6 +24,7 @@ from afterglow.store.extents.disk_tier import DiskTier
 from afterglow.store.moving.move_work import copy_rows
 from afterglow.store.moving.task import Abandoned
 from afterglow.store.places import bytes_below
+from tests import doors
 from tests.store.store_kit import ALIGNED, Kit, arena_of, extent_name, record
 from tests.store.test_store_faults import tmpfs
 
@@ -65,10 +66,11 @@ def test_a_store_that_hangs_before_it_writes_does_not_touch_its_slots_later(tmp_
         gate.wait(20)
         return real(*args, **more)
 
-    with Kit(tmp_path, read_timeout=0.3) as kit:
+    with Kit(tmp_path) as kit:
         monkeypatch.setattr(os, name, hangs)
         kit.store.start([Store(1, record(1, 100), (0, 1))])
-        assert hung.wait(10)
+        assert hung.wait(20)
+        doors.give_up_what_runs(doors.mover_of(kit.store))
         done = collect(kit, 1)
         assert [(one.ok, one.slots_busy) for one in done] == [(False, True)]
         kit.store.arena.view[:, :, :2] = 0x5A  # the new owner's rows

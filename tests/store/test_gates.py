@@ -175,7 +175,7 @@ def test_closing_while_a_load_comes_to_its_gate(kit, monkeypatch):
 
 def test_no_time_out_runs_at_the_gate(tmp_path, monkeypatch):
     """Another load, begun later, is given up for want of progress; the gated one is not."""
-    with Kit(tmp_path, LAYOUT, slots=32, threads=2, read_timeout=1.0) as kit:
+    with Kit(tmp_path, LAYOUT, slots=32, threads=2) as kit:
         kit.put(1, ROWS, SOURCE)
         kit.put(2, ROWS, SOURCE)
         gated = load(kit, 1, ahead=1)
@@ -184,6 +184,8 @@ def test_no_time_out_runs_at_the_gate(tmp_path, monkeypatch):
         reads = Reads(monkeypatch)
         reads.gate.clear()
         hung = load(kit, 2, into=(20, 21))
+        assert reads.there.acquire(timeout=20)
+        doors.give_up_what_runs(doors.mover_of(kit.store))
         assert collect(kit, 1) == [MoveDone(hung, False, error="time-out", slots_busy=True, why="timeout")]
         reads.gate.set()
         assert [done.move for done in collect(kit, 1)] == [hung]
@@ -192,13 +194,15 @@ def test_no_time_out_runs_at_the_gate(tmp_path, monkeypatch):
 
 
 def test_a_gated_load_is_given_up_when_it_hangs_behind_its_gate(tmp_path, monkeypatch):
-    with Kit(tmp_path, LAYOUT, slots=32, read_timeout=1.0) as kit:
+    with Kit(tmp_path, LAYOUT, slots=32) as kit:
         kit.put(1, ROWS, SOURCE)
         move = load(kit, 1, ahead=2)
         assert kit.store.wait_layer(move, 1, 20)
         reads = Reads(monkeypatch)
         reads.gate.clear()
         kit.store.release(move)
+        assert reads.there.acquire(timeout=20)
+        doors.give_up_what_runs(doors.mover_of(kit.store))
         assert not kit.store.wait_layer(move, 2, 20)
         assert collect(kit, 1) == [MoveDone(move, False, error="time-out", slots_busy=True, why="timeout")]
         reads.gate.set()

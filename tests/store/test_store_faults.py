@@ -11,7 +11,6 @@ import pathlib
 import shutil
 import sqlite3
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from afterglow.store.extents import pieces
 from afterglow.store.namespace.namespace import Namespace
 from tests import doors
 from tests.store.store_kit import ALIGNED, DIGEST, Kit, contents, extent_name, limit_reads, name_of, patch_reads
+from tests.waiting import wait_for
 
 _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 MS_RDONLY, MS_REMOUNT, MNT_DETACH = 1, 32, 2
@@ -165,9 +165,27 @@ def test_a_read_only_disk_can_be_looked_at_but_not_served(tmp_path):
 # --------------------------------------------------------------------------------------------- hanging
 
 
+class Gate(threading.Event):
+    """Calls hang at it; `reached`: one does."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout=None):
+        self.reached.set()
+        return super().wait(timeout)
+
+
+def _give_up(kit, gate):
+    """Have the move that hangs at a gate count as one that has made no progress for too long."""
+    assert gate.reached.wait(20)
+    doors.give_up_what_runs(doors.mover_of(kit.store))
+
+
 def test_a_read_that_hangs_is_a_miss_and_its_slots_stay_busy(tmp_path, monkeypatch):
-    gate = threading.Event()
-    with Kit(tmp_path, read_timeout=0.3) as kit:
+    gate = Gate()
+    with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         kit.put(2, 64, (1,))
         hang = {"on": True}
@@ -183,9 +201,9 @@ def test_a_read_that_hangs_is_a_miss_and_its_slots_stay_busy(tmp_path, monkeypat
 
         patch_reads(monkeypatch, hanging)
         kit.store.start([Load(50, extent_name(1), 64, (5,))])
-        start = time.monotonic()
-        assert not kit.store.wait_layer(50, 0, 10)
-        assert time.monotonic() - start < 5
+        _give_up(kit, gate)
+        wait_for(lambda: not kit.store.is_under_way(50))
+        assert not kit.store.wait_layer(50, 0, 0)
         kit.store.start([Load(51, extent_name(2), 64, (6,))])
         assert kit.store.wait_layer(51, 1, 10)
         done = _collect(kit, 2)
@@ -201,13 +219,14 @@ def test_a_read_that_hangs_is_a_miss_and_its_slots_stay_busy(tmp_path, monkeypat
 
 
 def test_a_write_that_hangs_leaves_nothing(tmp_path, monkeypatch):
-    gate = threading.Event()
+    gate = Gate()
     real = os.pwritev
-    with Kit(tmp_path, read_timeout=0.3) as kit:
+    with Kit(tmp_path) as kit:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", lambda *args: (gate.wait(20), real(*args))[1])
             kit.moves = 60
             kit.store.start([_store(1, 61)])
+            _give_up(kit, gate)
             (first,) = _collect(kit, 1)
             assert (first.ok, first.slots_busy) == (False, True)
             gate.set()
@@ -221,14 +240,15 @@ def test_a_write_that_hangs_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("call", ["rename", "commit"])
 def test_a_store_that_returns_late_harms_no_newer_one(tmp_path, monkeypatch, call):
     """The late store undoes itself: an extent stored under the same name meanwhile, or afterwards, stays."""
-    gate = threading.Event()
-    with Kit(tmp_path, read_timeout=0.3) as kit:
+    gate = Gate()
+    with Kit(tmp_path) as kit:
         with monkeypatch.context() as patch:
             if call == "rename":
                 _hang_once(patch, os, "rename", gate)
             else:
                 _hang_once(patch, catalog_rows, "insert", gate)
             kit.store.start([_store(1, 60)])
+            _give_up(kit, gate)
             assert _collect(kit, 1)[0].slots_busy
             kit.store.start([_store(1, 61)])
             (meanwhile,) = _collect(kit, 1)
@@ -239,12 +259,13 @@ def test_a_store_that_returns_late_harms_no_newer_one(tmp_path, monkeypatch, cal
 
 @pytest.mark.parametrize("call", ["unlink", "delete"])
 def test_a_drop_that_returns_late_removes_nothing_newer(tmp_path, monkeypatch, call):
-    gate = threading.Event()
-    with Kit(tmp_path, read_timeout=0.3) as kit:
+    gate = Gate()
+    with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
             _hang_once(patch, pathlib.Path if call == "unlink" else catalog_rows, call, gate)
             kit.store.start([Drop(60, extent_name(1))])
+            _give_up(kit, gate)
             assert _collect(kit, 1)[0].slots_busy
             kit.store.start([Drop(61, extent_name(1)), _store(1, 62)])
             meanwhile = _collect(kit, 2)[-1]
@@ -254,13 +275,14 @@ def test_a_drop_that_returns_late_removes_nothing_newer(tmp_path, monkeypatch, c
 
 
 def test_a_read_that_returns_late_with_an_error_removes_nothing_newer(tmp_path, monkeypatch):
-    gate = threading.Event()
-    with Kit(tmp_path, read_timeout=0.3) as kit:
+    gate = Gate()
+    with Kit(tmp_path) as kit:
         kit.put(1, 64, (0,))
         with monkeypatch.context() as patch:
             for module in (os, pieces):
                 _hang_once(patch, module, "preadv", gate, then=_raise(errno.ENOENT))
             kit.store.start([Load(60, extent_name(1), 64, (5,))])
+            _give_up(kit, gate)
             assert _collect(kit, 1)[0].slots_busy
             kit.store.start([Drop(61, extent_name(1)), _store(1, 62)])
             meanwhile = _collect(kit, 2)[-1]
@@ -303,10 +325,12 @@ def _store(number, move):
 
 def _collect(kit, count):
     found = []
-    deadline = time.monotonic() + 10
-    while len(found) < count and time.monotonic() < deadline:
-        found += kit.store.finished()
-        time.sleep(0.01)
+
+    def enough():
+        found.extend(kit.store.finished())
+        return len(found) >= count
+
+    wait_for(enough)
     assert len(found) == count
     return found
 

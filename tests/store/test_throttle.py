@@ -18,6 +18,7 @@ from afterglow.store.extents.layout import KVLayout
 from afterglow.store.extents.throttle import ArtificiallySlowTier, Line, Throttle
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.moving.task import Abandoned
+from tests import doors
 from tests.store import test_tiers
 from tests.store.store_kit import (
     ALIGNED,
@@ -217,9 +218,12 @@ def test_a_load_that_shows_that_the_tier_is_slow_is_given_up_unless_somebody_wai
     size = ALIGNED.file_bytes(128)
     with Kit(tmp_path, slots=8, throttle=Throttle(read_bytes_per_s=2 * size)) as kit:  # half a second
         kit.put(1, 128, (0, 1))
+        go_on, read = threading.Event(), doors.tier_of(kit.store).read
+        doors.tier_of(kit.store).read = lambda *args: (go_on.wait(20), read(*args))[1]
         kit.store.start([Load(7, extent_name(1), 128, (2, 3), BACKGROUND, "probe", most_s=0.01)])
         if urged:
             kit.store.urge([7])
+        go_on.set()
         (done,) = kit.settle()
         assert (done.ok, done.why) == ((True, None) if urged else (False, "slow"))
         assert 0 < done.bytes <= size

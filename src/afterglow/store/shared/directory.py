@@ -241,7 +241,7 @@ class DirectoryObjects:
             if (names := self._names) is not None and (lease := Lease(self._patient, names.within(model))).take():
                 self._lacks.discard(model)
                 try:
-                    whole = self._copier.run(model, names, lease, WHOLE_S, MAX_FOUND)
+                    whole = self._copier.run(model, names, lease, WHOLE_S, MAX_FOUND, lacked)
                 finally:
                     lease.give_back()
         finally:

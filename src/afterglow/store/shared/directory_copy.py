@@ -36,10 +36,11 @@ class DirectoryCopy:
         """End a copy that is under way, and all later ones."""
         self._stops.set()
 
-    def run(self, model: str, names: DirectoryNames, lease: Lease, whole_s: int, most: int) -> bool:
+    def run(self, model: str, names: DirectoryNames, lease: Lease, whole_s: int, most: int, lacks: bool) -> bool:
         """Copy all of a model, unless the lease is lost or the copy is stopped; tell whether the directory is whole then.
 
-        Where it was whole, and neither restarted nor short of memory since, that is what it lacks alone.
+        Where it was whole, and neither restarted nor short of memory since, that is what it lacks alone; and nothing, where another copy has
+        ended since this one was asked for: unless it `lacks` what that need not have found.
 
         Raises:
             StoreError: the store fails.
@@ -47,6 +48,8 @@ class DirectoryCopy:
         """
         whole, state = names.whole(model), self._state(names.whole(model))
         adds = self._redis.get(whole) == state
+        if adds and not lacks and self._redis.ttl(whole) >= whole_s:
+            return True
         for some in self._list(f"{model}/kids"):
             found = {each.path: each.modified for each in some if KID.fullmatch(each.path) is not None}
             paths = [*found]

@@ -12,7 +12,7 @@ from afterglow.bench.report import interleaved, spread
 from afterglow.bench.timed_requests import asked, words
 from afterglow.engine.engine import Engine
 from afterglow.store.extents.throttle import Throttle
-from benchmarks.cluster.replicas import replicas, slow_store, turn
+from benchmarks.cluster.replicas import patient, replicas, slow_store, turn
 
 ROWS, NEW = 1024, 16  # tokens of a conversation's history, and of its next turn
 RATE = 100e6  # bytes/s of the store, and of the disk
@@ -29,6 +29,7 @@ def moving(model: str, repeats: int, folder: Path, seed: int, threads: int | Non
     rng = random.Random(seed)
     with (
         slow_store(RATE),
+        patient(),
         replicas(
             2, model, folder / "moving", BIG, threads=threads, throttle=Throttle(read_bytes_per_s=RATE)
         ) as engines,

@@ -24,7 +24,7 @@ from afterglow.model.presets import PRESETS
 from afterglow.plan.prefix.block_keys import BLOCK_ROWS
 from afterglow.store.shared.counters import SharedStats
 from benchmarks.cluster.directory_server import directory_server
-from benchmarks.cluster.replicas import replicas, turn
+from benchmarks.cluster.replicas import patient, replicas, turn
 
 LENGTHS = (1024, 8192, 32_768)
 LONGEST = max(LENGTHS) + 64
@@ -47,7 +47,7 @@ def measure(rounds: int, folder: Path, seed: int, threads: int | None) -> list[d
     rng = random.Random(seed)
     with (
         patch.dict(PRESETS, {MODEL: SPEC}),
-        patch("afterglow.store.shared.directory.CALL_S", 1.0),  # a busy machine must not end as one without a directory
+        patient(),
         directory_server(folder / "directory") as url,
         replicas(2, MODEL, None, CACHE, threads=threads, max_model_len=LONGEST) as plain,
         replicas(

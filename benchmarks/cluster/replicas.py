@@ -73,8 +73,21 @@ def in_step() -> Iterator[None]:
         patch.object(KVStore, "start", start_alone),
         patch.object(Executor, "take", take_in_order),
         patch("afterglow.engine.setup._steady_clock", lambda: clock),
-        patch("afterglow.store.shared.shared_store.LOOKUP_S", IDLE_S),
+        patient(),
         patch("afterglow.store.shared.objects.ObstoreObjects", ordered),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def patient() -> Iterator[None]:
+    """Lookups wait for their store, and for its directory, as long as it takes meanwhile: a machine that pauses must not end as one without
+    them.
+    """
+    with (
+        patch("afterglow.store.shared.shared_store.LOOKUP_S", IDLE_S),
+        patch("afterglow.store.shared.directory.CALL_S", IDLE_S / 2),
+        patch("afterglow.store.shared.directory.LATE_S", IDLE_S),
     ):
         yield
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from afterglow.bench.timed_requests import asked, words
-from benchmarks.cluster.replicas import replicas, turn
+from benchmarks.cluster.replicas import patient, replicas, turn
 
 FIRST, NEW, REPLY = 200, 40, 24  # tokens of the first message, of each further one, and of each reply
 CACHE = {"device_cache": 16 << 20, "host_cache": 32 << 20, "disk_cache": 256 << 20, "source": "load"}
@@ -20,7 +20,7 @@ def wandering(model: str, count: int, turns: int, folder: Path, seed: int, threa
     """
     rng = random.Random(seed)
     same = shared = missing = reused = history = 0
-    with replicas(count, model, folder / f"store-{count}", CACHE, threads=threads) as engines:
+    with patient(), replicas(count, model, folder / f"store-{count}", CACHE, threads=threads) as engines:
         text = words(rng, engines[0], FIRST)
         before = 0
         for number in range(turns):

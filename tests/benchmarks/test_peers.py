@@ -49,7 +49,7 @@ def made(tmp_path: Path, **more: Any) -> plan.Plan:
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it goes between opening and reading
         return False
     return state != "Z"
 
@@ -117,12 +117,18 @@ def test_no_child_outlives_the_benchmark(tmp_path: Path, number: signal.Signals)
         "with ended_by_signals():\n"
         f"    child = Child([sys.executable, '-c', {SPAWNS!r}], Path({str(log)!r}))\n"
         "    try:\n"
+        "        print('up', flush=True)\n"
         "        time.sleep(60)\n"
         "    finally:\n"
         "        child.stop()\n"
     )
-    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
-    wait_for(lambda: log.exists() and bool(log.read_text()), 30)
+    running = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert running.stdout is not None
+    with running.stdout as said:  # the child may say something before the program knows that it has one
+        assert said.readline() == b"up\n"
+    wait_for(lambda: bool(log.read_text()), 30)
     grandchild = int(log.read_text())
     parent = int(Path(f"/proc/{grandchild}/stat").read_text().rpartition(")")[2].split()[1])
     running.send_signal(number)

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from afterglow.cli import main
+from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
 SMALL = ("--device-cache", "64M", "--host-cache", "64M", "--disk-cache", "64M", "--threads", "1")
@@ -109,6 +110,16 @@ class Served:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
+    def _ends(self) -> bool:
+        """Has the server taken note of a signal? Then it accepts no connection."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it has not answered yet
+            pass
+        return False
+
     def __enter__(self) -> Served:
         return self
 
@@ -120,8 +131,10 @@ class Served:
         self.tie.close()
 
     def end(self, *signals: signal.Signals) -> tuple[int, str]:
-        for number in signals:
+        for place, number in enumerate(signals):
+            if place:  # two at once would be taken for one
+                wait_for(self._ends, 60)
+                time.sleep(0.7)
             self.process.send_signal(number)
-            time.sleep(0.7)  # two at once would be taken for one
         _, log = self.process.communicate(timeout=30)
         return self.process.returncode, log

@@ -117,8 +117,10 @@ def reference(decoder: Decoder, seen: Sequence[int], dropped: Sequence[Rows], ne
     return torch.log_softmax(decoder.logits(hidden[-1:])[0].float(), dim=-1)
 
 
-def ask_truncated(engine: Engine, tokens: Sequence[int], max_tokens: int = 2, **more: Any) -> list[Output]:
-    """All outputs of a turn that may be truncated; the distribution of each token."""
+def submit_truncated(
+    engine: Engine, tokens: Sequence[int], max_tokens: int = 2, **more: Any
+) -> tuple[list[Output], threading.Event]:
+    """Submit a turn that may be truncated. Its outputs, with the distribution of each token, come in until the event is set."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
     outputs: list[Output] = []
     ended = threading.Event()
@@ -129,6 +131,12 @@ def ask_truncated(engine: Engine, tokens: Sequence[int], max_tokens: int = 2, **
             ended.set()
 
     engine.submit(Request(f"turn-{next(IDS)}", list(tokens), params, truncation=True, **more), take)
+    return outputs, ended
+
+
+def ask_truncated(engine: Engine, tokens: Sequence[int], max_tokens: int = 2, **more: Any) -> list[Output]:
+    """All outputs of a turn that may be truncated."""
+    outputs, ended = submit_truncated(engine, tokens, max_tokens, **more)
     assert ended.wait(60)
     return outputs
 

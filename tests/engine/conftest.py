@@ -12,7 +12,7 @@ import pytest
 
 from afterglow.config import CacheConfig, EngineConfig
 from afterglow.engine.engine import Completion, Engine
-from afterglow.request import Request, SamplingParams
+from afterglow.request import Output, Request, SamplingParams
 from tests.engine.fallback_kit import fallback_config
 
 VOCAB = 20  # as many as log-probabilities a request can ask for: the whole distribution is compared
@@ -169,6 +169,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 _ids = count()
+
+
+def submit_at_once(engine: Engine, asked: Iterable[tuple[Request, Callable[[Output], object]]]) -> None:
+    """Submit requests with their sinks from the engine's thread, which takes all of them in before its next step: from another
+    thread, which may be slow, one may have ended when the next one comes."""
+    engine.ask(lambda: [engine.submit(request, sink) for request, sink in asked])
 
 
 class Handle:

@@ -6,6 +6,7 @@ import queue
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 from afterglow.engine.engine import Engine
 from afterglow.errors import ConfigError, ModelError, RequestError
 from afterglow.request import Output, Request, SamplingParams
-from tests.engine.conftest import VOCAB, Handle
+from tests.engine.conftest import VOCAB, Handle, submit_at_once
 from tests.engine.test_exact_reuse import same
+from tests.waiting import wait_for
 
 Start = Callable[..., Handle]
 Models = Callable[[str], Path]
@@ -79,10 +81,21 @@ def collect(handle: Handle, request: Request) -> queue.SimpleQueue[Output]:
 
 def test_cancel_frees_everything(start: Start, model_of: Models) -> None:
     handle = start(model_of("llama"), max_batch=2)
-    boxes = [collect(handle, Request(f"r{i}", prompt(i, 100), greedy(400))) for i in range(4)]
-    boxes[0].get(timeout=10)
+    boxes: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in range(4)]
+    cancelled = threading.Event()
+
+    def first(output: Output) -> None:
+        boxes[0].put(output)
+        cancelled.wait(60)  # the engine's thread goes no further before all are cancelled
+
+    sinks = [first, *(box.put for box in boxes[1:])]
+    submit_at_once(
+        handle.engine, [(Request(f"r{i}", prompt(i, 100), greedy(400)), sink) for i, sink in enumerate(sinks)]
+    )
+    boxes[0].get(timeout=30)
     for i in range(4):
         handle.engine.cancel(f"r{i}")
+    cancelled.set()
     for box in boxes:
         output = box.get(timeout=10)
         while output.finish_reason is None:
@@ -225,10 +238,39 @@ def test_many_threads_submit(start: Start, model_of: Models) -> None:
     assert wrong == []
 
 
+def test_requests_that_are_asked_together_are_one_batch(
+    start: Start, model_of: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the thread is that asks."""
+    handle = start(model_of("llama"), max_batch=4, prefill_chunk=0)
+    prepare = handle.engine.loop.prepare
+    monkeypatch.setattr(handle.engine.loop, "prepare", lambda *asked: (time.sleep(0.2), prepare(*asked))[1])
+    before = handle.engine.stats().engine.steps
+    handle.engine.generate([Request(f"r{i}", prompt(i, 30), greedy(5)) for i in range(4)])
+    assert handle.engine.stats().engine.steps == before + 5
+
+
+def test_of_requests_that_are_asked_together_none_runs_on_when_one_is_refused(start: Start, model_of: Models) -> None:
+    handle = start(model_of("llama"))
+    asked = [Request("a", prompt(1, 30), greedy(400)), Request("b", [10**9], greedy(1)), Request("c", [1], greedy(1))]
+    with pytest.raises(RequestError, match="vocabulary"):
+        handle.engine.generate(asked)
+    handle.engine.settle()
+    assert handle.engine.stats().engine.finished["cancelled"] == 1
+    assert handle.engine.generate([Request("a", prompt(1, 30), greedy(2))])[0].finish_reason == "length"
+
+
 def test_close_while_running_answers_every_request(start: Start, model_of: Models, tmp_path: Path) -> None:
     handle = start(model_of("llama"), tmp_path)
-    box = collect(handle, Request("long", prompt(0, 100), greedy(400)))
-    box.get(timeout=10)
+    box: queue.SimpleQueue[Output] = queue.SimpleQueue()
+
+    def take(output: Output) -> None:
+        box.put(output)
+        if output.finish_reason is None:  # it goes no further before it is closed, however late that is
+            wait_for(handle.engine.parts.inbox.pressed, 60)
+
+    handle.engine.submit(Request("long", prompt(0, 100), greedy(400)), take)
+    box.get(timeout=30)
     handle.engine.close()
     output = box.get(timeout=10)
     while output.finish_reason is None:

@@ -254,12 +254,13 @@ class Listener:
             numbers.append(int.from_bytes(number, "big"))
             self.seen[numbers[-1]] = payload
 
-    def listen(self) -> None:
+    def listen(self) -> dict[int, bytes]:
         """Read what has been published."""
         while self.events.poll(300):
             topic, number, payload = self.events.recv_multipart()
             assert topic == b""
             self.seen[int.from_bytes(number, "big")] = payload
+        return self.seen
 
     @property
     def view(self) -> View:
@@ -307,13 +308,13 @@ def test_a_subscriber_of_an_engine_knows_its_blocks(addresses: tuple[str, str], 
         engine.reset_cache()
         engine.settle()
         wait_for(lambda: simplified(listener) == set())
+        engine.ask(lambda: None)  # numbers are published behind each question: now with those of the last messages
         counted = engine.stats().engine.kv_events
         assert sorted(listener.seen) == list(range(counted.messages))
         assert counted.dropped == 0
         listener.seen.clear()
-        listener.listen()
+        wait_for(lambda: counted.messages - 1 in listener.listen(), message="what is published is what is repeated")
         assert listener.seen.keys() <= set(range(counted.messages))
-        assert counted.messages - 1 in listener.seen, "what is published is what is repeated"
     finally:
         listener.close()
         engine.close()

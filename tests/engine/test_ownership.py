@@ -74,8 +74,16 @@ def test_only_the_engines_thread_uses_the_plan(
     assert engine.forget_prefix("system", salt="")
     engine.discard(talk, range(10, 30), system_rows=0)
     assert engine.forget_session("", "talk")
-    outputs = collect(engine, request("b", talk, 200))
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    cancelled = threading.Event()
+
+    def take(output: Output) -> None:
+        outputs.put(output)
+        cancelled.wait(30)  # it does not end before it is cancelled, however late that is
+
+    engine.submit(request("b", talk, 200), take)
     engine.cancel("b")
+    cancelled.set()
     assert last(outputs).finish_reason == "cancelled"
     engine.reset_cache()
     engine.settle()

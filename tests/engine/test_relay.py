@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.context import DeviceContext
+from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
@@ -24,8 +26,8 @@ from afterglow.kernels.attention import attend, merge_into
 from afterglow.plan.step import Share
 from afterglow.request import Output, Request, SamplingParams, TokenLogprob
 from tests import doors
-from tests.engine.by_hand import ask_truncated, logprobs
-from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn
+from tests.engine.by_hand import logprobs, submit_truncated
+from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn, submit_at_once
 
 FREE = RelayCosts(rows=((1, 1.0), (32, 1.0)), call=0.0, merged=0.0)
 DEAR = RelayCosts(rows=((1, 0.0), (32, 0.0)), call=1.0, merged=1.0)
@@ -58,8 +60,10 @@ def together(handle: Handle, asked: list[list[int]], tokens: int = 12) -> list[t
         return take
 
     sampling = SamplingParams(max_tokens=tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
-    for i, prompt in enumerate(asked):
-        handle.engine.submit(Request(f"relay-{id(out)}-{i}", prompt, sampling), taker(i))
+    submit_at_once(
+        handle.engine,
+        [(Request(f"relay-{id(out)}-{i}", prompt, sampling), taker(i)) for i, prompt in enumerate(asked)],
+    )
     for event in ended:
         assert event.wait(60)
     return out
@@ -118,19 +122,16 @@ def test_conversations_that_have_been_truncated_share_what_they_begin_with(
     answers: list[list[list[Output]]] = []
     for relay in ("off", "on"):
         handle = start(model_of("llama"), relay=relay, max_batch=8, max_model_len=256)
-        found: list[list[Output]] = [[] for _ in texts]
 
-        def ask(i: int, rows: int, found: list[list[Output]] = found, handle: Handle = handle) -> None:
+        def ask(rows: int, engine: Engine = handle.engine) -> list[tuple[list[Output], threading.Event]]:
             turns = tuple(range(96, rows - 1, 40))
-            found[i] = ask_truncated(handle.engine, texts[i][:rows], max_tokens=12, turns=turns)
+            return [submit_truncated(engine, text[:rows], max_tokens=12, turns=turns) for text in texts]
 
-        for rows in (230, 296):
-            asking = [threading.Thread(target=ask, args=(i, rows)) for i in range(len(texts))]
-            for thread in asking:
-                thread.start()
-            for thread in asking:
-                thread.join(60)
-        answers.append(found)
+        for rows in (230, 296):  # all together, as `submit_at_once`
+            asked = handle.engine.ask(partial(ask, rows))
+            for _, ended in asked:
+                assert ended.wait(60)
+        answers.append([outputs for outputs, _ in asked])
         assert (handle.engine.stats().engine.relay.rows_saved > 0) == (relay == "on")
     for off, on in zip(*answers, strict=True):
         assert off[0].truncation is not None

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,27 @@ def held(handle: Handle) -> Iterator[Callable[[], None]]:
 
 
 class Told:
-    """What a request is told, collected."""
+    """What a request is told, collected. `heard` is called with each output before, on the engine's thread."""
 
-    def __init__(self, handle: Handle, name: str, prompt: list[int], max_tokens: int, **more: Any) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        heard: Callable[[Output], object] = lambda _: None,
+        **more: Any,
+    ) -> None:
         self._queue: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self.outputs: list[Output] = []
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=VOCAB, ignore_eos=True)
         self.name = name
-        handle.engine.submit(Request(name, prompt, sampling, **more), self._queue.put)
+
+        def take(output: Output) -> None:
+            heard(output)
+            self._queue.put(output)
+
+        handle.engine.submit(Request(name, prompt, sampling, **more), take)
 
     def first(self, timeout: float = 10) -> None:
         self.outputs.append(self._queue.get(timeout=timeout))
@@ -112,9 +126,10 @@ def test_a_token_that_waits_for_the_disk_delays_no_other_request(
         tier = doors.tier_of(handle.engine.parts.store)
         held_read = tier.read_chunks  # type: ignore[union-attr]
         del tier.read_chunks  # type: ignore[union-attr]
-        slow = Told(handle, "slow", [*prefix, *new], 12, kv_retention=0.05)
+        # The prompt's reads come. What follows is held back from the first token on, before the second is computed.
+        hold = partial(setattr, tier, "read_chunks", held_read)
+        slow = Told(handle, "slow", [*prefix, *new], 12, lambda _: hold(), kv_retention=0.05)
         slow.first()
-        handle.engine.ask(lambda: setattr(tier, "read_chunks", held_read))
         later = Told(handle, "later", draw("later", 100), 20).end()
         told += [len(slow.outputs), slow._queue.qsize()]
         assert sum(told) < 12
@@ -150,10 +165,17 @@ def test_others_read_together_what_they_share_and_decode_as_always(
     for beside in (False, True):
         relayed = handle.engine.parts.runner.relayed
         before = relayed.groups
-        told = [Told(handle, f"{i}{beside}", [*shared, i], 40, cache_key="together") for i in range(2)]
+        asked: list[tuple[str, list[int], dict[str, Any]]] = [
+            (f"{i}{beside}", [*shared, i], {"cache_key": "together"}) for i in range(2)
+        ]
         if beside:
-            told.append(Told(handle, "selecting", [*prefix, *draw("new", NEW)], 40, kv_retention=0.3))
-        done = [each.end() for each in told]
+            asked.append(("selecting", [*prefix, *draw("new", NEW)], {"kv_retention": 0.3}))
+
+        def submit_all() -> list[Told]:
+            return [Told(handle, name, prompt, 40, **more) for name, prompt, more in asked]  # noqa: B023
+
+        # From the engine's thread, which takes all in before its next step: none may have ended when another comes.
+        done = [each.end() for each in handle.engine.ask(submit_all)]
         counts[beside] = relayed.groups - before
         for i in range(2):
             same(done[i], handle.ask([*shared, i], reuse=False, max_tokens=40))

@@ -13,12 +13,18 @@ import pytest
 from afterglow.store.shared.objects import ObstoreObjects
 from tests.engine.cloud_server import CONTAINER, PAGE, CloudServer, cloud_server
 from tests.engine.conftest import Handle
-from tests.engine.test_shared_s3 import STATUSES, answering, cannot_be_used, published, rows_of, shorter
+from tests.engine.test_shared_s3 import STATUSES, answering, cannot_be_used, limit, published, rows_of
 from tests.waiting import wait_for
 
 pytest.importorskip("obstore")
 
 SIGNED = {"gs": "Bearer token", "az": "SharedKey account:"}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine answers late."""
+    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 20.0)
 
 
 @pytest.fixture
@@ -114,7 +120,7 @@ def test_a_container_that_cannot_be_used_is_no_fault_of_a_request(
     status: int | None,
     kind: str,
 ) -> None:
-    shorter(monkeypatch)
+    limit(monkeypatch, kind)
     with answering(status) as url:
         point(url)
         cannot_be_used(start(model_of("llama"), tmp_path / "a", shared=f"{scheme}://{CONTAINER}/kv"), kind)

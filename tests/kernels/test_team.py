@@ -1,5 +1,6 @@
 """Threads that share the work of the compiled functions: `native/team.c`."""
 
+import contextlib
 import os
 import threading
 import time
@@ -25,7 +26,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def helpers() -> int:
     names = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm") as comm:
+        # A thread that a test before has left may end meanwhile.
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/self/task/{task}/comm") as comm,
+        ):
             names.append(comm.read().strip())
     return names.count("afterglow-team")
 

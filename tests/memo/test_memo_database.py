@@ -378,19 +378,20 @@ def test_stored_texts_are_no_other_source(tmp_path: Path) -> None:
 
 
 KILLED = """
-    import sys, time
+    import itertools, sys
     from pathlib import Path
     import torch
     torch.set_num_threads(1)
     from tests.memo.kit import builder, embedder, sentences
     from afterglow.memo import build
     build.FLUSH, build.BATCH_TOKENS = 4, 16
-    record = build.record
-    def slowly(embedder, batch):
+    record, numbers = build.record, itertools.count(1)
+    def stopping(embedder, batch):
         print("batch", flush=True)
-        time.sleep(0.05)
+        if next(numbers) == 15:
+            sys.stdin.read()  # until it is killed, however late that comes
         return record(embedder, batch)
-    build.record = slowly
+    build.record = stopping
     builder(embedder("decoder"), Path(sys.argv[1])).run(sentences(60))
 """
 
@@ -403,15 +404,18 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(killed)],
         cwd=root,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    assert process.stdin is not None
     assert process.stdout is not None
     for _ in range(15):
         assert process.stdout.readline() == "batch\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
+    process.stdin.close()
     process.stdout.close()
     with pytest.raises(ConfigError, match="holds no finished database"):
         builder(plain, killed).open()

@@ -22,12 +22,14 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
 
+Threads = dict[str, tuple[float, float]]  # by the number of each thread: seconds on a core, and waiting for one
+
 
 @dataclass
 class Answer:
     status: int
     data: bytes
-    slowest: float = 0.0  # seconds that /health took meanwhile
+    slowest: float = 0.0  # seconds that the server kept /health waiting meanwhile
 
     @property
     def error(self) -> dict[str, str | None]:
@@ -39,6 +41,7 @@ class Answer:
 class Hostile:
     url: str
     pid: int
+    loop: int  # the thread of the event loop
     _local: threading.local = field(default_factory=threading.local)
 
     def ask(self, method: str, path: str, data: bytes = b"", kind: str = "application/json") -> Answer:
@@ -69,24 +72,30 @@ class Hostile:
 
     @contextmanager
     def onlooker(self) -> Iterator[list[float]]:
-        """A client that asks for /health all the time, over a kept connection: how long each answer took."""
+        """A client that asks for /health all the time, over a kept connection: how long the server kept it waiting.
+
+        A busy machine keeps everybody waiting, and that is no fault of the server: the time that threads of the server,
+        of its processes, or the client waited for a core is not counted.
+        """
         seconds: list[float] = []
         begun, done = threading.Event(), threading.Event()
 
         def look() -> None:
             with contextlib.closing(self._new()) as connection:
                 while not done.is_set():
+                    before = self._threads()
                     began = time.perf_counter()
                     connection.request("GET", "/health")
                     assert connection.getresponse().read()
-                    seconds.append(time.perf_counter() - began)
+                    took = time.perf_counter() - began
+                    seconds.append(_kept_waiting(took, before, self._threads(), str(self.loop)))
                     begun.set()
                     time.sleep(0.002)
 
         thread = threading.Thread(target=look)
         thread.start()
         try:
-            assert begun.wait(10)
+            assert begun.wait(60)
             del seconds[:]
             yield seconds
         finally:
@@ -99,6 +108,14 @@ class Hostile:
 
     def children(self) -> list[int]:
         return _children(self.pid)
+
+    def _threads(self) -> Threads:
+        """The client's thread, and those of the server and its processes."""
+        found = {"client": _scheduled(Path("/proc/thread-self"))}
+        for pid in (self.pid, *self.children()):
+            with contextlib.suppress(OSError):
+                found |= {task.name: _scheduled(task) for task in Path(f"/proc/{pid}/task").iterdir()}
+        return found
 
     def raw(self) -> socket.socket:
         parts = urlsplit(self.url)
@@ -114,6 +131,23 @@ class Hostile:
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         return http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
+
+
+def _scheduled(task: Path) -> tuple[float, float]:
+    """How long a thread was on a core, and how long it waited for one. A thread that has ended is as one that did nothing."""
+    with contextlib.suppress(OSError):
+        ran, waited, _ = (task / "schedstat").read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    return 0.0, 0.0
+
+
+def _kept_waiting(took: float, before: Threads, after: Threads, loop: str) -> float:
+    """Return the time that an answer took, without the time in which threads waited for a core; at least the event loop's own work."""
+    if loop not in after:  # a system that does not tell
+        return took
+    began = {name: before.get(name, (0.0, 0.0)) for name in after}
+    waited = sum(max(0.0, after[name][1] - began[name][1]) for name in after)
+    return max(took - waited, min(took, after[loop][0] - began[loop][0]))
 
 
 def _resident(pid: int) -> int:
@@ -144,9 +178,9 @@ def serving(model_dir: Path, encoder: Path) -> Iterator[Hostile]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        url = process.stdout.readline().strip()
+        url, _, loop = process.stdout.readline().strip().partition(" ")
         assert url.startswith("http://"), "the server did not start"
-        server = Hostile(url, process.pid)
+        server = Hostile(url, process.pid, int(loop))
         yield server
         server.hang_up()
     finally:
@@ -171,7 +205,7 @@ def main(model_dir: Path, encoder: Path) -> None:
     gc.collect()
     gc.freeze()  # as a server that is started from the command line does
     with running(model_dir, embedders=[embedder]) as server:
-        print(server.url, flush=True)
+        print(server.url, server.thread.native_id, flush=True)
         sys.stdin.read()
 
 

@@ -37,7 +37,7 @@ MESSAGES = "/v1/messages"
 EMBED, RERANK, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"
 PROMPT = "/v1/cache/prompts/p"
 STALL_SECONDS = 0.25
-ATTEMPTS = 3  # a busy machine stalls as well, though hardly three times
+ATTEMPTS = 3  # a machine that stands still for a moment is no fault of the server, though hardly three times
 
 MB = 1_000_000
 
@@ -318,20 +318,26 @@ def test_hostile_bodies(server: Hostile, name: str) -> None:
 
 def test_health_answers_while_six_bodies_of_15_mb_are_read(server: Hostile) -> None:
     body = inside("input", many(USER, 15 * MB))
-    answers: list[Answer] = []
+    stalls = []
+    while True:
+        answers: list[Answer] = []
 
-    def post() -> None:
-        answers.append(server.ask("POST", RESPONSES, body))
-        server.hang_up()
+        def post(answers: list[Answer] = answers) -> None:
+            answers.append(server.ask("POST", RESPONSES, body))
+            server.hang_up()
 
-    threads = [threading.Thread(target=post) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    watched = server.watched(RESPONSES, body)
-    for thread in threads:
-        thread.join()
-    assert [answer.status for answer in (watched, *answers)] == [400] * 6
-    assert watched.slowest <= STALL_SECONDS
+        threads = [threading.Thread(target=post) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        watched = server.watched(RESPONSES, body)
+        for thread in threads:
+            thread.join()
+        assert [answer.status for answer in (watched, *answers)] == [400] * 6
+        stalls.append(watched.slowest)
+        print(f"others waited for {watched.slowest * 1e3:.0f} ms")
+        if watched.slowest <= STALL_SECONDS:
+            return
+        assert len(stalls) < ATTEMPTS, f"others waited for {stalls} s"
 
 
 def test_memory_comes_back(server: Hostile) -> None:
@@ -370,7 +376,7 @@ def test_a_process_that_dies_is_started_again(server: Hostile) -> None:
 def test_bodies_that_wait_are_bounded(server: Hostile) -> None:
     """Bodies of no declared length are counted while they come: 8 of the largest may be on their way at once."""
     held = []
-    refused = 0
+    refused: set[socket.socket] = set()
     try:
         for _ in range(10):
             sock = server.raw()
@@ -379,12 +385,17 @@ def test_bodies_that_wait_are_bounded(server: Hostile) -> None:
                 sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
                 sock.sendall(b"Content-Length: 16000000\r\n\r\n" + b" " * 15_900_000)
             sock.setblocking(False)
-        time.sleep(0.3)
-        for sock in held:
-            with contextlib.suppress(BlockingIOError):
-                refused += b" 503 " in sock.recv(100)
-        assert refused == 2
+
+        def count() -> int:
+            for sock in held:
+                with contextlib.suppress(BlockingIOError):
+                    if b" 503 " in sock.recv(100):
+                        refused.add(sock)
+            return len(refused)
+
+        wait_for(lambda: count() >= 2)
         assert server.ask("POST", TEXT, b'{"prompt": "hi", "max_tokens": 1}').status == 200
+        assert count() == 2
     finally:
         for sock in held:
             sock.close()
@@ -395,9 +406,18 @@ def test_bodies_that_wait_are_bounded(server: Hostile) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server that may have FILES descriptors."""
+    """A server that may have FILES descriptors, and waits long: its places stay taken while a test looks."""
     with process.serving(
-        tmp_path_factory.mktemp("hostile"), "--header-timeout", "4", "--body-timeout", "4", files=FILES
+        tmp_path_factory.mktemp("hostile"), "--header-timeout", "60", "--body-timeout", "60", files=FILES
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """One that does not wait long."""
+    with process.serving(
+        tmp_path_factory.mktemp("impatient"), "--header-timeout", "2", "--body-timeout", "2", files=FILES
     ) as server:
         yield server
 
@@ -424,13 +444,13 @@ def ended(sock: socket.socket) -> bool:
     ],
     ids=["silent", "half the headers", "half the body"],
 )
-def test_half_open_connections_leave_health_answering(small: Process, said: bytes) -> None:
+def test_half_open_connections_leave_health_answering(small: Process, impatient: Process, said: bytes) -> None:
     """More connections than descriptors: others are answered, the log stays short, and silent ones end by themselves."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft > HALF_OPEN + 100, f"this test itself needs {HALF_OPEN + 100} files (hard limit {hard})"
-    before = small.log.stat().st_size
+    before = small.log.stat().st_size + impatient.log.stat().st_size
     with ExitStack() as sockets:
-        made = half_open(small.port, sockets, HALF_OPEN, said)
+        half_open(small.port, sockets, HALF_OPEN, said)
         for _ in range(10):
             began = time.monotonic()
             assert httpx.get(f"{small.url}/health", timeout=10).json() == {"status": "ok"}
@@ -440,10 +460,14 @@ def test_half_open_connections_leave_health_answering(small: Process, said: byte
         assert full.status_code == 503
         assert full.json()["error"]["code"] == "too_many_connections"
         assert full.headers["connection"] == "close"
+    wait_for(lambda: httpx.post(f"{small.url}{CHAT}", json=SHORT, timeout=30).status_code == 200)
+    with ExitStack() as sockets:
+        made = half_open(impatient.port, sockets, HALF_OPEN, said)
         wait_for(lambda: all(map(ended, made)), seconds=40)
-        assert httpx.post(f"{small.url}{CHAT}", json=SHORT, timeout=30).status_code == 200
-    assert small.log.stat().st_size - before < 20_000
-    assert "Traceback" not in small.log.read_text()
+        assert httpx.post(f"{impatient.url}{CHAT}", json=SHORT, timeout=30).status_code == 200
+    assert small.log.stat().st_size + impatient.log.stat().st_size - before < 20_000
+    for server in (small, impatient):
+        assert "Traceback" not in server.log.read_text()
 
 
 def test_foreign_pages_get_nothing(server: Hostile) -> None:

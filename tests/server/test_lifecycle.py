@@ -68,8 +68,7 @@ def test_hanging_up_while_running_cancels(model_dir: Path, stream: bool) -> None
         wait_for(lambda: len(server.engine.cancelled) == 1)
         wait_for(lambda: server.engine.in_flight == 0)
         with server.http() as http:
-            metrics = http.get("/metrics").text
-        assert 'afterglow:http_responses_total{status="499"} 1.0' in metrics
+            wait_for(lambda: 'afterglow:http_responses_total{status="499"} 1.0' in http.get("/metrics").text)
 
 
 def test_leaving_a_stream_early_cancels(model_dir: Path) -> None:
@@ -242,7 +241,7 @@ def test_a_dead_engine_is_said(model_dir: Path) -> None:
 
 
 def test_shutting_down_lets_short_requests_finish(model_dir: Path) -> None:
-    with running(model_dir, step_seconds=0.01) as server:
+    with running(model_dir, ServerConfig(port=0, grace=60), step_seconds=0.01) as server:
         stream = server.openai().chat.completions.create(model="fake-model", stream=True, **HI)
         chunks = [next(iter(stream))]
         server.service.stop()

@@ -44,14 +44,15 @@ def one(found: dict[str, list[tuple[dict[str, str], float]]], name: str) -> floa
 
 
 def test_each_request_is_in_vllms_histograms(model_dir: Path) -> None:
-    with running(model_dir, step_seconds=0.01) as server, server.http() as http:
+    with running(model_dir, step_seconds=0.1) as server, server.http() as http:
         for body in (HI, {**HI, "max_tokens": 1}):
             assert http.post(CHAT, json=body).status_code == 200
         prompt = len(server.engine.requests[0].prompt)
         found = samples(server)
     assert {one(found, f"{name}_count") for name in PER_REQUEST} == {2}
     assert (one(found, "prompt_tokens_sum"), one(found, "generation_tokens_sum")) == (2 * prompt, 5)
-    assert one(found, "decode_time_seconds_sum") >= 0.03  # three steps after the first token
+    # Three steps after the first token, which may be heard of a step late.
+    assert one(found, "decode_time_seconds_sum") >= 0.15
     assert one(found, "time_per_output_token_seconds_count") == 1  # one token alone has no time between tokens
     assert one(found, "time_per_output_token_seconds_sum") * 3 == pytest.approx(one(found, "decode_time_seconds_sum"))
     buckets = {labels["le"] for labels, _ in found["vllm:request_prompt_tokens_bucket"]}

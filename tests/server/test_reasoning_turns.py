@@ -4,7 +4,8 @@ every turn nothing but the new message is computed."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -168,11 +169,13 @@ def test_idle_work_makes_way(tmp_path: Path) -> None:
         engine, runner = server.engine, server.runner
         upcoming = engine.loop.upcoming
         long = [7 + n % 200 for n in range(1500)]
-        seen = hold_idle_work(server, passes=2)
+        seen = hold_idle_work(server, 2, 3)
         engine.expect([Request("next", long)])
         wait_for(seen.stopped.is_set)
+        seen.stopped.clear()
         server.client.chat.completions.create(model="model", messages=[user("Hi")], max_tokens=2, temperature=0)
-        assert len(upcoming) == 1, "it waits to go on"
+        wait_for(seen.stopped.is_set)
+        assert len(upcoming) == 1, "it goes on"
         seen.go_on()
         engine.settle()
         assert len(upcoming) == 0
@@ -186,10 +189,9 @@ def test_a_turn_that_comes_early_takes_the_rows_over(tmp_path: Path) -> None:
     with scripted(tmp_path, kit.QWEN) as server:
         engine = server.engine
         long = [9 + n % 200 for n in range(1500)]
-        seen = hold_idle_work(server, passes=2)
+        seen = hold_idle_work(server, 2)
         engine.expect([Request("next", long), Request("other", [*long[:900], 3, 4])])
         wait_for(seen.stopped.is_set)
-        seen.go_on()
         (done,) = engine.generate([_plain("turn", [*long, 5])])
         assert 0 < done.cached.total == sum(seen.rows) < len(long)
         engine.settle()
@@ -201,11 +203,14 @@ def test_what_is_deleted_is_not_computed(tmp_path: Path) -> None:
     with scripted(tmp_path, kit.QWEN) as server:
         engine = server.engine
         long = [9 + n % 200 for n in range(1500)]
-        seen = hold_idle_work(server, passes=1)
+        seen = hold_idle_work(server, 1)
         engine.expect([Request("next", long, session_id="s")])
         wait_for(seen.stopped.is_set)
-        threading.Timer(0.1, seen.go_on).start()  # the engine answers between two steps
-        assert engine.forget_session("", "s")
+        with ThreadPoolExecutor(1) as pool:
+            forgotten = pool.submit(engine.forget_session, "", "s")
+            wait_for(engine.parts.inbox.pressed)  # the engine answers between two steps
+            seen.go_on()
+            assert forgotten.result(20)
         engine.settle()
         assert len(engine.loop.upcoming) == 0
         assert sum(seen.rows) < len(long)
@@ -229,8 +234,11 @@ def test_what_was_deleted_during_the_reply_is_not_computed(tmp_path: Path) -> No
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         for number, _ in enumerate(engine.outputs([Request("turn", [5, 6, 7, 9], params, session_id="s")])):
             if number == 0:
-                deleting.set()
-                assert engine.forget_session("", "s")
+                with ThreadPoolExecutor(1) as pool:
+                    forgotten = pool.submit(engine.forget_session, "", "s")
+                    wait_for(engine.parts.inbox.pressed)
+                    deleting.set()
+                    assert forgotten.result(20)
         engine.expect([Request("next", [5, 6, 7, 9, 10], session_id="s")], "turn")
         engine.settle()
         assert engine.sessions("") == []
@@ -243,7 +251,7 @@ def test_idle_work_takes_no_place_of_callers(tmp_path: Path) -> None:
     with scripted(tmp_path, kit.QWEN) as server:
         engine = server.engine
         doors.shorten_queue(engine, 1)
-        seen = hold_idle_work(server, passes=1)
+        seen = hold_idle_work(server, 1)
         engine.expect([Request("next", [7 + n % 200 for n in range(1500)])])
         wait_for(seen.stopped.is_set)
         (done,) = engine.generate([_plain("caller", [5, 6, 7])])
@@ -308,17 +316,18 @@ def _plain(name: str, prompt: list[int]) -> Request:
 
 
 class Held:
-    """Passes of idle work: their rows, and a stop after some of them."""
+    """Passes of idle work: their rows, and stops after some of them."""
 
-    def __init__(self, passes: int) -> None:
+    def __init__(self, stops: Sequence[int]) -> None:
         self.rows: list[int] = []
         self.stopped = threading.Event()
-        self._passes = passes
+        self._stops = stops
         self._gate = threading.Event()
 
     def passed(self, rows: int) -> None:
         self.rows.append(rows)
-        if len(self.rows) == self._passes:
+        if len(self.rows) in self._stops:
+            self._gate.clear()
             self.stopped.set()
             self._gate.wait(20)
 
@@ -326,9 +335,9 @@ class Held:
         self._gate.set()
 
 
-def hold_idle_work(server: Scripted, passes: int) -> Held:
-    """Stop the engine's thread after some passes of idle work until it is told to go on, or a request arrives."""
-    held = Held(passes)
+def hold_idle_work(server: Scripted, *stops: int) -> Held:
+    """Stop the engine's thread after so many passes of idle work until it is told to go on, or a request arrives."""
+    held = Held(stops)
     engine = server.engine
     run: Callable[..., Any] = server.runner.run
     accept = engine.submit

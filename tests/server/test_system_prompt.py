@@ -149,12 +149,18 @@ def test_clearing_the_cache_leaves_it(server: Serving) -> None:
     assert cached(server.chat(HELLO, salt="cleared")) == TOKENS
 
 
-def test_requests_of_two_tenants_read_it_together_and_a_tenants_own_below_it(server: Serving) -> None:
+def test_requests_of_two_tenants_read_it_together_and_a_tenants_own_below_it(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     document = {"role": "user", "content": "The kite is red and the mill is old. " * 12}
     talks = [("r1", "One?"), ("r1", "Two?"), ("r2", "Three?")]
     server.chat(document, salt="r1")
     server.engine.settle()
     before = server.engine.stats()
+    go, sent, submit = threading.Event(), threading.Semaphore(0), server.engine.submit
+    monkeypatch.setattr(server.engine, "submit", lambda *args: (submit(*args), sent.release()))
+    holder = threading.Thread(target=server.engine.ask, args=(lambda: go.wait(20),))
+    holder.start()  # the engine begins when it has all three
     threads = [
         threading.Thread(
             target=server.chat,
@@ -165,7 +171,9 @@ def test_requests_of_two_tenants_read_it_together_and_a_tenants_own_below_it(ser
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    assert all(sent.acquire(timeout=20) for _ in talks)
+    go.set()
+    for thread in (holder, *threads):
         thread.join(60)
     after = server.engine.stats()
     assert after.engine.relay.groups > before.engine.relay.groups

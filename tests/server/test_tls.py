@@ -51,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def secure(model_dir: Path, files: Files) -> Iterator[Running]:
-    config = ServerConfig(port=0, grace=0.5, ssl_certfile=files.certificate, ssl_keyfile=files.key, header_timeout=1)
+    config = ServerConfig(port=0, grace=0.5, ssl_certfile=files.certificate, ssl_keyfile=files.key)
     with running(model_dir, config) as value:
         yield value
 
@@ -75,14 +75,16 @@ def test_clients_are_served_over_tls(secure: Running, files: Files) -> None:
         assert http.get("/dashboard/data", headers={"Origin": "https://evil.example"}).status_code == 403
 
 
-def test_what_is_not_tls_does_not_hold_a_place(secure: Running, files: Files) -> None:
+def test_what_is_not_tls_does_not_hold_a_place(model_dir: Path, files: Files) -> None:
     """Plain HTTP, and connections that never begin."""
-    host, port = secure.url.removeprefix("https://").split(":")
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://{host}:{port}/health", timeout=10)
-    with socket.create_connection((host, int(port)), timeout=15) as silent:
-        assert silent.recv(1) == b""
-    assert httpx.get(f"{secure.url}/health", verify=trusting(files), timeout=10).status_code == 200
+    config = ServerConfig(port=0, grace=0.5, ssl_certfile=files.certificate, ssl_keyfile=files.key, header_timeout=2)
+    with running(model_dir, config) as impatient:
+        host, port = impatient.url.removeprefix("https://").split(":")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://{host}:{port}/health", timeout=10)
+        with socket.create_connection((host, int(port)), timeout=20) as silent:
+            assert silent.recv(1) == b""
+        assert httpx.get(f"{impatient.url}/health", verify=trusting(files), timeout=10).status_code == 200
 
 
 @pytest.fixture(scope="module")

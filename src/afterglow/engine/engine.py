@@ -21,7 +21,16 @@ from afterglow.engine.inbox import OutputQueue
 from afterglow.engine.loop import EngineLoop
 from afterglow.engine.make_shared_ids import shared_ids
 from afterglow.engine.registrar import PrefixRegistrar
-from afterglow.engine.requests import Sink, can_be_computed, check, discarding, owner_of, salt_id, token_bytes
+from afterglow.engine.requests import (
+    LiveRequest,
+    Sink,
+    can_be_computed,
+    check,
+    discarding,
+    owner_of,
+    salt_id,
+    token_bytes,
+)
 from afterglow.engine.setup import EngineParts, Progress, build
 from afterglow.engine.stats import EngineStats, Tiers
 from afterglow.errors import RequestError
@@ -156,15 +165,14 @@ class Engine:
     def outputs(self, requests: Sequence[Request]) -> Generator[tuple[float, Output]]:
         """Run requests and yield their outputs as they come, each with the seconds since the first was submitted.
 
-        The engine must have been started. Requests that have not ended when the iterator is closed are cancelled.
+        The engine must have been started; it takes in all requests before its next step. Requests that have not ended when the iterator
+        is closed are cancelled.
         Raises: RequestError.
         """
         outputs = OutputQueue(self._inbox)
         unfinished: set[str] = set()
         try:
-            for request in requests:
-                self.submit(request, outputs)
-                unfinished.add(request.id)
+            self._submit_all(requests, outputs, unfinished)
             while unfinished:
                 at, output = outputs.get()
                 if output.finish_reason is not None:
@@ -173,6 +181,16 @@ class Engine:
         finally:
             for request_id in unfinished:
                 self.cancel(request_id)
+
+    def _submit_all(self, requests: Sequence[Request], sink: Sink, submitted: set[str]) -> None:
+        """Queue requests together, up to the first that is refused, and add their ids to `submitted`."""
+        prepared: list[LiveRequest] = []
+        try:
+            for request in requests:
+                prepared.append(self.loop.prepare(request, sink, salt_id(request.salt)))
+                submitted.add(request.id)
+        finally:
+            self.loop.accept(prepared)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests to the end and return their replies, in order. The engine must have been started.

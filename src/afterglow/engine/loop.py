@@ -78,8 +78,15 @@ class EngineLoop:
             self.inbox.send(lambda: self._begin_stop(flush))
             self._thread.join(DRAIN_SECONDS + 10)
 
-    def submit(self, request: Request, sink: Sink, salt: str, own: bool = False, patient: bool = False) -> None:
-        """Queue a request under a salt of the plan's. `own`: the request is the engine's own, from its thread; `patient`: and
+    def submit(self, request: Request, sink: Sink, salt: str) -> None:
+        """Queue a request under a salt of the plan's.
+
+        Raises: see `prepare`.
+        """
+        self.accept([self.prepare(request, sink, salt)])
+
+    def prepare(self, request: Request, sink: Sink, salt: str, own: bool = False, patient: bool = False) -> LiveRequest:
+        """Make a request that is to be accepted under a salt of the plan's. `own`: the request is the engine's own; `patient`: and
         goes on in short passes.
 
         Raises: RequestError, for a request that can never be answered, a full queue, a stopped engine.
@@ -97,11 +104,16 @@ class EngineLoop:
         constraint = parts.grammars.constraint(request.sampling)
         spec = job_spec(request, parts.config, self._eos, salt)
         spec = replace(spec, job=self.requests.reserve(request.id, own), aside=own, patient=patient)
-        live = LiveRequest(request, sink, spec, constraint)
-        if own:
-            self._accept(live)
-        else:
-            self.inbox.send(lambda: self._accept(live))
+        return LiveRequest(request, sink, spec, constraint)
+
+    def accept(self, prepared: Sequence[LiveRequest]) -> None:
+        """Queue requests: the engine's thread takes in all of them before its next step."""
+
+        def take_in() -> None:
+            for live in prepared:
+                self._accept(live)
+
+        self.inbox.send(take_in)
 
     def cancel(self, request_id: str) -> None:
         """End a request. Unknown ids are ignored."""
@@ -165,7 +177,7 @@ class EngineLoop:
     def submit_own(self, request: Request, patient: bool = False) -> bool:
         """Queue a request of the engine's own, which may be `patient`. Returns False if there is no room for it."""
         try:
-            self.submit(request, no_sink, salt_id(request.salt), own=True, patient=patient)
+            self._accept(self.prepare(request, no_sink, salt_id(request.salt), own=True, patient=patient))
         except RequestError:
             return False
         return True

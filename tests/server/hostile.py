@@ -74,7 +74,7 @@ class Hostile:
     def onlooker(self) -> Iterator[list[float]]:
         """A client that asks for /health all the time, over a kept connection: how long the server kept it waiting.
 
-        A busy machine keeps everybody waiting, and that is no fault of the server: the time that threads of the server,
+        A busy machine keeps its clients waiting, and that is no fault of the server: the time that threads of the server,
         of its processes, or the client waited for a core is not counted.
         """
         seconds: list[float] = []

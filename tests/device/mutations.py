@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,12 @@ ROOMS = ("engine", "importance", "kernels")
 WAITS = {"wait_stream", "wait_event", "synchronize", "record_stream"}
 SECONDS = 300  # a scene that hangs has noticed
 
-SCENES = ("races", "no_memory", "sending", "importance", "renewing", "agreeing", "scores", "drawing", "grammar")
+INTERPRETED = "interpreted "  # before the name of a scene: with Triton's kernels, in its interpreter
+SCENES = (
+    *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
+    *("filled", "block_scenes.reuse"),
+    *((f"{INTERPRETED}kernels", f"{INTERPRETED}stored") if find_spec("triton") is not None else ()),
+)
 FIRST = {
     "importance": "agreeing",
     "selective": "agreeing",
@@ -36,6 +42,11 @@ FIRST = {
     "masks": "grammar",
     "transfers": "sending",
     "device_blocks": "block_scenes.reuse",
+    "device_products": "filled",
+    "kernels/decode": "reuse",
+    "paged_parts": f"{INTERPRETED}kernels",
+    "slot_gather": f"{INTERPRETED}stored",
+    "triton": f"{INTERPRETED}stored",
 }
 
 EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
@@ -128,6 +139,9 @@ def _run(site: Site | None, scene: str, device: str, folder: Path, result: Path)
     try:
         if site is not None:
             _remove(site)
+        if scene.startswith(INTERPRETED):
+            os.environ["TRITON_INTERPRET"] = "1"
+            scene = scene.removeprefix(INTERPRETED)
         if device == "cuda":
             from tests.device import pretend
 
@@ -181,7 +195,7 @@ class Scenes:
             assert tokens(ours) == tokens(theirs), (scene, tokens(ours), tokens(theirs))
             assert not ours["races"], ours["races"]
             assert not ours["indices"], ours["indices"]
-            self._expected[scene] = tokens(theirs)
+            self._expected[scene] = tokens(theirs), counts(ours)
         return self._expected[scene]
 
     def noticed(self, site: Site) -> tuple[str, str] | None:
@@ -197,8 +211,10 @@ class Scenes:
                 return scene, f"Race: {found['races'][0]}"
             if found["indices"]:
                 return scene, f"Indices are copied in {', '.join(found['indices'])}"
-            if tokens(found) != expected:
+            if tokens(found) != expected[0]:
                 return scene, "other answers than the CPU's"
+            if counts(found) != expected[1]:
+                return scene, "kernels of Triton's are launched more or less often"
         return None
 
 
@@ -210,7 +226,13 @@ def _cause(folder: Path) -> str | None:
 
 def tokens(found: Any) -> Any:
     """Take the tokens from a scene's answer."""
-    return [each[0] if isinstance(each[0], list) else each for each in found["answers"]]
+    replies = [each for each in found["answers"] if isinstance(each, list)]
+    return [each[0] if each and isinstance(each[0], list) else each for each in replies]
+
+
+def counts(found: Any) -> Any:
+    """Take from a scene's answer how often kernels were launched."""
+    return [each for each in found["answers"] if isinstance(each, int)]
 
 
 def main(*wanted: str) -> int:

@@ -19,7 +19,7 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.transfers import StepInputs
 from afterglow.errors import ConfigError
-from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
+from afterglow.kernels.device_products import RoundedFilling, RoundedMatrix, rounded_rows
 from afterglow.kernels.rope import LayerRopes
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.names import Names
@@ -71,6 +71,10 @@ def reuse(device: str, folder: Path) -> list[Any]:
             engine.demote(tier)
         found += ask(engine, [[*prefix, *draw(len(found), 10)]])
     found += ask(engine, [[*prefix, *draw(100 + i, 5 + i)] for i in range(4)])
+    other = draw(2, 130)
+    found += ask(engine, [other])
+    # Those that read rows together are not neighbours in the batch.
+    found += ask(engine, [[*(prefix, other)[i % 2], *draw(110 + i, 5 + i)] for i in range(4)])
     engine.close()
     return found
 
@@ -262,7 +266,23 @@ def agreeing(device: str, folder: Path) -> list[Any]:
         engine.settle()
         engine.demote(tier)
         found += ask(engine, [[*prefix, *draw(50 + len(found), 6)]])
+    assert engine.parts.selective is not None
+    cache = engine.parts.selective.loader.cache
+    chunks = {key: cache.look(key) for key in cache.placement.members("device")}
+    found.append([rows is not None and rows.device.type == device for rows in chunks.values()])
     engine.close()
+    return found
+
+
+def filled(device: str, folder: Path) -> list[Any]:
+    """A matrix that is rounded, of weights that are on the device already."""
+    weights = torch.randn(70, 64, generator=torch.Generator().manual_seed(5))
+    found = []
+    with pretend.active() if device == "cuda" else contextlib.nullcontext():
+        for bits, grouped in ((8, False), (8, True), (4, True)):
+            filling = RoundedFilling(70, 64, torch.device(device), bits, grouped=grouped)
+            filling.fill(0, weights.to(device))
+            found.append(filling.done(None).widened(0, 70, torch.float32).flatten().cpu().tolist())
     return found
 
 

@@ -89,7 +89,7 @@ class LoadedRows:
 
     def _of_heads(self, selection: Selection) -> Tensor:
         """Copy a selection's rows for each KV head: int64 [kv_heads, k]."""
-        rows = selection.rows.to(self.keys.device)
+        rows = selection.rows
         return rows.expand(len(self.known_keys), -1).clone() if rows.ndim == 1 else rows.clone()
 
 

@@ -120,7 +120,7 @@ class RowLayout:
 
     def hits(self, rows: Tensor) -> Tensor:
         """Count the rows, each given once, in each chunk: int64 [chunks]."""
-        return torch.bincount(self.number[rows.cpu()], minlength=len(self._chunks))
+        return torch.bincount(self.number[rows], minlength=len(self._chunks))
 
     def by_hits(self, rows: Tensor, least: int = 1) -> list[int]:
         """List the chunks with at least `least` of the rows (each given once): chunks with the most rows first, and equals in

@@ -243,11 +243,13 @@ def test_requests_that_are_asked_together_are_one_batch(
 ) -> None:
     """However slow the thread is that asks."""
     handle = start(model_of("llama"), max_batch=4, prefill_chunk=0)
-    prepare = handle.engine.loop.prepare
-    monkeypatch.setattr(handle.engine.loop, "prepare", lambda *asked: (time.sleep(0.2), prepare(*asked))[1])
-    before = handle.engine.stats().engine.steps
+    loop, runner = handle.engine.loop, handle.engine.parts.runner
+    prepare, run = loop.prepare, runner.run
+    sizes: list[int] = []
+    monkeypatch.setattr(loop, "prepare", lambda *asked: (time.sleep(0.2), prepare(*asked))[1])
+    monkeypatch.setattr(runner, "run", lambda step: (sizes.append(len(step.runs)), run(step))[1])
     handle.engine.generate([Request(f"r{i}", prompt(i, 30), greedy(5)) for i in range(4)])
-    assert handle.engine.stats().engine.steps == before + 5
+    assert sizes[0] == 4
 
 
 def test_of_requests_that_are_asked_together_none_runs_on_when_one_is_refused(start: Start, model_of: Models) -> None:

@@ -412,6 +412,9 @@ def _launch_on_the_cpu() -> None:
     launch = GridExecutor.__call__
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        for each in (*args, *kwargs.values()):  # kernels may read memory of the host that is locked
+            if isinstance(each, torch.Tensor) and not (isinstance(each, Pretend) or watch.is_pinned(each)):
+                raise Mismatch(f"{self.fn.__name__}: a tensor on the CPU")
         watch.note("launches of Triton")
         watch.note(f"launches of {self.fn.__name__}")
         launch(self, *map(_inner, args), **{key: _inner(value) for key, value in kwargs.items()})

@@ -48,10 +48,9 @@ class RopeTable:
         return 2 * int(self.inv_freq.shape[0])
 
     def cos_sin(self, positions: Tensor) -> Rotation:
-        """Return the rotation of `positions` (int64 [rows]); the tables lie on the positions' device."""
-        inv_freq = self.inv_freq.to(positions.device)
+        """Return the rotation of `positions` (int64 [rows], on the table's device)."""
         # float32 holds every position below 2**24 exactly.
-        angles = positions.to(torch.float32)[:, None] * inv_freq
+        angles = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos *= self.attention_factor

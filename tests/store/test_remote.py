@@ -110,7 +110,7 @@ def test_a_missing_bucket_is_no_missing_object(code: str) -> None:
 def test_what_a_user_can_mend_is_in_the_reason(scheme: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `obstore`'s own errors: it says no more than that a request could not be sent, or built, and its own words are far below."""
     pytest.importorskip("obstore")
-    with socket.socket() as probe:  # nobody listens there, and nobody else can have the port meanwhile
+    with socket.socket() as probe:  # it does not listen, and keeps the port from all others
         probe.bind(("127.0.0.1", 0))
         _check_reason(scheme, what, f"127.0.0.1:{probe.getsockname()[1]}", monkeypatch)
 

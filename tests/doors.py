@@ -79,8 +79,7 @@ def fill_new_contexts(monkeypatch: Any, number: float) -> None:
 
 def contexts_of(runner: Any) -> list[Any]:
     """Return all contexts on the device, of running jobs and of finished ones."""
-    running = [job.context for job in runner._jobs.values() if job.context is not None]
-    return [*running, *runner._contexts.values()]
+    return [*runner._running.values(), *runner._retained.values()]
 
 
 def free_bytes_of(pool: Any) -> int:

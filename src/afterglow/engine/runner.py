@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,18 +42,6 @@ log = logging.getLogger("afterglow.engine")
 # Seconds that a step waits for the disk for requests that select rows: beside other requests, and alone, where the engine has
 # nothing else to do but to look for new requests in between.
 WAIT_BESIDE, WAIT_ALONE = 0.001, 0.01
-
-
-@dataclass(slots=True)
-class _RunnerJob:
-    """Hold the device state of a job. `selection`: of a prefix that is not attended to as a whole. `separate`: the job's own
-    pass through the decoder, while that goes on."""
-
-    retention: float | None
-    context: DeviceContext | None = None
-    selection: PrefixSelection | None = None
-    separate: SeparatePass | None = None
-    ended: bool = False
 
 
 class TorchRunner:
@@ -96,8 +84,11 @@ class TorchRunner:
         self._chunk = (
             config.prefill_chunk
         )  # rows that separate passes may compute in a step while others decode; 0: any
-        self._jobs: dict[int, _RunnerJob] = {}
-        self._contexts: dict[int, DeviceContext] = {}  # retained, by the plan's number
+        self._running: dict[int, DeviceContext] = {}  # by job
+        self._retained: dict[int, DeviceContext] = {}  # by the plan's number
+        self._selections: dict[int, PrefixSelection] = {}  # of prefixes that are not attended to as a whole, by job
+        self._separate: dict[int, SeparatePass] = {}  # passes of their own that go on, by job
+        self._ended: set[int] = set()  # jobs whose device memory the plan has not released yet
         # Recording importance computes the attention weights of each request apart.
         self._relay = config.relay if scores is None else "off"
         self._costs = RelayCosts.measured(self.shape, spec.heads) if self._relay == "auto" else None
@@ -106,7 +97,6 @@ class TorchRunner:
     def register(self, job: int, request: Request, constraint: Constraint | None = None) -> None:
         """Take in a job's request, before its first run. `constraint`: of its reply, at the beginning of the grammar."""
         self._outputs.register(job, request, constraint)
-        self._jobs[job] = _RunnerJob(request.kv_retention)
 
     def shorten(self, job: int, prompt: bytes) -> None:
         """Note that a registered job's prompt was cut to these tokens."""
@@ -114,30 +104,27 @@ class TorchRunner:
 
     def forget(self, job: int) -> None:
         """Note that the job has ended; its device memory stays until the plan releases it."""
-        found = self._jobs.get(job)
-        if found is not None:
-            found.ended = True
-            if found.context is None:
-                self._remove(job)
-
-    def _remove(self, job: int) -> None:
-        del self._jobs[job]
-        self._outputs.forget(job)
+        if job in self._running:
+            self._ended.add(job)
+        else:
+            self._outputs.forget(job)
 
     def release(self, step: Step) -> None:
         """Carry out the step's releases and frees."""
         for release in step.releases:
             self._tee.release(release.job)
-            job = self._jobs[release.job]
-            context, job.context, job.selection, job.separate = job.context, None, None, None
-            if job.ended:
-                self._remove(release.job)
+            context = self._running.pop(release.job, None)
+            self._selections.pop(release.job, None)
+            self._separate.pop(release.job, None)
+            if release.job in self._ended:
+                self._ended.remove(release.job)
+                self._outputs.forget(release.job)
             if release.context is not None:
                 assert context is not None, f"job {release.job} has nothing on the device to retain"
                 context.shorten(release.rows)
-                self._contexts[release.context] = context
+                self._retained[release.context] = context
         for number in step.frees:
-            self._contexts.pop(number, None)
+            self._retained.pop(number, None)
         if self._short:
             self._short = False
             self._pool.shrink()
@@ -153,8 +140,8 @@ class TorchRunner:
         """Run the shared pass, and separate passes beside it as far as they delay no other request."""
         for run in step.runs:  # first of all: others may get the pages that a job leaves out of what it takes over
             admit = run.admit
-            if admit is not None and admit.take and admit.context in self._contexts:
-                self._contexts[admit.context].shorten(admit.device_rows)
+            if admit is not None and admit.take and admit.context in self._retained:
+                self._retained[admit.context].shorten(admit.device_rows)
         runs = [run for run in step.runs if not self._is_separate(run)]
         self._tee.begin(*_saves(runs))
         separate = [run for run in step.runs if self._is_separate(run)]
@@ -178,35 +165,34 @@ class TorchRunner:
         return WaitBudget(seconds, self._selective.loader.stats if self._selective is not None else ImportanceStats())
 
     def _is_separate(self, run: Run) -> bool:
-        return self._jobs[run.job].separate is not None or (run.admit is not None and bool(run.admit.selectable))
+        return run.job in self._separate or (run.admit is not None and bool(run.admit.selectable))
 
     def _separate_pass(self, run: Run) -> SeparatePass:
         """Get the separate pass of a run; begin it, with the selection from the prefix, at the job's first run."""
-        job = self._jobs[run.job]
-        if job.separate is not None:
-            return job.separate
+        if (separate := self._separate.get(run.job)) is not None:
+            return separate
         assert self._selective is not None, "a job that selects, on an engine that does not"
         assert run.admit is not None
         self._admit(run)
         entry = self._entry(run, slice(0, len(run.tokens)))
-        job.selection = self._selective.begin(run.admit.selectable, job.retention, run.admit.exact)
-        entry.own_from = job.selection.rows
+        retention = self._outputs.request(run.job).kv_retention
+        selection = self._selective.begin(run.admit.selectable, retention, run.admit.exact)
+        self._selections[run.job] = selection
+        entry.own_from = selection.rows
         positions = torch.arange(entry.start, entry.stop, device=self.decoder.device)
         hidden = self.decoder.begin(on_device(run.tokens, self.decoder.device), positions)
-        job.separate = SeparatePass(job.selection, entry, hidden)
-        return job.separate
+        self._separate[run.job] = SeparatePass(selection, entry, hidden)
+        return self._separate[run.job]
 
     def _end_passes(self, runs: Sequence[Run], out: RunOutput) -> None:
         """Add the outputs of separate passes to the step's."""
         waiting, exhausted = list(out.result.waiting), list(out.result.exhausted)
         for run in runs:
-            job = self._jobs[run.job]
-            separate = job.separate
-            assert separate is not None
+            separate = self._separate[run.job]
             if not separate.over:
                 waiting.append(run.job)
                 continue
-            job.separate = None
+            del self._separate[run.job]
             if separate.exhausted:
                 exhausted.append(run.job)
                 continue
@@ -239,7 +225,7 @@ class TorchRunner:
             self._gatherer.end()
             left_out = runs[-1].admit
             if left_out is not None and left_out.context is not None and left_out.take:
-                self._contexts.pop(left_out.context, None)  # the plan counts it no more
+                self._retained.pop(left_out.context, None)  # the plan counts it no more
             runs = runs[:-1]
             self._short = True
             self._pool.shrink()
@@ -271,7 +257,7 @@ class TorchRunner:
         there, places, wanted, *index = self._inputs.send(*numbers, *self._tee.index)
         self._tee.use(index)
         selecting = self._selective_decoding(entries, budget)
-        exact = entries if selecting is None else [e for e in entries if self._jobs[e.job].selection is None]
+        exact = entries if selecting is None else [e for e in entries if e.job not in self._selections]
         apart = self._relay == "off" or not whole
         groups = [] if apart else groups_of(step.shares, exact, self._costs)
         self._gatherer.begin(entries, self.decoder.rope)
@@ -304,8 +290,7 @@ class TorchRunner:
     ) -> RunOutput:
         """Count the new rows of the contexts, and draw tokens from the rows `rows` of the batch."""
         left = selecting.left if selecting is not None else {}
-        for job, separate in left.items():
-            self._jobs[job].separate = separate
+        self._separate.update(left)
         failed = {entry.job: entry.failed for entry in entries if entry.failed is not None}
         for entry in entries:
             entry.context.rows = entry.start if entry.job in failed or entry.job in left else entry.stop
@@ -317,14 +302,14 @@ class TorchRunner:
                     self._tee.take_back(run.job, void)
         out.result = replace(out.result, waiting=list(left), late=[entry.job for entry in entries if entry.late])
         for entry in entries if selecting is not None else ():
-            selection = self._jobs[entry.job].selection
+            selection = self._selections.get(entry.job)
             if selection is not None and entry.job not in left:
                 out.selected[entry.job] = selection.summary()
         return out
 
     def _selective_decoding(self, entries: Sequence[BatchEntry], budget: WaitBudget) -> SelectiveDecoding | None:
         """Prepare the attention of entries whose requests have selected rows of their prefix."""
-        found = {e.job: selection for e in entries if (selection := self._jobs[e.job].selection) is not None}
+        found = {e.job: selection for e in entries if (selection := self._selections.get(e.job)) is not None}
         return SelectiveDecoding(found, [e for e in entries if e.job in found], budget) if found else None
 
     def _attend(
@@ -347,31 +332,31 @@ class TorchRunner:
 
     def _entry(self, run: Run, where: slice) -> BatchEntry:
         """Give a run's context pages for its new rows."""
-        job = self._jobs[run.job]
-        assert job.context is not None, f"job {run.job} runs without ever having been admitted"
-        stop = run.start + len(run.tokens)
-        job.context.make_room(stop, run.capacity)
+        assert run.job in self._running, f"job {run.job} runs without ever having been admitted"
+        context, stop = self._running[run.job], run.start + len(run.tokens)
+        context.make_room(stop, run.capacity)
         gather_from = run.start - sum(gather.stop - gather.start for gather in run.gathers)
-        return BatchEntry(run.job, where, run.start, stop, job.context, run.gathers, gather_from)
+        return BatchEntry(run.job, where, run.start, stop, context, run.gathers, gather_from)
 
     def _admit(self, run: Run) -> None:
         """Make the context of a job's first run, with the rows that the plan wants in it before the forward pass."""
-        job, admit = self._jobs[run.job], run.admit
+        job, admit = run.job, run.admit
         if admit is None:
             return
         if admit.context is not None and admit.take:
-            job.context = job.context or self._contexts.pop(admit.context)
-            job.context.cut(admit.device_rows)  # also if an attempt at this step has failed before
+            if job not in self._running:
+                self._running[job] = self._retained.pop(admit.context)
+            self._running[job].cut(admit.device_rows)  # also if an attempt at this step has failed before
             return
-        if job.context is not None:
+        if job in self._running:
             return
         context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
-        source = self._contexts[admit.context] if admit.context is not None else None
+        source = self._retained[admit.context] if admit.context is not None else None
         if admit.fellow is not None:
-            source = self._jobs[admit.fellow].context
+            source = self._running.get(admit.fellow)
         if source is not None:
             context.share(source, admit.device_rows)
-        job.context = context
+        self._running[job] = context
 
 
 def _rows(runs: Sequence[Run]) -> int:

@@ -73,9 +73,14 @@ class TokenOutputs:
         if shaping is not None:
             shaping.shorten(memoryview(prompt).cast("I"))
 
+    def request(self, job: int) -> Request:
+        """Return the request of a job."""
+        return self._requests[job][0]
+
     def forget(self, job: int) -> None:
-        """Forget a request."""
-        del self._requests[job]
+        """Forget a request, if it was registered."""
+        if self._requests.pop(job, None) is None:
+            return
         if self._guesser is not None:
             self._guesser.forget(job)
         self._constraints.pop(job, None)

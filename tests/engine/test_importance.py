@@ -218,7 +218,7 @@ def test_a_cut_context_begins_with_the_scores_of_what_it_kept() -> None:
     computed(scores, 1, text, value=3.0)
     kept = ((0, 10), (60, 99))
     prompt = pack([text[row] for a, b in kept for row in range(a, b)])
-    scores.begin(2, "", pack(text), Cut(prompt, "~e", 51, Origin("", pack(text), kept), "importance"))
+    scores.begin(2, "", pack(text), Cut(prompt, "~e", 10, 51, Origin("", pack(text), kept), "importance"))
     assert scores.counted(2) == 49
     scores.add(Run(2, 49, (7,), True, 50), torch.ones(50))
     scores.end(2)

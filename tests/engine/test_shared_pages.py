@@ -104,3 +104,43 @@ def test_forks_of_a_conversation_do_not_write_into_each_others_pages(
         handle.engine.settle()
         handle.engine.parts.scheduler.check()
         assert handle.engine.stats().tiers.device.used == pages_held(handle) * page_bytes(handle)
+
+
+@pytest.mark.parametrize("relay", ["off", "on"])
+def test_after_a_truncation_what_conversations_still_share_is_shared(
+    start: Start, long_model: Path, relay: str
+) -> None:
+    """Four conversations behind 512 tokens outgrow their window: what each keeps begins with the pages that they had in common. A prompt
+    of the very tokens that one of them keeps has other rows behind these pages: those of the conversation have seen what it dropped."""
+    rng = random.Random(3)
+    head = words(rng, 512)
+    before = [[*head, *words(rng, 478)] for _ in range(4)]
+    after = [[*prompt, *words(rng, 100)] for prompt in before]
+    config = {"device_cache": ROW * 200 * 1024, "max_batch": 8, "max_model_len": 1024, "relay": relay}
+
+    def turns(engine: Engine, prompts: list[list[int]]) -> list[Completion]:
+        params = SamplingParams(max_tokens=30, temperature=0, logprobs=VOCAB, ignore_eos=True)
+        places = (512, 736, 896)
+        return engine.generate(
+            [Request(f"c{random.random()}", each, params, truncation=True, turns=places) for each in prompts]
+        )
+
+    expected = []
+    for first, then in zip(before[:2], after[:2], strict=True):
+        alone = start(long_model, **config)
+        turns(alone.engine, [first])
+        expected += turns(alone.engine, [then])
+    handle = start(long_model, **config)
+    turns(handle.engine, [*before, [*head, *after[0][896:]]])
+    handle.engine.settle()
+    assert pages_held(handle) == 8 + 4 * 8 + 4
+    done = turns(handle.engine, after)
+    handle.engine.settle()
+    assert all(each.truncation is not None and each.truncation.reused for each in done)
+    for ours, theirs in zip(done, expected, strict=False):
+        same(ours, theirs)
+    assert pages_held(handle) == 8 + 4 * 8 + 4 + 4 * 4, (
+        "the conversations as they were, and behind the same head as they are"
+    )
+    assert handle.engine.stats().tiers.device.used == pages_held(handle) * page_bytes(handle)
+    handle.engine.parts.scheduler.check()

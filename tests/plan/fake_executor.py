@@ -67,10 +67,15 @@ class Text:
 @dataclass
 class PrivateText:
     """A prompt that was cut. The content of its rows depends on how many could be kept, so only their tokens and their
-    tenant are known; rows computed on top of kept rows are marked with the epoch, and no others are."""
+    tenant are known; rows computed on top of kept rows are marked with the epoch, and no others are. The first `head` rows are those
+    of any prompt of the tenant with these tokens."""
 
     salt: str
     tokens: list[int]
+    head: int = 0
+
+    def __post_init__(self) -> None:
+        self.exact = Text(client_salt(self.salt), self.tokens[: self.head]).rows
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -78,6 +83,9 @@ class PrivateText:
     def compute(self, before: list[Row], tokens: list[int]) -> list[Row]:
         rows = list(before)
         for token in tokens:
+            if len(rows) < self.head:
+                rows.append(self.exact[len(rows)])
+                continue
             rows.append(next_row(b"epoch " + self.salt.encode() + (rows[-1] if rows else b""), token))
             TENANT[rows[-1]] = client_salt(self.salt)
         return rows[len(before) :]
@@ -196,9 +204,11 @@ class FakeExecutor:
     def busy(self) -> bool:
         return bool(self.pending or self.hung or self.tees or self.done)
 
-    def submit(self, spec: JobSpec) -> None:
-        text = PrivateText if is_private(spec.salt) else Text
-        self.texts[spec.job] = text(spec.salt, unpack(spec.prompt))
+    def submit(self, spec: JobSpec, head: int = 0) -> None:
+        """Take in a job; of a prompt that was cut, the first `head` rows are exact."""
+        tokens = unpack(spec.prompt)
+        private = is_private(spec.salt)
+        self.texts[spec.job] = PrivateText(spec.salt, tokens, head) if private else Text(spec.salt, tokens)
 
     # ------------------------------------------------------------------------------------------- a step
 
@@ -278,6 +288,7 @@ class FakeExecutor:
         assert stop + len(guessed) <= run.capacity
         if isinstance(text, PrivateText):
             assert [TOKEN[row] for row in segment.rows] == text.tokens[: run.start], "rows of other tokens"
+            assert segment.rows[: text.head] == text.exact[: len(segment.rows)], "the first rows are others"
             assert {TENANT[row] for row in segment.rows} <= {client_salt(text.salt), OPERATOR}, "rows of another tenant"
             segment.rows += text.compute(segment.rows, own)
         else:

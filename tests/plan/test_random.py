@@ -157,9 +157,10 @@ class World:
             assert cut
             return
         self.originals[spec.job] = prompt
-        self.specs[spec.job] = spec = doors.jobs_of(self.scheduler)[spec.job].spec  # as it was cut
+        job = doors.jobs_of(self.scheduler)[spec.job]
+        self.specs[spec.job] = spec = job.spec  # as it was cut
         self.answers[spec.job] = []
-        self.executor.submit(spec)
+        self.executor.submit(spec, job.head)
 
     def marks(self, rows: int) -> tuple[Breakpoint, ...]:
         """Breakpoints of a prompt: at its end, where system prompts end, or anywhere."""

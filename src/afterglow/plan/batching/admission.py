@@ -17,10 +17,11 @@ from afterglow.plan.batching.compaction import Compaction
 from afterglow.plan.batching.job import Job, Stage, Wait
 from afterglow.plan.batching.load_or_recompute import LoadOrRecompute, SeenRows, stages_of
 from afterglow.plan.cache import Cache
-from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.options import UNLIMITED, SchedulerOptions
 from afterglow.plan.prefix.extent import View
 from afterglow.plan.prefix.ghosts import Reason
 from afterglow.plan.prefix.index import NO_MATCH, Match, common_rows
+from afterglow.plan.prefix.salts import client_salt
 from afterglow.plan.step import Admit, Selectable
 from afterglow.plan.tiers.device import GROWTH_BLOCKS, WHOLE, Context, DeviceSegment
 
@@ -51,12 +52,7 @@ class Admission:
             self._cache.counters.waits_prefix += not job.waited
             job.waited = True
             return Wait.PREFIX
-        context, device_rows = self._cache.device.best(tokens, match)
-        fellow, rows = self._batch.fellow(job, tokens, match.rows if self._chunked else 0)
-        if rows > device_rows:
-            context, device_rows = None, rows
-        else:
-            fellow = None
+        context, fellow, device_rows = self._on_device(job, tokens, match)
         selects = job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated
         if selects and self.decision.selecting_pays(job, _beyond(match, device_rows), device_rows, now):
             return self._select(job, match, may_join, now)
@@ -109,6 +105,18 @@ class Admission:
             return admit
         job.lacks = fellow.lacks.below(device_rows)
         return replace(admit, fellow=fellow.spec.job)
+
+    def _on_device(self, job: Job, tokens: bytes, match: Match) -> tuple[Context | None, Job | None, int]:
+        """Find the context or the running job that has most of a match's rows on the device, and how many."""
+        context, rows = self._cache.device.best(tokens, match)
+        if job.head < UNLIMITED and self._cache.device.shares:
+            # Contexts of prompts that were not cut have the rows before the first that was left out.
+            head = tokens[: 4 * min(job.head, match.rows)]
+            other, most = self._cache.device.best(head, self._cache.match(client_salt(job.spec.salt), head))
+            if most > rows:
+                context, rows = other, most
+        fellow, most = self._batch.fellow(job, tokens, match.rows if self._chunked else 0)
+        return (None, fellow, most) if most > rows else (context, None, rows)
 
     def _let_go(self, job: Job, match: Match, views: list[View], obtained: list[View], now: float) -> int:
         """Forget the last rows of a match that are in the shared tier and are going to be computed here: else those computed would

@@ -5,7 +5,8 @@ admission; not the results of a step.
 
 Shares are rows that several jobs of a step have in common, whose keys and values need to be read once for all. RelayAttention
 §3 knows one system prompt; here it is the tokens that running jobs begin with alike, at several levels (a system prompt, below
-it a document, below that a conversation). Tenants share nothing but the operator's registered prefixes.
+it a document, below that a conversation), and those before the first that was left out of prompts that were cut. Tenants share
+nothing but the operator's registered prefixes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from afterglow.plan.batching.commit import Outlook
 from afterglow.plan.batching.job import Job, Wait
 from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
-from afterglow.plan.options import SchedulerOptions
+from afterglow.plan.options import UNLIMITED, SchedulerOptions
 from afterglow.plan.prefix.index import common_rows
+from afterglow.plan.prefix.salts import client_salt
 from afterglow.plan.step import Admit, Gather, Run, Save, Share
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
@@ -48,6 +50,7 @@ class StepComposer:
         self._chunk = options.prefill_chunk  # prompt tokens beside running decodes; 0: prefills keep decodes waiting
         self._soon = cache.capacity.block_rows // 2  # rows
         self._most = options.max_batch
+        self._share_heads = options.shared_pages  # journals of before do not
         self._sharers: list[int | tuple[int, int]] = []  # the batch whose `_shares` are known
         self._shares: tuple[Share, ...] = ()
 
@@ -247,7 +250,9 @@ class StepComposer:
     def _sharer(self, job: Job, run: Run) -> Sharer:
         prefix = self._drafts.prefix_of(job)
         rows = 0 if job.approximate else run.start  # no other job has the rows of a selection
-        return Sharer(job.spec.job, job.spec.salt, job.tokens, rows, prefix.rows if prefix is not None else 0)
+        common = prefix.rows if prefix is not None else 0
+        head = job.head if self._share_heads or job.head == UNLIMITED else common
+        return Sharer(job.spec.job, job.spec.salt, job.tokens, rows, common, head)
 
 
 MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own (spec R8)
@@ -255,13 +260,14 @@ MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own (spec R8)
 
 class Sharer(NamedTuple):
     """A job of the step: its tokens, and how many rows it has on the device. `common`: its first tokens that are a prefix
-    registered for others as well."""
+    registered for others as well. `head`: see `Job.head`."""
 
     job: int
     salt: str
     tokens: bytes | bytearray
     rows: int
     common: int = 0
+    head: int = UNLIMITED
 
 
 def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share, ...]:
@@ -269,9 +275,8 @@ def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share,
     groups: dict[str | bytes, list[_Member]] = {}
     for each in jobs:
         if each.rows >= least:
-            group = bytes(each.tokens[: 4 * each.common]) if each.common else each.salt
-            member = _Member(each.salt, bytes(each.tokens[: 4 * each.rows]), each.job, each.common)
-            groups.setdefault(group, []).append(member)
+            group = bytes(each.tokens[: 4 * each.common]) or (client_salt(each.salt) if each.head else each.salt)
+            groups.setdefault(group, []).append(_Member.of(each))
     found: list[Share] = []
     for members in groups.values():
         if len(members) > 1:
@@ -282,15 +287,26 @@ def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share,
 
 
 class _Member(NamedTuple):
+    """A sharer, in the order of what it may have in common: with its client's other prompts the `head`, with its salt's all tokens."""
+
+    client: str
+    head: bytes
     salt: str
     tokens: bytes
     job: int
     common: int
 
+    @classmethod
+    def of(cls, each: Sharer) -> _Member:
+        tokens = bytes(each.tokens[: 4 * each.rows])
+        return cls(client_salt(each.salt), tokens[: 4 * each.head], each.salt, tokens, each.job, each.common)
+
 
 def _alike(a: _Member, b: _Member) -> int:
-    rows = min(len(a.tokens), len(b.tokens)) // 4
-    return common_rows(a.tokens, 0, b.tokens, 0, rows if a.salt == b.salt else min(rows, a.common))
+    if a.salt == b.salt:
+        return common_rows(a.tokens, 0, b.tokens, 0, min(len(a.tokens), len(b.tokens)) // 4)
+    rows = min(len(a.head), len(b.head)) // 4
+    return common_rows(a.head, 0, b.head, 0, rows if a.client == b.client else min(rows, a.common))
 
 
 def _nest(jobs: list[int], alike: list[int], start: int, least: int, found: list[Share]) -> None:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from afterglow.errors import RequestError
+from afterglow.plan.options import UNLIMITED
 from afterglow.plan.prefix.extent import Extent, Key
 from afterglow.plan.prefix.ghosts import Reason
 from afterglow.plan.prefix.index import NO_MATCH, Match
@@ -132,6 +133,9 @@ class Job:
     blocked_since: float | None = None  # when it began to wait for slots for its new rows
     waited: bool = False  # for another job's prefill
     dropped: int = 0  # tokens of the caller's prompt that were left out
+    head: int = (
+        UNLIMITED  # its first rows that are those of any prompt of its salt with these tokens; none before was left out
+    )
     origin: Origin | None = None  # where the rest's rows may be, before they have been copied
     grown: int = 0  # rows up to its last breakpoint, when they have just been stored
     copies: list[int] = field(default_factory=list)  # moves that do so
@@ -158,6 +162,12 @@ class Job:
     def capacity(self) -> int:
         """Rows that may be on the device."""
         return self.segment.capacity
+
+    def alike(self, other: Job) -> int:
+        """Return how many of its first rows may be those of another job, if the tokens are: by their salts."""
+        if self.spec.salt == other.spec.salt:
+            return UNLIMITED
+        return min(self.head, other.head) if client_salt(self.spec.salt) == client_salt(other.spec.salt) else 0
 
     @property
     def remaining(self) -> int:

@@ -262,6 +262,7 @@ class RequestQueue:
         job = self.jobs[spec.job] = Job(spec, self._arrivals, step, bytearray(spec.prompt), end=end)
         if cut is not None:
             job.dropped, job.origin = cut.dropped, cut.origin
+            job.head = cut.head if is_private(spec.salt) else job.head
             self._counters.truncations += 1
             self._counters.truncations_unscored += unscored
         self._line_up(job)

@@ -276,10 +276,13 @@ def refuse_discarding(discard: Sequence[Rows], rows: int, turns: Sequence[int], 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A prompt that was cut: its tokens, the salt under which its rows lie, and where its first rows may come from."""
+    """A prompt that was cut: its tokens, the salt under which its rows lie, and where its first rows may come from. `head`: its rows
+    before the first that was left out, which are those of any prompt with these tokens.
+    """
 
     prompt: bytes
     salt: str
+    head: int
     dropped: int
     origin: Origin | None
     reason: Reason
@@ -317,7 +320,8 @@ def cut(
     if fits and dropped == gone:
         if before is None:
             return None
-        return Cut(before.compact(tokens), before.salt if relative else tenant, count(gone), None, before.reason)
+        salt = before.salt if relative else tenant
+        return Cut(before.compact(tokens), salt, gone[0][0], count(gone), None, before.reason)
     if not fits:
         refuse_uncuttable(rules, rows, max_tokens, turns)
         dropped = rules.drop(rows, turns, dropped, _spread(scores, gone))
@@ -326,8 +330,8 @@ def cut(
     epochs.add(epoch)
     compact = epoch.compact(tokens)
     if not relative:
-        return Cut(compact, tenant, count(dropped), None, reason)
-    return Cut(compact, epoch.salt, count(dropped), _origin(before, epoch, tokens), reason)
+        return Cut(compact, tenant, dropped[0][0], count(dropped), None, reason)
+    return Cut(compact, epoch.salt, dropped[0][0], count(dropped), _origin(before, epoch, tokens), reason)
 
 
 def outgrown(

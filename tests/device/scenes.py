@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from afterglow.model.decoder import PlainAttend
 from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, RandomSource, save_hf
 from afterglow.model.weights import WeightAssembler
-from afterglow.request import Grammar, Request, SamplingParams
+from afterglow.request import Grammar, Output, Request, SamplingParams
 from afterglow.text import Tokenizer
 from tests.device import pretend
 from tests.device.counts import measure
@@ -197,11 +198,12 @@ def sending(device: str, folder: Path) -> Any:
 
 
 def no_memory(device: str, folder: Path) -> Any:
-    """A request whose rows are on their way when the device has no memory left: it waits, and another goes on."""
+    """A request whose rows are on their way when the device has no memory left: it waits, another goes on, and two that come before it
+    in the queue get its pages."""
     from tests.device.watching import watch
 
     watch.racing = device == "cuda"
-    engine = load(device, folder, relay="off")
+    engine = load(device, folder, relay="off", max_batch=2)
     prefix = draw(1, 70)
     ask(engine, [prefix], tokens=1)
     engine.settle()
@@ -209,18 +211,28 @@ def no_memory(device: str, folder: Path) -> Any:
     if watch.racing:
         watch.look_for_races()
     begin, failed = Gatherer.begin, []
+    others, ended = [], threading.Semaphore(0)
+
+    def told(output: Output) -> None:
+        others.append((output.request_id, output.tokens))
+        if output.finish_reason is not None:
+            ended.release()
 
     def begun(self: Gatherer, entries: Sequence[BatchEntry], rope: LayerRopes | None) -> None:
         begin(self, entries, rope)
         if self.gathering and len(entries) > 1 and not failed:
             failed.append(len(entries))
+            sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+            for name in ("third", "fourth"):
+                engine.submit(Request(name, draw(len(name), 9), sampling, priority=-1), told)
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
 
     with mock.patch.object(Gatherer, "begin", begun):
         found = ask(engine, [draw(2, 9), [*prefix, *draw(3, 9)]], tokens=12)
+    assert all(ended.acquire(timeout=60) for _ in range(2))
     engine.close()
     assert failed, "nothing ran out of memory"
-    return {"races": watch.races, "answers": found}
+    return {"races": watch.races, "answers": [*found, sorted(others)]}
 
 
 def scores(device: str, folder: Path) -> list[Any]:

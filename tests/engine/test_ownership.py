@@ -12,7 +12,7 @@ import pytest
 
 from afterglow.engine.engine import Engine
 from afterglow.request import Output, Request, SamplingParams
-from tests.engine.conftest import VOCAB, Handle, model_of, start  # noqa: F401  (fixtures)
+from tests.engine.conftest import VOCAB, Handle, model_of, start, submit_at_once  # noqa: F401  (fixtures)
 
 
 class Watched:
@@ -124,8 +124,9 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(
         if when == "always" or (output.finish_reason is not None) == (when == "last token"):
             raise ValueError("a caller's own mistake")
 
-    other = collect(engine, request("other", words(1, 60), 40))
-    engine.submit(request("broken", words(2, 60), 5), broken)
+    other: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    asked = [(request("other", words(1, 60), 40), other.put), (request("broken", words(2, 60), 5), broken)]
+    submit_at_once(engine, asked)  # the broken one ends before the other
     assert last(other).finish_reason == "length"
     assert last(collect(engine, request("later", words(3, 60)))).finish_reason == "length"
     assert engine.healthy

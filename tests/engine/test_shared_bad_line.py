@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from afterglow.store.shared import directory, shared_store
 from tests.engine.conftest import Handle
 from tests.engine.store_servers import SERVERS, store_server
 from tests.engine.test_shared_s3 import BUCKET, rows_of
@@ -28,7 +29,15 @@ SHORTER = (  # what fails is asked again soon, so that faults are met again and 
     ("fetcher", "READ_S", 0.5),
     ("extent_publisher", "PUT_S", 0.5),
     ("shared_store", "CLOSE_S", 0.2),
+    ("shared_store", "LOOKUP_S", shared_store.LOOKUP_S),  # as it is
+    ("directory", "CALL_S", directory.CALL_S),
+    ("directory", "LATE_S", directory.LATE_S),
 )
+LONGER = (
+    ("shared_store", "LOOKUP_S", 20.0),
+    ("directory", "CALL_S", 5.0),
+    ("directory", "LATE_S", 50.0),
+)  # while the lines are good
 SEED = int(os.environ.get("CHAOS_SEED", random.getrandbits(32)))
 
 
@@ -52,8 +61,10 @@ def redis(tmp_path: Path) -> Iterator[RedisServer | None]:
         server.kill()
 
 
-def converse(engines: list[Handle], seed: int, trouble: Callable[[], object]) -> int:
-    """Hold a conversation that changes its engine every turn, each answer compared. Returns the rows that came from the store."""
+def converse(engines: list[Handle], seed: int, trouble: Callable[[], object], rest_s: float) -> int:
+    """Hold a conversation that changes its engine every turn, each answer compared. Returns the rows that came from the store. `rest_s`: how
+    long what is published after a turn is waited for at most.
+    """
     text, found = rows_of(seed, 130), 0
     for turn in range(6):
         handle = engines[turn % 2]
@@ -64,7 +75,7 @@ def converse(engines: list[Handle], seed: int, trouble: Callable[[], object]) ->
         found += done.cached.shared
         handle.engine.settle()
         assert handle.engine.parts.store.shared is not None
-        handle.engine.parts.store.shared.rest(1.0)
+        handle.engine.parts.store.shared.rest(rest_s)
         text = [*text, *done.tokens, *rows_of(seed + turn + 1, 40)]
     return found
 
@@ -80,6 +91,8 @@ def test_conversations_over_bad_lines(
 ) -> None:
     print(f"CHAOS_SEED={SEED}")
     monkeypatch.setattr(lines, "LINE_FAULTS", {})
+    for module, name, seconds in LONGER:
+        monkeypatch.setattr(f"afterglow.store.shared.{module}.{name}", seconds)
     with contextlib.ExitStack() as opened:
         options = {"shared": f"{request.node.callspec.params['store_line']}://{BUCKET}/kv"}
         if redis is not None:
@@ -93,11 +106,11 @@ def test_conversations_over_bad_lines(
                 redis.kill()
                 redis.start()
 
-        assert converse(engines, 0, lambda: None) > 0, "what follows would show nothing"
+        assert converse(engines, 0, lambda: None, 20.0) > 0, "what follows would show nothing"
         monkeypatch.setattr(lines, "LINE_FAULTS", OFTEN)
         for module, name, seconds in SHORTER:
             monkeypatch.setattr(f"afterglow.store.shared.{module}.{name}", seconds)
-        converse(engines, 100, trouble)
+        converse(engines, 100, trouble, 1.0)
         assert store_line.faults["cut"] == 1
         assert sum(store_line.faults.values()) > 3
         for handle in engines:

@@ -243,11 +243,10 @@ def test_no_store_at_all_is_no_fault_of_a_request(cluster: Cluster) -> None:
     for seed in range(4):
         prompt = rows_of(seed, 150)
         same(a.ask(prompt), a, prompt)
-    a.engine.settle()
-    stats = a.engine.stats().shared
-    assert stats is not None
-    assert stats.rests
-    assert stats.failures["io"] >= 3
+    shared = a.engine.parts.store.shared
+    assert shared is not None
+    # It rests from the third failure on, which is counted a moment later.
+    wait_for(lambda: shared.stats().rests and shared.stats().failures.get("io", 0) >= 3)
     assert a.ask([*rows_of(0, 150), 1]).cached.total == 150, "what is here is found all the same"
 
 
@@ -291,7 +290,8 @@ def test_a_store_that_hangs_delays_a_request_no_longer_than_its_lookup(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("afterglow.store.shared.objects.ObstoreObjects", Hanging)
-    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 0.05)
+    # Enough for the call to begin on a busy machine: a lookup that is over before says nothing of the store.
+    monkeypatch.setattr("afterglow.store.shared.shared_store.LOOKUP_S", 0.5)
     Hanging.free.clear()
     try:
         a = cluster.engine("a")

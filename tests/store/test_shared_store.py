@@ -526,13 +526,13 @@ def test_a_damaged_object_that_cannot_be_removed_is_left_to_the_next_that_finds_
 def test_however_long_a_count_of_all_objects_takes_extents_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "LIST_S", 0.8)
+    monkeypatch.setattr(budget, "LIST_S", 2.0)
 
     class Many(Memory):
-        """Lists some objects at a time, and takes its time for each."""
+        """Lists some objects at a time, and takes longer for all of them than a step may; each is much sooner there."""
 
         def list(self, prefix: str) -> Iterator[list[Listed]]:
-            for _ in range(5 if prefix.endswith("extents") else 0):
+            for _ in range(11 if prefix.endswith("extents") else 0):
                 time.sleep(0.2)
                 yield []
             yield from super().list(prefix)

@@ -157,10 +157,11 @@ def test_requests_of_two_tenants_read_it_together_and_a_tenants_own_below_it(
     server.chat(document, salt="r1")
     server.engine.settle()
     before = server.engine.stats()
-    go, sent, submit = threading.Event(), threading.Semaphore(0), server.engine.submit
+    held, go, sent, submit = threading.Event(), threading.Event(), threading.Semaphore(0), server.engine.submit
     monkeypatch.setattr(server.engine, "submit", lambda *args: (submit(*args), sent.release()))
-    holder = threading.Thread(target=server.engine.ask, args=(lambda: go.wait(20),))
-    holder.start()  # the engine begins when it has all three
+    holder = threading.Thread(target=server.engine.ask, args=(lambda: (held.set(), go.wait(60)),))
+    holder.start()
+    assert held.wait(20)  # the engine begins when it has all three
     threads = [
         threading.Thread(
             target=server.chat,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,17 @@ def test_streams_side_by_side_equal_single_requests(real: Real) -> None:
     assert [found[n] for n in range(6)] == single * 2
 
 
-def test_leaving_frees_the_engine(real: Real) -> None:
+def test_leaving_frees_the_engine(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, pressed, steps = real.engine.parts.runner, real.engine.parts.inbox.pressed, count()
+    run = runner.run
+
+    def held(step: Any) -> Any:
+        """From the 20th step on it goes no further before the client has left, however late that is."""
+        if next(steps) >= 20:
+            wait_for(pressed, 60)
+        return run(step)
+
+    monkeypatch.setattr(runner, "run", held)
     stream = real.chat([FACT], max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     wait_for(lambda: real.engine.stats().plan.running == 1)

@@ -49,9 +49,8 @@ def test_a_kept_alive_stream_arrives_token_by_token(model_dir: Path) -> None:
     with running(model_dir, step_seconds=0.004) as server, connect(server) as client:
         reads_of(client, body)  # a new connection's first segments are acknowledged at once
         # 8 tokens in 32 ms: with Nagle's algorithm two or three bursts, since the client takes 40 ms to acknowledge
-        # the first. The best of several, since a busy machine may join lines now and then.
-        found = [reads_of(client, body) for _ in range(8)]
-    assert max(found) >= 7, found
+        # the first. A busy machine may join lines too, though not for ever.
+        wait_for(lambda: reads_of(client, body) >= 7)
 
 
 def reads_of(client: socket.socket, body: dict[str, Any]) -> int:
@@ -108,7 +107,7 @@ def test_a_body_that_drips_ends(model_dir: Path) -> None:
 
 def test_long_replies_and_idle_connections_are_not_hurried(model_dir: Path) -> None:
     """The limits are for requests: a stream goes on, and the connection may be used again."""
-    config = ServerConfig(port=0, grace=0.5, body_timeout=0.2, header_timeout=0.2)
+    config = ServerConfig(port=0, grace=0.5, body_timeout=0.8, header_timeout=0.8)  # a busy client may be late
     with running(model_dir, config, step_seconds=0.1) as server, server.http() as http:
         for _ in range(2):
             body = {**HI, "stream": True, "max_tokens": 12, "ignore_eos": True}

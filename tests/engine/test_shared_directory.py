@@ -33,6 +33,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has much to do answers late, which is another test's."""
     monkeypatch.setattr(directory, "CALL_S", 5.0)
+    monkeypatch.setattr(directory, "LATE_S", 50.0)
     monkeypatch.setattr(shared_store, "LOOKUP_S", 20.0)
 
 

@@ -126,6 +126,7 @@ def bucket() -> Iterator[Bucket]:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has much to do answers late, which is another test's."""
     monkeypatch.setattr(directory, "CALL_S", 5.0)
+    monkeypatch.setattr(directory, "LATE_S", 50.0)
 
 
 @pytest.fixture

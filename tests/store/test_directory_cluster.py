@@ -44,6 +44,7 @@ def _known(node: RedisServer) -> tuple[str, str]:
 def side(nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
     """One server's view of a bucket, by the address of the node that has no slots."""
     monkeypatch.setattr(directory, "CALL_S", 5.0)
+    monkeypatch.setattr(directory, "LATE_S", 50.0)
     monkeypatch.setattr(directory, "REST_S", 0.05)
     found = Side(named_bucket(), nodes[0].url)
     yield found

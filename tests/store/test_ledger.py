@@ -68,6 +68,7 @@ class Writer:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "CALL_S", 5.0)
+    monkeypatch.setattr(directory, "LATE_S", 50.0)
     monkeypatch.setattr(budget, "POLL_S", 0.02)
 
 

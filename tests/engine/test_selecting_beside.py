@@ -67,10 +67,10 @@ class Told:
 
         handle.engine.submit(Request(name, prompt, sampling, **more), take)
 
-    def first(self, timeout: float = 10) -> None:
+    def first(self, timeout: float = 60) -> None:
         self.outputs.append(self._queue.get(timeout=timeout))
 
-    def end(self, timeout: float = 10) -> Completion:
+    def end(self, timeout: float = 60) -> Completion:
         while not self.outputs or self.outputs[-1].finish_reason is None:
             self.first(timeout)
         return completion_of(self.outputs, 0.0)

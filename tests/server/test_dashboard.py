@@ -318,7 +318,7 @@ def test_a_busy_engine_keeps_nobody_waiting(real: tuple[Engine, str]) -> None:
     holder = threading.Thread(target=lambda: engine.ask(hold))
     holder.start()
     try:
-        assert busy.wait(5)
+        assert busy.wait(20)
         with httpx.Client(base_url=url, timeout=10) as http:
             first = http.get(DATA).json()
             assert None not in [first["history"]["values"][name][0] for name in ("plan_sessions", "load_bytes")]

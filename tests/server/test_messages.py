@@ -13,6 +13,7 @@ import pytest
 
 from afterglow.server.server_config import ServerConfig
 from tests import scripted_model as kit
+from tests.engine.stepping import hold_from
 from tests.scripted_model import Scripted, scripted
 from tests.server.conftest import running
 from tests.text import toys
@@ -535,11 +536,13 @@ def test_what_changes_nothing_is_taken(hermes: Scripted) -> None:
 # ------------------------------------------------------------------------------------------------------- ends
 
 
-def test_leaving_within_a_call_frees_the_engine(hermes: Scripted) -> None:
+def test_leaving_within_a_call_frees_the_engine(hermes: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_from(hermes.engine, 200, monkeypatch)  # which is when the call has begun, and goes on for long
     hermes.say(CALL.replace("ls", "ls " * 800))
     body = {"model": "model", "max_tokens": 3000, "messages": [ASK], "tools": TOOLS, "stream": True}
     with httpx.stream("POST", f"{hermes.url}/v1/messages", json=body, timeout=30) as answer:
-        next(line for line in answer.iter_lines() if "partial_json" in line)
+        lines = answer.iter_lines()  # kept: the client leaves with it
+        next(line for line in lines if "partial_json" in line)
         wait_for(lambda: hermes.engine.stats().plan.running == 1)
     wait_for(lambda: hermes.engine.stats().plan.running == 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from afterglow.server.api.openapi import document
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
+from tests.engine.stepping import hold_from
 from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -107,16 +107,7 @@ def test_streams_side_by_side_equal_single_requests(real: Real) -> None:
 
 
 def test_leaving_frees_the_engine(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, pressed, steps = real.engine.parts.runner, real.engine.parts.inbox.pressed, count()
-    run = runner.run
-
-    def held(step: Any) -> Any:
-        """From the 20th step on it goes no further before the client has left, however late that is."""
-        if next(steps) >= 20:
-            wait_for(pressed, 60)
-        return run(step)
-
-    monkeypatch.setattr(runner, "run", held)
+    hold_from(real.engine, 20, monkeypatch)
     stream = real.chat([FACT], max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     wait_for(lambda: real.engine.stats().plan.running == 1)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests import scripted_model as kit
+from tests.engine.stepping import hold_from
 from tests.scripted_model import Scripted, scripted
 from tests.text import toys
 from tests.waiting import wait_for
@@ -203,7 +204,8 @@ def test_a_stop_string_may_end_within_a_call(hermes: Scripted) -> None:
     assert choice.message.tool_calls[0].function.arguments == '{"city":"K'
 
 
-def test_leaving_within_a_call_frees_the_engine(hermes: Scripted) -> None:
+def test_leaving_within_a_call_frees_the_engine(hermes: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_from(hermes.engine, 200, monkeypatch)  # which is when the call has begun, and goes on for long
     hermes.say(CALL.replace("Köln", "Köln " * 300))
     stream = ask(hermes, stream=True)
     next(chunk for chunk in stream if chunk.choices[0].delta.tool_calls)

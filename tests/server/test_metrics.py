@@ -68,8 +68,10 @@ def test_of_several_replies_the_longest_counts_once(model_dir: Path) -> None:
 
 
 def test_what_was_cancelled_is_no_finished_request(model_dir: Path) -> None:
-    with running(model_dir, step_seconds=0.02) as server, server.http() as http:
-        with http.stream("POST", CHAT, json={**HI, "max_tokens": 50, "stream": True}) as answer:
+    # 20 s: it has not ended when the client leaves.
+    with running(model_dir, step_seconds=0.05) as server, server.http() as http:
+        body = {**HI, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with http.stream("POST", CHAT, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
         assert one(samples(server), "generation_tokens_count") == 0

@@ -62,6 +62,9 @@ def test_jobs_may_have_rows_in_common_as_far_as_their_salts_allow() -> None:
     assert cut.alike(job("a~y", 5)) == 5
     assert cut.alike(job("a")) == job("a").alike(cut) == 8
     assert cut.alike(job("b")) == job("a").alike(job("b")) == 0
+    selecting = job("a")
+    selecting.approximate = True
+    assert job("a").alike(selecting) == 0
 
 
 HEADS = {"0": UNLIMITED, "0~a": 5, "0~b": 3, "1": UNLIMITED, "1~c": 0}

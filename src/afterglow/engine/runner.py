@@ -353,7 +353,7 @@ class TorchRunner:
         context = DeviceContext(self.shape, self._pool, run.start if admit.selectable else 0)
         source = self._retained[admit.context] if admit.context is not None else None
         if admit.fellow is not None:
-            source = self._running.get(admit.fellow)
+            source = self._running[admit.fellow]
         if source is not None:
             context.share(source, admit.device_rows)
         self._running[job] = context

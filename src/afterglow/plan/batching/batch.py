@@ -264,10 +264,10 @@ class Batch:
         device = self._cache.device
         found, found_rows = None, 0
         for other in self.running if device.shares else ():
-            limit = min(other.rows, most, job.alike(other)) if not other.approximate else 0
-            rows = common_rows(other.tokens, 0, tokens, 0, limit) // device.block * device.block
-            if rows > found_rows and other.lacks.usable(rows, device.window) == rows:
-                found, found_rows = other, rows
+            if (limit := min(other.rows, most, job.alike(other))) > found_rows:
+                rows = common_rows(other.tokens, 0, tokens, 0, limit) // device.block * device.block
+                if rows > found_rows and other.lacks.usable(rows, device.window) == rows:
+                    found, found_rows = other, rows
         return found, found_rows
 
     def extend(self, job: Job) -> bool:

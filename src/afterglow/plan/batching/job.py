@@ -164,7 +164,9 @@ class Job:
         return self.segment.capacity
 
     def alike(self, other: Job) -> int:
-        """Return how many of its first rows may be those of another job, if the tokens are: by their salts."""
+        """Return how many of its first rows may be those of another job, if the tokens are: by their salts. None are those of a selection."""
+        if other.approximate:
+            return 0
         if self.spec.salt == other.spec.salt:
             return UNLIMITED
         return min(self.head, other.head) if client_salt(self.spec.salt) == client_salt(other.spec.salt) else 0

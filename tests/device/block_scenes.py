@@ -64,6 +64,24 @@ def logits(device: str, folder: Path) -> list[Any]:
     return found
 
 
+def products(device: str, folder: Path) -> list[Any]:
+    """Tokens by a file with numbers, scales and offsets; and how often Triton's kernel multiplied by it."""
+    from tests.device.watching import watch
+
+    folder.mkdir(exist_ok=True)
+    path = folder / "blocks.gguf"
+    write_random(path, SMALL, "Q4_K", head_format="Q6_K")
+    cuda = device == "cuda"
+    with pretend.active() if cuda else contextlib.nullcontext():
+        model = load_model(
+            path, dtype="float32", device="cuda:0" if cuda else device, quantization="auto" if cuda else "none"
+        )
+        ids, positions = (torch.arange(20).to(model.device) * by for by in (11, 1))
+        rows = model.logits(model.forward(ids, positions, PlainAttend(model, positions, [20])))
+        chosen = rows.argmax(dim=1).cpu().tolist()
+    return [chosen, watch.counts["launches of _multiply"]]
+
+
 def reuse(device: str, folder: Path) -> list[Any]:
     """A conversation whose rows come from the device, host memory and disk, and beside it the same asked without a cache."""
     folder.mkdir(exist_ok=True)

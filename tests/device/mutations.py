@@ -32,7 +32,11 @@ INTERPRETED = "interpreted "  # before the name of a scene: with Triton's kernel
 SCENES = (
     *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
     *("filled", "block_scenes.reuse"),
-    *((f"{INTERPRETED}kernels", f"{INTERPRETED}stored") if find_spec("triton") is not None else ()),
+    *(
+        tuple(f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products"))
+        if find_spec("triton") is not None
+        else ()
+    ),
 )
 FIRST = {
     "importance": "agreeing",
@@ -46,6 +50,7 @@ FIRST = {
     "kernels/decode": "reuse",
     "paged_parts": f"{INTERPRETED}kernels",
     "slot_gather": f"{INTERPRETED}stored",
+    "triton_products": f"{INTERPRETED}block_scenes.products",
     "triton": f"{INTERPRETED}stored",
 }
 

@@ -236,7 +236,7 @@ def test_what_was_deleted_during_the_reply_is_not_computed(tmp_path: Path) -> No
             if number == 0:
                 with ThreadPoolExecutor(1) as pool:
                     forgotten = pool.submit(engine.forget_session, "", "s")
-                    wait_for(engine.parts.inbox.pressed)
+                    wait_for(lambda: engine.parts.inbox.pressed() or forgotten.done())
                     deleting.set()
                     assert forgotten.result(20)
         engine.expect([Request("next", [5, 6, 7, 9, 10], session_id="s")], "turn")

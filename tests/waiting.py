@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -17,3 +18,8 @@ def wait_for(condition: Callable[[], object], seconds: float = PATIENCE, message
     while not condition():
         assert time.monotonic() < deadline, message
         time.sleep(0.002)
+
+
+def wait_for_threads(name: str) -> None:
+    """Return once no thread of this name runs."""
+    wait_for(lambda: all(each.name != name for each in threading.enumerate()), message=f"threads {name} go on")

@@ -19,7 +19,7 @@ from afterglow.server.server_config import ServerConfig
 from afterglow.store.shared import records, remote, shared_store
 from afterglow.store.shared.notices import Notices
 from afterglow.text import Tokenizer
-from tests.waiting import wait_for
+from tests.waiting import wait_for, wait_for_threads
 
 pytest.importorskip("obstore")
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -50,7 +50,8 @@ class Replica:
         return self.call("POST", "/v1/responses", body, key, status)
 
     def published(self) -> None:
-        """Wait until all that was computed is in the shared store."""
+        """Wait until all that was computed is in the shared store, and the names of conversations are, which threads of their own write."""
+        wait_for_threads("afterglow-apart")
         self.engine.settle()
         shared = self.engine.parts.store.shared
         assert shared is not None

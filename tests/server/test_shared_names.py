@@ -17,8 +17,9 @@ from afterglow.store.shared.notices import Notices
 from afterglow.store.shared.records import Records
 from afterglow.store.shared.remote import Remote
 from tests.store.bucket import Bucket
-from tests.waiting import wait_for
+from tests.waiting import wait_for, wait_for_threads
 
+WRITERS = "afterglow-apart"  # threads that write the names
 SALTS = ("", "/own", "one/", "one/own", "two/")
 
 
@@ -102,6 +103,28 @@ def test_a_name_is_written_once_in_a_while_and_again_after_it_was_deleted(
     wait_for(lambda: names(b, "one/"))
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_name_that_is_deleted_before_it_is_written_does_not_come_back(
+    two: list[SharedNames], monkeypatch: pytest.MonkeyPatch, reset: bool
+) -> None:
+    (a, b), put, goes_on = two, Records.put, threading.Event()
+
+    def late(*args: Any) -> None:
+        if threading.current_thread().name == WRITERS:
+            assert goes_on.wait(20)
+        put(*args)
+
+    monkeypatch.setattr(Records, "put", late)
+    use(a, "one/")
+    if reset:
+        a.reset(tenant="one")
+    else:
+        assert a.forget_session("one/", "of one/", here=True)
+    goes_on.set()
+    wait_for_threads(WRITERS)
+    assert names(b, "one/") == []
+
+
 def test_requests_without_a_trace_leave_no_name(two: list[SharedNames], bucket: Bucket) -> None:
     for more in ({"session_id": None}, {"volatile": True}, {"reuse": False}):
         fields: dict[str, Any] = {"session_id": "secret", **more}
@@ -116,6 +139,7 @@ def test_where_the_store_fails_each_server_goes_by_what_it_knows(
     a, b = two
     bucket.down = True
     use(a, "one/")
+    wait_for(lambda: bucket.calls)  # a thread of its own tries to write the name, and fails
     assert names(b, "one/") == []
     assert a.prompts("one/", []) == []
     assert a.forget_session("one/", "of one/", here=True)

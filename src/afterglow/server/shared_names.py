@@ -83,8 +83,11 @@ class SharedNames:
         def work() -> None:
             try:
                 self._ids.records.put(self._kind(salt), salt, name, value)
+                if (salt, name) not in self._noted:  # it was deleted meanwhile
+                    self._ids.records.delete(self._kind(salt), salt, name)
             except StoreError as error:
-                self._noted.pop((salt, name), None)  # its next use tries again
+                if self._noted.get((salt, name)) == now:
+                    self._noted.pop((salt, name), None)  # its next use tries again
                 log.warning("other servers do not know the name of a conversation: %s", error)
 
         try:

@@ -236,7 +236,7 @@ def test_what_was_deleted_during_the_reply_is_not_computed(tmp_path: Path) -> No
             if number == 0:
                 with ThreadPoolExecutor(1) as pool:
                     forgotten = pool.submit(engine.forget_session, "", "s")
-                    wait_for(lambda: engine.parts.inbox.pressed() or forgotten.done())
+                    wait_for(lambda done=forgotten.done: engine.parts.inbox.pressed() or done())
                     deleting.set()
                     assert forgotten.result(20)
         engine.expect([Request("next", [5, 6, 7, 9, 10], session_id="s")], "turn")
@@ -329,7 +329,7 @@ class Held:
         if len(self.rows) in self._stops:
             self._gate.clear()
             self.stopped.set()
-            self._gate.wait(20)
+            assert self._gate.wait(20)
 
     def go_on(self) -> None:
         self._gate.set()
@@ -340,7 +340,7 @@ def hold_idle_work(server: Scripted, *stops: int) -> Held:
     held = Held(stops)
     engine = server.engine
     run: Callable[..., Any] = server.runner.run
-    accept = engine.submit
+    accept = engine.loop.accept
 
     def noted(step: Any) -> Any:
         out = run(step)
@@ -349,11 +349,10 @@ def hold_idle_work(server: Scripted, *stops: int) -> Held:
             held.passed(sum(len(each.tokens) for each in own))
         return out
 
-    def submit(request: Request, sink: Any) -> Any:
-        found = accept(request, sink)
+    def accepted(prepared: Sequence[Any]) -> None:
+        accept(prepared)
         held.go_on()
-        return found
 
     server.runner.run = noted  # type: ignore[method-assign]
-    engine.submit = submit  # type: ignore[method-assign]
+    engine.loop.accept = accepted  # type: ignore[method-assign]
     return held

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from afterglow.plan.batching.compose import Sharer, shares
 from afterglow.plan.batching.job import Job
 from afterglow.plan.options import UNLIMITED
+from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.shared_prefixes import OPERATOR, SharedPrefix
 from afterglow.plan.step import JobSpec, Share
 from tests.plan.fake_executor import pack
 
 
 def sharer(job: int, tokens: list[int], salt: str = "", rows: int | None = None, head: int = UNLIMITED) -> Sharer:
-    return Sharer(job, salt, pack(tokens), len(tokens) if rows is None else rows, head=head)
+    return Sharer(job, client_salt(salt), salt, pack(tokens), len(tokens) if rows is None else rows, head=head)
 
 
 def test_levels_nest() -> None:
@@ -58,13 +60,39 @@ def test_jobs_may_have_rows_in_common_as_far_as_their_salts_allow() -> None:
         return Job(JobSpec(1, pack([1] * 9), 1, salt=salt), 1, 1, bytearray(), head=head)
 
     cut = job("a~x", 8)
-    assert cut.alike(job("a~x", 8)) == job("a").alike(job("a")) == UNLIMITED
-    assert cut.alike(job("a~y", 5)) == 5
-    assert cut.alike(job("a")) == job("a").alike(cut) == 8
-    assert cut.alike(job("b")) == job("a").alike(job("b")) == 0
+    assert cut.most_of(job("a~x", 8)) == job("a").most_of(job("a")) == UNLIMITED
+    assert cut.most_of(job("a~y", 5)) == 5
+    assert cut.most_of(job("a")) == job("a").most_of(cut) == 8
+    assert cut.most_of(job("b")) == job("a").most_of(job("b")) == 0
     selecting = job("a")
     selecting.approximate = True
-    assert job("a").alike(selecting) == 0
+    assert job("a").most_of(selecting) == 0
+
+
+def running(number: int, salt: str, tokens: list[int], head: int = UNLIMITED) -> Job:
+    return Job(JobSpec(number, pack(tokens), 1, salt=salt), number, 1, bytearray(pack(tokens)), head=head)
+
+
+def test_conversations_behind_a_tenants_own_prompt_share_it_when_one_was_cut() -> None:
+    prompt = [1] * 8
+    own = SharedPrefix("a", pack(prompt))
+    whole, cut = running(0, "a", [*prompt, 7, 7]), running(1, "a~x", [*prompt, 7, 7], 8)
+    found = shares([Sharer.of(whole, 10, None, True), Sharer.of(cut, 10, own, True)], least=4)
+    assert found == (Share((0, 1), 0, 8),)
+
+
+def test_journals_from_before_heads_were_shared_have_the_shares_that_they_had() -> None:
+    """A salt had the registered prefix in common with other salts, and was put before or behind them by its name."""
+    prompt = [1] * 8
+    prefix = SharedPrefix(OPERATOR, pack(prompt))
+    jobs = [
+        Sharer.of(running(0, "a", [*prompt, 7, 7]), 10, prefix, False),
+        Sharer.of(running(1, "a~x", [*prompt, 8, 8], 8), 4, prefix, False),
+        Sharer.of(running(2, "a~x", [*prompt, 9, 9], 8), 8, prefix, False),
+    ]
+    assert shares(jobs, least=4) == (Share((0, 1, 2), 0, 4),)
+    alone = [Sharer.of(running(i, f"a~{i}", [*prompt, 7, 7], 8), 10, None, False) for i in range(2)]
+    assert shares(alone, least=4) == ()
 
 
 HEADS = {"0": UNLIMITED, "0~a": 5, "0~b": 3, "1": UNLIMITED, "1~c": 0}

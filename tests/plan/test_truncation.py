@@ -130,7 +130,10 @@ def test_epochs_are_remembered_over_a_restart_and_bounded() -> None:
     notes = epochs.take_notes()
     assert sum(value is None for _, value in notes) == 5
     later = Epochs()
-    later.recall({key: value for key, value in notes if value is not None} | {"bad": "{", "worse": "[1]"})
+    nothing = Epoch("t", 3, digest_of(pack([7, 7, 7])), ()).packed()
+    known = {key: value for key, value in notes if value is not None}
+    later.recall(known | {"bad": "{", "worse": "[1]", "dropped nothing": nothing})
+    assert later.find("t", pack([7, 7, 7])) is None
     assert later.find("t", pack([MAX_EPOCHS, 2, 3, 4])) is not None
     assert later.find("other", pack([MAX_EPOCHS, 2, 3, 4])) is None
     assert later.find("t", pack([MAX_EPOCHS, 2])) is None

@@ -88,7 +88,7 @@ class TorchRunner:
         self._retained: dict[int, DeviceContext] = {}  # by the plan's number
         self._selections: dict[int, PrefixSelection] = {}  # of prefixes that are not attended to as a whole, by job
         self._separate: dict[int, SeparatePass] = {}  # passes of their own that go on, by job
-        self._ended: set[int] = set()  # jobs whose device memory the plan has not released yet
+        self._ended: set[int] = set()  # jobs that have ended, and whose device memory the plan has not released yet
         # Recording importance computes the attention weights of each request apart.
         self._relay = config.relay if scores is None else "off"
         self._costs = RelayCosts.measured(self.shape, spec.heads) if self._relay == "auto" else None

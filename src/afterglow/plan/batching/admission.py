@@ -110,7 +110,7 @@ class Admission:
         """Find the context or the running job that has most of a match's rows on the device, and how many."""
         context, rows = self._cache.device.best(tokens, match)
         if job.head < UNLIMITED and self._cache.device.shares:
-            # Contexts of prompts that were not cut have the rows before the first that was left out.
+            # Its client's prompts that were not cut have the same rows before the first token that was left out.
             head = tokens[: 4 * min(job.head, match.rows)]
             other, most = self._cache.device.best(head, self._cache.match(client_salt(job.spec.salt), head))
             if most > rows:

@@ -264,7 +264,7 @@ class Batch:
         device = self._cache.device
         found, found_rows = None, 0
         for other in self.running if device.shares else ():
-            if (limit := min(other.rows, most, job.alike(other))) > found_rows:
+            if (limit := min(other.rows, most, job.most_of(other))) > found_rows:
                 rows = common_rows(other.tokens, 0, tokens, 0, limit) // device.block * device.block
                 if rows > found_rows and other.lacks.usable(rows, device.window) == rows:
                     found, found_rows = other, rows

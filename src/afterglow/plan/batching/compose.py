@@ -5,8 +5,8 @@ admission; not the results of a step.
 
 Shares are rows that several jobs of a step have in common, whose keys and values need to be read once for all. RelayAttention
 §3 knows one system prompt; here it is the tokens that running jobs begin with alike, at several levels (a system prompt, below
-it a document, below that a conversation), and those before the first that was left out of prompts that were cut. Tenants share
-nothing but the operator's registered prefixes.
+it a document, below that a conversation). Prompts that were cut share the tokens before the first one that was left out. Tenants
+share nothing but the operator's registered prefixes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from afterglow.plan.cache import Cache
 from afterglow.plan.options import UNLIMITED, SchedulerOptions
 from afterglow.plan.prefix.index import common_rows
 from afterglow.plan.prefix.salts import client_salt
+from afterglow.plan.prefix.shared_prefixes import SharedPrefix
 from afterglow.plan.step import Admit, Gather, Run, Save, Share
 
 IDLE_PREFILL = 2048  # prompt tokens of a step that keeps no decode waiting
@@ -50,7 +51,7 @@ class StepComposer:
         self._chunk = options.prefill_chunk  # prompt tokens beside running decodes; 0: prefills keep decodes waiting
         self._soon = cache.capacity.block_rows // 2  # rows
         self._most = options.max_batch
-        self._share_heads = options.shared_pages  # journals of before do not
+        self._share_heads = options.shared_pages  # False in journals from before shared pages
         self._sharers: list[int | tuple[int, int]] = []  # the batch whose `_shares` are known
         self._shares: tuple[Share, ...] = ()
 
@@ -248,11 +249,8 @@ class StepComposer:
         return self._shares
 
     def _sharer(self, job: Job, run: Run) -> Sharer:
-        prefix = self._drafts.prefix_of(job)
         rows = 0 if job.approximate else run.start  # no other job has the rows of a selection
-        common = prefix.rows if prefix is not None else 0
-        head = job.head if self._share_heads or job.head == UNLIMITED else common
-        return Sharer(job.spec.job, job.spec.salt, job.tokens, rows, common, head)
+        return Sharer.of(job, rows, self._drafts.prefix_of(job), self._share_heads)
 
 
 MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own (spec R8)
@@ -260,14 +258,25 @@ MIN_SHARED_ROWS = 64  # fewer are not worth a read of their own (spec R8)
 
 class Sharer(NamedTuple):
     """A job of the step: its tokens, and how many rows it has on the device. `common`: its first tokens that are a prefix
-    registered for others as well. `head`: see `Job.head`."""
+    registered for other clients as well. With its `client`'s other prompts it may have the first `head` tokens in common, with its
+    salt's all."""
 
     job: int
+    client: str
     salt: str
     tokens: bytes | bytearray
     rows: int
     common: int = 0
     head: int = UNLIMITED
+
+    @classmethod
+    def of(cls, job: Job, rows: int, prefix: SharedPrefix | None, heads: bool) -> Sharer:
+        """Say what a job with so many rows may share. `prefix`: the registered one that it begins with. `heads`: prompts that were cut
+        share the tokens before."""
+        salt = job.spec.salt
+        client, head = (client_salt(salt), job.head) if heads else (salt, UNLIMITED)
+        common = prefix.rows if prefix is not None and prefix.salt != client else 0
+        return cls(job.spec.job, client, salt, job.tokens, rows, common, head)
 
 
 def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share, ...]:
@@ -275,7 +284,7 @@ def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share,
     groups: dict[str | bytes, list[_Member]] = {}
     for each in jobs:
         if each.rows >= least:
-            group = bytes(each.tokens[: 4 * each.common]) or (client_salt(each.salt) if each.head else each.salt)
+            group = bytes(each.tokens[: 4 * each.common]) or each.client
             groups.setdefault(group, []).append(_Member.of(each))
     found: list[Share] = []
     for members in groups.values():
@@ -287,7 +296,7 @@ def shares(jobs: Sequence[Sharer], least: int = MIN_SHARED_ROWS) -> tuple[Share,
 
 
 class _Member(NamedTuple):
-    """A sharer, in the order of what it may have in common: with its client's other prompts the `head`, with its salt's all tokens."""
+    """A sharer's fields, in the order that puts those with the most in common side by side."""
 
     client: str
     head: bytes
@@ -299,7 +308,7 @@ class _Member(NamedTuple):
     @classmethod
     def of(cls, each: Sharer) -> _Member:
         tokens = bytes(each.tokens[: 4 * each.rows])
-        return cls(client_salt(each.salt), tokens[: 4 * each.head], each.salt, tokens, each.job, each.common)
+        return cls(each.client, tokens[: 4 * each.head], each.salt, tokens, each.job, each.common)
 
 
 def _alike(a: _Member, b: _Member) -> int:

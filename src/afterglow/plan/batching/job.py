@@ -133,9 +133,7 @@ class Job:
     blocked_since: float | None = None  # when it began to wait for slots for its new rows
     waited: bool = False  # for another job's prefill
     dropped: int = 0  # tokens of the caller's prompt that were left out
-    head: int = (
-        UNLIMITED  # its first rows that are those of any prompt of its salt with these tokens; none before was left out
-    )
+    head: int = UNLIMITED  # rows before the first token that was left out: its client's other prompts may have them too
     origin: Origin | None = None  # where the rest's rows may be, before they have been copied
     grown: int = 0  # rows up to its last breakpoint, when they have just been stored
     copies: list[int] = field(default_factory=list)  # moves that do so
@@ -163,8 +161,8 @@ class Job:
         """Rows that may be on the device."""
         return self.segment.capacity
 
-    def alike(self, other: Job) -> int:
-        """Return how many of its first rows may be those of another job, if the tokens are: by their salts. None are those of a selection."""
+    def most_of(self, other: Job) -> int:
+        """Return how many of another job's first rows it may take for its own where the tokens are equal; none of a job that selects."""
         if other.approximate:
             return 0
         if self.spec.salt == other.spec.salt:

@@ -70,9 +70,11 @@ class Epoch:
         """Read the text of `packed`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or drops nothing.
         """
         tenant, rows, digest, steps, reason, head = json.loads(text)
+        if not steps:
+            raise ValueError("a truncation that dropped nothing")
         ends = list(accumulate(steps))
         return cls(tenant, rows, digest, tuple(zip(ends[::2], ends[1::2], strict=True)), reason, head)
 
@@ -276,8 +278,8 @@ def refuse_discarding(discard: Sequence[Rows], rows: int, turns: Sequence[int], 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A prompt that was cut: its tokens, the salt under which its rows lie, and where its first rows may come from. `head`: its rows
-    before the first that was left out, which are those of any prompt with these tokens.
+    """A prompt that was cut: its tokens, the salt under which its rows lie, and where its first rows may come from. `head`: the rows
+    before the first token that was left out, which its client's other prompts with these tokens have too.
     """
 
     prompt: bytes

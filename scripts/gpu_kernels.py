@@ -89,7 +89,7 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     if suited(dtype, head_dim, heads // kv_heads):
         found["column sums"] = lambda: triton_column_sums.column_sums(q, pages.read(0, 0, 300)[0], lse, 0.1)
         for name, queries in (("one query", 1), ("40 queries", 40)):
-            tables = PartTables([part_of(pages, 0, 300, range(queries))], heads // kv_heads)
+            tables = PartTables.of([part_of(pages, 0, 300, range(queries))], heads // kv_heads)
             found[f"attention of {name}"] = partial(triton_attention.attend_parts, tables, 1, q, 0.1, 0.0, out, lse)
     return found
 

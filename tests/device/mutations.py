@@ -33,7 +33,7 @@ SCENES = (
     *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
     *("filled", "block_scenes.reuse"),
     *(
-        tuple(f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products"))
+        tuple(f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing"))
         if find_spec("triton") is not None
         else ()
     ),
@@ -57,7 +57,7 @@ FIRST = {
 EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
     "engine/cached_attention.py torch.cuda.synchronize(device)": "a stopwatch",
     "engine/speculation/row_costs.py torch.cuda.synchronize(device)": "a stopwatch",
-    "engine/transfers.py torch.cat(parts).cpu()": "a list is made of it at once, which waits as well",
+    "engine/transfers.py together.cpu()": "a list is made of it at once, which waits as well",
     "kernels/device_products.py weight[at : at + ROUND_ROWS].cpu()": "a GPU may round otherwise; the pretend device does not",
 }
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.doors import schema
+from tests.device.graphs import CUDAGraph, Recording, recorded
 from tests.device.watching import Event, Stream, watch
 
 NATIVE = torch.device("privateuseone", 0)  # as C++ sees it: a CPU build has a guard for it
@@ -213,6 +214,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*args, **kwargs)
     if operator.launches:
         _launched(operator, args, kwargs, out)
+        if watch.recorded is not None:
+            known = {id(each) for each in _flat((*args, *kwargs.values()))}
+            recorded(lambda: func(*args, **kwargs), [each for each in _flat((out,)) if id(each) not in known])
     return _mapped(lambda each: same[id(each)] if id(each) in same else Pretend(each), out)
 
 
@@ -252,12 +256,14 @@ def _to_copy(func: Any, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.T
         watch.locked(out)
     copied = Pretend(out) if to else out
     _moved(copied, source, later)
+    recorded(lambda: _inner(source).to(out.dtype), [out])
     return copied
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     _inner(target).copy_(_inner(source))
     _moved(target, source, non_blocking)
+    recorded(lambda: _inner(target).copy_(_inner(source)), [])
     return target
 
 
@@ -282,7 +288,7 @@ def _moved(target: torch.Tensor, source: torch.Tensor, later: bool) -> None:
     )  # fmt: skip
     if not host or (later and pinned):
         return
-    if later and to:  # CUDA copies the bytes away before it returns
+    if later and to and watch.recorded is None:  # CUDA copies the bytes away before it returns
         watch.note("pageable copies")
     else:
         watch.wait_for_stream(watch.stream)
@@ -382,6 +388,7 @@ def install() -> None:
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: watch.wait_for_stream(watch.stream)
     cuda.empty_cache = lambda: None
+    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, Recording, lambda: (0, 0)
     cuda.cudart = lambda: watch.runtime
     load, main, step = Engine.load.__func__, EngineLoop.run, TorchRunner.run
 
@@ -417,7 +424,9 @@ def _launch_on_the_cpu() -> None:
                 raise Mismatch(f"{self.fn.__name__}: a tensor on the CPU")
         watch.note("launches of Triton")
         watch.note(f"launches of {self.fn.__name__}")
-        launch(self, *map(_inner, args), **{key: _inner(value) for key, value in kwargs.items()})
+        args, kwargs = tuple(map(_inner, args)), {key: _inner(value) for key, value in kwargs.items()}
+        launch(self, *args, **kwargs)
+        recorded(lambda: launch(self, *args, **kwargs), [])
 
     GridExecutor.__call__ = launched
 

@@ -124,8 +124,8 @@ def choice(device: str, folder: Path) -> list[Any]:
     """What `auto` takes, and what it takes when the device gives other answers."""
     sample = token_outputs.sample
 
-    def other(logits: Any, samplers: Any) -> list[int]:
-        tokens = sample(logits, samplers)
+    def other(logits: Any, samplers: Any, meanwhile: Any = None) -> list[int]:
+        tokens = sample(logits, samplers, meanwhile)
         return [token ^ 1 for token in tokens] if logits.is_cuda else tokens
 
     found = []

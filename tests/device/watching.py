@@ -73,6 +73,7 @@ class Watch:
         self._spare: Counter[int] = Counter()  # pinned memory that torch keeps, by size
         self.racing = False  # set before a model is loaded, to look for races later
         self.races: list[str] = []
+        self.recorded: Any = None  # the graph that launches go to
         self._handler: Sanitizer | None = None
         self._of_thread = threading.local()
         self._owners: Counter[int] = Counter()  # by address of a storage: how many tensors hold it
@@ -138,6 +139,7 @@ class Watch:
     def wait_for_event(self, event: int) -> None:
         """The host waits for an event."""
         self.note("synchronisations")
+        self._refuse_while_recording()
         stream, at = self._marks.get(event, (0, 0))
         self._known[stream] = max(self._known.get(stream, 0), at)
         if self._handler is not None:
@@ -146,9 +148,14 @@ class Watch:
     def wait_for_stream(self, stream: int) -> None:
         """The host waits for all that a stream was given."""
         self.note("synchronisations")
+        self._refuse_while_recording()
         self._known[stream] = next(self._clock)
         if self._handler is not None:
             self._handler.wait_for_stream(stream)
+
+    def _refuse_while_recording(self) -> None:
+        if self.recorded is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def has_passed(self, event: int) -> bool:
         """Tell whether the host knows already that an event has passed. The device is as slow as it may be."""
@@ -164,6 +171,10 @@ class Watch:
 
     def launch(self, name: str, reads: Collection[torch.Tensor], writes: Collection[torch.Tensor]) -> None:
         """Note a kernel or a copy on this thread's stream. Tensors: the CPU's that stand for the device's, and pinned ones."""
+        if self.recorded is not None:
+            self.recorded.reads += reads
+            self.recorded.writes += writes
+            return
         self.note("launches")
         self._access(name, self.stream, reads, writes)
 

@@ -87,7 +87,7 @@ def check(q: Tensor, reads: list[Read], cap: float = 0.0, before: tuple[Tensor, 
         out, lse = before[0].clone(), before[1].clone()
         expected = merge((before, (expected[0].float(), expected[1].float())))
     parts = [part for read in reads if (part := read.part()) is not None]
-    tables = PartTables(parts, q.shape[1] // reads[0].pages.data.shape[2])
+    tables = PartTables.of(parts, q.shape[1] // reads[0].pages.data.shape[2])
     triton_attention.attend_parts(tables, layer, q, SCALE, cap, out, lse)
     read = sorted({row for part in parts for row in part.queries})
     # Inputs are exact in float64; a weight is rounded to bfloat16 before it is multiplied, 2**-9 of values up to about 4.
@@ -138,7 +138,7 @@ def pages() -> None:
     found = []
     for part in (paged, part_of(Pages.of(data), 10, rows, (0, 1))):
         out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -math.inf)
-        triton_attention.attend_parts(PartTables([part], heads // kv_heads), 1, q, SCALE, 0.0, out, lse)
+        triton_attention.attend_parts(PartTables.of([part], heads // kv_heads), 1, q, SCALE, 0.0, out, lse)
         found.append((out, lse))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -154,7 +154,7 @@ def alone() -> None:
         [Read(data, 0, 100, (4,)), Read(data, 0, 390, (0,))],
     ):
         out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -math.inf)
-        tables = PartTables([part for read in reads if (part := read.part()) is not None], 4)
+        tables = PartTables.of([part for read in reads if (part := read.part()) is not None], 4)
         triton_attention.attend_parts(tables, 0, q, SCALE, 0.0, out, lse)
         found.append((out[0], lse[0]))
     for out, lse in found[1:]:

@@ -237,6 +237,26 @@ def depth_of(groups: Sequence[RelayGroup]) -> int:
     return max(depth.values(), default=0)
 
 
+class Results:
+    """Outputs and log-sum-exps of a step's queries, in the same memory for each layer."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def cleared(self, attention: Attention, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a layer's segments are merged into: for `q` [rows, heads, head_dim] float32 of its shape, and [rows, heads]."""
+        if self._found is None:
+            out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out, lse = self._found
+        if attention.sinks is None:
+            lse.fill_(-torch.inf)
+        else:  # a row of zeros
+            out.zero_()
+            lse.copy_(attention.sinks)
+        return out, lse
+
+
 class RelayAttend(CachedAttend):
     """Attend with one call for each layer: shared rows are read once, and own rows by each entry. An `Attend` for one step."""
 
@@ -254,7 +274,7 @@ class RelayAttend(CachedAttend):
         self._failed: list[int] | None = None  # jobs that `_reads` were made without
         self._shape = entries[0].context.shape
         self._reads: dict[tuple[bool, int], Reads | None] = {}  # by group of layers and window
-        self._found: tuple[Tensor, Tensor] | None = None  # outputs and log-sum-exps, in the same memory for each layer
+        self._results = Results()
         self._appends: dict[bool, Appends | None] = {}  # by group of layers
         self._device_rows: dict[bool, DeviceRows] = {}  # by group of layers
 
@@ -301,7 +321,8 @@ class RelayAttend(CachedAttend):
             self._failed, self._reads = failed, {}
         which = self._shape.place(layer)[0], attention.window
         if which not in self._reads:
-            self._reads[which] = self._prepared(layer, attention)
+            reads = self.wanted(layer, attention)
+            self._reads[which] = Reads(reads, cap=attention.cap) if reads else None
         return self._reads[which]
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -312,22 +333,14 @@ class RelayAttend(CachedAttend):
             appends.write(self._shape.place(layer)[1], k, v)
 
     def _attention(self, layer: int, attention: Attention, q: Tensor) -> Tensor:
-        if self._found is None:
-            out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-            self._found = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        out, lse = self._found
-        if attention.sinks is None:
-            lse.fill_(-torch.inf)
-        else:  # what all segments are merged into: a row of zeros
-            out.zero_()
-            lse.copy_(attention.sinks)
+        out, lse = self._results.cleared(attention, q)
         reads = self._reads_of(layer, attention)
         if reads is not None:
             reads.attend(self._shape.place(layer)[1], q, attention.scale, out, lse)
         return out.to(q.dtype)
 
-    def _prepared(self, layer: int, attention: Attention) -> Reads | None:
-        """Prepare the reads, in such a layer, of entries that have not failed: the groups' rows, in order, and each entry's own rows.
+    def wanted(self, layer: int, attention: Attention) -> list[Read]:
+        """List the reads, in such a layer, of entries that have not failed: the groups' rows, in order, and each entry's own rows.
 
         A window that an entry's context does not outgrow changes nothing. Other entries read what their windows show them by
         themselves, since each sees another part of shared rows, and soon none.
@@ -349,4 +362,4 @@ class RelayAttend(CachedAttend):
             else:
                 start = max(0, entry.start + 1 - window) // STRIDE * STRIDE
                 reads.append(_read(entry, layer, start, entry.stop, _rows(entry), True, window))
-        return Reads(reads, cap=attention.cap) if reads else None
+        return reads

@@ -58,6 +58,10 @@ class DeviceContext:
                 for page in self._pool.take(self._layers(pages), missing, last):
                     pages.append(page)
 
+    def holds(self, stop: int) -> bool:
+        """Tell whether there are pages for rows up to `stop`."""
+        return all(stop <= pages.stop for pages in self._groups())
+
     def share(self, source: DeviceContext, rows: int) -> None:
         """Begin with the first `rows` rows of another context, as far as it holds them: their pages, and a copy of the last one's
         rows if it is not full. They are rotated to the same positions."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,17 +16,19 @@ from torch import Tensor
 from afterglow.config import EngineConfig
 from afterglow.engine.cached_attention import CachedAttend, RelayAttend, RelayCosts, RelayGroup, depth_of, groups_of
 from afterglow.engine.context import DeviceContext
+from afterglow.engine.decode_pass import DecodePasses, decodes_alone
 from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
+from afterglow.engine.sampling import Meanwhile
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
 from afterglow.engine.sizes import held_rows, windowed_layers
 from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import GatherCounters, RelayCounters
-from afterglow.engine.tee import Tee
+from afterglow.engine.tee import Tee, saves_of
 from afterglow.engine.token_outputs import RunOutput, TokenOutputs
 from afterglow.engine.transfers import StepInputs, on_device
 from afterglow.importance.chunk_loader import ImportanceStats
@@ -34,7 +37,7 @@ from afterglow.kernels.device_reads import possible
 from afterglow.memory.prefault import Prefault, SlotPrefault
 from afterglow.model.decoder import Decoder
 from afterglow.plan.batching.compose import IDLE_PREFILL
-from afterglow.plan.step import Run, Save, Step, StepResult
+from afterglow.plan.step import Run, Step, StepResult
 from afterglow.request import Request
 
 log = logging.getLogger("afterglow.engine")
@@ -67,8 +70,11 @@ class TorchRunner:
         self.gathered = GatherCounters()
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
         self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered)
+        self._pressed = host.pressed
         self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
         self._inputs = StepInputs(decoder.device)
+        static = decoder.device.type == "cuda" and decoder.static and scores is None
+        self._passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
         chunks = config.importance_share if selective is not None else 0.0  # of the budget, for the chunk cache
@@ -143,7 +149,7 @@ class TorchRunner:
             if admit is not None and admit.take and admit.context in self._retained:
                 self._retained[admit.context].shorten(admit.device_rows)
         runs = [run for run in step.runs if not self._is_separate(run)]
-        self._tee.begin(*_saves(runs))
+        self._tee.begin(*saves_of(runs))
         separate = [run for run in step.runs if self._is_separate(run)]
         out = RunOutput(StepResult({}, {}))
         passes = [self._separate_pass(run) for run in separate]
@@ -253,14 +259,43 @@ class TorchRunner:
                 max((save.slots[-1] + 1 for run in step.runs for save in run.saves if save.slots), default=0)
             )
         rows = self._outputs.logit_rows(runs, entries, len(ids))
-        numbers = torch.tensor(ids), torch.cat(positions), torch.tensor(rows or [], dtype=torch.int64)
-        there, places, wanted, *index = self._inputs.send(*numbers, *self._tee.index)
-        self._tee.use(index)
         selecting = self._selective_decoding(entries, budget)
         exact = entries if selecting is None else [e for e in entries if e.job not in self._selections]
         apart = self._relay == "off" or not whole
         groups = [] if apart else groups_of(step.shares, exact, self._costs)
         self._gatherer.begin(entries, self.decoder.rope)
+        normed, meanwhile, passes = None, None, self._passes
+        if passes is not None and selecting is None and rows is None and decodes_alone(runs):
+            normed = passes.hidden(runs, entries, groups)
+            if normed is not None and self._outputs.plain(runs) and not self._pressed():
+                meanwhile = partial(passes.go_ahead, entries, groups)
+        elif passes is not None:
+            passes.drop()
+        if normed is None:
+            normed = self._computed(runs, entries, (ids, positions, rows), groups, exact, selecting)
+        for group in groups:
+            self.relayed.group(group.stop - group.start, len(group.entries))
+        self.relayed.levels = max(self.relayed.levels, depth_of(groups))
+        self._gatherer.end()
+        out = self._after(runs, entries, normed, rows, selecting, meanwhile)
+        self._tee.end()
+        return out
+
+    def _computed(
+        self,
+        runs: Sequence[Run],
+        entries: list[BatchEntry],
+        batch: tuple[list[int], list[Tensor], list[int] | None],
+        groups: list[RelayGroup],
+        exact: list[BatchEntry],
+        selecting: SelectiveDecoding | None,
+    ) -> Tensor:
+        """Compute the final-normed hidden rows of the batch: token ids, positions, and the rows that are wanted, None for all.
+        `exact`: entries that attend to all of their context."""
+        ids, positions, rows = batch
+        numbers = torch.tensor(ids), torch.cat(positions), torch.tensor(rows or [], dtype=torch.int64)
+        there, places, wanted, *index = self._inputs.send(*numbers, *self._tee.index)
+        self._tee.use(index)
         attend = self._attend(entries, places, groups, exact)
         attend.beside = selecting
         hidden = self.decoder.begin(there, places)
@@ -272,13 +307,7 @@ class TorchRunner:
             self.decoder.go_on(hidden, attend)
         if isinstance(attend, ScoringAttend):
             attend.finish(runs)
-        for group in groups:
-            self.relayed.group(group.stop - group.start, len(group.entries))
-        self.relayed.levels = max(self.relayed.levels, depth_of(groups))
-        self._gatherer.end()
-        out = self._after(runs, entries, hidden.normed, rows, selecting)
-        self._tee.end()
-        return out
+        return hidden.normed
 
     def _after(
         self,
@@ -287,14 +316,15 @@ class TorchRunner:
         hidden: Tensor,
         rows: list[int] | None,
         selecting: SelectiveDecoding | None,
+        meanwhile: Meanwhile | None,
     ) -> RunOutput:
-        """Count the new rows of the contexts, and draw tokens from the rows `rows` of the batch."""
+        """Count the new rows of the contexts, and draw tokens from the rows `rows` of the batch. `meanwhile`: goes on from these."""
         left = selecting.left if selecting is not None else {}
         self._separate.update(left)
         failed = {entry.job: entry.failed for entry in entries if entry.failed is not None}
         for entry in entries:
             entry.context.rows = entry.start if entry.job in failed or entry.job in left else entry.stop
-        out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left)
+        out = self._outputs.draw(runs, entries, hidden, rows, failed=failed, left=left, meanwhile=meanwhile)
         for run, entry in zip(runs, entries, strict=True):
             if void := run.guessed - out.result.accepted.get(run.job, 0):
                 entry.context.rows -= void
@@ -361,18 +391,3 @@ class TorchRunner:
 
 def _rows(runs: Sequence[Run]) -> int:
     return sum(len(run.tokens) for run in runs)
-
-
-def _saves(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
-    """Divide the step's saves for the tee: runs of prefilled rows, and decoded rows."""
-    prefills, decodes = [], []
-    at = 0
-    for run in runs:
-        for save in run.saves:
-            first = at + save.job_row - run.start
-            if run.own == 1 and run.admit is None and run.sample:
-                decodes.append((run.job, first, save))
-            else:
-                prefills.append((slice(first, first + save.rows), save))
-        at += len(run.tokens)
-    return prefills, decodes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -121,23 +122,28 @@ class Sampler:
         return cls(params, generator, shaping)
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+Meanwhile: TypeAlias = Callable[[Tensor], None]
+"""Launches work that goes on from tokens on the device, int64 [rows], before they are waited for."""
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler], meanwhile: Meanwhile | None = None) -> list[int]:
     """Draw one token per row of `logits` [rows, vocab] (float32), which stay as they are."""
     shapings = [(i, s.shaping) for i, s in enumerate(samplers) if s.shaping is not None]
-    if not shapings:
-        return _drawn(logits, samplers)
-    logits = logits.clone()
-    for i, shaping in shapings:
-        shaping.apply(logits[i])
-    tokens = _drawn(logits, samplers)
+    if shapings:
+        logits = logits.clone()
+        for i, shaping in shapings:
+            shaping.apply(logits[i])
+    drawn = _drawn(logits, samplers)
+    going_on = None if meanwhile is None else functools.partial(meanwhile, drawn)
+    tokens = cast("list[int]", fetched(drawn, meanwhile=going_on)[0])
     for i, shaping in shapings:
         shaping.drew(tokens[i])
     return tokens
 
 
-def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     if all(s.generator is None for s in samplers):
-        return cast("list[int]", fetched(logits.argmax(dim=-1))[0])
+        return logits.argmax(dim=-1)
     drawn = [i for i, s in enumerate(samplers) if s.generator is not None]
     rows = None if len(drawn) == len(samplers) else on_device(drawn, logits.device)
     probs = _filtered(logits if rows is None else logits[rows], [samplers[i].params for i in drawn])
@@ -148,7 +154,7 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     tokens = (probs / noise.clamp_min_(1e-30)).argmax(dim=-1)
     if rows is not None:
         tokens = logits.argmax(dim=-1).index_copy_(0, rows, tokens)
-    return cast("list[int]", fetched(tokens)[0])
+    return tokens
 
 
 def _filtered(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from afterglow.engine.kv_shape import KVShape
 from afterglow.kernels.stored_rows import narrowed, stored_width
-from afterglow.plan.step import Save
+from afterglow.plan.step import Run, Save
 from afterglow.store.kvstore import KVStore
 
 FLUSH_ROWS = 16
@@ -101,11 +101,12 @@ class Tee:
         self._exit = _Exit(shape.device, shape.device.type != "cpu" if staged is None else staged)
         self._dtype = kv_dtype
         self._tail = torch.empty(
-            (shape.layers, 2, max_batch, FLUSH_ROWS, shape.kv_heads, stored_width(shape.head_dim, kv_dtype)),
+            (shape.layers, 2, max_batch + 1, FLUSH_ROWS, shape.kv_heads, stored_width(shape.head_dim, kv_dtype)),
             dtype=kv_dtype,
             device=shape.device,
         )
         self._free = list(range(max_batch - 1, -1, -1))
+        self._spare = max_batch  # the lane of rows that are not saved
         self._lanes: dict[int, _Lane] = {}
         self._prefills: list[_Leaving] = []
         self.index: Sequence[Tensor] = ()  # on the CPU: rows of the batch, lanes, and places there, of decoded rows
@@ -138,9 +139,28 @@ class Tee:
         self.index = tuple(map(torch.tensor, (rows, lanes, places))) if rows else ()
         self._tail_index = ()
 
-    def use(self, index: Sequence[Tensor]) -> None:
-        """Take `index` as it has come to the device, before the first layer."""
-        self._tail_index = index
+    def use(self, index: Sequence[Tensor], in_order: bool = False) -> None:
+        """Take `index` as it has come to the device, before the first layer. `in_order`: its rows are all of the batch's, in order."""
+        self._tail_index, self._in_order = index, in_order or self._in_order
+
+    @property
+    def nowhere(self) -> tuple[int, int]:
+        """Return a lane and a place there for rows that are not saved."""
+        return self._spare, 0
+
+    def places(self, count: int) -> tuple[list[int], list[int]]:
+        """List a lane and a place there for each of the batch's first `count` rows of a step that decodes alone."""
+        spare, nowhere = self.nowhere
+        lanes, places = [spare] * count, [nowhere] * count
+        for row, lane, place in zip(*(each.tolist() for each in self.index), strict=True):
+            lanes[row], places[row] = lane, place
+        return lanes, places
+
+    def next_places(self, count: int) -> tuple[list[int], list[int]] | None:
+        """List the same for the step after this one, if the same requests decode on; None where a lane is full."""
+        lanes, places = self.places(count)
+        places = [place + (lane != self._spare) for lane, place in zip(lanes, places, strict=True)]
+        return None if FLUSH_ROWS in places else (lanes, places)
 
     @property
     def prefilling(self) -> bool:
@@ -224,3 +244,18 @@ class Tee:
         rows = self._tail[:, :, lane.index, : lane.count].clone()  # the lane is filled again before the copy is done
         self._exit.take(partial(self._store.save_block, lane.draft, lane.slots, lane.first), rows)
         lane.count = 0
+
+
+def saves_of(runs: Sequence[Run]) -> tuple[list[tuple[slice, Save]], list[tuple[int, int, Save]]]:
+    """Divide the step's saves for the tee: runs of prefilled rows, and decoded rows."""
+    prefills, decodes = [], []
+    at = 0
+    for run in runs:
+        for save in run.saves:
+            first = at + save.job_row - run.start
+            if run.own == 1 and run.admit is None and run.sample:
+                decodes.append((run.job, first, save))
+            else:
+                prefills.append((slice(first, first + save.rows), save))
+        at += len(run.tokens)
+    return prefills, decodes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from afterglow.engine.gather import BatchEntry
 from afterglow.engine.grammars.masks import Constraint, Drawn, Masks
-from afterglow.engine.sampling import Sampler, logprobs_of, sample
+from afterglow.engine.sampling import Meanwhile, Sampler, logprobs_of, sample
 from afterglow.engine.speculation.guesser import Guesser, Guesses
 from afterglow.engine.transfers import on_device
 from afterglow.model.decoder import Decoder
@@ -92,6 +92,12 @@ class TokenOutputs:
         found = [row for run, entry in zip(runs, entries, strict=True) if run.sample for row in _drawn_rows(run, entry)]
         return None if len(found) == rows else found
 
+    def plain(self, runs: Sequence[Run]) -> bool:
+        """Tell whether all that runs which decode ask for is a token: nothing that the next pass would have to wait for."""
+        return not any(
+            run.job in self._constraints or self._requests[run.job][0].sampling.logprobs is not None for run in runs
+        )
+
     def draw(
         self,
         runs: Sequence[Run],
@@ -101,16 +107,17 @@ class TokenOutputs:
         *,
         failed: dict[int, str],
         left: Container[int] = (),
+        meanwhile: Meanwhile | None = None,
     ) -> RunOutput:
         """Draw a token for each run that asks for one, and one from the row of each guess that was right.
 
         `hidden`: the rows `logit_rows` of the batch. `failed`: jobs whose rows are void, and the extents that failed them.
-        `left`: jobs that have left the pass.
+        `left`: jobs that have left the pass. `meanwhile`: goes on from the tokens of `plain` runs.
         """
         drawing = [i for i, run in enumerate(runs) if run.sample and run.job not in failed and run.job not in left]
         out = RunOutput(StepResult({}, failed))
         if drawing:
-            self._draw([runs[i] for i in drawing], [entries[i] for i in drawing], hidden, logit_rows, out)
+            self._draw([runs[i] for i in drawing], [entries[i] for i in drawing], hidden, logit_rows, out, meanwhile)
         for run, entry in zip(runs, entries, strict=True):
             request, _ = self._requests[run.job]
             top = request.sampling.prompt_logprobs
@@ -125,6 +132,7 @@ class TokenOutputs:
         hidden: Tensor,
         logit_rows: list[int] | None,
         out: RunOutput,
+        meanwhile: Meanwhile | None,
     ) -> None:
         wanted = [_drawn_rows(run, entry) for run, entry in zip(runs, entries, strict=True)]
         every = [row for rows in wanted for row in rows]
@@ -133,7 +141,7 @@ class TokenOutputs:
             hidden if len(places) == len(hidden) else hidden[on_device(places, hidden.device)]
         )
         firsts = [0, *accumulate(len(rows) for rows in wanted)]
-        drawn = self._verified(runs, logits, firsts)
+        drawn = self._verified(runs, logits, firsts, meanwhile)
         of_rows: list[int] = []
         for run, tokens, first in zip(runs, drawn, firsts, strict=False):
             out.result.tokens[run.job] = tokens[-1]
@@ -146,7 +154,9 @@ class TokenOutputs:
             self._add_logprobs(runs, drawn, asked, out)
         self._guess(runs, entries, drawn, out)
 
-    def _verified(self, runs: Sequence[Run], logits: Tensor, firsts: Sequence[int]) -> list[list[int]]:
+    def _verified(
+        self, runs: Sequence[Run], logits: Tensor, firsts: Sequence[int], meanwhile: Meanwhile | None
+    ) -> list[list[int]]:
         """Draw each run's tokens from its rows of `logits`, from row `firsts[i]` on: the first one, and the next one as long as the
         token that was drawn is the guess that the next row was computed with.
 
@@ -162,7 +172,7 @@ class TokenOutputs:
             masked = [(row, each) for row, i in zip(rows, going, strict=True) if (each := limits[i]) is not None]
             self._masks.apply(logits, masked, position)
             of_rows = logits if len(rows) == len(logits) else logits[on_device(rows, logits.device)]
-            tokens = sample(of_rows, [samplers[i] for i in going])
+            tokens = sample(of_rows, [samplers[i] for i in going], meanwhile)
             for i, token in zip(going, tokens, strict=True):
                 drawn[i].append(token)
             going = [i for i in going if _goes_on(runs[i], drawn[i], limits[i])]

@@ -5,7 +5,7 @@ A copy of its own for each list costs a launch, and `torch.tensor(list, device=.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ class StepInputs:
         self._buffer = torch.empty(0, dtype=torch.int64)
         self._sent: Any = None  # event: the buffer has been read
 
-    def send(self, *numbers: Tensor) -> Sequence[Tensor]:
-        """Return vectors of int64 on the CPU as vectors on the device, all in one copy."""
+    def send(self, *numbers: Tensor, into: Tensor | None = None) -> Sequence[Tensor]:
+        """Return vectors of int64 on the CPU as vectors on the device, all in one copy. `into`: a vector there that takes them."""
         if self._device.type == "cpu":
             return numbers
         total = sum(map(len, numbers))
@@ -31,7 +31,7 @@ class StepInputs:
             self._buffer = torch.empty(max(1024, 2 * total), dtype=torch.int64, pin_memory=True)
         buffer = self._buffer[:total]
         torch.cat(numbers, out=buffer)
-        there = buffer.to(self._device, non_blocking=True)
+        there = buffer.to(self._device, non_blocking=True) if into is None else into.copy_(buffer, non_blocking=True)
         self._sent = torch.get_device_module(self._device).Event()
         self._sent.record(torch.get_device_module(self._device).current_stream(self._device))
         return torch.split(there, [len(each) for each in numbers])
@@ -42,12 +42,25 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
-def fetched(*tensors: Tensor) -> list[Any]:
-    """Wait for the device, and return tensors as nested lists. They leave it in one copy."""
-    if len(tensors) == 1 or tensors[0].device.type == "cpu":
+def fetched(*tensors: Tensor, meanwhile: Callable[[], None] | None = None) -> list[Any]:
+    """Wait for the device, and return tensors as nested lists. They leave it in one copy. `meanwhile`: launches work that is not waited
+    for."""
+    where = tensors[0].device
+    if where.type == "cpu" or (meanwhile is None and len(tensors) == 1):
         return [each.tolist() for each in tensors]
     parts = [each.contiguous().view(torch.uint8).flatten() for each in tensors]
-    found = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+    together = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if meanwhile is None:
+        found = together.cpu()
+    else:
+        found = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+        found.copy_(together, non_blocking=True)
+        device = torch.get_device_module(where)
+        left = device.Event()
+        left.record(device.current_stream(where))
+        meanwhile()
+        left.synchronize()
     return [
-        part.clone().view(each.dtype).view(each.shape).tolist() for part, each in zip(found, tensors, strict=True)
+        part.clone().view(each.dtype).view(each.shape).tolist()
+        for part, each in zip(torch.split(found, [len(part) for part in parts]), tensors, strict=True)
     ]  # cloned: aligned for its dtype

@@ -27,22 +27,24 @@ def possible(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int
 
 
 class DeviceReads:
-    """Some parts that queries of a step read, in contexts of one shape and device. Tables are made at the first layer."""
+    """Some parts that queries of a step read, in contexts of one shape and device."""
 
-    def __init__(self, parts: Sequence[PagedPart], cap: float) -> None:
-        """Take at least one part, none empty."""
+    def __init__(self, parts: Sequence[PagedPart] | PartTables, cap: float) -> None:
+        """Take tables, or at least one part, none empty; then tables are made at the first layer."""
         self._parts, self._cap = parts, cap
-        self._tables: PartTables | None = None
+        self._tables = parts if isinstance(parts, PartTables) else None
+        self._data = parts.base if isinstance(parts, PartTables) else parts[0].data
 
     def attend(self, layer: int, q: Tensor, scale: float, out: Tensor, lse: Tensor) -> bool:
         """Do what `kernels.decode.Reads.attend` does, and return True; or nothing, and return False: torch must do it."""
-        data = self._parts[0].data
+        data = self._data
         _, heads, head_dim = q.shape
         kv_heads = data.shape[2]
         if q.dtype != data.dtype or not possible(data.device, q.dtype, head_dim, heads, kv_heads, self._cap):
             return False
         if self._tables is None:
-            self._tables = PartTables(self._parts, heads // kv_heads)
+            assert not isinstance(self._parts, PartTables)
+            self._tables = PartTables.of(self._parts, heads // kv_heads)
         tables = self._tables
         kind = data.device, q.dtype, head_dim, heads, kv_heads, self._cap
         done = _gate.run(

@@ -15,22 +15,24 @@ _gate = Gate("triton_rows")
 
 
 class DeviceRows:
-    """Where the new rows of a step go, in the order of the batch. The table is made at the first layer."""
+    """Where the new rows of a step go, in the order of the batch. Without one, the table is made at the first layer."""
 
-    def __init__(self, runs: Sequence[tuple[Pages, int, int]]) -> None:
-        """Take rows [start, stop) of contexts whose pages have one shape."""
+    def __init__(self, runs: Sequence[tuple[Pages, int, int]] | RowPlaces) -> None:
+        """Take rows [start, stop) of contexts whose pages have one shape, or where they are."""
         self._runs = runs
-        self._places: RowPlaces | None = None
+        self._places = runs if isinstance(runs, RowPlaces) else None
+        self._data = runs.base if isinstance(runs, RowPlaces) else runs[0][0].data
 
     def place(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor | None:
         """Rotate `q` [rows, heads, head_dim] and `k` [rows, kv_heads, head_dim], put keys and `v` into the contexts, and return
         the rotated queries; or do nothing and return None: torch must do it."""
         heads, head_dim = q.shape[1:]
-        data = self._runs[0][0].data
+        data = self._data
         kinds = {x.dtype for x in (q, k, v, data)}
         if len(kinds) > 1 or not suited(q.dtype, head_dim, 1) or any(x.stride(2) != 1 for x in (q, k, v)):
             return None
         if self._places is None:
+            assert not isinstance(self._runs, RowPlaces)
             self._places = row_places(self._runs)
         places = self._places
         rotary = 0 if rotation is None else rotation[0].shape[1]

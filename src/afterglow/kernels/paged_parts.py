@@ -62,8 +62,109 @@ def suited(dtype: torch.dtype, head_dim: int, group: int) -> bool:
     return head_dim % 8 == 0 and head_dim <= most and group <= tiles(dtype, head_dim)[-1]
 
 
+class TableSizes(NamedTuple):
+    """How many numbers the tables of some parts hold (see `PartTables`), how many `results` their tasks yield, and how many rows of
+    scores a task has."""
+
+    tasks: int
+    pages: int
+    queries: int
+    targets: int
+    order: int
+    results: int
+    tile: int
+
+    @property
+    def total(self) -> int:
+        """Count the numbers of all tables."""
+        return sum(self[:5])
+
+    def rounded(self, rows: int) -> TableSizes:
+        """Return the sizes of tables that have room for these, and for many others: powers of two, and a target for each of `rows` rows
+        of the batch."""
+        pages, queries, order, results = (_power(n) for n in (self.pages, self.queries, self.order, self.results))
+        return TableSizes(FIELDS * _power(self.tasks // FIELDS), pages, queries, 3 * rows, order, results, self.tile)
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+class PartLists:
+    """The tables of a step's parts as lists on the host: see `PartTables`."""
+
+    def __init__(self, parts: Sequence[PagedPart], group: int, base: Tensor) -> None:
+        """Take at least one part, none empty. `group`: query heads that share a KV head. Pages are counted from the beginning of `base`,
+        of the pages' dtype and number of dimensions."""
+        most = max(len(part.queries) for part in parts) * group
+        sizes = tiles(base.dtype, base.shape[4])
+        self._base, self._tile = base, next((size for size in sizes if most <= size), sizes[-1])
+        self._tasks: list[int] = []
+        self._pages: list[int] = []
+        self._queries: list[int] = []
+        self._count = 0
+        results: dict[int, list[int]] = {}
+        for part in parts:
+            self._add(part, group, results)
+        self._order = [result for found in results.values() for result in found]
+        self._targets: list[int] = []
+        at = 0
+        for row, found in results.items():
+            self._targets += (row, at, at + len(found))
+            at += len(found)
+
+    @property
+    def sizes(self) -> TableSizes:
+        """Return how many numbers the tables hold."""
+        return TableSizes(
+            *(len(self._tasks), len(self._pages), len(self._queries), len(self._targets), len(self._order)),
+            *(self._count, self._tile),
+        )
+
+    def numbers(self, sizes: TableSizes | None = None) -> list[int]:
+        """Return all tables, one after another; with `sizes`, filled up to these with tasks that read nothing and rows of the batch that
+        merge nothing: those behind the first ones."""
+        lists = (self._tasks, self._pages, self._queries, self._targets, self._order)
+        if sizes is None:
+            return [number for each in lists for number in each]
+        rows = range(len(self._targets) // 3, sizes.targets // 3)
+        filled = ((), (), (), [number for row in rows for number in (row, 0, 0)], ())
+        found: list[int] = []
+        for each, more, size in zip(lists, filled, sizes, strict=False):
+            found += each
+            found += more
+            found += [0] * (size - len(each) - len(more))
+        return found
+
+    def _add(self, part: PagedPart, group: int, results: dict[int, list[int]]) -> None:
+        n = len(part.queries)
+        wide = not part.causal and n * group > NARROW
+        chunk = WIDE_CHUNK if wide else CHUNK
+        first, last = part.start // chunk, -(-part.stop // chunk)
+        splits = last - first
+        size = max(1, self._tile // group)
+        own = part.stop - n if part.causal else UNSEEN
+        window = part.window if part.causal and part.window else 2 * UNSEEN
+        for at in range(0, n, size):
+            few = min(size, n - at)
+            for split in range(splits):
+                start = max(part.start, (first + split) * chunk)
+                stop = min(part.stop, (first + split + 1) * chunk)
+                self._tasks += (
+                    *(len(self._pages), start, stop, len(self._queries) + at, few),
+                    *(own + at if part.causal else own, window),
+                    *(self._count + at * splits + split, splits, *part.strides),
+                )
+        for at, row in enumerate(part.queries):
+            results.setdefault(row, []).extend(range(self._count + at * splits, self._count + (at + 1) * splits))
+        away = _away(part.data, self._base)
+        self._pages += [away + page for page in part.pages] if away else part.pages
+        self._queries += part.queries
+        self._count += n * splits
+
+
 class PartTables:
-    """The tasks of a step's parts, and which results each query merges.
+    """The tasks of a step's parts, and which results each query merges, on the device.
 
     `tasks` int64 [tasks, FIELDS]: first page, first row, end, first of `queries`, their number, position of the first query's own
     row, rows of its window, first of its results, results from a query to the next, and the three strides. `pages` int64:
@@ -73,65 +174,18 @@ class PartTables:
 
     __slots__ = ("base", "count", "order", "pages", "queries", "targets", "tasks", "tile")
 
-    def __init__(self, parts: Sequence[PagedPart], group: int) -> None:
-        """Take at least one part, none empty. `group`: query heads that share a KV head."""
-        self.base = parts[0].data
-        most = max(len(part.queries) for part in parts) * group
-        sizes = tiles(self.base.dtype, self.base.shape[4])
-        self.tile = next((size for size in sizes if most <= size), sizes[-1])
-        tasks: list[int] = []
-        pages: list[int] = []
-        queries: list[int] = []
-        results: dict[int, list[int]] = {}
-        self.count = 0
-        for part in parts:
-            self._add(part, group, tasks, pages, queries, results)
-        order = [result for found in results.values() for result in found]
-        targets: list[int] = []
-        at = 0
-        for row, found in results.items():
-            targets += (row, at, at + len(found))
-            at += len(found)
-        # One copy to the device for all tables.
-        lists = (tasks, pages, queries, targets, order)
-        together = torch.tensor([number for each in lists for number in each], dtype=torch.int64).to(self.base.device)
-        self.tasks, self.pages, self.queries, self.targets, self.order = torch.split(
-            together, [len(each) for each in lists]
-        )
+    def __init__(self, base: Tensor, sizes: TableSizes, numbers: Tensor) -> None:
+        """Take all tables in one vector of int64, as `PartLists.numbers` has them."""
+        self.base, self.count, self.tile = base, sizes.results, sizes.tile
+        self.tasks, self.pages, self.queries, self.targets, self.order = torch.split(numbers, list(sizes[:5]))
         self.tasks, self.targets = self.tasks.view(-1, FIELDS), self.targets.view(-1, 3)
 
-    def _add(
-        self,
-        part: PagedPart,
-        group: int,
-        tasks: list[int],
-        pages: list[int],
-        queries: list[int],
-        results: dict[int, list[int]],
-    ) -> None:
-        n = len(part.queries)
-        wide = not part.causal and n * group > NARROW
-        chunk = WIDE_CHUNK if wide else CHUNK
-        first, last = part.start // chunk, -(-part.stop // chunk)
-        splits = last - first
-        size = max(1, self.tile // group)
-        own = part.stop - n if part.causal else UNSEEN
-        window = part.window if part.causal and part.window else 2 * UNSEEN
-        for at in range(0, n, size):
-            few = min(size, n - at)
-            for split in range(splits):
-                start = max(part.start, (first + split) * chunk)
-                stop = min(part.stop, (first + split + 1) * chunk)
-                tasks += (
-                    *(len(pages), start, stop, len(queries) + at, few, own + at if part.causal else own, window),
-                    *(self.count + at * splits + split, splits, *part.strides),
-                )
-        for at, row in enumerate(part.queries):
-            results.setdefault(row, []).extend(range(self.count + at * splits, self.count + (at + 1) * splits))
-        away = _away(part.data, self.base)
-        pages += [away + page for page in part.pages] if away else part.pages
-        queries += part.queries
-        self.count += n * splits
+    @classmethod
+    def of(cls, parts: Sequence[PagedPart], group: int) -> PartTables:
+        """Make the tables of parts (see `PartLists`), in one copy to the device."""
+        base = parts[0].data
+        lists = PartLists(parts, group, base)
+        return cls(base, lists.sizes, torch.tensor(lists.numbers(), dtype=torch.int64).to(base.device))
 
 
 class RowPlaces(NamedTuple):
@@ -145,6 +199,12 @@ class RowPlaces(NamedTuple):
 def row_places(runs: Sequence[tuple[Pages, int, int]]) -> RowPlaces:
     """Describe rows [start, stop) of contexts, one run after the other."""
     base = runs[0][0].data
+    places = place_numbers(runs, base)
+    return RowPlaces(base, torch.tensor(places, dtype=torch.int64).to(base.device).view(-1, 4))
+
+
+def place_numbers(runs: Sequence[tuple[Pages, int, int]], base: Tensor) -> list[int]:
+    """List where rows [start, stop) of contexts are, counted from the beginning of `base`: see `RowPlaces`."""
     places: list[int] = []
     for pages, start, stop in runs:
         layer, which, head, row = pages.data.stride()[:4]
@@ -152,7 +212,7 @@ def row_places(runs: Sequence[tuple[Pages, int, int]]) -> RowPlaces:
             page = _away(span.page.data, base)
             for at in range(page + span.first * row, page + span.stop * row, row):
                 places += (at, layer, which, head)
-    return RowPlaces(base, torch.tensor(places, dtype=torch.int64).to(base.device).view(-1, 4))
+    return places
 
 
 def _away(data: Tensor, base: Tensor) -> int:

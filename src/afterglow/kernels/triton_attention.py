@@ -168,7 +168,7 @@ def trial(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int, k
         (0, 192, range(6, 40), False, 0),
     )
     pages = Pages.of(data)
-    tables = PartTables([part_of(pages, *read) for read in reads], heads // kv_heads)
+    tables = PartTables.of([part_of(pages, *read) for read in reads], heads // kv_heads)
     out = torch.zeros(q.shape, dtype=torch.float32, device=device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=device)
     attend_parts(tables, 0, q, scale, cap, out, lse)

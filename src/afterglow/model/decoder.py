@@ -237,6 +237,11 @@ class Decoder:
         self._whole = self._all_layers()
 
     @property
+    def static(self) -> bool:
+        """Tell whether a pass launches the same work whatever its rows are: no experts are chosen."""
+        return self.divisible and all(isinstance(layer.mlp, Mlp) for layer in self._layers)
+
+    @property
     def arithmetic(self) -> str:
         """Name what stored keys and values depend on besides files, dtypes and the way weights are kept."""
         return ""

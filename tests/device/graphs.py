@@ -1,0 +1,75 @@
+"""CUDA graphs of the pretend device: what is launched while one is recorded is launched again by its replay, in the same memory.
+
+Nothing that is recorded has been computed: afterwards the results hold no numbers. Copies from pageable memory, and all that waits, are
+refused meanwhile, as CUDA does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.device.watching import watch
+
+
+class Launch:
+    """A launch that can be made again. `made`: tensors that it made, whose memory stays theirs."""
+
+    def __init__(self, again: Callable[[], Any], made: list[torch.Tensor]) -> None:
+        self.again, self.made = again, made
+
+    def forget(self) -> None:
+        for each in self.made:
+            each.fill_(torch.nan if each.is_floating_point() else 85)
+
+    def replay(self) -> None:
+        out = self.again()
+        found = [out] if isinstance(out, torch.Tensor) else [*out] if isinstance(out, list | tuple) else []
+        for to, new in zip(
+            self.made, [each for each in found if isinstance(each, torch.Tensor)], strict=bool(self.made)
+        ):
+            if to is not new:
+                to.copy_(new)
+
+
+class CUDAGraph:
+    """A recorded graph."""
+
+    recording: CUDAGraph | None = None
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.reads: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []
+
+    def replay(self) -> None:
+        assert self.launches, "a graph is recorded before it is replayed"
+        watch.note("graphs")
+        watch.launch("a graph", self.reads, self.writes)
+        for each in self.launches:
+            each.replay()
+
+
+class Recording:
+    """`torch.cuda.graph`: record what is launched."""
+
+    def __init__(self, graph: CUDAGraph, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.graph = graph
+
+    def __enter__(self) -> None:
+        watch.wait_for_stream(watch.stream)
+        watch.recorded = self.graph
+        watch.note("recordings")
+
+    def __exit__(self, *exception: object) -> None:
+        watch.recorded = None
+        for each in self.graph.launches:
+            each.forget()
+
+
+def recorded(again: Callable[[], Any], made: list[torch.Tensor]) -> None:
+    """Note what a launch does, if a graph is recorded."""
+    if watch.recorded is not None:
+        watch.recorded.launches.append(Launch(again, made))

@@ -1,0 +1,61 @@
+"""Steps that decode alone on the pretend device: recorded, replayed, and launched before the plan has asked for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device.test_pretend import play
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (the extra gpu)"
+)
+
+
+def played(scene: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], str]:
+    """Play a scene in Triton's interpreter. Returns counts and the log; tokens are the CPU's, and no stream disturbs another."""
+    theirs: dict[str, Any] = play(f"decode_scenes.{scene}", "cpu", folder / "cpu")[0]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ours, log = play(f"decode_scenes.{scene}", "cuda", folder / "cuda")
+    assert ours["answers"] == theirs["answers"]
+    assert ours["races"] == []
+    assert "Traceback" not in log
+    return ours["counts"], log
+
+
+def test_triton_replies_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, log = played("passes", tmp_path, monkeypatch)
+    assert counts["graphs"] >= 50
+    assert counts["recordings"] < 10
+    assert counts["taken"] > counts["asked for"]
+    assert counts["taken"] + counts["asked for"] > 0.9 * counts["passes"], "most that is launched ahead is of use"
+    assert "not recorded" not in log
+
+
+def test_triton_passes_wait_for_rows_that_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, _ = played("racing", tmp_path, monkeypatch)
+    assert counts["graphs"] > 10
+    assert counts["taken"] > 10
+
+
+@pytest.mark.long
+def test_triton_requests_come_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, _ = played("coming", tmp_path, monkeypatch)
+    assert counts["taken"] > 10
+
+
+def test_triton_layers_hold_the_last_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, _ = played("windows", tmp_path, monkeypatch)
+    assert counts["graphs"] > 10
+    assert counts["taken"] > 10
+
+
+@pytest.mark.long
+def test_triton_graphs_that_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, log = played("refused", tmp_path, monkeypatch)
+    assert counts["graphs"] == 0
+    assert counts["passes"] > 5
+    assert log.count("are not recorded as CUDA graphs: CUDA error") == 1

@@ -17,6 +17,8 @@ from afterglow.request import Output, Request, SamplingParams
 from tests.device.scenes import draw, load
 from tests.engine.conftest import FAMILIES, write_model
 
+LAUNCHED = ("launches", "graphs", "synchronisations", "copies to device", "copies to host", "pinned allocations")
+
 
 class Passes:
     """Count how steps come to their hidden rows."""
@@ -106,6 +108,20 @@ def racing(device: str, folder: Path) -> Any:
         return result(engine, found, counts)
 
 
+def launches(device: str, folder: Path) -> Any:
+    """What the device is asked for by steps that decode, of two requests and of eight."""
+    from tests.device.watching import watch
+
+    with Passes() as counts:
+        engine = load(device, folder, relay="off", max_batch=8)
+        found = []
+        for batch in (2, 8):
+            answers(engine, [(draw(batch + i, 3), greedy(8)) for i in range(batch)])
+            steps = [step.counts for step in watch.steps if step.runs == step.rows == batch]
+            found.append([[step[what] for what in LAUNCHED] for step in steps[-3:]])
+        return {**result(engine, [], counts), "steps": found}
+
+
 def coming(device: str, folder: Path) -> Any:
     """Requests that come while others decode, and one that is cancelled: what was launched ahead is of no use then."""
     with Passes() as counts:
@@ -133,7 +149,9 @@ def coming(device: str, folder: Path) -> Any:
 
 def windows(device: str, folder: Path) -> Any:
     """A model with layers that hold the last rows alone."""
-    model = write_model({**FAMILIES["ministral"], "sliding_window": 48, "vocab_size": 256}, folder.parent / f"{folder.name}-model")
+    model = write_model(
+        {**FAMILIES["ministral"], "sliding_window": 48, "vocab_size": 256}, folder.parent / f"{folder.name}-model"
+    )
     with Passes() as counts:
         engine = load(device, folder, model, relay="on", max_batch=4)
         prefix = draw(1, 100)

@@ -33,7 +33,9 @@ SCENES = (
     *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
     *("filled", "block_scenes.reuse"),
     *(
-        tuple(f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing"))
+        tuple(
+            f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing")
+        )
         if find_spec("triton") is not None
         else ()
     ),

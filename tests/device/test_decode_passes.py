@@ -41,6 +41,15 @@ def test_triton_passes_wait_for_rows_that_leave(tmp_path: Path, monkeypatch: pyt
     assert counts["taken"] > 10
 
 
+def test_triton_steps_that_decode_ask_for_as_much_whatever_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph, its numbers, tokens that go into it, logits, what is drawn from them, and their way out."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    few, many = play("decode_scenes.launches", "cuda", tmp_path)[0]["steps"]
+    assert few == many == [[6, 1, 1, 1, 1, 0]] * 3
+
+
 @pytest.mark.long
 def test_triton_requests_come_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, _ = played("coming", tmp_path, monkeypatch)

@@ -22,7 +22,7 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
     [
         pytest.param("tee", "record_stream", "races", "memory is used again", marks=pytest.mark.long),
         pytest.param("gather", "_last.synchronize", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
-        ("transfers", "_sent.synchronize", "sending", "cat on stream -1"),  # written to as `out=`
+        ("transfers", "sent.synchronize", "sending", "cat on stream -1"),  # written to as `out=`
     ],
 )
 def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race: str, tmp_path: Path) -> None:

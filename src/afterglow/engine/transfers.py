@@ -5,6 +5,7 @@ A copy of its own for each list costs a launch, and `torch.tensor(list, device=.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,28 +13,38 @@ import torch
 from torch import Tensor
 
 
+class _Buffer:
+    """Locked host memory, and an event: what was copied from it has been read."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.empty(0, dtype=torch.int64)
+        self.sent: Any = None
+
+
 class StepInputs:
-    """Send a step's row numbers to the device. Owns the locked host memory that they leave from."""
+    """Send a step's row numbers to the device. Owns the locked host memory that they leave from: two buffers, since a step may be launched
+    while the one before has not been computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = torch.empty(0, dtype=torch.int64)
-        self._sent: Any = None  # event: the buffer has been read
+        self._buffers = deque((_Buffer(), _Buffer()))
 
     def send(self, *numbers: Tensor, into: Tensor | None = None) -> Sequence[Tensor]:
         """Return vectors of int64 on the CPU as vectors on the device, all in one copy. `into`: a vector there that takes them."""
         if self._device.type == "cpu":
             return numbers
         total = sum(map(len, numbers))
-        if self._sent is not None and not self._sent.query():  # after a step that draws no token
-            self._sent.synchronize()
-        if total > len(self._buffer):
-            self._buffer = torch.empty(max(1024, 2 * total), dtype=torch.int64, pin_memory=True)
-        buffer = self._buffer[:total]
+        self._buffers.rotate()
+        own = self._buffers[0]
+        if own.sent is not None and not own.sent.query():  # after steps that draw no token
+            own.sent.synchronize()
+        if total > len(own.numbers):
+            own.numbers = torch.empty(max(1024, 2 * total), dtype=torch.int64, pin_memory=True)
+        buffer = own.numbers[:total]
         torch.cat(numbers, out=buffer)
         there = buffer.to(self._device, non_blocking=True) if into is None else into.copy_(buffer, non_blocking=True)
-        self._sent = torch.get_device_module(self._device).Event()
-        self._sent.record(torch.get_device_module(self._device).current_stream(self._device))
+        own.sent = torch.get_device_module(self._device).Event()
+        own.sent.record(torch.get_device_module(self._device).current_stream(self._device))
         return torch.split(there, [len(each) for each in numbers])
 
 

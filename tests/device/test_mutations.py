@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
         pytest.param("tee", "record_stream", "races", "memory is used again", marks=pytest.mark.long),
         pytest.param("gather", "_last.synchronize", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
         ("transfers", "sent.synchronize", "sending", "cat on stream -1"),  # written to as `out=`
+        pytest.param(
+            *("transfers", "left.synchronize", "interpreted decode_scenes.racing", "copy_ on stream"),
+            marks=[pytest.mark.long, pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")],
+            id="triton",
+        ),
     ],
 )
 def test_a_wait_that_is_missing_is_a_race(file: str, wait: str, scene: str, race: str, tmp_path: Path) -> None:

@@ -197,7 +197,10 @@ class DecodePasses:
             RelayGroup([entry_of[each.job] for each in group.entries], group.start, group.stop, group.queries)
             for group in groups
         ]
-        hidden = self._run(tokens, following, shared, saved)
+        try:
+            hidden = self._run(tokens, following, shared, saved)
+        except torch.OutOfMemoryError:  # the step that is under way goes on without
+            hidden = None
         if hidden is not None:
             rows = {(entry.job, entry.start): row for row, entry in enumerate(following)}
             self._ahead = Ahead(rows, [entry.context for entry in following], list(zip(*saved, strict=True)), hidden)

@@ -23,9 +23,9 @@ from afterglow.choices import (
     ReadBuffer,
     ReadBufferForm,
     RelayMode,
+    SizeOrAuto,
     SpeculateMode,
     TruncationPolicy,
-    WriteBuffer,
     WritePolicy,
 )
 from afterglow.errors import ConfigError
@@ -132,6 +132,9 @@ def check_read_buffer(layers: ReadBuffer, preload: Preload) -> None:
 
 SHARED_CACHE = 100 * 1024**3  # bytes of one model's KV in a shared store, if the operator says nothing
 WRITE_BUFFER = 256 * 1024**2  # bytes of new rows that wait to be saved, at most
+DEVICE_CACHE = 2 * 1024**3  # bytes of KV on a CPU, if the operator says nothing
+MAX_BATCH = {"cpu": 24, "cuda": 128}  # requests, likewise
+PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}  # tokens, likewise: fewer leave a GPU waiting for launches
 PINNED = 0.5  # of the last tier, at most, for what all tenants pin together, if the operator says nothing
 
 
@@ -139,10 +142,10 @@ PINNED = 0.5  # of the last tier, at most, for what all tenants pin together, if
 class CacheConfig:
     """The tiers and their budgets."""
 
-    device_cache: int = option(
-        2 * 1024**3,
-        "Bytes of ready-to-attend KV (running requests and finished contexts). On a CPU up to 512 MiB of what these "
-        "leave are kept besides, for the next ones.",
+    device_cache: SizeOrAuto = option(
+        "auto",
+        "Bytes of ready-to-attend KV (running requests and finished contexts). auto: 2G on a CPU; on CUDA nine tenths of what is free "
+        "once the weights are there, less what the largest pass needs.",
         size=True,
     )
     host_cache: int = option(4 * 1024**3, "Bytes of the host memory tier.", size=True)
@@ -173,7 +176,7 @@ class CacheConfig:
         "paper: by CachedAttention's formula, one layer's computing fewer. A number is a baseline. Default: all layers.",
         metavar="LAYERS",
     )
-    write_buffer: WriteBuffer = option(
+    write_buffer: SizeOrAuto = option(
         WRITE_BUFFER,
         "Bytes of new KV that may wait to be saved before computing waits for it. auto: by CachedAttention's formula, from measured rates, "
         "for the prompts that are being computed; at most the default.",
@@ -212,8 +215,12 @@ class CacheConfig:
         check_types(self)
         check_choices(self)
         check_read_buffer(self.read_buffer, self.preload)
-        if self.write_buffer != "auto" and (type(self.write_buffer) is not int or self.write_buffer < 1):
-            raise ConfigError(f"--write-buffer is auto, or a size of at least 1 byte, got {self.write_buffer!r}")
+        for name, least, unit in (("device_cache", 0, "bytes"), ("write_buffer", 1, "byte")):
+            size = getattr(self, name)
+            if size != "auto" and (type(size) is not int or size < least):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is auto, or a size of at least {least} {unit}, got {size!r}"
+                )
         if self.ttl is not None and not self.ttl > 0:
             raise ConfigError(f"--ttl must be more than 0 seconds, got {self.ttl}")
         if self.tenant_pins is not None and not 0 <= self.tenant_pins <= 1:
@@ -232,7 +239,7 @@ class CacheConfig:
             )
         if self.shared_directory is not None and self.shared is None:
             raise ConfigError("--shared-directory tells where extents of a shared store are: name that with --shared")
-        for name in ("device_cache", "host_cache", "disk_cache", "shared_cache"):
+        for name in ("host_cache", "disk_cache", "shared_cache"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be negative, got {getattr(self, name)}")
 
@@ -255,9 +262,13 @@ class EngineConfig:
     )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: CUDA where it is there and passes a short self-test.")
     max_model_len: int | None = option(None, "Longest context in tokens; default: the model's own limit.")
-    max_batch: int = option(24, "Requests that run at the same time (the papers' 24).")
-    prefill_chunk: int = option(
-        512, "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers."
+    max_batch: int | None = option(
+        None, "Requests that run at the same time; default: 24 on a CPU (as in the papers), 128 on CUDA."
+    )
+    prefill_chunk: int | None = option(
+        None,
+        "Prompt tokens per step while others decode; 0 lets a prefill block decoding, as in the papers. Default: 512 on a CPU, 2048 "
+        "on CUDA.",
     )
     max_queue: int = option(1024, "Waiting requests before new ones are refused with status 429.")
     importance: float | None = option(
@@ -327,10 +338,9 @@ class EngineConfig:
         check_choices(self)
         limits = (("max_batch", 1, 4096), ("prefill_chunk", 0, 2**20), ("max_queue", 1, 2**20))
         for name, least, most in (*limits, ("importance_renew", 0, 2**20)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must lie between {least} and {most}, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"--{name.replace('_', '-')} must lie between {least} and {most}, got {value}")
         if self.relay == "on" and self.truncation_policy == "importance":
             raise ConfigError(
                 "--relay on does not go with --truncation-policy importance, which has to compute each request's attention "
@@ -370,3 +380,11 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.threads is not None and self.threads > 1024:
             raise ConfigError(f"--threads must be at most 1024, got {self.threads}")
+
+    def batch_on(self, device: str) -> int:
+        """Return how many requests run at the same time on a kind of device, `cpu` or `cuda`."""
+        return MAX_BATCH[device] if self.max_batch is None else self.max_batch
+
+    def chunk_on(self, device: str) -> int:
+        """Return the prompt tokens of a step while others decode, on a kind of device, `cpu` or `cuda`; 0: a prefill goes alone."""
+        return PREFILL_CHUNK[device] if self.prefill_chunk is None else self.prefill_chunk

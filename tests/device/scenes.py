@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import threading
 from collections.abc import Sequence
@@ -151,6 +152,33 @@ def memory(device: str, folder: Path) -> list[Any]:
         hardware.allocate(2 * MiB, pin=True)
     except ConfigError as error:
         found.append(str(error))
+    return found
+
+
+def fitting(device: str, folder: Path) -> list[Any]:
+    """What an engine takes of a device with 1 GiB free, by itself and when it is told; what it says where that is too much, or too little."""
+    from tests.device.watching import watch
+
+    found: list[Any] = []
+    folder.mkdir()
+    journal = folder / "journal.jsonl"
+    told: list[dict[str, Any]] = [{}, {"max_batch": 3, "prefill_chunk": 4096}, {"device_cache": 2**29}]
+    for more in [*told, {"device_cache": 2**31}, {"importance": 0.5}, {"free": 9 * MiB}]:
+        more = dict(more)
+        watch.runtime.free = more.pop("free", 2**30)
+        sizes = {"device_cache": more.pop("device_cache")} if "device_cache" in more else {}
+        cache = CacheConfig(host_cache=8 * MiB, disk_cache=0, **sizes)
+        try:
+            engine = Engine.load(
+                "tiny", EngineConfig(device=device, dtype="float32", cache=cache, journal=journal, **more)
+            )
+        except ConfigError as error:
+            found.append(str(error))
+            continue
+        size = engine.parts.sizes
+        engine.close()
+        plan = json.loads(journal.read_text().splitlines()[0])["settings"]
+        found.append([size.context_bytes, size.chunk_bytes, plan["max_batch"], plan["prefill_chunk"]])
     return found
 
 

@@ -37,6 +37,7 @@ class Runtime:
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
         self.limit = 1 << 62
+        self.free = 1 << 33  # bytes of the device
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if size > self.limit:
@@ -45,7 +46,7 @@ class Runtime:
         return 0
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
-        return 1 << 33, 1 << 33
+        return self.free, 1 << 33
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]

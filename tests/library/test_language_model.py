@@ -165,7 +165,7 @@ def test_a_closed_model_refuses(tmp_path: Path) -> None:
         (CacheConfig, {"host_cache": "8G"}, "host_cache must be int, got '8G'"),
         (CacheConfig, {"cache_dir": 5}, "cache_dir must be Path or nothing, got 5"),
         (CacheConfig, {"ttl": True}, "ttl must be float or nothing, got True"),
-        (EngineConfig, {"max_batch": "8"}, "max_batch must be int, got '8'"),
+        (EngineConfig, {"max_batch": "8"}, "max_batch must be int or nothing, got '8'"),
         (EngineConfig, {"cache": None}, "cache must be CacheConfig, got None"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from afterglow.choices import ReadBuffer, WriteBuffer
+from afterglow.choices import ReadBuffer, SizeOrAuto
 from afterglow.cli.option_sources import NAMES, Given, given_in, read_sources
 from afterglow.config import parse_size
 from afterglow.errors import ConfigError, UserError
@@ -154,7 +154,7 @@ def _from_field(name: str, field: Field[Any], kind: Any, panel: str | None) -> i
     more: dict[str, Any] = {"help": about["help"], "rich_help_panel": panel, "metavar": about.get("metavar")}
     if default in (None, (), "", inspect.Parameter.empty) or isinstance(kind, types.UnionType):
         more["show_default"] = False
-    if kind == WriteBuffer:
+    if kind == SizeOrAuto:
         more["parser"], more["metavar"], more["show_default"] = _size_or_auto, "SIZE", True
         kind, default = str, _written(default) if isinstance(default, int) else default
     elif kind == ReadBuffer:

@@ -41,6 +41,12 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def free_on(device: torch.device) -> int:
+    """Return the bytes that are free on a CUDA device. What torch keeps of freed tensors is given back, and counts as free."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def use_threads(threads: int | None) -> None:
     """Compute with `threads` threads; None: as many as torch takes."""
     if threads is not None:

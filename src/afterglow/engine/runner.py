@@ -25,7 +25,7 @@ from afterglow.engine.sampling import Meanwhile
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
 from afterglow.engine.separate_pass import SelectiveDecoding, SeparatePass, WaitBudget, go_on
-from afterglow.engine.sizes import held_rows, windowed_layers
+from afterglow.engine.sizes import Sizes, windowed_layers
 from afterglow.engine.speculation.guesser import Guesser
 from afterglow.engine.stats import GatherCounters, RelayCounters
 from afterglow.engine.tee import Tee, saves_of
@@ -55,6 +55,7 @@ class TorchRunner:
         decoder: Decoder,
         host: HostRows,
         config: EngineConfig,
+        size: Sizes,
         scores: Scores | None = None,
         selective: SelectiveAttention | None = None,
         guesser: Guesser | None = None,
@@ -63,22 +64,20 @@ class TorchRunner:
         attend to a part of their prefix. `guesser`: guesses what replies go on with."""
         spec = decoder.spec
         self.decoder = decoder
-        held = held_rows(spec, config)
-        windowed = windowed_layers(spec) if held.windowed else ()
+        windowed = windowed_layers(spec) if size.held.windowed else ()
         row = (spec.layers, spec.kv_heads, spec.head_dim, decoder.dtype, decoder.device)
-        self.shape = KVShape(*row, windowed, held)
+        self.shape = KVShape(*row, windowed, size.held)
         self.gathered = GatherCounters()
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
         self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered)
         self._pressed = host.pressed
-        self._tee = Tee(host.store, self.shape, host.arena.dtype, config.max_batch)
+        self._tee = Tee(host.store, self.shape, host.arena.dtype, size.max_batch)
         self._inputs = StepInputs(decoder.device)
         static = decoder.device.type == "cuda" and decoder.static and scores is None
         self._passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
-        chunks = config.importance_share if selective is not None else 0.0  # of the budget, for the chunk cache
-        self._pool = PagePool(self.shape, int(config.cache.device_cache * (1 - chunks)), self._prefault)
+        self._pool = PagePool(self.shape, size.context_bytes, self._prefault)
         self._short = False  # the device had no memory in the last step
         self._pool.prepare(spec.layers - len(windowed) or len(windowed))
         on_cpu = decoder.device.type == "cpu"  # otherwise the arena is locked in memory, and so is there already
@@ -87,9 +86,8 @@ class TorchRunner:
             self._slot_prefault.reach(0)
         self._scores = scores
         self._selective = selective
-        self._chunk = (
-            config.prefill_chunk
-        )  # rows that separate passes may compute in a step while others decode; 0: any
+        # rows that separate passes may compute in a step while others decode; 0: any
+        self._chunk = size.prefill_chunk
         self._running: dict[int, DeviceContext] = {}  # by job
         self._retained: dict[int, DeviceContext] = {}  # by the plan's number
         self._selections: dict[int, PrefixSelection] = {}  # of prefixes that are not attended to as a whole, by job

@@ -32,6 +32,7 @@ from afterglow.engine.sizes import (
     Sizes,
     capacity,
     conversation_bytes,
+    reserved_bytes,
     rewriting_bytes,
     sizes,
     windowed_layers,
@@ -130,7 +131,7 @@ def build(
         device=str(device),
         quantization=config.quantization,
         max_model_len=config.max_model_len,
-        kv_bytes=config.cache.device_cache + (config.cache.host_cache if device.type == "cpu" else 0),
+        kv_bytes=reserved_bytes(config, device),
         progress=functools.partial(progress, "weights") if progress else None,
     )
     if config.importance is not None and not decoder.divisible:
@@ -165,7 +166,7 @@ def build(
         if namespace is not None:
             neighbours.warn(namespace.path, config.cache.disk_cache)
         tiers = capacity(size, config, layout, namespace, len(windowed))
-        scheduler, journal = make_scheduler(config, tiers, decoder, layout, size.max_model_len, digest)
+        scheduler, journal = make_scheduler(config, tiers, decoder, layout, size, digest)
         if journal is not None:
             undo.callback(journal.close)
         _restore(scheduler, store)
@@ -175,7 +176,7 @@ def build(
         clock = _steady_clock()
         blocks = arena.view(_kv_dtype(decoder, config))
         blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.width)
-        runner, scores, selective = make_runner(config, decoder, store, blocks, layout, inbox.pressed)
+        runner, scores, selective = make_runner(config, size, decoder, store, blocks, layout, inbox.pressed)
         if selective is not None:
             selective.loader.recall(store.notes(IMPORTANCE), store.on_disk.known_rows)
         parts = EngineParts(
@@ -249,7 +250,7 @@ def open_store(
 
 
 def make_scheduler(
-    config: EngineConfig, tiers: Capacity, decoder: Decoder, layout: KVLayout, max_model_len: int, digest: str
+    config: EngineConfig, tiers: Capacity, decoder: Decoder, layout: KVLayout, size: Sizes, digest: str
 ) -> tuple[Scheduler, TextIO | None]:
     """Make the plan, and open the journal that records its inputs, if there is to be one.
 
@@ -262,9 +263,9 @@ def make_scheduler(
     options = SchedulerOptions(
         policy=cache.policy,
         write_policy=write_policy,
-        prefill_chunk=config.prefill_chunk,
-        max_batch=config.max_batch,
-        max_model_len=max_model_len,
+        prefill_chunk=size.prefill_chunk,
+        max_batch=size.max_batch,
+        max_model_len=size.max_model_len,
         digest=digest,
         source=cache.source,
         preload=cache.preload,
@@ -294,6 +295,7 @@ def make_scheduler(
 
 def make_runner(
     config: EngineConfig,
+    size: Sizes,
     decoder: Decoder,
     store: KVStore,
     blocks: Tensor,
@@ -305,10 +307,10 @@ def make_runner(
     `blocks`: the host arena, [layers, 2, slots, 64, kv_heads, stored width]. `pressed`: does a caller wait for the engine's thread?
     """
     scores = Scores(decoder.device) if config.truncation_policy == "importance" else None
-    selective = _selective(config, decoder, store, blocks, layout) if layout.probe_heads else None
+    selective = _selective(config, size, decoder, store, blocks, layout) if layout.probe_heads else None
     host = HostRows(blocks, store, READ_TIMEOUT, decoder.device, pressed)
     guesser = make_guesser(config.speculate, decoder) if scores is None else None
-    return TorchRunner(decoder, host, config, scores, selective, guesser), scores, selective
+    return TorchRunner(decoder, host, config, size, scores, selective, guesser), scores, selective
 
 
 def make_guesser(mode: SpeculateMode, decoder: Decoder) -> Guesser | None:
@@ -364,15 +366,14 @@ def _restore(scheduler: Scheduler, store: KVStore) -> None:
 
 
 def _selective(
-    config: EngineConfig, decoder: Decoder, store: KVStore, blocks: Tensor, layout: KVLayout
+    config: EngineConfig, size: Sizes, decoder: Decoder, store: KVStore, blocks: Tensor, layout: KVLayout
 ) -> SelectiveAttention:
-    cache = config.cache
-    device, host = (int(budget * config.importance_share) for budget in (cache.device_cache, cache.host_cache))
+    host = int(config.cache.host_cache * config.importance_share)
     loader = ChunkLoader(
         blocks,
         layout,
         store.chunks,
-        ChunkCache(ChunkPlacement(device, host), decoder.device),
+        ChunkCache(ChunkPlacement(size.chunk_bytes, host), decoder.device),
         dtype=decoder.dtype,
         timeout=READ_TIMEOUT,
         room=rewriting_bytes(config, layout) if config.reorder_interval else None,

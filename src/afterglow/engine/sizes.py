@@ -5,10 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from afterglow.config import BLOCK_ROWS, MAX_EXTENT_ROWS, EngineConfig, format_size
+import torch
+
+from afterglow.choices import SizeOrAuto
+from afterglow.config import BLOCK_ROWS, DEVICE_CACHE, MAX_EXTENT_ROWS, EngineConfig, format_size
+from afterglow.engine.hardware import free_on
+from afterglow.engine.tee import FLUSH_ROWS
 from afterglow.errors import ConfigError
+from afterglow.kernels.device_products import PIECE
 from afterglow.model.decoder import Decoder
 from afterglow.model.spec import ModelSpec
+from afterglow.plan.batching.compose import IDLE_PREFILL
 from afterglow.plan.options import Capacity, Held
 from afterglow.store.database import catalog
 from afterglow.store.database.connection import relic_bytes
@@ -24,13 +31,18 @@ log = logging.getLogger("afterglow.engine")
 MOVER_THREADS = 2  # that read and write extents
 MIN_HOST_SLOTS = 8
 MIN_DEVICE_ROWS = 4 * BLOCK_ROWS
+FREE_PART = 0.9  # of a device's free memory; the rest is for what libraries and fragments take
+DRAWING = 3  # float32 numbers for each logit, while tokens are drawn: logits, sorted, and probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Hold what device and host memory take. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context that the device can hold.
-    `held`: the rows of it in each layer."""
+    """Hold what device and host memory take. `context_bytes`, `chunk_bytes`: of contexts, and of chunks of prefixes that are selected
+    from, on the device. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context
+    that the device can hold. `held`: the rows of it in each layer. `max_batch`, `prefill_chunk`: as the options say, or as fits the device."""
 
+    context_bytes: int
+    chunk_bytes: int
     device_rows: int
     device_row_bytes: int
     host_slots: int
@@ -38,6 +50,8 @@ class Sizes:
     kv_dtype: str
     max_model_len: int
     held: Held
+    max_batch: int
+    prefill_chunk: int
 
 
 def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
@@ -47,29 +61,68 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
     """
     spec, cache = decoder.spec, config.cache
     row_bytes = spec.layers * 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
+    batch, chunk = config.batch_on(decoder.device.type), config.chunk_on(decoder.device.type)
+    held = held_rows(spec, config, chunk)
+    needed = pass_bytes(spec, decoder.dtype, batch, chunk, widened=decoder.quantization != "none")
+    budget = _device_bytes(cache.device_cache, decoder, needed)
     block_bytes = arena_bytes(layout, 1)
     extents = 1 - config.importance_share if layout.probe_heads else 1.0  # the rest of each budget is for chunks
     host_slots = int(cache.host_cache * extents) // block_bytes if cache.reuse else 0
-    device_rows = _device_rows(int(cache.device_cache * extents), row_bytes)
+    context_bytes = int(budget * extents)
+    device_rows = _device_rows(
+        context_bytes, row_bytes, fitted=decoder.device.type == "cuda" and cache.device_cache == "auto"
+    )
     if cache.reuse:
         _check_host(cache.host_cache, host_slots, block_bytes, device_rows)
     return Sizes(
+        context_bytes,
+        int(budget * config.importance_share) if layout.probe_heads else 0,
         device_rows,
         row_bytes,
         host_slots,
         block_bytes,
         KV_DTYPES[layout.dtype],
-        _max_model_len(spec, config, device_rows),
-        held_rows(spec, config),
+        _max_model_len(spec, config, held, device_rows),
+        held,
+        batch,
+        chunk,
     )
 
 
-def held_rows(spec: ModelSpec, config: EngineConfig) -> Held:
+def reserved_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Return the bytes of keys and values for which a model's weights must leave room. On CUDA `auto` takes what they leave."""
+    cache = config.cache
+    if device.type == "cuda":
+        return 0 if cache.device_cache == "auto" else cache.device_cache
+    return cache.host_cache + (DEVICE_CACHE if cache.device_cache == "auto" else cache.device_cache)
+
+
+def pass_bytes(
+    spec: ModelSpec, dtype: torch.dtype, max_batch: int, prefill_chunk: int, *, widened: bool = False
+) -> int:
+    """Compute about how much device memory a pass of the largest prefill needs, beside the decodes of all other requests.
+
+    A row has, in `dtype`: four times `hidden` (the stream, its norm, and what attention and the MLP add); the MLP's intermediate numbers
+    (gate, up and their product; two where nothing is gated); queries, keys and values before and after the rotation, and attention's
+    output in float32 or twice in 16 bits. Rows are 2,048, or `--prefill-chunk`, and one for each request. Each request also has logits,
+    in `dtype` and DRAWING times in float32, and FLUSH_ROWS rows of all layers that wait to leave for host. `widened`: PIECE weights at a time are widened, twice in
+    float32 and then in `dtype`.
+    """
+    wide = max((spec.ffn, *((spec.experts.ffn, spec.experts.shared_ffn) if spec.experts is not None else ())))
+    heads = 2 * (spec.heads + 2 * spec.kv_heads) + 2 * spec.heads
+    row = 4 * spec.hidden + (3 if spec.gated_mlp else 2) * wide + heads * spec.head_dim
+    waiting = FLUSH_ROWS * spec.layers * 2 * spec.kv_heads * spec.head_dim
+    request = spec.vocab * (dtype.itemsize + 4 * DRAWING) + waiting * dtype.itemsize
+    piece = PIECE * (8 + dtype.itemsize) if widened else 0
+    return int(piece + (max(IDLE_PREFILL, prefill_chunk) + max_batch) * row * dtype.itemsize + max_batch * request)
+
+
+def held_rows(spec: ModelSpec, config: EngineConfig, prefill_chunk: int) -> Held:
     """Return what contexts hold on the device. Layers with a window hold all rows where no context is longer than those they
     would keep."""
     if spec.window is None:
         return Held(spec.layers)
-    most = Held.most_of(spec.window, config.prefill_chunk)
+    most = Held.most_of(spec.window, prefill_chunk)
     windowed = len(windowed_layers(spec)) if spec.context(config.max_model_len) > most else 0
     return Held(spec.layers, windowed, most if windowed else 0)
 
@@ -124,8 +177,36 @@ def conversation_bytes(disk_cache: int) -> int:
     return min(MAX_CONVERSATION_BYTES, disk_cache // 16)
 
 
-def _device_rows(budget: int, row_bytes: int) -> int:
+def _device_bytes(wanted: SizeOrAuto, decoder: Decoder, needed: int) -> int:
+    """Return the budget of keys and values on the device. `needed`: bytes of a pass, which `auto` leaves free on CUDA."""
+    device = decoder.device
+    if device.type != "cuda":
+        return DEVICE_CACHE if wanted == "auto" else wanted
+    free = free_on(device)
+    if wanted == "auto":
+        size = max(0, int(FREE_PART * free) - needed)
+        log.info(
+            "%s has %s free beside the weights: --device-cache is %s, and a pass may take %s",
+            *(device, format_size(free), format_size(size), format_size(needed)),
+        )
+        return size
+    if wanted > free:
+        raise ConfigError(
+            f"--device-cache {format_size(wanted)} is more than the {format_size(free)} that {device} has free beside the weights; give it "
+            "less, or auto"
+        )
+    return wanted
+
+
+def _device_rows(budget: int, row_bytes: int, *, fitted: bool) -> int:
+    """Return how many tokens the device holds. `fitted`: the budget is what is free. Raises: ConfigError."""
     rows = budget // row_bytes // BLOCK_ROWS * BLOCK_ROWS
+    if rows < MIN_DEVICE_ROWS and fitted:
+        raise ConfigError(
+            f"the weights, and a pass of --max-batch requests, leave {format_size(budget)} of the device free for keys and values, which is "
+            f"{rows} tokens of this model ({format_size(row_bytes)} each) and has to be {MIN_DEVICE_ROWS}; use --quantization int8 or int4, "
+            "a smaller --max-batch, or a smaller model"
+        )
     if rows < MIN_DEVICE_ROWS:
         raise ConfigError(
             f"--device-cache {format_size(budget)} holds {rows} tokens of this model "
@@ -150,9 +231,9 @@ def _check_host(budget: int, slots: int, block_bytes: int, device_rows: int) -> 
         )
 
 
-def _max_model_len(spec: ModelSpec, config: EngineConfig, device_rows: int) -> int:
+def _max_model_len(spec: ModelSpec, config: EngineConfig, held: Held, device_rows: int) -> int:
     longest = spec.context(config.max_model_len)
-    room = held_rows(spec, config).longest(device_rows) // BLOCK_ROWS * BLOCK_ROWS
+    room = held.longest(device_rows) // BLOCK_ROWS * BLOCK_ROWS
     if longest <= room:
         return longest
     if config.max_model_len is not None:

@@ -24,19 +24,20 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     except UserError as error:
         raise click.ClickException(str(error)) from None
     options, config = found.options, found.config
+    batch = config.batch_on("cuda" if options.gpus and config.device != "cpu" else "cpu")
     if options.max_replicas is None:
         size: dict[str, Any] = {"num_replicas": options.replicas}
     else:
         scaling = AutoscalingConfig(
             min_replicas=options.replicas,
             max_replicas=options.max_replicas,
-            target_ongoing_requests=config.max_batch,
+            target_ongoing_requests=batch,
         )
         size = {"autoscaling_config": scaling}
     deployment = serve.deployment(
         serve.ingress()(ServeReplica),
         name=DEPLOYMENT,
-        max_ongoing_requests=config.max_batch + config.max_queue,  # the engine has a queue itself
+        max_ongoing_requests=batch + config.max_queue,  # the engine has a queue itself
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         graceful_shutdown_timeout_s=found.server.grace + LAST_WRITES_S,
         request_router_config=RequestRouterConfig(request_router_class="afterglow.ray.session_router.SessionRouter"),

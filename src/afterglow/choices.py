@@ -20,6 +20,6 @@ RelayMode = Literal["auto", "on", "off"]
 SpeculateMode = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-QuantizationName = Literal["auto", "none", "int8", "int4"]
+QuantizationName = Literal["auto", "none", "int8", "int4", "float8"]
 # "blocks": as a quantised file has them. "alone": what the weights are multiplied with is not rounded.
-KeptWeights = Literal["none", "int8", "int4", "blocks", "int8 alone", "int4 alone", "blocks alone"]
+KeptWeights = Literal["none", "int8", "int4", "blocks", "int8 alone", "int4 alone", "float8 alone", "blocks alone"]

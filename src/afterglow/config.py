@@ -252,8 +252,8 @@ class EngineConfig:
     dtype: DtypeName = option("auto", "Compute dtype; auto is float32 on CPU and the checkpoint's on CUDA.")
     quantization: QuantizationName = option(
         "auto",
-        "int8 or int4: weights in so many bits, and on CPU what they are multiplied with in 8; faster and not exact. auto: as the "
-        "files have them. none: as numbers of the compute dtype, whatever the files have.",
+        "int8 or int4: weights in so many bits, and on CPU what they are multiplied with in 8; faster and not exact. float8: floats of "
+        "8 bits (e4m3), on CUDA from compute capability 8.9 on. auto: as the files have them. none: as numbers of the compute dtype, whatever the files have.",
     )
     kv_dtype: KVDtypeName = option(
         "auto",

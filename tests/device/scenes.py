@@ -319,8 +319,8 @@ def filled(device: str, folder: Path) -> list[Any]:
     weights = torch.randn(70, 64, generator=torch.Generator().manual_seed(5))
     found = []
     with pretend.active() if device == "cuda" else contextlib.nullcontext():
-        for bits, grouped in ((8, False), (8, True), (4, True)):
-            filling = RoundedFilling(70, 64, torch.device(device), bits, grouped=grouped)
+        for bits, grouped, floats in ((8, False, False), (8, True, False), (4, True, False), (8, False, True)):
+            filling = RoundedFilling(70, 64, torch.device(device), bits, grouped=grouped, floats=floats)
             filling.fill(0, weights.to(device))
             found.append(filling.done(None).widened(0, 70, torch.float32).flatten().cpu().tolist())
     return found
@@ -359,10 +359,10 @@ class Widened(RandomSource):
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         exact = super().get(name, shape)
         table = "embed" in name
-        if len(shape) < 2 or "norm" in name or name.endswith(".bias") or (table and self._kind == "int8"):
+        if len(shape) < 2 or "norm" in name or name.endswith(".bias") or (table and self._kind != "int4"):
             return exact
         head, grouped = table or "lm_head" in name, self._kind == "int4" and shape[1] % 32 == 0
-        numbers, scale = rounded_rows(exact, 4 if grouped and not head else 8, grouped)
+        numbers, scale = rounded_rows(exact, 4 if grouped and not head else 8, grouped, self._kind == "float8")
         return RoundedMatrix(numbers, scale, shape[1]).widened(0, shape[0], torch.float32)
 
 
@@ -370,7 +370,7 @@ def rounded(device: str, folder: Path) -> list[Any]:
     """Logits of models whose weights alone are rounded: one row, and more than the kernel takes. A width that is no whole blocks."""
     tiny = PRESETS["tiny"]
     found = []
-    for kind in ("int8", "int4"):
+    for kind in ("int8", "int4", "float8"):
         for spec in (tiny, replace(tiny, tied_embeddings=kind == "int4", qkv_bias=True, ffn=72)):
             source = RandomSource(3) if device == "cuda" else Widened(kind)
             how: Any = kind if device == "cuda" else "none"

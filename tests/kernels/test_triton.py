@@ -68,6 +68,7 @@ def test_no_kernel_spills(shapes: list[str], tmp_path: Path) -> None:
         "_column_sums",
     ):
         assert ran.stdout.count(f"`{name}`") >= len(shapes), ran.stdout
+    assert ran.stdout.count("product of 40 rows, float8: `_multiply`") == len(shapes) * len(dtypes)
 
 
 @pytest.fixture

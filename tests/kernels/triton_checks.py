@@ -25,7 +25,7 @@ from afterglow.kernels.attention import merge
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read
 from afterglow.kernels.device_blocks import device_matrix
-from afterglow.kernels.device_products import Kind, RoundedMatrix, rounded_rows
+from afterglow.kernels.device_products import FLOAT8, Kind, RoundedMatrix, rounded_rows
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
 from afterglow.kernels.rope import rotate
@@ -228,17 +228,20 @@ def gather() -> None:
 
 
 def products() -> None:
-    """8 and 4 bits, outputs and inputs in no whole number of tiles, rows with strides, a part of a matrix, and no rows."""
-    for dtype, bits, grouped, outputs, inputs, count in (
-        (torch.float32, 8, False, 37, 205, 3),
-        (torch.bfloat16, 8, True, 64, 288, 1),
-        (torch.float16, 4, True, 33, 160, 17),
-        (torch.float32, 4, True, 100, 32, 70),
-        (torch.bfloat16, 4, True, 5, 416, 16),
-        (torch.bfloat16, 4, True, 20, 32, 2),
-        (torch.float16, 8, False, 16, 9, 2),
+    """8 and 4 bits, and floats of 8, outputs and inputs in no whole number of tiles, rows with strides, a part of a matrix, and no rows."""
+    for dtype, bits, grouped, floats, outputs, inputs, count in (
+        (torch.float32, 8, False, False, 37, 205, 3),
+        (torch.bfloat16, 8, True, False, 64, 288, 1),
+        (torch.float16, 4, True, False, 33, 160, 17),
+        (torch.float32, 4, True, False, 100, 32, 70),
+        (torch.bfloat16, 4, True, False, 5, 416, 16),
+        (torch.bfloat16, 4, True, False, 20, 32, 2),
+        (torch.float16, 8, False, False, 16, 9, 2),
+        (torch.float32, 8, False, True, 37, 205, 3),
+        (torch.bfloat16, 8, False, True, 64, 288, 70),
+        (torch.float16, 8, False, True, 16, 9, 2),
     ):
-        numbers, scale = rounded_rows(draw(outputs, inputs), bits, grouped)
+        numbers, scale = rounded_rows(draw(outputs, inputs), bits, grouped, floats)
         whole = RoundedMatrix(numbers, scale, inputs, draw(outputs, dtype=dtype) if bits == 4 else None)
         x = draw(count, inputs + 3, dtype=dtype)[:, 3:]
         for matrix in (whole, whole.rows(2, outputs - 2)):
@@ -249,6 +252,12 @@ def products() -> None:
             found = triton_products.multiply(x, matrix)
             torch.testing.assert_close(found.double(), wanted, atol=3 * rounding, rtol=0)
         assert triton_products.multiply(x[:0], whole).shape == (0, outputs)
+    codes = torch.arange(256).to(torch.uint8).view(16, 16)
+    codes[codes & 127 == 127] = 0  # no numbers
+    matrix = RoundedMatrix(codes.view(FLOAT8), torch.ones(16, 1), 16)
+    assert torch.equal(triton_products.multiply(torch.eye(16), matrix).T, codes.view(FLOAT8).float()), (
+        "all floats of 8 bits"
+    )
 
 
 def blocks() -> None:
@@ -309,6 +318,7 @@ def trials() -> None:
     triton_passes.trial(CPU, torch.bfloat16, 100)
     for kind in (
         Kind(8, 0, torch.float32),
+        Kind(8, 0, torch.float32, coded=True),
         Kind(8, 16, torch.float32),
         Kind(8, 32, torch.float16, torch.int8),
         Kind(4, 32, torch.float16),

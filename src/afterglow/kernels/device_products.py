@@ -1,4 +1,4 @@
-"""Matrices in 8 or 4 bits on CUDA. The weights alone are rounded, not the rows that they multiply, and sums are of floats.
+"""Matrices in 8 or 4 bits on CUDA, whole numbers or floats. The weights alone are rounded, not the rows that they multiply, and sums are of floats.
 
 Few rows, as decoding has them, are multiplied by a kernel of Triton's, which reads the narrow weights; for many, and where it is
 not used, the weights are widened piece by piece to the rows' dtype, and torch multiplies. Both multiply with the same weights.
@@ -19,12 +19,15 @@ from afterglow.kernels.packed import GROUP
 MOST_ROWS = 64  # that the kernel multiplies
 PIECE = 2**24  # weights that are widened at a time
 ROUND_ROWS = 256  # of weights that are rounded, or split, at a time
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MOST = 448  # the largest magnitude
 
 _gate = Gate("triton_products")
 
 
 class Kind(NamedTuple):
-    """How weights are kept. `group`: inputs that share a scale, 0 for all of them; `offset`: its dtype, None without one."""
+    """How weights are kept. `group`: inputs that share a scale, 0 for all of them; `offset`: its dtype, None without one; `coded`: numbers
+    are floats, of 4 bits (MXFP4) or 8 (e4m3)."""
 
     bits: int
     group: int
@@ -40,8 +43,8 @@ class Kind(NamedTuple):
 
 
 class RoundedMatrix:
-    """A matrix [outputs, inputs] of numbers in 8 bits, int8 [outputs, inputs], or 4, uint8 [outputs, inputs / 2], with scales
-    [outputs, groups]: one for each 32 or 16 inputs, or one for each output.
+    """A matrix [outputs, inputs] of numbers in 8 bits, int8 or float8_e4m3fn [outputs, inputs], or 4, uint8 [outputs, inputs / 2], with
+    scales [outputs, groups]: one for each 32 or 16 inputs, or one for each output.
 
     A weight is number * scale; with an `offset` [outputs, groups] of whole numbers (number - offset) * scale, with one of floats
     number * scale + offset. In 4 bits, 16 bytes are a group's 32 numbers: the first half in the low bits, the other in the high
@@ -61,11 +64,12 @@ class RoundedMatrix:
         coded: bool = False,
     ) -> None:
         """`bias` [outputs], in the dtype of the rows. All are on the device that computes, and all but the bias contiguous."""
-        self.numbers, self.scale, self.bias, self.offset, self.coded = numbers, scale, bias, offset, coded
+        self.numbers, self.scale, self.bias, self.offset = numbers, scale, bias, offset
+        self.coded = coded or numbers.dtype == FLOAT8
         self.inputs, self.outputs = inputs, numbers.shape[0]
         bits = 4 if numbers.dtype == torch.uint8 else 8
         group = 0 if bits == 8 and scale.shape[1] == 1 else inputs // scale.shape[1]
-        self.kind = Kind(bits, group, scale.dtype, None if offset is None else offset.dtype, coded)
+        self.kind = Kind(bits, group, scale.dtype, None if offset is None else offset.dtype, self.coded)
 
     @property
     def num_bytes(self) -> int:
@@ -136,10 +140,12 @@ def _decoded(codes: Tensor) -> Tensor:
 class RoundedFilling:
     """A matrix whose parts are rounded as they come, on the CPU: the same numbers as a CPU has."""
 
-    def __init__(self, outputs: int, inputs: int, device: torch.device, bits: int, *, grouped: bool) -> None:
-        """Make room on the device. `grouped`: a scale for each 32 inputs; 4 bits have that always."""
-        self._inputs, self._bits, self._grouped = inputs, bits, grouped
-        width, kind = (inputs // 2, torch.uint8) if bits == 4 else (inputs, torch.int8)
+    def __init__(
+        self, outputs: int, inputs: int, device: torch.device, bits: int, *, grouped: bool, floats: bool = False
+    ) -> None:
+        """Make room on the device. `grouped`: a scale for each 32 inputs; 4 bits have that always. `floats`: numbers of 8 bits are e4m3."""
+        self._inputs, self._bits, self._grouped, self._floats = inputs, bits, grouped, floats
+        width, kind = (inputs // 2, torch.uint8) if bits == 4 else (inputs, FLOAT8 if floats else torch.int8)
         groups, scales = (inputs // GROUP, torch.float16) if grouped else (1, torch.float32)
         self._numbers = torch.empty(outputs, width, dtype=kind, device=device)
         self._scale = torch.empty(outputs, groups, dtype=scales, device=device)
@@ -147,7 +153,8 @@ class RoundedFilling:
     def fill(self, start: int, weight: Tensor) -> None:
         """Round `weight` [rows, inputs], float32, bfloat16 or float16 on any device, to the outputs from `start` on."""
         for at in range(0, weight.shape[0], ROUND_ROWS):
-            numbers, scale = rounded_rows(weight[at : at + ROUND_ROWS].cpu(), self._bits, self._grouped)
+            piece = weight[at : at + ROUND_ROWS].cpu()
+            numbers, scale = rounded_rows(piece, self._bits, self._grouped, self._floats)
             rows = slice(start + at, start + at + len(numbers))
             self._numbers[rows].copy_(numbers)
             self._scale[rows].copy_(scale)
@@ -157,7 +164,7 @@ class RoundedFilling:
         return RoundedMatrix(self._numbers, self._scale, self._inputs, bias)
 
 
-def rounded_rows(weight: Tensor, bits: int, grouped: bool) -> tuple[Tensor, Tensor]:
+def rounded_rows(weight: Tensor, bits: int, grouped: bool, floats: bool = False) -> tuple[Tensor, Tensor]:
     """Round `weight` [rows, inputs] on CPU: numbers and scales as `RoundedMatrix` has them."""
     if grouped:
         blocks = round_to_blocks(weight, "Q4_0" if bits == 4 else "Q8_0")
@@ -165,6 +172,10 @@ def rounded_rows(weight: Tensor, bits: int, grouped: bool) -> tuple[Tensor, Tens
         numbers = parts[..., 2:].flatten(1).contiguous()
         scale = parts[..., :2].contiguous().view(torch.float16)[..., 0]
         return numbers if bits == 4 else numbers.view(torch.int8), scale
-    floats = weight.float()
-    scale = floats.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
-    return (floats / scale).round_().to(torch.int8), scale
+    exact = weight.float()
+    most = exact.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+    if floats:
+        scale = most.div_(FLOAT8_MOST)
+        return (exact / scale).to(FLOAT8), scale
+    scale = most.div_(127)
+    return (exact / scale).round_().to(torch.int8), scale

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from afterglow.kernels.device_products import Kind, RoundedMatrix
+from afterglow.kernels.device_products import FLOAT8, Kind, RoundedMatrix
 from afterglow.kernels.gate import agree
 from afterglow.kernels.packed import GROUP
 from afterglow.kernels.triton_attention import exact
@@ -120,7 +120,7 @@ def _multiply(
         else:
             place = step * deep + tl.arange(0, deep)
             inside = (place < inputs)[None, :]
-            read = tl.load(numbers + at_output * inputs + place[None, :], mask=there & inside, other=0).to(tl.float32)
+            read = tl.load(numbers + at_output * inputs + place[None, :], mask=there & inside, other=0.0).to(tl.float32)
             weight = _weights(read, by, rest, shift, size).to(dtype).to(kind)
             own_x = tl.load(at_x + place[None, :], mask=asked & inside, other=0.0).to(kind)
             total = tl.dot(own_x, tl.trans(weight), total, input_precision="ieee")
@@ -178,7 +178,7 @@ def drawn(kind: Kind, outputs: int, inputs: int, generator: torch.Generator, dev
     four = kind.bits == 4
     width, least, most = (inputs // 2, 0, 256) if four else (inputs, -127, 128)
     numbers = torch.randint(least, most, (outputs, width), generator=generator)
-    numbers = numbers.to(torch.uint8 if four else torch.int8)
+    numbers = numbers.to(torch.uint8 if four else FLOAT8 if kind.coded else torch.int8)
     groups = inputs // kind.group if kind.group else 1
     scale = (torch.rand(outputs, groups, generator=generator) + 0.5) / (8 if four else 100)
     offset = None

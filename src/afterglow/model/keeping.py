@@ -39,6 +39,11 @@ from afterglow.model.tables import BlockTable, DeviceTable, PackedTensor, PlainT
 
 log = logging.getLogger("afterglow.model")
 
+# How a device keeps weights that are rounded here: they alone are, and not what they are multiplied with.
+ALONE: dict[QuantizationName, KeptWeights] = {
+    "int8": "int8 alone", "int4": "int4 alone", "float8": "float8 alone"
+}  # fmt: skip
+FLOAT8_FROM = (8, 9)  # the least compute capability
 TRIAL_ROWS = (1, 16, 128)  # decoding one request, several, and a prefill
 TRIAL_OUTPUTS = 1024  # of a matrix are enough to try
 WORTH = 1.3  # what comes later in the list has to be so much faster: the choice must not hang on noise, nor layers fall apart
@@ -87,8 +92,10 @@ class Keeping:
     def __init__(self, dtype: torch.dtype, device: torch.device, quantization: QuantizationName = "none") -> None:
         """Choose among the ways that work here. Raises: ConfigError if the model cannot be quantised so."""
         self._dtype, self._device = dtype, device
-        self._blocks = quantization == "int4"
-        self._on_device = device.type == "cuda" and quantization in ("int8", "int4")
+        if quantization == "float8":
+            check_float8(device)
+        self._blocks, self._floats = quantization == "int4", quantization == "float8"
+        self._on_device = device.type == "cuda" and quantization in ALONE
         self.kept = kept_as(quantization, device)
         self._in_blocks: Counter[str] = Counter()  # bytes on a device, by format
         self._weights = 0  # in these
@@ -111,7 +118,7 @@ class Keeping:
         grouped = self._blocks and inputs % GROUP == 0
         if self._on_device:
             bits = 4 if grouped and not head else 8
-            return RoundedFilling(outputs, inputs, self._device, bits, grouped=grouped)
+            return RoundedFilling(outputs, inputs, self._device, bits, grouped=grouped, floats=self._floats)
         if grouped:
             return BlockFilling(outputs, inputs, HEAD_FORMAT if head else FORMAT)
         kinds = _int8_kinds("int4") if self._blocks else self._kinds
@@ -191,9 +198,27 @@ def kept_as(quantization: QuantizationName, device: torch.device) -> KeptWeights
     """Return what names the arithmetic of a model whose matrices are kept so, where no file says how."""
     if quantization == "auto" or quantization == "none":
         return "none"
-    if device.type != "cuda":
-        return quantization
-    return "int8 alone" if quantization == "int8" else "int4 alone"
+    if device.type == "cuda" or quantization == "float8":
+        return ALONE[quantization]
+    return quantization
+
+
+def has_float8(device: torch.device) -> bool:
+    """Return whether a device computes with floats of 8 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_FROM
+
+
+def check_float8(device: torch.device) -> None:
+    """Refuse a device that does not compute with floats of 8 bits. Raises: ConfigError."""
+    if has_float8(device):
+        return
+    has = (
+        "a CPU" if device.type != "cuda" else "{} with {}.{}".format(device, *torch.cuda.get_device_capability(device))
+    )
+    raise ConfigError(
+        f"--quantization float8 needs a CUDA device of compute capability {FLOAT8_FROM[0]}.{FLOAT8_FROM[1]} or more, not {has}; "
+        "use --quantization int8"
+    )
 
 
 def blocks_work(dtype: torch.dtype, device: torch.device) -> bool:

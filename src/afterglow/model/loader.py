@@ -29,7 +29,7 @@ from afterglow.model.stacked_experts import StackedExperts
 from afterglow.model.weights import WeightAssembler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ROUNDED = {"int8": 1.0, "int4": 4.5 / 8}  # bytes of a rounded weight, its part of the scales included
+ROUNDED = {"int8": 1.0, "float8": 1.0, "int4": 4.5 / 8}  # bytes of a rounded weight, its part of the scales included
 DEVICE_GROWTH = 1.2  # about, of groups that become groups of 32 on a device
 
 

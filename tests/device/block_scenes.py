@@ -18,6 +18,7 @@ from afterglow.model.presets import save_hf
 from afterglow.model.spec import ModelSpec, RopeSpec
 from tests.device import pretend
 from tests.device.scenes import ask, draw, load
+from tests.model.test_float8 import CASES as FLOATS
 from tests.model.test_quantized import CASES, SPEC, write
 
 SMALL = ModelSpec(
@@ -50,9 +51,9 @@ def logits(device: str, folder: Path) -> list[Any]:
         )
     save_hf(SPEC, folder / "plain")
     for name in ("gptq 4 bits", "gptq 4 bits, activation order", "gptq 8 bits", "awq", "compressed 4 bits, asymmetric",
-                 "compressed 8 bits, by output", "compressed int8, groups, asymmetric"):  # fmt: skip
+                 "compressed 8 bits, by output", "compressed int8, groups, asymmetric", *FLOATS):  # fmt: skip
         (folder / name).mkdir()
-        paths.append(write(folder / "plain", folder / name, CASES[name])[0])
+        paths.append(write(folder / "plain", folder / name, (CASES | FLOATS)[name])[0])
     found = []
     on = "cuda:0" if device == "cuda" else device
     with pretend.active() if device == "cuda" else contextlib.nullcontext():

@@ -21,13 +21,13 @@ TRITON = pytest.mark.skipif(
 def test_logits_are_those_of_the_dequantised_model(
     kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every format of GGUF files; GPTQ, AWQ and compressed-tensors, in groups, by output, and with activation order."""
+    """Every format of GGUF files; GPTQ, AWQ and compressed-tensors, in groups, by output, with activation order, and in floats."""
     pytest.importorskip("gguf")
     theirs, _ = play("block_scenes.logits", "cpu", tmp_path / "cpu")
     if kernels:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     ours, log = play("block_scenes.logits", "cuda", tmp_path / "cuda")
-    assert len(ours) == 9 + 7
+    assert len(ours) == 9 + 7 + 5
     assert {each[1] for each in theirs} == {"none"}
     for (name, kept, found), (_, _, wanted) in zip(ours, theirs, strict=True):
         assert kept == "blocks alone", name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from afterglow.kernels.device_blocks import DEVICE_BITS, device_matrix
+from afterglow.kernels.device_blocks import DEVICE_BITS, FLOATS, device_matrix
 from afterglow.kernels.device_products import RoundedMatrix
 from afterglow.kernels.packed import BLOCK_FORMATS, asymmetric_blocks
 from tests.kernels.test_packed import random_blocks
@@ -77,5 +77,7 @@ def test_parts_and_looked_up_rows_have_the_same_weights(block_format: str) -> No
 def test_rows_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="has not 64 inputs"):
         device_matrix(random_blocks("Q8_0", 2, 32), "Q8_0", 64, CPU)
+    with pytest.raises(ValueError, match="a row of 67 bytes of float8 has not 64 inputs"):
+        device_matrix(torch.zeros(2, 67, dtype=torch.uint8), FLOATS, 64, CPU)
     with pytest.raises(ValueError, match="unknown block format 'Q2_K'"):
         device_matrix(random_blocks("Q8_0", 2, 32), "Q2_K", 32, CPU)

@@ -2,7 +2,7 @@
 
 Nothing is rounded again: widened weights are those of `packed.dequantize`, to the bit. Numbers of 4 bits keep 4, others get 8. Scales
 and offsets are kept in 16 bits where that loses nothing. Those of Q4_K and Q5_K are products of two numbers, and those of Q6_K
-too, so that they take 32.
+too, so that they take 32. Floats of 8 bits are a format of their own, which a CPU does not multiply.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from afterglow.kernels.device_products import ROUND_ROWS, RoundedMatrix
+from afterglow.kernels.device_products import FLOAT8, ROUND_ROWS, RoundedMatrix
 from afterglow.kernels.packed import BLOCK_FORMATS, GROUP, check, split
 
+FLOATS = "float8"  # a format: a row is its scale, float32, and numbers in e4m3
 NARROW = (torch.float16, torch.bfloat16)  # for scales; bfloat16 has all powers of two
 
 # Bits of a weight on the device, its part of scales and offsets included. Of A4 and A8 at most: without zeros they take fewer.
@@ -47,15 +48,16 @@ def device_matrix(
 
     Raises: ValueError if the format is unknown, or its rows of `inputs` weights have other sizes.
     """
-    check(blocks, block_format)
-    if BLOCK_FORMATS[block_format].row_bytes(inputs) != blocks.shape[1]:
+    if block_format == FLOATS:
+        row_bytes, width, dtype = 4 + inputs, inputs, FLOAT8
+    else:
+        check(blocks, block_format)
+        row_bytes = BLOCK_FORMATS[block_format].row_bytes(inputs)
+        narrow = BLOCK_FORMATS[block_format].bits == 4
+        width, dtype = (inputs // 2, torch.uint8) if narrow else (inputs, torch.int8)
+    if row_bytes != blocks.shape[1]:
         raise ValueError(f"a row of {blocks.shape[1]} bytes of {block_format} has not {inputs} inputs")
-    narrow = BLOCK_FORMATS[block_format].bits == 4
-    numbers = torch.empty(
-        *(blocks.shape[0], inputs // 2 if narrow else inputs),
-        dtype=torch.uint8 if narrow else torch.int8,
-        device=device,
-    )
+    numbers = torch.empty(blocks.shape[0], width, dtype=dtype, device=device)
     scales, offsets = [], []
     for at, parts in _pieces(blocks, block_format):
         numbers[at : at + ROUND_ROWS].copy_(parts.numbers)
@@ -71,7 +73,7 @@ def device_matrix(
 
 
 def _pieces(blocks: Tensor, block_format: str) -> Iterator[tuple[int, _Parts]]:
-    take = _asymmetric if block_format in ("A4", "A8") else _of_file
+    take = _asymmetric if block_format in ("A4", "A8") else _floats if block_format == FLOATS else _of_file
     for at in range(0, blocks.shape[0], ROUND_ROWS):
         yield at, take(blocks[at : at + ROUND_ROWS], block_format)
 
@@ -86,6 +88,11 @@ def _of_file(blocks: Tensor, block_format: str) -> _Parts:
     numbers = (numbers if minimum is not None else numbers + 8).to(torch.uint8).view(len(blocks), -1, GROUP)
     halves = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
     return _Parts(halves.flatten(1), scale, minimum)
+
+
+def _floats(blocks: Tensor, block_format: str) -> _Parts:
+    scale, numbers = (part.contiguous() for part in (blocks[:, :4], blocks[:, 4:]))
+    return _Parts(numbers.view(FLOAT8), scale.view(torch.float32), None)
 
 
 def _asymmetric(blocks: Tensor, block_format: str) -> _Parts:

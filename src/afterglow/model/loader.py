@@ -20,7 +20,7 @@ from afterglow.model.encoder_families import ENCODERS, encoder_from_config
 from afterglow.model.fallback.fallback_config import read_fallback_spec, runs_through_transformers
 from afterglow.model.families import replace_eos, spec_from_config
 from afterglow.model.gguf.mapped_weights import GgufWeights, read_gguf_spec
-from afterglow.model.keeping import keeps_blocks
+from afterglow.model.keeping import has_float8, keeps_blocks
 from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, random_model
 from afterglow.model.quantized import QuantizedWeights, unpacking
@@ -71,6 +71,7 @@ def load_model(
         return _through_transformers(directory, spec, dtype, place, quantization, context, kv_bytes)
     with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
+        quantization = _possible(quantization, source, place)
         computed = compute_dtype(dtype, spec.dtype, place)
         needed = weight_bytes(spec, computed, place, quantization, _block_bytes(source, directory, place))
         check_memory(directory, spec.num_parameters, needed, kv_bytes, place)
@@ -113,6 +114,7 @@ def load_encoder(
         raise ModelError(f"{directory} holds a {spec.family} decoder, not an encoder ({', '.join(ENCODERS)})")
     with open_weights(directory, progress) as source:
         spec = dataclasses.replace(spec, dtype=source.dtype_of(names.embed + ".weight"))
+        quantization = _possible(quantization, source, place)
         return WeightAssembler(
             spec, names, source, compute_dtype(dtype, spec.dtype, place), place, quantization
         ).encoder()
@@ -149,6 +151,12 @@ def open_weights(model: Path, progress: Progress | None = None) -> Weights:
     if any(".experts.gate_up_proj" in name for name in files.names):
         return StackedExperts(files)
     return files if unpack is None else QuantizedWeights(files, unpack)
+
+
+def _possible(quantization: QuantizationName, source: Weights, device: torch.device) -> QuantizationName:
+    """Return "none" for "auto" where a checkpoint's floats of 8 bits are none of the device's."""
+    floats = isinstance(source, QuantizedWeights) and source.floats
+    return "none" if quantization == "auto" and floats and not has_float8(device) else quantization
 
 
 def _block_bytes(source: Weights, model: Path, device: torch.device) -> int | None:

@@ -1,5 +1,5 @@
-"""Quantised checkpoints in safetensors: AWQ, GPTQ and compressed-tensors, 4 and 8 bits. Their matrices stay in groups of 32. Which
-method packed the weights, and whether it is one that is read here, says `quantization_config` in `config.json`.
+"""Quantised checkpoints in safetensors: AWQ, GPTQ and compressed-tensors, 4 and 8 bits. Their matrices stay in groups of 32, or are
+floats of 8 bits. Which method packed the weights, and whether it is one that is read here, says `quantization_config` in `config.json`.
 
 A weight is scale * (number - zero), with a scale and a zero for each group of inputs. Methods differ in how numbers are packed
 into words of 32 bits, lowest bits first:
@@ -9,6 +9,8 @@ into words of 32 bits, lowest bits first:
 - AWQ: `qweight` [inputs, outputs / 8] and `qzeros` [groups, outputs / 8]: outputs 0, 2, 4, 6, 1, 3, 5, 7 in a word.
 - compressed-tensors: `weight_packed` [outputs, inputs / n], numbers plus 2^(bits - 1), or `weight` in int8; `weight_scale`
   [outputs, groups]; `weight_zero_point`, packed down the outputs, or in int8; `weight_g_idx`.
+- Floats, of compressed-tensors and `fp8`: `weight` in e4m3, and `weight_scale` (or `weight_scale_inv`), one, [outputs] or [outputs, 1]. Rows are not rounded
+  here, so that scales of activations do not matter.
 """
 
 from __future__ import annotations
@@ -20,14 +22,20 @@ import torch
 from torch import Tensor
 
 from afterglow.errors import ModelError
+from afterglow.kernels.device_blocks import FLOATS
+from afterglow.kernels.device_products import FLOAT8
 from afterglow.kernels.packed import GROUP, asymmetric_blocks
 from afterglow.model.checkpoint import Checkpoint, UnpackedCheckpoint
 from afterglow.model.tables import PackedTensor
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in a word
 DEQUANTISE = "--quantization none, int8 and int4 dequantise it"
+SCALES = (
+    ".weight_scale",
+    ".weight_scale_inv",
+)  # the latter is transformers' name: numbers are multiplied by it too
 KEYS = ("quantization_config", "compression_config")
-SUPPORTED = "awq, gptq and compressed-tensors, with weights of 4 or 8 bits, and mxfp4 of gpt-oss"
+SUPPORTED = "awq, gptq and compressed-tensors, with weights of 4 or 8 bits, fp8, and mxfp4 of gpt-oss"
 REMEDY = "use the checkpoint that it was quantised from; --quantization int4 or int8 rounds it here"
 
 
@@ -59,8 +67,23 @@ class QuantizedMatrix(NamedTuple):
         return PackedTensor(asymmetric_blocks(self.numbers, scale, zero, self.bits), f"A{self.bits}", self.order)
 
 
+class FloatMatrix(NamedTuple):
+    """Weights number * scale [outputs, inputs], numbers of 8 bits."""
+
+    numbers: Tensor  # float8_e4m3fn [outputs, inputs]
+    scale: Tensor  # float32 [outputs, 1]
+
+    def dequantized(self) -> Tensor:
+        """Return the weights, float32 [outputs, inputs]."""
+        return self.numbers.float() * self.scale
+
+    def packed(self, name: str) -> PackedTensor:
+        """Return each row's scale, and its numbers behind it."""
+        return PackedTensor(torch.cat([part.view(torch.uint8) for part in (self.scale, self.numbers)], 1), FLOATS)
+
+
 Result = TypeVar("Result")
-Unpack = Callable[[Checkpoint, str, tuple[int, int]], QuantizedMatrix]
+Unpack = Callable[[Checkpoint, str, tuple[int, int]], QuantizedMatrix | FloatMatrix]
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -159,6 +182,17 @@ def compressed(files: Checkpoint, module: str, shape: tuple[int, int]) -> Quanti
     return QuantizedMatrix(numbers, scale, zero, bits, order)
 
 
+def float8(files: Checkpoint, module: str, shape: tuple[int, int]) -> FloatMatrix:
+    """Unpack a matrix of floats of 8 bits."""
+    name = next(module + mark for mark in SCALES if files.has(module + mark))
+    scale = files.read(name).float()
+    scale = (scale if scale.dim() == 2 else scale.reshape(-1, 1)).expand(shape[0], 1).contiguous()
+    numbers = _shaped(module + ".weight", files.read(module + ".weight"), *shape)
+    if numbers.dtype != FLOAT8:
+        raise ModelError(f"{module}.weight has dtype {numbers.dtype}, expected is {FLOAT8}")
+    return FloatMatrix(numbers, scale)
+
+
 def unpacking(config: Mapping[str, Any]) -> Unpack | None:
     """Return how to unpack the matrices of a checkpoint; None if it is not quantised, or in blocks (`stacked_experts`).
 
@@ -183,9 +217,12 @@ def unpacking(config: Mapping[str, Any]) -> Unpack | None:
         return awq
     if method == "mxfp4" and config.get("model_type") == "gpt_oss":
         return None
+    if method == "fp8":
+        _check(method, "weight_block_size", about.get("weight_block_size"), (None,))
+        _check(method, "fmt", about.get("fmt", "e4m3"), ("e4m3",))
+        return float8
     if method == "compressed-tensors":
-        _check_compressed(about)
-        return compressed
+        return float8 if _check_compressed(about) == "float" else compressed
     raise ModelError(
         f"quantised weights of the method {method!r} are not supported (quantization_config in config.json; supported are "
         f"{SUPPORTED}); {REMEDY}"
@@ -200,21 +237,28 @@ def _check(method: str, key: str, value: Any, known: tuple[Any, ...]) -> None:
         )
 
 
-def _check_compressed(about: Mapping[str, Any]) -> None:
-    method, formats = "compressed-tensors", ("pack-quantized", "int-quantized", "naive-quantized")
+def _check_compressed(about: Mapping[str, Any]) -> str:
+    """Return the type of the weights, int or float."""
+    method = "compressed-tensors"
     groups = [group for group in (about.get("config_groups") or {}).values() if isinstance(group, Mapping)]
-    for group in groups or [{}]:
+    groups = groups or [{}]
+    weights_of = str((groups[0].get("weights") or {}).get("type", "int"))
+    floats = weights_of == "float"
+    formats = ("float-quantized",) if floats else ("pack-quantized", "int-quantized")
+    for group in groups:
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        _check(method, "format", group.get("format") or about.get("format"), formats)
-        _check(method, "type of weights", weights.get("type", "int"), ("int",))
-        _check(method, "num_bits of weights", weights.get("num_bits"), (4, 8))
-        _check(method, "strategy of weights", weights.get("strategy"), ("group", "channel", "tensor"))
-        if inputs is not None:  # rows are rounded to 8 bits here in any case, by a scale of their own
+        _check(method, "format", group.get("format") or about.get("format"), (*formats, "naive-quantized"))
+        _check(method, "type of weights", weights.get("type", "int"), ("float",) if floats else ("int",))
+        _check(method, "num_bits of weights", weights.get("num_bits"), (8,) if floats else (4, 8))
+        strategies = ("channel", "tensor") if floats else ("group", "channel", "tensor")
+        _check(method, "strategy of weights", weights.get("strategy"), strategies)
+        if inputs is not None and not floats:  # rows are rounded to 8 bits here in any case, by a scale of their own
             kind = (inputs.get("type", "int"), inputs.get("num_bits"), inputs.get("dynamic"))
             _check(method, "input_activations (type, num_bits, dynamic)", kind, (("int", 8, True),))
         _check(method, "output_activations", group.get("output_activations"), (None,))
     _check(method, "sparsity", (about.get("sparsity_config") or {}).get("format", "dense"), ("dense",))
     _check(method, "transform_config", about.get("transform_config") or None, (None,))
+    return weights_of
 
 
 class QuantizedWeights(UnpackedCheckpoint):
@@ -226,6 +270,7 @@ class QuantizedWeights(UnpackedCheckpoint):
         """Read `files`, whose quantised matrices `unpack` unpacks."""
         super().__init__(files)
         self._unpack = unpack
+        self.floats = unpack is float8  # of 8 bits, which not all devices have
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, dequantised if need be: see `WeightSource`."""
@@ -233,7 +278,7 @@ class QuantizedWeights(UnpackedCheckpoint):
         return (
             self._files.get(name, shape)
             if module is None
-            else self._unpacked(module, _pair(shape), QuantizedMatrix.dequantized)
+            else self._unpacked(module, _pair(shape), lambda matrix: matrix.dequantized())
         )
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedTensor | None:
@@ -241,7 +286,9 @@ class QuantizedWeights(UnpackedCheckpoint):
         module = self._quantized(name)
         return None if module is None else self._unpacked(module, shape, lambda matrix: matrix.packed(module))
 
-    def _unpacked(self, module: str, shape: tuple[int, int], use: Callable[[QuantizedMatrix], Result]) -> Result:
+    def _unpacked(
+        self, module: str, shape: tuple[int, int], use: Callable[[QuantizedMatrix | FloatMatrix], Result]
+    ) -> Result:
         try:
             return use(self._unpack(self._files, module, shape))
         except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:  # torch's, of shapes and dtypes
@@ -253,7 +300,7 @@ class QuantizedWeights(UnpackedCheckpoint):
     def _quantized(self, name: str) -> str | None:
         """Return the module of a weight if it is quantised."""
         module, _, kind = name.rpartition(".")
-        marks = (".qweight", ".weight_scale")
+        marks = (".qweight", *SCALES)
         return module if kind == "weight" and any(self._files.has(module + mark) for mark in marks) else None
 
 

@@ -13,7 +13,7 @@ from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 
 
 class PackedTensor(NamedTuple):
-    """A matrix in blocks: uint8 [outputs, bytes of a row], of a format in `afterglow.kernels.packed`.
+    """A matrix in blocks: uint8 [outputs, bytes of a row], of a format in `afterglow.kernels.packed`, or `device_blocks.FLOATS`.
 
     `order`, int64 [inputs]: the input that each place of a row is for; None if they are in their own order.
     """

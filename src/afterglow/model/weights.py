@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from afterglow.choices import KeptWeights, QuantizationName
+from afterglow.kernels.device_blocks import FLOATS
 from afterglow.model.decoder import Attention, Decoder, Layer, Norm
 from afterglow.model.encoder import Encoder
 from afterglow.model.experts import Experts, Mlp
@@ -186,7 +187,7 @@ class WeightAssembler:
     def _embedding(self) -> Table:
         name, shape = self._names.embed + ".weight", (self._spec.vocab, self._spec.hidden)
         found = self._packed(name, shape)
-        if found is None:
+        if found is None or found.block_format == FLOATS:  # which are not looked up
             return self._keeping.table(self._source.get(name, shape))
         return self._keeping.block_table(found.blocks.clone(), found.block_format)
 

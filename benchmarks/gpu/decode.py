@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from itertools import pairwise
 
 from afterglow.bench.report import goal, spread
@@ -29,9 +30,14 @@ def decode(setting: Setting, ceilings: Ceilings) -> Found:
         shape, setting, device_rows=room, host_rows=room, max_batch=most, prefill_chunk=8192
     ) as engine:
         prompts = [words(rng, engine, context) for _ in range(most)]
+        passes = engine.parts.runner.passes
+        counts = Counter[str]() if passes is None else passes.counts
         for batch in batches:
+            before = counts["taken"], counts["launched"]
             steps = step_seconds(engine, prompts[:batch], reply)
             rows.append(decode_row(shape, batch, context + reply // 2, statistics.median(steps), ceilings))
+            taken, launched = counts["taken"] - before[0], counts["launched"] - before[1]
+            rows[-1]["launched_ahead"] = taken / max(1, launched)  # and of use
             if batch in WANTED and not setting.tiny:
                 name = f"decode, {batch} requests: of the bandwidth's bound"
                 goals.append(goal(name, rows[-1]["share"], WANTED[batch], least=True, spread=spread(steps)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,45 +10,12 @@ from unittest import mock
 import torch
 
 from afterglow.engine import decode_pass
-from afterglow.engine.decode_pass import DecodePasses
 from afterglow.engine.engine import Engine
 from afterglow.request import Output, Request, SamplingParams
 from tests.device.scenes import draw, load
 from tests.engine.conftest import FAMILIES, write_model
 
 LAUNCHED = ("launches", "graphs", "synchronisations", "copies to device", "copies to host", "pinned allocations")
-
-
-class Passes:
-    """Count how steps come to their hidden rows."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        taken, run = DecodePasses._taken, DecodePasses._run
-
-        def counted_taken(passes: DecodePasses, entries: Any) -> Any:
-            was, out = passes._ahead is not None, taken(passes, entries)
-            self.counts["taken" if out is not None else "dropped" if was else "asked for"] += 1
-            return out
-
-        def counted_run(passes: DecodePasses, *args: Any) -> Any:
-            out = run(passes, *args)
-            self.counts["passes" if out is not None else "given up"] += 1
-            return out
-
-        self._patches = (
-            mock.patch.object(DecodePasses, "_taken", counted_taken),
-            mock.patch.object(DecodePasses, "_run", counted_run),
-        )
-
-    def __enter__(self) -> Counter[str]:
-        for patch in self._patches:
-            patch.start()
-        return self.counts
-
-    def __exit__(self, *exception: object) -> None:
-        for patch in self._patches:
-            patch.stop()
 
 
 def greedy(tokens: int, **more: Any) -> SamplingParams:
@@ -61,34 +27,34 @@ def answers(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) -> li
     return [list(each.tokens) for each in engine.generate(requests)]
 
 
-def result(engine: Engine, found: list[Any], counts: Counter[str]) -> Any:
+def result(engine: Engine, found: list[Any]) -> Any:
     from tests.device.watching import watch
 
     engine.close()
-    asked = {key: watch.counts[key] for key in ("graphs", "recordings", "pinned allocations")}
-    return {"answers": found, "counts": {**counts, **asked}, "races": watch.races}
+    passes = engine.parts.runner.passes
+    asked = {key: watch.counts[key] for key in ("graphs", "recordings")}
+    return {"answers": found, "counts": {**(passes.counts if passes else {}), **asked}, "races": watch.races}
 
 
 def passes(device: str, folder: Path) -> Any:
     """Replies of many lengths, that end with a token, that are drawn by a seed, that share rows, that want log-probabilities; and next
     turns, which find the rows of replies on the device and in host memory."""
-    with Passes() as counts:
-        engine = load(device, folder, relay="on", max_batch=6)
-        prefix = draw(1, 140)
-        first = answers(engine, [([*prefix, *draw(10 + i, 3 + i)], greedy(4 + 7 * i)) for i in range(4)])
-        found = list(first)
-        stop = first[3][7]
-        seeded = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
-        kinds = [greedy(30, stop_token_ids=(stop,)), seeded, greedy(16, repetition_penalty=1.3)]
-        found += answers(engine, [([*prefix, *draw(13 + i, 6)], how) for i, how in enumerate(kinds)])
-        for tier in ("device", "host"):
-            engine.settle()
-            if tier != "device":
-                engine.demote(tier)
-            turns = [[*prefix, *draw(10 + i, 3 + i), *first[i], *draw(40 + i, 4)] for i in range(2)]
-            found += answers(engine, [(turn, greedy(4 + i)) for i, turn in enumerate(turns)])
-        found += answers(engine, [(draw(90, 20), greedy(5, logprobs=2)), (draw(91, 21), greedy(5))])
-        return result(engine, found, counts)
+    engine = load(device, folder, relay="on", max_batch=6)
+    prefix = draw(1, 140)
+    first = answers(engine, [([*prefix, *draw(10 + i, 3 + i)], greedy(4 + 7 * i)) for i in range(4)])
+    found = list(first)
+    stop = first[3][7]
+    seeded = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
+    kinds = [greedy(30, stop_token_ids=(stop,)), seeded, greedy(16, repetition_penalty=1.3)]
+    found += answers(engine, [([*prefix, *draw(13 + i, 6)], how) for i, how in enumerate(kinds)])
+    for tier in ("device", "host"):
+        engine.settle()
+        if tier != "device":
+            engine.demote(tier)
+        turns = [[*prefix, *draw(10 + i, 3 + i), *first[i], *draw(40 + i, 4)] for i in range(2)]
+        found += answers(engine, [(turn, greedy(4 + i)) for i, turn in enumerate(turns)])
+    found += answers(engine, [(draw(90, 20), greedy(5, logprobs=2)), (draw(91, 21), greedy(5))])
+    return result(engine, found)
 
 
 def racing(device: str, folder: Path) -> Any:
@@ -96,55 +62,52 @@ def racing(device: str, folder: Path) -> Any:
     from tests.device.watching import watch
 
     watch.racing = device == "cuda"
-    with Passes() as counts:
-        engine = load(device, folder, relay="off", max_batch=2)
-        if watch.racing:
-            watch.look_for_races()
-        prompts = [draw(1, 20), draw(2, 9)]
-        found = answers(engine, [(prompt, greedy(18 + i)) for i, prompt in enumerate(prompts)])
-        engine.settle()
-        engine.demote("host")
-        found += answers(engine, [([*prompts[0], *found[0], 7], greedy(3))])
-        return result(engine, found, counts)
+    engine = load(device, folder, relay="off", max_batch=2)
+    if watch.racing:
+        watch.look_for_races()
+    prompts = [draw(1, 20), draw(2, 9)]
+    found = answers(engine, [(prompt, greedy(18 + i)) for i, prompt in enumerate(prompts)])
+    engine.settle()
+    engine.demote("host")
+    found += answers(engine, [([*prompts[0], *found[0], 7], greedy(3))])
+    return result(engine, found)
 
 
 def launches(device: str, folder: Path) -> Any:
     """What the device is asked for by steps that decode, of two requests and of eight."""
     from tests.device.watching import watch
 
-    with Passes() as counts:
-        engine = load(device, folder, relay="off", max_batch=8)
-        found = []
-        for batch in (2, 8):
-            answers(engine, [(draw(batch + i, 3), greedy(8)) for i in range(batch)])
-            steps = [step.counts for step in watch.steps if step.runs == step.rows == batch]
-            found.append([[step[what] for what in LAUNCHED] for step in steps[-3:]])
-        return {**result(engine, [], counts), "steps": found}
+    engine = load(device, folder, relay="off", max_batch=8)
+    found = []
+    for batch in (2, 8):
+        answers(engine, [(draw(batch + i, 3), greedy(8)) for i in range(batch)])
+        steps = [step.counts for step in watch.steps if step.runs == step.rows == batch]
+        found.append([[step[what] for what in LAUNCHED] for step in steps[-3:]])
+    return {**result(engine, []), "steps": found}
 
 
 def coming(device: str, folder: Path) -> Any:
     """Requests that come while others decode, and one that is cancelled: what was launched ahead is of no use then."""
-    with Passes() as counts:
-        engine = load(device, folder, relay="off", max_batch=3)
-        found: dict[str, list[int]] = {}
-        begun, ended = threading.Event(), threading.Semaphore(0)
+    engine = load(device, folder, relay="off", max_batch=3)
+    found: dict[str, list[int]] = {}
+    begun, ended = threading.Event(), threading.Semaphore(0)
 
-        def told(output: Output) -> None:
-            found.setdefault(output.request_id, []).extend(output.tokens)
-            if len(found[output.request_id]) >= 6:
-                begun.set()
-            if output.finish_reason is not None:
-                ended.release()
+    def told(output: Output) -> None:
+        found.setdefault(output.request_id, []).extend(output.tokens)
+        if len(found[output.request_id]) >= 6:
+            begun.set()
+        if output.finish_reason is not None:
+            ended.release()
 
-        engine.submit(Request("a", draw(1, 9), greedy(60)), told)
-        assert begun.wait(60)
-        for i, name in enumerate("bcd"):
-            engine.submit(Request(name, draw(20 + i, 70), greedy(10 + i)), told)
-        engine.submit(Request("gone", draw(7, 30), greedy(200)), told)
-        assert ended.acquire(timeout=60)
-        engine.cancel("gone")
-        assert all(ended.acquire(timeout=60) for _ in range(4))
-        return result(engine, [found[name] for name in "abcd"], counts)
+    engine.submit(Request("a", draw(1, 9), greedy(60)), told)
+    assert begun.wait(60)
+    for i, name in enumerate("bcd"):
+        engine.submit(Request(name, draw(20 + i, 70), greedy(10 + i)), told)
+    engine.submit(Request("gone", draw(7, 30), greedy(200)), told)
+    assert ended.acquire(timeout=60)
+    engine.cancel("gone")
+    assert all(ended.acquire(timeout=60) for _ in range(4))
+    return result(engine, [found[name] for name in "abcd"])
 
 
 def windows(device: str, folder: Path) -> Any:
@@ -152,25 +115,23 @@ def windows(device: str, folder: Path) -> Any:
     model = write_model(
         {**FAMILIES["ministral"], "sliding_window": 48, "vocab_size": 256}, folder.parent / f"{folder.name}-model"
     )
-    with Passes() as counts:
-        engine = load(device, folder, model, relay="on", max_batch=4)
-        prefix = draw(1, 100)
-        found = answers(engine, [([*prefix, *draw(10 + i, 3 + i)], greedy(10 + 20 * i)) for i in range(2)])
-        return result(engine, found, counts)
+    engine = load(device, folder, model, relay="on", max_batch=4)
+    prefix = draw(1, 100)
+    found = answers(engine, [([*prefix, *draw(10 + i, 3 + i)], greedy(10 + 20 * i)) for i in range(2)])
+    return result(engine, found)
 
 
 def refused(device: str, folder: Path) -> Any:
     """A device that records no graph, and then kernels that fail."""
-    with Passes() as counts:
-        engine = load(device, folder, relay="on", max_batch=4)
+    engine = load(device, folder, relay="on", max_batch=4)
 
-        def fails(graph: Any, **options: Any) -> Any:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture (made up)")
+    def fails(graph: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture (made up)")
 
-        prompts = [(draw(30 + i, 20), greedy(12)) for i in range(2)]
-        with mock.patch.object(torch.cuda, "graph", fails):
-            found = answers(engine, prompts)
-        with mock.patch.object(decode_pass.DeviceReads, "attend", return_value=False):
-            found += answers(engine, [(draw(50 + i, 20), greedy(12)) for i in range(3)])
-        found += answers(engine, prompts)
-        return result(engine, found, counts)
+    prompts = [(draw(30 + i, 20), greedy(12)) for i in range(2)]
+    with mock.patch.object(torch.cuda, "graph", fails):
+        found = answers(engine, prompts)
+    with mock.patch.object(decode_pass.DeviceReads, "attend", return_value=False):
+        found += answers(engine, [(draw(50 + i, 20), greedy(12)) for i in range(3)])
+    found += answers(engine, prompts)
+    return result(engine, found)

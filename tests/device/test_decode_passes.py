@@ -30,8 +30,7 @@ def test_triton_replies_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest
     counts, log = played("passes", tmp_path, monkeypatch)
     assert counts["graphs"] >= 50
     assert counts["recordings"] < 10
-    assert counts["taken"] > counts["asked for"]
-    assert counts["taken"] + counts["asked for"] > 0.9 * counts["passes"], "most that is launched ahead is of use"
+    assert counts["taken"] > 0.6 * counts["launched"], "most that is launched ahead is of use"
     assert "not recorded" not in log
 
 
@@ -66,5 +65,5 @@ def test_triton_layers_hold_the_last_rows(tmp_path: Path, monkeypatch: pytest.Mo
 def test_triton_graphs_that_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, log = played("refused", tmp_path, monkeypatch)
     assert counts["graphs"] == 0
-    assert counts["passes"] > 5
+    assert counts["launched"] > 5
     assert log.count("are not recorded as CUDA graphs: CUDA error") == 1

@@ -8,6 +8,7 @@ rows of no request, which read nothing, are written to a row of their own, and a
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -159,6 +160,9 @@ class DecodePasses:
     def __init__(self, decoder: Decoder, shape: KVShape, tee: Tee, inputs: StepInputs, gatherer: Gatherer) -> None:
         """Take a `static` decoder on CUDA. `inputs`: what a step's numbers are sent by."""
         self._decoder, self._shape, self._tee, self._inputs, self._gatherer = decoder, shape, tee, inputs, gatherer
+        self.counts: Counter[str] = (
+            Counter()
+        )  # passes that were launched, those that were taken from what is ahead, and dropped
         self._passes: dict[Size, DecodePass] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._record = True
@@ -207,6 +211,7 @@ class DecodePasses:
 
     def drop(self) -> None:
         """Forget the pass that is ahead."""
+        self.counts["dropped"] += self._ahead is not None
         self._missed, self._ahead = self._ahead is not None, None
 
     def _taken(self, entries: Sequence[BatchEntry]) -> Tensor | None:
@@ -222,6 +227,7 @@ class DecodePasses:
                 self.drop()
                 return None
         self._ahead = None
+        self.counts["taken"] += 1
         whole = rows == list(range(len(ahead.hidden)))
         return ahead.hidden if whole else ahead.hidden[on_device(rows, ahead.hidden.device)]
 
@@ -248,6 +254,7 @@ class DecodePasses:
         self._inputs.send(torch.tensor(numbers), into=chosen.numbers)
         if tokens.device.type != "cpu":
             chosen.numbers[: len(tokens)].copy_(tokens)
+        self.counts["launched"] += 1
         try:
             return chosen.run(self._record)[: len(entries)]
         except NotStatic:

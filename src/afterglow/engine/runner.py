@@ -74,7 +74,7 @@ class TorchRunner:
         self._tee = Tee(host.store, self.shape, host.arena.dtype, size.max_batch)
         self._inputs = StepInputs(decoder.device)
         static = decoder.device.type == "cuda" and decoder.static and scores is None
-        self._passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None
+        self.passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()
         self._pool = PagePool(self.shape, size.context_bytes, self._prefault)
@@ -262,7 +262,7 @@ class TorchRunner:
         apart = self._relay == "off" or not whole
         groups = [] if apart else groups_of(step.shares, exact, self._costs)
         self._gatherer.begin(entries, self.decoder.rope)
-        normed, meanwhile, passes = None, None, self._passes
+        normed, meanwhile, passes = None, None, self.passes
         if passes is not None and selecting is None and rows is None and decodes_alone(runs):
             normed = passes.hidden(runs, entries, groups)
             if normed is not None and self._outputs.plain(runs) and not self._pressed():

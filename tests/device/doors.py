@@ -1,12 +1,17 @@
-"""PyTorch's CUDA sanitizer and frames of Python, whose members are private: what they are used for here."""
+"""PyTorch's CUDA sanitizer, frames of Python, and what reads slots, whose members are private: what they are used for here."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.cuda._sanitizer import EventHandler
+
+if TYPE_CHECKING:  # the device is there before the package is imported
+    from afterglow.plan.step import Gather
 
 
 class Sanitizer:
@@ -47,6 +52,17 @@ class Sanitizer:
 
     def forget(self, memory: int) -> None:
         self._memory.delete_tensor(memory)
+
+
+def slots_read(gather: Any) -> list[tuple[int, int, int]]:
+    """Return the slots that a `SlotGather` reads, each with its first row and the row after its last one."""
+    return [(piece.slot, piece.first, piece.stop) for piece in gather._pieces]
+
+
+def slots_of(runner: Any, gathers: Iterable[Gather]) -> list[torch.Tensor]:
+    """Return the memory of the slots that gathers read."""
+    arena = runner._gatherer._host.arena
+    return [arena[:, :, slot] for gather in gathers for slot in gather.slots]
 
 
 def caller(depth: int) -> FrameType | None:

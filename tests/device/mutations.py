@@ -31,7 +31,7 @@ SECONDS = 300  # a scene that hangs has noticed
 INTERPRETED = "interpreted "  # before the name of a scene: with Triton's kernels, in its interpreter
 SCENES = (
     *("races", "no_memory", "sending", "reuse", "importance", "renewing", "agreeing", "scores", "drawing", "grammar"),
-    *("filled", "block_scenes.reuse"),
+    *("filled", "block_scenes.reuse", "read_ahead"),
     *(
         tuple(
             f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing")
@@ -47,6 +47,7 @@ FIRST = {
     "sampling": "drawing",
     "masks": "grammar",
     "transfers": "sending",
+    "read_buffer": "read_ahead",
     "device_blocks": "block_scenes.reuse",
     "device_products": "filled",
     "kernels/decode": "reuse",

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.device.doors import schema
+from tests.device.doors import schema, slots_of
 from tests.device.graphs import CUDAGraph, Recording, recorded
 from tests.device.watching import Event, Stream, watch
 
@@ -390,7 +390,7 @@ def install() -> None:
     cuda.empty_cache = lambda: None
     cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, Recording, lambda: (0, 0)
     cuda.cudart = lambda: watch.runtime
-    load, main, step = Engine.load.__func__, EngineLoop.run, TorchRunner.run
+    load, main, step, release = Engine.load.__func__, EngineLoop.run, TorchRunner.run, TorchRunner.release
 
     def loaded(cls: type[Engine], *args: Any, **kwargs: Any) -> Engine:
         with active():
@@ -402,14 +402,20 @@ def install() -> None:
 
     def ran(self: TorchRunner, of: Step) -> Any:
         out = watch.in_step(len(of.runs), sum(len(run.tokens) for run in of.runs), lambda: step(self, of))
-        watch.reuse_locked()
+        watch.reuse_locked(slots_of(self, of.ahead.gathers if of.ahead is not None else ()))
         return out
+
+    def released(self: TorchRunner, of: Step) -> None:
+        release(self, of)
+        gathers = [gather for run in of.runs for gather in run.gathers]
+        watch.reuse_locked(slots_of(self, [*gathers, *(of.ahead.gathers if of.ahead is not None else ())]))
 
     if os.environ.get("TRITON_INTERPRET"):
         _launch_on_the_cpu()
     Engine.load = classmethod(loaded)  # type: ignore[assignment, method-assign]
     EngineLoop.run = run  # type: ignore[method-assign]
     TorchRunner.run = ran  # type: ignore[method-assign]
+    TorchRunner.release = released  # type: ignore[method-assign]
 
 
 def _launch_on_the_cpu() -> None:

@@ -21,8 +21,10 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.transfers import StepInputs
 from afterglow.errors import ConfigError
+from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.device_products import RoundedFilling, RoundedMatrix, rounded_rows
-from afterglow.kernels.rope import LayerRopes
+from afterglow.kernels.rope import LayerRopes, Rotation
+from afterglow.kernels.slot_gather import SlotGather
 from afterglow.model.decoder import PlainAttend
 from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, RandomSource, save_hf
@@ -31,6 +33,7 @@ from afterglow.request import Grammar, Output, Request, SamplingParams
 from afterglow.text import Tokenizer
 from tests.device import pretend
 from tests.device.counts import measure
+from tests.device.doors import slots_read
 from tests.structured_model import random_model
 
 MiB = 2**20
@@ -261,6 +264,67 @@ def no_memory(device: str, folder: Path) -> Any:
     engine.close()
     assert failed, "nothing ran out of memory"
     return {"races": watch.races, "answers": [*found, sorted(others)]}
+
+
+def read_ahead(device: str, folder: Path) -> Any:
+    """Requests with rows in host memory that wait: their turn comes; one is cancelled, and another one comes in its place.
+
+    Copies are taken to read the slots themselves, as Triton's kernel does. With the tokens come the bytes that were read ahead, and those
+    that steps read from slots themselves.
+    """
+    from tests.device.watching import watch
+
+    watch.racing = device == "cuda"
+    put = SlotGather.put
+
+    def noted(
+        self: SlotGather, stored: Tensor, pages: Pages, layer: int, rotation: Rotation | None, least: int
+    ) -> None:
+        put(self, stored, pages, layer, rotation, least)
+        if watch.racing:
+            watch.launch("gather", [stored[:, slot, first:stop] for slot, first, stop in slots_read(self)], [])
+
+    prefixes = [draw(1 + i, 70 + 60 * i) for i in range(2)]
+    engine = load(device, folder, relay="off", speculate="off", max_batch=1)
+    ask(engine, prefixes, tokens=1)
+    engine.settle()
+    if watch.racing:
+        watch.look_for_races()
+    found: list[Any] = []
+    with mock.patch.object(SlotGather, "put", noted):
+        for layers in (None, 1):
+            engine.baseline(read_buffer=layers, source="load")
+            for cancelled in (False, True):
+                engine.settle()
+                engine.demote("host")
+                found += waiting(engine, prefixes, cancelled)
+            counted = engine.stats().engine.gather
+            found += [counted.ahead_read, counted.bytes_read - counted.ahead_used]
+    engine.close()
+    return {"races": watch.races, "answers": found}
+
+
+def waiting(engine: Engine, prefixes: list[list[int]], cancelled: bool) -> list[list[int]]:
+    """Ask for a reply, and for others behind it that begin with prefixes; perhaps the first of them is cancelled meanwhile."""
+    sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    waits = [Request(f"p{i}", [*prefix, *draw(20 + i, 9)], sampling) for i, prefix in enumerate(prefixes)]
+    tokens: dict[str, list[int]] = {}
+    ended = threading.Semaphore(0)
+
+    def told(output: Output) -> None:
+        tokens.setdefault(output.request_id, []).extend(output.tokens)
+        if output.finish_reason is not None:
+            ended.release()
+        if output.request_id == "first":
+            drawn = len(tokens["first"])
+            for request in waits if drawn == 1 else ():
+                engine.submit(request, told)
+            if cancelled and drawn == 2:
+                engine.cancel("p0")
+
+    engine.submit(Request("first", draw(9, 40), sampling, reuse=False), told)
+    assert all(ended.acquire(timeout=60) for _ in range(3))
+    return [found for name, found in sorted(tokens.items()) if not (cancelled and name == "p0")]
 
 
 def scores(device: str, folder: Path) -> list[Any]:

@@ -11,7 +11,7 @@ from tests.device import mutations
 from tests.device.test_pretend import play
 
 
-@pytest.mark.parametrize("scene", ["races", "sending", pytest.param("no_memory", marks=pytest.mark.long)])
+@pytest.mark.parametrize("scene", ["races", "sending", "read_ahead", pytest.param("no_memory", marks=pytest.mark.long)])
 def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_path: Path) -> None:
     found, log = play(scene, "cuda", tmp_path)
     assert found["races"] == []
@@ -23,6 +23,9 @@ def test_no_stream_uses_memory_before_another_is_done_with_it(scene: str, tmp_pa
     [
         pytest.param("tee", "record_stream", "races", "memory is used again", marks=pytest.mark.long),
         pytest.param("gather", "_last.synchronize", "no_memory", "does not wait for copy_", marks=pytest.mark.long),
+        pytest.param(
+            "read_buffer", "_copied.synchronize", "read_ahead", "the store fills slots", marks=pytest.mark.long
+        ),
         ("transfers", "sent.synchronize", "sending", "cat on stream -1"),  # written to as `out=`
         pytest.param(
             *("transfers", "left.synchronize", "interpreted decode_scenes.racing", "copy_ on stream"),

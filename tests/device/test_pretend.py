@@ -88,6 +88,24 @@ def test_rows_that_tritons_kernel_gathers_are_the_cpus(tmp_path: Path, monkeypat
     assert "is not used" not in log
 
 
+def test_rows_of_a_request_that_waits_come_before_its_turn(tmp_path: Path) -> None:
+    """Two requests behind another one: in the steps that admit them no layer comes from host memory; with a buffer of one layer, the
+    second one. And the same with one of them cancelled, which is read ahead in vain."""
+    theirs, _ = play("read_ahead", "cpu", tmp_path / "cpu")
+    ours, log = play("read_ahead", "cuda", tmp_path / "cuda")
+    assert [each for each in ours["answers"] if isinstance(each, list)] == [
+        each for each in theirs["answers"] if isinstance(each, list)
+    ]
+    assert ours["races"] == []
+    assert "Traceback" not in log
+    row = 2 * 2 * 16 * 4  # bytes of keys and values in one layer
+    first, second = 70 + 130, 78 + 138  # rows of both, then with what the replies' prompts have left
+    ahead, read = (found[5:7] for found in (ours["answers"], theirs["answers"]))
+    assert ahead == [2 * row * (first + second), 0]
+    assert read == [0, 2 * row * (first + 138)]
+    assert 2 * ours["answers"][-1] == theirs["answers"][-1] - read[1]
+
+
 def test_auto_takes_a_device_that_answers_as_the_cpu_does(tmp_path: Path) -> None:
     found, log = play("choice", "cuda", tmp_path)
     assert found == ["cuda", "cpu"]

@@ -188,14 +188,19 @@ class Watch:
             handler.record(event, HOST)
             handler.wait_for_event(event)
 
-    def reuse_locked(self) -> None:
-        """Note that the host may write to all memory that was locked as it is: the store reads into slots that no step uses."""
+    def reuse_locked(self, kept: Collection[torch.Tensor] = ()) -> None:
+        """Note that the host may write to all memory that was locked as it is but for some: the store reads into slots that no step
+        uses."""
         handler = self._handler
         if handler is None:
             return
-        for first, size in self.runtime.locked.items():
+        spared = set().union(*map(self._pieces, kept))
+        for first, size in list(self.runtime.locked.items()):
             known = {at for at in handler.known if first // PIECE <= at < (first + size) // PIECE}
-            self._check("the store fills slots", HOST, set(), known)
+            self._check("the store fills slots", HOST, set(), known - spared)
+        event = self.new_number()
+        handler.record(event, HOST)
+        handler.wait_for_event(event)
 
     def _access(
         self, name: str, stream: int, reads: Collection[torch.Tensor], writes: Collection[torch.Tensor]

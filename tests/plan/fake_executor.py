@@ -25,6 +25,7 @@ from afterglow.plan.step import (
     Load,
     Move,
     MoveDone,
+    RowsAhead,
     Run,
     Save,
     SaveDone,
@@ -198,6 +199,9 @@ class FakeExecutor:
         self.done: list[TransferDone] = []
         self.void = 0  # rows of wrong guesses
         self.selecting_seconds = 0.0  # that passes take which select; 0: they do not say
+        self.kept: set[int] = set()  # slots that may be read ahead of a job's turn
+        self.read_ahead: RowsAhead | None = None  # what the last step named
+        self.ahead = {"foreseen": 0, "other": 0}  # jobs that joined when their rows were read ahead
         self.gathered = {"device": 0, "host": 0, "computed": 0, "fellow": 0}
 
     @property
@@ -213,6 +217,7 @@ class FakeExecutor:
     # ------------------------------------------------------------------------------------------- a step
 
     def execute(self, step: Step) -> StepResult:
+        self._look_ahead(step)
         for release in step.releases:
             for tee in [tee for tee in self.tees if tee.job == release.job]:
                 self._write(tee)
@@ -244,6 +249,27 @@ class FakeExecutor:
         for run in void:
             self._give_up(run)
         return result
+
+    def _look_ahead(self, step: Step) -> None:
+        """What is read ahead are rows of the job's own, which stay where they are."""
+        before, ahead = self.read_ahead, step.ahead
+        for run in step.runs:
+            if before is not None and run.job == before.job and run.admit is not None:
+                first = run.start - sum(gather.stop - gather.start for gather in run.gathers)
+                self.ahead["foreseen" if before.ends_with(first, run.gathers) else "other"] += bool(run.gathers)
+        self.read_ahead, self.kept = ahead, set()
+        if ahead is None:
+            return
+        text, size = self.texts[ahead.job], self.capacity.block_rows
+        assert ahead.job not in {run.job for run in step.runs}
+        assert 0 < ahead.layers <= self.capacity.layers
+        assert ahead.layers * self.capacity.round_up(ahead.rows) <= self.capacity.read_buffer_rows
+        assert all(gather.move is None for gather in ahead.gathers)
+        found = [self._read(each.slots)[row] for each in ahead.gathers for row in range(each.start, each.stop)]
+        place = slice(ahead.first, ahead.first + ahead.rows)
+        assert [TOKEN[row] for row in found] == text.tokens[place]
+        assert isinstance(text, PrivateText) or found == text.rows[place]
+        self.kept = {each.slots[row // size] for each in ahead.gathers for row in range(each.start, each.stop)}
 
     def _give_up(self, run: Run) -> None:
         segment = self.segments[run.job]
@@ -399,6 +425,7 @@ class FakeExecutor:
     def _put(self, slots: tuple[int, ...], first: int, rows: list[Row]) -> None:
         size = self.capacity.block_rows
         self.lacking -= set(slots)
+        assert not self.kept.intersection(slots[(first + i) // size] for i in range(len(rows))), "it is being read"
         for i, row in enumerate(rows, first):
             self.slots[slots[i // size]][i % size] = row
 

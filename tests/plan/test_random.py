@@ -69,6 +69,9 @@ class World:
             seconds=rng.choice([0.01, 1.0, 30.0]),
             why=rng.choice(["damage", "io", "timeout", "refused"]),
         )
+        if not windows:
+            rows = random.Random(seed + 2).choice([0, 0, 32, 400])
+            self.capacity = replace(self.capacity, read_buffer_rows=rows)
         self.settings["shared_pages"] = random.Random(seed + 1).random() < 0.6
         self.executor = self.machine()
         self.cancels = rng.choice([0.0, 0.02])

@@ -3,26 +3,26 @@
 Each row is copied once, and its key is rotated in the same pass. On a device with its own queues of work the copies run in
 a second one, ahead of the layer that is being computed, as far as the rows have come; each layer has an event, and the
 computing queue waits for just that. On a CPU both are the calling thread, and a layer is gathered when it is its turn. A layer's rows
-are one call (`kernels.slot_gather`).
+are one call (`kernels.slot_gather`). A request's first layers may be on the device before its turn (`engine.read_buffer`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from afterglow.config import BLOCK_ROWS
 from afterglow.engine.context import DeviceContext
+from afterglow.engine.read_buffer import DeviceReadBuffer
+from afterglow.engine.slot_pieces import slot_pieces
 from afterglow.engine.stats import GatherCounters
-from afterglow.kernels.context_pages import PAGE_ROWS
 from afterglow.kernels.rope import LayerRopes, LayerRotations
-from afterglow.kernels.slot_gather import SlotGather, SlotRows
-from afterglow.plan.step import ExtentId, Gather
+from afterglow.kernels.slot_gather import SlotGather
+from afterglow.plan.step import ExtentId, Gather, RowsAhead, Step
 from afterglow.store.kvstore import KVStore
 
 LAYERS_AHEAD = 2  # of the layer being computed, on a device with work queues
@@ -43,6 +43,7 @@ class BatchEntry:
     gather_from: int = 0  # first row of the context that the gathers fill
     gather_angles: LayerRotations | None = None
     slot_gather: SlotGather | None = None
+    buffered: int = 0  # first layers whose gathered rows are in the read buffer
     failed: ExtentId | None = None
     late: bool = False  # the failed extent is still on its way
     own_from: int = 0  # rows before are read together with other entries (see `engine.relay_attention`)
@@ -101,18 +102,6 @@ class HostRows:
         return under_way or self.ready(gather, layer, wait=False)
 
 
-def _pieces(entry: BatchEntry) -> Iterator[SlotRows]:
-    """Yield what an entry's context gets, in pieces of one slot and one page."""
-    at = entry.gather_from
-    for gather in entry.gathers:
-        row = gather.start
-        while row < gather.stop:
-            block, first = divmod(row, BLOCK_ROWS)
-            stop = min(BLOCK_ROWS, first + gather.stop - row, first + PAGE_ROWS - at % PAGE_ROWS)
-            yield SlotRows(gather.slots[block], first, stop, at)
-            at, row = at + stop - first, row + stop - first
-
-
 class Gatherer:
     """Fill the device contexts of a step's entries from host slots. For the runner alone."""
 
@@ -124,19 +113,26 @@ class Gatherer:
         *,
         windows: Sequence[int] = (),
         counters: GatherCounters | None = None,
+        buffer: DeviceReadBuffer | None = None,
     ) -> None:
         """`ahead`: layers to gather ahead of the computing one; None: as many as suit the device. `windows`: how many rows a query
-        sees in each layer, 0 for all; none: all, everywhere."""
+        sees in each layer, 0 for all; none: all, everywhere. `buffer`: for rows that are read ahead."""
         self._host = host
         self._layers, self._windows = layers, windows or [0] * layers
         self._counters = counters or GatherCounters()
         self._ahead = ahead if ahead is not None else 0 if host.device.type == "cpu" else LAYERS_AHEAD
         self._device = torch.get_device_module(host.device)
-        self._stream = self._device.Stream()
+        self._buffer = buffer
+        self._stream = buffer.stream if buffer is not None else self._device.Stream()
         self._all: Sequence[BatchEntry] = ()
         self._entries: list[BatchEntry] = []
         self._events: dict[int, list[Any]] = {}  # by job: of each layer whose copies have been queued
         self._last: Any = None  # of these, the one that was queued last
+
+    def keep(self, step: Step) -> None:
+        """Before a step's moves: wait for copies that read slots which it gives away."""
+        if self._buffer is not None:
+            self._buffer.keep(step)
 
     def begin(self, entries: Sequence[BatchEntry], rope: LayerRopes | None) -> None:
         """Begin a step. The entries' contexts have pages."""
@@ -146,7 +142,9 @@ class Gatherer:
             return
         for entry in self._entries:
             self._events[entry.job] = []
-            entry.slot_gather = SlotGather(list(_pieces(entry)), entry.gather_from)
+            entry.slot_gather = SlotGather(list(slot_pieces(entry.gathers, entry.gather_from)), entry.gather_from)
+            if self._buffer is not None:
+                entry.buffered = self._buffer.layers_of(entry.gather_from, entry.gathers)
             if rope is not None:
                 positions = torch.arange(entry.gather_from, entry.start, device=self._host.device)
                 entry.gather_angles = rope.cos_sin(positions)
@@ -173,8 +171,13 @@ class Gatherer:
         if self._entries:
             self._look_ahead(layer + 1)
 
+    def read_ahead(self, ahead: RowsAhead | None, rope: LayerRopes | None) -> None:
+        """Queue copies of what another request is going to gather, behind the step's own. Nothing waits for them."""
+        if self._buffer is not None and ahead is not None:
+            self._buffer.hold(ahead, rope)
+
     def end(self) -> None:
-        """End a step. No slot is being read any more, and no context written."""
+        """End a step. Slots are not read any more but for rows that are read ahead, and no context is written."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
@@ -186,7 +189,8 @@ class Gatherer:
         """Queue copies of rows that have already come, up to `ahead` layers from `layer` on. Waits for nothing."""
         for entry in self._entries:
             events = self._events[entry.job]
-            while entry.failed is None and len(events) < min(layer + self._ahead, self._layers):
+            last = min(max(layer, entry.buffered) + self._ahead, self._layers)
+            while entry.failed is None and len(events) < last:
                 if not all(
                     self._host.ready(gather, len(events), wait=False) for _, gather in self._needed(entry, len(events))
                 ):
@@ -212,9 +216,13 @@ class Gatherer:
                 entry.failed = gather.extent
                 entry.late = self._host.stalls and self._host.comes(gather, layer)
                 return
-        if needed:
+        if not needed:
+            return
+        number = entry.context.shape.place(layer)[1]
+        if layer < entry.buffered and self._buffer is not None:
+            self._buffer.put(layer, entry.context.pages(layer), number, entry.gather_from, entry.start)
+        else:
             assert entry.slot_gather is not None
-            number = entry.context.shape.place(layer)[1]
             rotation = None if entry.gather_angles is None else entry.gather_angles.at(layer)
             entry.slot_gather.put(self._host.arena[layer], entry.context.pages(layer), number, rotation, needed[0][0])
 

@@ -21,6 +21,7 @@ from afterglow.engine.gather import BatchEntry, Gatherer, HostRows
 from afterglow.engine.grammars.masks import Constraint
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.page_pool import PagePool
+from afterglow.engine.read_buffer import DeviceReadBuffer
 from afterglow.engine.sampling import Meanwhile
 from afterglow.engine.scores import Scores, ScoringAttend
 from afterglow.engine.selective import PrefixSelection, SelectiveAttention
@@ -69,7 +70,9 @@ class TorchRunner:
         self.shape = KVShape(*row, windowed, size.held)
         self.gathered = GatherCounters()
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
-        self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered)
+        ahead = size.read_buffer_bytes
+        buffer = DeviceReadBuffer(host.arena, self.shape, ahead, self.gathered) if ahead else None
+        self._gatherer = Gatherer(host, spec.layers, windows=windows, counters=self.gathered, buffer=buffer)
         self._pressed = host.pressed
         self._tee = Tee(host.store, self.shape, host.arena.dtype, size.max_batch)
         self._inputs = StepInputs(decoder.device)
@@ -115,6 +118,7 @@ class TorchRunner:
 
     def release(self, step: Step) -> None:
         """Carry out the step's releases and frees."""
+        self._gatherer.keep(step)
         for release in step.releases:
             self._tee.release(release.job)
             context = self._running.pop(release.job, None)
@@ -274,6 +278,7 @@ class TorchRunner:
         for group in groups:
             self.relayed.group(group.stop - group.start, len(group.entries))
         self.relayed.levels = max(self.relayed.levels, depth_of(groups))
+        self._gatherer.read_ahead(step.ahead, self.decoder.rope)
         self._gatherer.end()
         out = self._after(runs, entries, normed, rows, selecting, meanwhile)
         self._tee.end()

@@ -31,14 +31,16 @@ log = logging.getLogger("afterglow.engine")
 MOVER_THREADS = 2  # that read and write extents
 MIN_HOST_SLOTS = 8
 MIN_DEVICE_ROWS = 4 * BLOCK_ROWS
+READ_BUFFER_PART = 16  # of the device's budget, rows that are read ahead have a sixteenth
+READ_BUFFER_BYTES = 1 << 30  # and at most this: what a bus brings in the time of two or three steps
 FREE_PART = 0.9  # of a device's free memory; the rest is for what libraries and fragments take
 DRAWING = 3  # float32 numbers for each logit, while tokens are drawn: logits, sorted, and probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Hold what device and host memory take. `context_bytes`, `chunk_bytes`: of contexts, and of chunks of prefixes that are selected
-    from, on the device. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context
+    """Hold what device and host memory take. `context_bytes`, `chunk_bytes`, `read_buffer_bytes`: of contexts, of chunks of prefixes that
+    are selected from, and of rows that are read ahead, on the device. `kv_dtype`: of rows in host and on disk, as `--kv-dtype` names it. `max_model_len`: tokens of the longest context
     that the device can hold. `held`: the rows of it in each layer. `max_batch`, `prefill_chunk`: as the options say, or as fits the device."""
 
     context_bytes: int
@@ -52,6 +54,7 @@ class Sizes:
     held: Held
     max_batch: int
     prefill_chunk: int
+    read_buffer_bytes: int = 0
 
 
 def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
@@ -68,7 +71,8 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
     block_bytes = arena_bytes(layout, 1)
     extents = 1 - config.importance_share if layout.probe_heads else 1.0  # the rest of each budget is for chunks
     host_slots = int(cache.host_cache * extents) // block_bytes if cache.reuse else 0
-    context_bytes = int(budget * extents)
+    buffer_bytes = read_buffer_bytes(config, decoder, int(budget * extents))
+    context_bytes = int(budget * extents) - buffer_bytes
     device_rows = _device_rows(
         context_bytes, row_bytes, fitted=decoder.device.type == "cuda" and cache.device_cache == "auto"
     )
@@ -86,7 +90,24 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
         held,
         batch,
         chunk,
+        buffer_bytes,
     )
+
+
+def read_buffer_bytes(config: EngineConfig, decoder: Decoder, budget: int) -> int:
+    """Return the part of the device's budget for rows of the next request (see `engine.read_buffer`): whole blocks of a layer's rows.
+
+    There is none on a CPU, which reads host memory as fast; for models with sliding windows, of which each layer takes other rows; where an
+    option leaves it out; and where it would leave no room for the longest context that was asked for.
+    """
+    spec, cache = decoder.spec, config.cache
+    wanted = cache.reuse and cache.preload == "layerwise" and cache.read_buffer != 0
+    if decoder.device.type == "cpu" or spec.window is not None or not wanted:
+        return 0
+    row_bytes = 2 * spec.kv_heads * spec.head_dim * decoder.dtype.itemsize
+    size = min(budget // READ_BUFFER_PART, READ_BUFFER_BYTES) // (BLOCK_ROWS * row_bytes) * BLOCK_ROWS * row_bytes
+    rows = (budget - size) // (row_bytes * spec.layers) // BLOCK_ROWS * BLOCK_ROWS
+    return size if rows >= max(MIN_DEVICE_ROWS, config.max_model_len or 0) else 0
 
 
 def reserved_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -151,6 +172,7 @@ def capacity(
         window_block_bytes=windowed * 2 * layout.chunk_bytes,
         window_layers=size.held.windowed,
         window_rows=size.held.most,
+        read_buffer_rows=size.read_buffer_bytes * layout.layers // size.device_row_bytes,
     )
 
 

@@ -42,6 +42,8 @@ class GatherCounters:
 
     bytes_read: int = 0
     bytes_left: int = 0  # in layers with a sliding window, of rows before it
+    ahead_read: int = 0  # copied to the device before the turn of the request that was going to need them
+    ahead_used: int = 0  # of these, those that it needed
 
     def count(self, read: int, left: int) -> None:
         """Count a layer of a context."""

@@ -180,6 +180,14 @@ class Pages:
                 found.append((page.slab, begin + first, begin + end))
         return [slab.data[:, :, :, a:b] for slab, a, b in found] or [self.data[:, :, :, :0]]
 
+    def fill(self, layer: int, start: int, rows: Tensor) -> None:
+        """Put `rows` [2, kv_heads, rows, head_dim], keys and values as they lie in pages, into rows from `start` on of one layer."""
+        at = 0
+        for part in self._runs(start, start + rows.shape[2]):
+            count = part.shape[3]
+            part[layer].copy_(rows[:, :, at : at + count])
+            at += count
+
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [rows, kv_heads, head_dim] into rows from `start` on of one layer."""
         for page, first, stop, at in self.spans(start, start + len(keys)):

@@ -62,7 +62,8 @@ class Capacity:
     not a function, so that a journal can hold it). `layers`: of the model; an extent's are loaded one after the other.
     `readers`: how many extents are loaded at a time. `window_block_bytes`: of a block in the layers with a sliding window, as
     stored; 0: loads bring all rows of all layers. `window_layers`: of the layers, those that hold no more than the last
-    `window_rows` rows of a context on the device, from a multiple of `window_stride` on (see `Held`).
+    `window_rows` rows of a context on the device, from a multiple of `window_stride` on (see `Held`). `read_buffer_rows`: of one layer, for
+    which the device has a buffer beside its contexts (see `batching.read_ahead`; 0: none).
     """
 
     device_rows: int
@@ -77,6 +78,7 @@ class Capacity:
     window_layers: int = 0
     window_rows: int = 0
     window_stride: int = STRIDE
+    read_buffer_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:

@@ -24,6 +24,7 @@ from afterglow.plan.batching.compose import StepComposer
 from afterglow.plan.batching.job import refuse_impossible
 from afterglow.plan.batching.merging import Merging
 from afterglow.plan.batching.queue import RequestQueue
+from afterglow.plan.batching.read_ahead import ReadAhead
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import Capacity, SchedulerOptions
 from afterglow.plan.prefix.extent import Extent
@@ -61,6 +62,7 @@ class Scheduler:
         self._ahead = queue.ahead
         self._admission = Admission(cache, batch, self._compaction, options)
         self._composer = StepComposer(cache, queue, batch, self._admission, options)
+        self._read_ahead = ReadAhead(cache, queue, self._admission)
         self.outlook = self._composer.outlook
         self._committer = Committer(cache, queue, batch)
         self._relay = options.relay
@@ -223,6 +225,8 @@ class Scheduler:
             if not self._queue.jobs:
                 self.cache.placement.warm_start.go_on(now)
         self.cache.loading.open_gates(all_of_them=self._flushing)
+        following = self._composer.next_in_line() if runs and self._read_ahead.enabled else None
+        ahead = self._read_ahead.choose(following, now)
         wake = self._composer.wake if self._flushing else min(self._composer.wake, self.cache.placement.retry_at)
         evicting = self.cache.counters.evicted != evicted  # then perhaps more can go next time
         repeats = self._repeats(runs, repeat_limit) if repeat_limit > 1 and not evicting else 1
@@ -236,6 +240,7 @@ class Scheduler:
             wake if wake < inf else None,
             repeats,
             self._composer.shared(runs) if self._relay else (),
+            ahead,
         )
         self._batch.releases, self.cache.device.frees = [], []
         self._open, self._opened = step, now
@@ -314,6 +319,7 @@ class Scheduler:
         self.cache.check(self._drafts.slots() + self._compaction.slots())
         self._drafts.check()
         pins = self._compaction.pins() + self._merging.pins() + self.cache.registered.pins()
+        pins += self._read_ahead.pins
         self._batch.check(self._queue.waiting, pins)
         self._ahead.check()
         jobs = [*self._queue.waiting, *self._batch.running]

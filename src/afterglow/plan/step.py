@@ -244,6 +244,28 @@ class Run(NamedTuple):
         return len(self.tokens) - self.guessed
 
 
+class RowsAhead(NamedTuple):
+    """What the next job is going to gather if it joins as things are: rows from `first` on of its context, from full host slots,
+    which stay as they are for as long as steps name them. The first `layers` layers may be copied to a buffer on the device before."""
+
+    job: int
+    first: int
+    gathers: tuple[Gather, ...]
+    layers: int
+
+    @property
+    def rows(self) -> int:
+        return sum(gather.stop - gather.start for gather in self.gathers)
+
+    def ends_with(self, first: int, gathers: tuple[Gather, ...]) -> bool:
+        """Tell whether what is gathered from row `first` of a context on is the same, without rows that have come to the device since."""
+        left, at = [], self.first
+        for gather in self.gathers:
+            left.append(gather._replace(start=gather.start + max(0, first - at)))
+            at += gather.stop - gather.start
+        return self.first <= first and tuple(each for each in left if each.start < each.stop) == gathers
+
+
 class Share(NamedTuple):
     """Rows [start, stop) are the same for all these jobs. Of nested shares the outer one comes first, and the inner one
     begins where it ends."""
@@ -281,6 +303,7 @@ class Step:
     wake_at: float | None = None
     repeat: int = 1
     shares: tuple[Share, ...] = ()
+    ahead: RowsAhead | None = None
 
     @property
     def idle(self) -> bool:

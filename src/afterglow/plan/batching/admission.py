@@ -47,19 +47,19 @@ class Admission:
         if job.origin is not None and (wait := self._revive(job, now)) is not None:
             return wait
         tokens = bytes(job.tokens)
-        match = self._match(job, tokens)
-        if job.spec.read and job.cut is None and self._is_promised(job, tokens, match.rows):
+        match = self.match(job, tokens)
+        if job.spec.read and job.cut is None and self.is_promised(job, tokens, match.rows):
             self._cache.counters.waits_prefix += not job.waited
             job.waited = True
             return Wait.PREFIX
-        context, fellow, device_rows = self._on_device(job, tokens, match)
+        context, fellow, device_rows = self.on_device(job, tokens, match)
         selects = job.spec.selects and match.rows and job.length > MIN_ASKING_ROWS and not job.generated
-        if selects and self.decision.selecting_pays(job, _beyond(match, device_rows), device_rows, now):
+        if selects and self.decision.selecting_pays(job, beyond(match, device_rows), device_rows, now):
             return self._select(job, match, may_join, now)
         guarded = dict.fromkeys([*(context.extents if context is not None else ()), *(v.extent for v in match.views)])
         for extent in guarded:  # making room must cost neither the chosen context nor the match
             extent.ref_count += 1
-        views = _beyond(match, device_rows)
+        views = beyond(match, device_rows)
         kept = [
             v
             for v in self.decision.choose(job, views, device_rows, now)
@@ -106,7 +106,7 @@ class Admission:
         job.lacks = fellow.lacks.below(device_rows)
         return replace(admit, fellow=fellow.spec.job)
 
-    def _on_device(self, job: Job, tokens: bytes, match: Match) -> tuple[Context | None, Job | None, int]:
+    def on_device(self, job: Job, tokens: bytes, match: Match) -> tuple[Context | None, Job | None, int]:
         """Find the context or the running job that has most of a match's rows on the device, and how many."""
         context, rows = self._cache.device.best(tokens, match)
         if job.head < UNLIMITED and self._cache.device.shares:
@@ -179,7 +179,7 @@ class Admission:
 
         views = list(takewhile(obtainable, surviving))
         rows = sum(view.stop - view.start for view in views)
-        pays = job.spec.read and rows > self._match(job, bytes(job.tokens)).rows
+        pays = job.spec.read and rows > self.match(job, bytes(job.tokens)).rows
         if pays and not self.decision.pays(views, rows, now):
             self.decision.probe(views, now)
             pays = False
@@ -213,14 +213,14 @@ class Admission:
         job.origin, job.copies, job.cut = None, [], None
         self._batch.unpin(job)
 
-    def _match(self, job: Job, tokens: bytes) -> Match:
+    def match(self, job: Job, tokens: bytes) -> Match:
         """Match the tokens but the last one, which has to be computed in any case: there is no other way to logits."""
         if not job.spec.read:
             return NO_MATCH
         last = len(tokens) // 4 - 1
         return self._cache.match(job.spec.salt, tokens[: 4 * min(last, job.cut if job.cut is not None else last)])
 
-    def _is_promised(self, job: Job, tokens: bytes, matched: int) -> bool:
+    def is_promised(self, job: Job, tokens: bytes, matched: int) -> bool:
         """Will another job put more of these tokens into the index, so that waiting pays?"""
         limit = len(tokens) // 4 - 1
         for other in self._batch.promising():
@@ -353,7 +353,7 @@ class Admission:
         job.hits = (device_rows, gathered - disk - shared, disk, shared)
         if job.cut is not None:  # for want of slots the match was cut short; what lies beyond is cached all the same
             job.cut = None
-            match = self._match(job, bytes(job.tokens))
+            match = self.match(job, bytes(job.tokens))
         self._cache.counters.recomputed += match.rows - device_rows - gathered
         why: Reason = "cold"
         if job.spec.read and match.rows < job.length - 1:
@@ -383,7 +383,7 @@ def _before(match: Match, rows: int) -> list[View]:
     return found
 
 
-def _beyond(match: Match, rows: int) -> list[View]:
+def beyond(match: Match, rows: int) -> list[View]:
     """Return the views of a match without its first `rows` rows."""
     found = []
     for view in match.views:

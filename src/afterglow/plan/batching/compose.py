@@ -169,6 +169,10 @@ class StepComposer:
                 break  # first come, first served: no job passes another for want of room
         return runs
 
+    def next_in_line(self) -> Job | None:
+        """Return the first waiting job whose turn it is and whose rows are not on their way from disk."""
+        return next((job for job in self._their_turn() if job.state != "loading"), None)
+
     def _their_turn(self) -> list[Job]:
         """List the first jobs in the queue, without those whose conversation has another turn that runs or came earlier (A1)."""
         busy = {job.conversation for job in self._batch.running} - {None}

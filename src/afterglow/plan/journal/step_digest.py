@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from afterglow.plan.step import Drop, ExtentRecord, Load, Move, Run, Selectable, Step, Store
+from afterglow.plan.step import Drop, ExtentRecord, Gather, Load, Move, RowsAhead, Run, Selectable, Step, Store
 
 
 def step_digest(step: Step) -> str:
@@ -25,6 +25,7 @@ def step_digest(step: Step) -> str:
         step.wake_at,
         step.repeat,
         [[share.jobs, share.start, share.stop] for share in step.shares],
+        *([_ahead_values(step.ahead)] if step.ahead is not None else []),
     ]
     return hashlib.blake2b(json.dumps(values, separators=(",", ":")).encode(), digest_size=8).hexdigest()
 
@@ -58,10 +59,18 @@ def _run_values(run: Run) -> list[Any]:
             *(admit.context, admit.take, admit.device_rows, [_view_values(v) for v in admit.selectable], admit.exact),
             *([admit.fellow] if admit.fellow is not None else []),
         ],
-        [[g.extent, g.start, g.stop, g.slots, g.move] for g in run.gathers],
+        _gather_values(run.gathers),
         [[save.draft, save.slots, save.draft_row, save.job_row, save.rows] for save in run.saves],
         *([run.guessed] if run.guessed else []),
     ]
+
+
+def _gather_values(gathers: tuple[Gather, ...]) -> list[Any]:
+    return [[g.extent, g.start, g.stop, g.slots, g.move] for g in gathers]
+
+
+def _ahead_values(ahead: RowsAhead) -> list[Any]:
+    return [ahead.job, ahead.first, _gather_values(ahead.gathers), ahead.layers]
 
 
 def _view_values(view: Selectable) -> list[Any]:

@@ -68,6 +68,7 @@ class Extent:
     store: int | None = None  # the Store under way
     evicting: bool = False  # its slots are free as soon as the Store is done
     pins: int = 0  # jobs that gather from it, or are about to
+    read_ahead: bool = False  # is one of its pins that of a job whose turn has not come?
     dead: bool = False
 
     waiting: Sequence[Key] = ()  # of the queued jobs whose path goes through it, sorted
@@ -95,6 +96,11 @@ class Extent:
     def in_host(self) -> bool:
         """Do its slots hold rows that may be gathered: all of them, or those that its `lacks` leaves?"""
         return self.host in ("ready", "partial")
+
+    @property
+    def is_read(self) -> bool:
+        """Is it pinned, but for a job that may as well find it gone when its turn comes?"""
+        return self.pins > self.read_ahead
 
     @property
     def rank(self) -> Key | None:

@@ -138,7 +138,7 @@ class Sessions:
     def discard(self, extents: Iterable[Extent]) -> None:
         """Remove the extents that no named conversation has used and that are not in use."""
         for extent in sorted(extents, key=lambda e: -e.first_row):
-            if not (extent.dead or extent.sessions or extent.ref_count or extent.pins or extent.has_children):
+            if not (extent.dead or extent.sessions or extent.ref_count or extent.is_read or extent.has_children):
                 self._placement.forget(extent, "deleted")
 
     def forget_all(self, whose: str | None) -> None:

@@ -225,7 +225,7 @@ class Placement:
             leaves = [
                 e
                 for e in self._index.extents.values()
-                if not (e.pins or e.ref_count or e.has_children) and covers(whose, e.salt)
+                if not (e.is_read or e.ref_count or e.has_children) and covers(whose, e.salt)
             ]
             if not leaves:
                 return

@@ -218,6 +218,7 @@ _SELECTED: tuple[str, Kind, str] = (
     "Rows of prefixes in all layers, by whether they were kept.",
 )
 _GATHERED = "Bytes of cached KV for steps, by whether they were read or lie before a sliding window."
+_AHEAD = "Bytes of cached KV read from host memory before a request's turn, and those of them that it then used."
 _RELAYED = "Rows of KV in one layer, by whether a group read them or need not read them again."
 
 ROWS = (
@@ -240,6 +241,7 @@ ROWS = (
     Row("engine.relay.levels", "afterglow:relay_levels", "gauge", "Most levels of groups within groups so far."),
     *_family("counter", "engine.relay.rows_{}", "afterglow:relay_rows", _RELAYED, "what", ("read", "saved")),
     *_family("counter", "engine.gather.bytes_{}", "afterglow:gather_bytes", _GATHERED, "what", ("read", "left")),
+    *_family("counter", "engine.gather.ahead_{}", "afterglow:read_ahead_bytes", _AHEAD, "what", ("read", "used")),
     *_family("gauge", "tiers.{}.used", "afterglow:tier_used_bytes", "Bytes of KV a tier holds.", "tier", TIERS),
     *_family("gauge", "tiers.{}.capacity", "afterglow:tier_capacity_bytes", "Bytes of KV a tier may hold.", "tier", TIERS),
     *_rows("gauge", "store", _STORE),

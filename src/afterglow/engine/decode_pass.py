@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from afterglow.engine.cached_attention import RelayAttend, RelayGroup, Results
-from afterglow.engine.context import DeviceContext
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.tee import Tee
@@ -146,10 +145,10 @@ class DecodePass:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A step that was launched before the plan has asked for it. `rows`: by job and its row, the row of the batch."""
+    """A step that was launched before the plan has asked for it. `rows`: by job and its row, the row of the batch. A job's context is the
+    same in the next step that decodes alone. It is not kept here: when a job ends, its pages are free at once."""
 
     rows: dict[tuple[int, int], int]
-    contexts: list[DeviceContext]
     saved: list[tuple[int, int]]  # of each row of the batch: lane and place
     hidden: Tensor
 
@@ -160,9 +159,8 @@ class DecodePasses:
     def __init__(self, decoder: Decoder, shape: KVShape, tee: Tee, inputs: StepInputs, gatherer: Gatherer) -> None:
         """Take a `static` decoder on CUDA. `inputs`: what a step's numbers are sent by."""
         self._decoder, self._shape, self._tee, self._inputs, self._gatherer = decoder, shape, tee, inputs, gatherer
-        self.counts: Counter[str] = (
-            Counter()
-        )  # passes that were launched, those that were taken from what is ahead, and dropped
+        # Passes that were launched, and of those that were launched ahead the ones that were taken, and dropped.
+        self.counts = Counter[str]()
         self._passes: dict[Size, DecodePass] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._record = True
@@ -207,7 +205,7 @@ class DecodePasses:
             hidden = None
         if hidden is not None:
             rows = {(entry.job, entry.start): row for row, entry in enumerate(following)}
-            self._ahead = Ahead(rows, [entry.context for entry in following], list(zip(*saved, strict=True)), hidden)
+            self._ahead = Ahead(rows, list(zip(*saved, strict=True)), hidden)
 
     def drop(self) -> None:
         """Forget the pass that is ahead."""
@@ -222,10 +220,9 @@ class DecodePasses:
             return None
         rows = [ahead.rows.get((entry.job, entry.start), -1) for entry in entries]
         saved = list(zip(*self._tee.places(len(entries)), strict=True))
-        for row, entry, place in zip(rows, entries, saved, strict=True):
-            if row < 0 or ahead.contexts[row] is not entry.context or ahead.saved[row] != place:
-                self.drop()
-                return None
+        if any(row < 0 or ahead.saved[row] != place for row, place in zip(rows, saved, strict=True)):
+            self.drop()
+            return None
         self._ahead = None
         self.counts["taken"] += 1
         whole = rows == list(range(len(ahead.hidden)))

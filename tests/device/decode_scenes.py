@@ -13,6 +13,7 @@ from afterglow.engine import decode_pass
 from afterglow.engine.engine import Engine
 from afterglow.request import Output, Request, SamplingParams
 from tests.device.scenes import draw, load
+from tests.doors import held_bytes
 from tests.engine.conftest import FAMILIES, write_model
 
 LAUNCHED = ("launches", "graphs", "synchronisations", "copies to device", "copies to host", "pinned allocations")
@@ -83,7 +84,9 @@ def launches(device: str, folder: Path) -> Any:
         answers(engine, [(draw(batch + i, 3), greedy(8)) for i in range(batch)])
         steps = [step.counts for step in watch.steps if step.runs == step.rows == batch]
         found.append([[step[what] for what in LAUNCHED] for step in steps[-3:]])
-    return {**result(engine, []), "steps": found}
+    engine.settle()
+    engine.demote("host")
+    return {"held": held_bytes(engine.parts.runner), **result(engine, []), "steps": found}
 
 
 def coming(device: str, folder: Path) -> Any:

@@ -181,7 +181,8 @@ def fitting(device: str, folder: Path) -> list[Any]:
         size = engine.parts.sizes
         engine.close()
         plan = json.loads(journal.read_text().splitlines()[0])["settings"]
-        found.append([size.context_bytes, size.chunk_bytes, plan["max_batch"], plan["prefill_chunk"]])
+        rows = size.context_bytes + size.read_buffer_bytes
+        found.append([rows, size.chunk_bytes, plan["max_batch"], plan["prefill_chunk"]])
     return found
 
 

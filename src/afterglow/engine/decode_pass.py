@@ -131,9 +131,7 @@ class DecodePass:
         try:
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 self._hidden = self._computed()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # memory that runs out is one: a pass as it is needs less
             raise NotRecorded(str(error)) from error
         return graph
 
@@ -184,10 +182,10 @@ class DecodePasses:
     def go_ahead(self, entries: Sequence[BatchEntry], groups: Sequence[RelayGroup], tokens: Tensor) -> None:
         """Launch the step that comes next if all requests decode on: with `tokens`, int64 [requests] on the device, which are not known
         yet. What is written is no row of a context before the plan has asked for that step; if it does not, it is computed anew."""
-        saved = self._tee.next_places(len(entries))
-        if self._missed or saved is None or not all(entry.context.holds(entry.stop + 1) for entry in entries):
+        if self._missed or not all(entry.context.holds(entry.stop + 1) for entry in entries):
             self._missed = False
             return
+        saved = self._tee.next_places(len(entries))
         entry_of = {
             entry.job: BatchEntry(
                 entry.job, entry.where, entry.stop, entry.stop + 1, entry.context, own_from=entry.own_from

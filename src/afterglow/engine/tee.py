@@ -156,11 +156,12 @@ class Tee:
             lanes[row], places[row] = lane, place
         return lanes, places
 
-    def next_places(self, count: int) -> tuple[list[int], list[int]] | None:
-        """List the same for the step after this one, if the same requests decode on; None where a lane is full."""
-        lanes, places = self.places(count)
-        places = [place + (lane != self._spare) for lane, place in zip(lanes, places, strict=True)]
-        return None if FLUSH_ROWS in places else (lanes, places)
+    def next_places(self, count: int) -> tuple[list[int], list[int]]:
+        """List the same for the step after this one, if the same requests decode on. Full lanes leave first."""
+        self._flush_full()
+        lanes, _ = self.places(count)
+        next_of = {lane.index: lane.count for lane in self._lanes.values()}
+        return lanes, [next_of.get(lane, 0) for lane in lanes]
 
     @property
     def prefilling(self) -> bool:
@@ -225,9 +226,7 @@ class Tee:
     def end(self) -> None:
         """End a step: full lanes leave, and all rows that have left are handed to the store."""
         self._prefills = []
-        for lane in self._lanes.values():
-            if lane.count == FLUSH_ROWS:
-                self._flush(lane)
+        self._flush_full()
         self._exit.hand_over(wait=True)
 
     def release(self, job: int) -> None:
@@ -237,6 +236,11 @@ class Tee:
             self._flush(lane)
             self._exit.hand_over(wait=True)
             self._free.append(lane.index)
+
+    def _flush_full(self) -> None:
+        for lane in self._lanes.values():
+            if lane.count == FLUSH_ROWS:
+                self._flush(lane)
 
     def _flush(self, lane: _Lane) -> None:
         if lane.count == 0:

@@ -59,7 +59,7 @@ def passes(device: str, folder: Path) -> Any:
 
 
 def racing(device: str, folder: Path) -> Any:
-    """Two replies, of which rows leave for host memory, and a next turn behind them."""
+    """Two replies whose rows leave for host memory, and a next turn behind them."""
     from tests.device.watching import watch
 
     watch.racing = device == "cuda"

@@ -26,6 +26,7 @@ from afterglow.plan.step import Gather, RowsAhead, Run, Step
 from afterglow.request import Output, Request, SamplingParams
 from tests.engine.conftest import FAMILIES, VOCAB, Handle, in_turn, submit_at_once
 from tests.engine.test_exact_reuse import same
+from tests.engine.test_gather import Marks
 from tests.waiting import wait_for
 
 Start = Callable[..., Handle]
@@ -115,23 +116,6 @@ def test_tokens_with_and_without_a_buffer(
 
 
 # ------------------------------------------------------------------------------------------------ the buffer alone
-
-
-class Marks:
-    """Pretend to be a device module that writes down its events, among the copies."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.Stream, self.stream, self.current_stream = torch.cpu.Stream, torch.cpu.stream, torch.cpu.current_stream
-
-    def Event(self) -> Marks:
-        return self
-
-    def record(self, stream: object) -> None:
-        self.said.append("mark")
-
-    def synchronize(self) -> None:
-        self.said.append("wait")
 
 
 SHAPE = KVShape(3, 1, 4, torch.float32, torch.device("cpu"))

@@ -157,7 +157,7 @@ class DecodePasses:
     def __init__(self, decoder: Decoder, shape: KVShape, tee: Tee, inputs: StepInputs, gatherer: Gatherer) -> None:
         """Take a `static` decoder on CUDA. `inputs`: what a step's numbers are sent by."""
         self._decoder, self._shape, self._tee, self._inputs, self._gatherer = decoder, shape, tee, inputs, gatherer
-        # Passes that were launched, and of those that were launched ahead the ones that were taken, and dropped.
+        # Passes that were launched; passes launched ahead that were taken, and that were dropped.
         self.counts = Counter[str]()
         self._passes: dict[Size, DecodePass] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -289,7 +289,7 @@ class DecodePasses:
         return size, numbers
 
     def _groups(self) -> Iterator[int]:
-        """Yield a layer of those that hold all rows, and one of those that hold the last ones alone, as far as there are such."""
+        """Yield a layer that holds all rows, and one that holds the last rows alone, as far as there are such layers."""
         for recent in (False, True):
             yield from [layer for kind, layer in self._layer_of.items() if kind[0] is recent][:1]
 

@@ -97,7 +97,7 @@ def sizes(config: EngineConfig, decoder: Decoder, layout: KVLayout) -> Sizes:
 def read_buffer_bytes(config: EngineConfig, decoder: Decoder, budget: int) -> int:
     """Return the part of the device's budget for rows of the next request (see `engine.read_buffer`): whole blocks of a layer's rows.
 
-    There is none on a CPU, which reads host memory as fast; for models with sliding windows, of which each layer takes other rows; where an
+    There is none on a CPU, which reads host memory as fast; for models with sliding windows, whose layers take different rows; where an
     option leaves it out; and where it would leave no room for the longest context that was asked for.
     """
     spec, cache = decoder.spec, config.cache

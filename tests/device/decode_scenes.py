@@ -113,6 +113,25 @@ def coming(device: str, folder: Path) -> Any:
     return result(engine, [found[name] for name in "abcd"])
 
 
+def staggered(device: str, folder: Path) -> Any:
+    """Requests that begin four steps one after another: the rows of each one that wait to leave are a block at another step."""
+    engine = load(device, folder, relay="off", speculate="off", max_batch=3)
+    requests = [Request(f"p{i}", draw(60 + i, 5 + i), greedy(28 - 4 * i)) for i in range(3)]
+    found: dict[str, list[int]] = {}
+    ended = threading.Semaphore(0)
+
+    def told(output: Output) -> None:
+        found.setdefault(output.request_id, []).extend(output.tokens)
+        if len(found[output.request_id]) == 4 and len(found) < len(requests):
+            engine.submit(requests[len(found)], told)
+        if output.finish_reason is not None:
+            ended.release()
+
+    engine.submit(requests[0], told)
+    assert all(ended.acquire(timeout=120) for _ in requests)
+    return result(engine, [found[request.id] for request in requests])
+
+
 def windows(device: str, folder: Path) -> Any:
     """A model with layers that hold the last rows alone."""
     model = write_model(
@@ -137,4 +156,21 @@ def refused(device: str, folder: Path) -> Any:
     with mock.patch.object(decode_pass.DeviceReads, "attend", return_value=False):
         found += answers(engine, [(draw(50 + i, 20), greedy(12)) for i in range(3)])
     found += answers(engine, prompts)
+    return result(engine, found)
+
+
+def no_memory_to_record(device: str, folder: Path) -> Any:
+    """A device whose memory runs out whenever a graph is recorded."""
+    from tests.device.watching import watch
+
+    engine = load(device, folder, relay="off", max_batch=2)
+    attend = decode_pass.DeviceReads.attend
+
+    def runs_out(self: decode_pass.DeviceReads, *reading: Any) -> bool:
+        if watch.recorded is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return attend(self, *reading)
+
+    with mock.patch.object(decode_pass.DeviceReads, "attend", runs_out):
+        found = answers(engine, [(draw(70 + i, 9), greedy(8)) for i in range(2)])
     return result(engine, found)

@@ -64,6 +64,21 @@ def test_triton_layers_hold_the_last_rows(tmp_path: Path, monkeypatch: pytest.Mo
     assert counts["taken"] > 10
 
 
+def test_triton_blocks_that_leave_stop_no_pass_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not ahead are the first pass, and two for each request that comes while others decode. The last one ahead is for no step."""
+    counts, _ = played("staggered", tmp_path, monkeypatch)
+    assert counts["launched"] - counts["taken"] - counts["dropped"] <= 1 + 2 * 2 + 1
+    assert counts["taken"] > 16, "blocks have left"
+
+
+def test_triton_a_recording_without_memory_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, log = played("no_memory_to_record", tmp_path, monkeypatch)
+    assert (counts["graphs"], counts["recordings"]) == (0, 1)
+    assert counts["taken"] > 3, "passes go on without graphs"
+    assert log.count("are not recorded as CUDA graphs: CUDA out of memory") == 1
+    assert "has no memory for" not in log
+
+
 @pytest.mark.long
 def test_triton_graphs_that_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, log = played("refused", tmp_path, monkeypatch)

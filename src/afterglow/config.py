@@ -173,8 +173,8 @@ class CacheConfig:
     read_buffer: ReadBuffer = option(
         None,
         "Layers that are loaded before a request's turn comes. auto: so many that it need not wait for the others, by measured rates; "
-        "paper: by CachedAttention's formula, one layer's computing fewer. A number is a baseline. Default: all layers. On CUDA a number is "
-        "also the most layers that come from host memory to the device before that; 0 leaves that buffer out.",
+        "paper: by CachedAttention's formula, one layer's computing fewer. A number is a baseline. Default: all layers. On CUDA "
+        "so many also come from host memory to the device before that, if its buffer holds them; 0 leaves that buffer out.",
         metavar="LAYERS",
     )
     write_buffer: SizeOrAuto = option(

@@ -59,7 +59,7 @@ FIRST = {
 
 EQUAL: dict[str, str] = {  # sites whose removal changes nothing, and why
     "engine/cached_attention.py torch.cuda.synchronize(device)": "a stopwatch",
-    "engine/speculation/row_costs.py torch.cuda.synchronize(device)": "a stopwatch",
+    "engine/hardware.py torch.cuda.synchronize(device)": "a stopwatch",
     "engine/transfers.py together.cpu()": "a list is made of it at once, which waits as well",
     "kernels/device_products.py weight[at : at + ROUND_ROWS].cpu()": "a GPU may round otherwise; the pretend device does not",
 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine import hardware, token_outputs
+from afterglow.engine import hardware, setup, token_outputs
 from afterglow.engine.engine import Engine
 from afterglow.engine.gather import BatchEntry, Gatherer
 from afterglow.engine.transfers import StepInputs
@@ -29,6 +29,7 @@ from afterglow.model.decoder import PlainAttend
 from afterglow.model.names import Names
 from afterglow.model.presets import PRESETS, RandomSource, save_hf
 from afterglow.model.weights import WeightAssembler
+from afterglow.plan.tiers.cost import Cost
 from afterglow.request import Grammar, Output, Request, SamplingParams
 from afterglow.text import Tokenizer
 from tests.device import pretend
@@ -303,6 +304,27 @@ def read_ahead(device: str, folder: Path) -> Any:
             found += [counted.ahead_read, counted.bytes_read - counted.ahead_used]
     engine.close()
     return {"races": watch.races, "answers": found}
+
+
+def rated(device: str, folder: Path) -> Any:
+    """The same with a bus that brings a row of a layer in a millisecond, and in ten: how many bytes the formula has them read ahead."""
+    prefixes = [draw(1 + i, 70 + 60 * i) for i in range(2)]
+    found: list[Any] = []
+    for row_seconds in (0.001, 0.01):
+        with (
+            mock.patch.object(setup, "copy_rate", lambda host, device, seconds=row_seconds: 2 * 2 * 16 * 4 / seconds),
+            mock.patch.object(Cost, "compute", lambda self, rows, start, gathered=0: 0.04 * rows),
+        ):
+            engine = load(device, folder / str(row_seconds), relay="off", speculate="off", max_batch=1)
+            engine.baseline(read_buffer="auto", source="load")
+            ask(engine, prefixes, tokens=1)
+            engine.settle()
+            engine.demote("host")
+            found += waiting(engine, prefixes, cancelled=False)
+            counted = engine.stats().engine.gather
+            found += [counted.ahead_read, counted.bytes_read - counted.ahead_used]
+            engine.close()
+    return found
 
 
 def waiting(engine: Engine, prefixes: list[list[int]], cancelled: bool) -> list[list[int]]:

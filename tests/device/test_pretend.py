@@ -106,6 +106,17 @@ def test_rows_of_a_request_that_waits_come_before_its_turn(tmp_path: Path) -> No
     assert 2 * ours["answers"][-1] == theirs["answers"][-1] - read[1]
 
 
+def test_so_many_layers_come_before_its_turn_as_the_devices_rate_asks_for(tmp_path: Path) -> None:
+    """Nine rows behind 70, and behind 130, take 0.18 s to compute in each of two layers: longer than a layer's rows take at 1 ms each, and
+    less than at 10 ms."""
+    theirs, _ = play("rated", "cpu", tmp_path / "cpu")
+    ours, log = play("rated", "cuda", tmp_path / "cuda")
+    assert [each for each in ours if isinstance(each, list)] == [each for each in theirs if isinstance(each, list)]
+    assert "Traceback" not in log
+    layer = 2 * 2 * 16 * 4 * (70 + 130)
+    assert [each for each in ours if isinstance(each, int)] == [layer, layer, 2 * layer, 0]
+
+
 def test_auto_takes_a_device_that_answers_as_the_cpu_does(tmp_path: Path) -> None:
     found, log = play("choice", "cuda", tmp_path)
     assert found == ["cuda", "cpu"]

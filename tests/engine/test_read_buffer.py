@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from afterglow.config import CacheConfig, EngineConfig
-from afterglow.engine import runner, sizes
+from afterglow.engine import hardware, runner, setup, sizes
 from afterglow.engine.gather import Gatherer
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.read_buffer import DeviceReadBuffer
@@ -190,6 +190,35 @@ def test_a_lack_of_memory_leaves_fewer_layers(
     assert buffer.layers_of(2, AHEAD.gathers) == 1
     assert "no memory to read the next request's rows ahead" in caplog.text
     buffer.keep(Step(1))
+
+
+# ---------------------------------------------------------------------------------------------------- its rate
+
+
+def test_the_rate_is_that_of_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 4.0, 5.0, 5.5, 6.0, 8.0, 9.0, 10.0])
+    monkeypatch.setattr(hardware, "now_on", lambda device: next(times))
+    assert hardware.copy_rate(torch.zeros(1000, dtype=torch.uint8), torch.device("cpu")) == 2000
+    assert hardware.copy_rate(torch.zeros(0, dtype=torch.uint8), torch.device("cpu")) == 0
+    assert next(times, None) is None
+
+
+def test_the_plan_is_told_the_rate_in_rows_where_there_is_a_buffer(
+    start: Start, model_of: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def copy_rate(host: torch.Tensor, device: torch.device) -> float:
+        copied.append(len(host))
+        return 1e6 if len(host) else 0.0
+
+    monkeypatch.setattr(setup, "copy_rate", copy_rate)
+    assert start(model_of("llama")).engine.parts.capacity.read_row_seconds == 0
+    give_buffers(monkeypatch)
+    parts = start(model_of("llama"), kv_dtype="bfloat16").engine.parts
+    assert copied == [0, parts.sizes.read_buffer_bytes]
+    layers = parts.decoder.spec.layers
+    assert parts.capacity.read_row_seconds == pytest.approx(parts.sizes.device_row_bytes / 2 / layers / 1e6)
 
 
 # ---------------------------------------------------------------------------------------------------- its size

@@ -10,6 +10,7 @@ import pytest
 
 from afterglow.plan.scheduler import Scheduler
 from afterglow.plan.step import Gather, RowsAhead, Step
+from afterglow.plan.tiers.cost import Cost
 from tests.plan.lasting_kit import Lasting
 from tests.plan.server_kit import jobs_of, words
 from tests.plan.test_random import World
@@ -18,13 +19,15 @@ from tests.plan.test_random import World
 class Buffered(Lasting):
     """A server of four layers whose device has a read buffer, and one seat."""
 
-    def __init__(self, *, buffer: int = 400, layers: int = 4, **more: object) -> None:
-        self.buffer, self.layers = buffer, layers
+    def __init__(self, *, buffer: int = 400, layers: int = 4, row_s: float = 0.0, **more: object) -> None:
+        """`row_s`: seconds in which a row of a layer comes from host."""
+        self.buffer, self.layers, self.row_s = buffer, layers, row_s
         super().__init__(**{"source": "load", "max_batch": 1, **more})
         self.executor.capacity = self.capacity
 
     def make(self) -> Scheduler:
-        self.capacity = replace(self.capacity, read_buffer_rows=self.buffer, layers=self.layers)
+        sizes = {"read_buffer_rows": self.buffer, "layers": self.layers, "read_row_seconds": self.row_s}
+        self.capacity = replace(self.capacity, **sizes)  # type: ignore[arg-type]
         return super().make()
 
     @property
@@ -184,6 +187,45 @@ def test_options(settings: dict[str, object], layers: int | None) -> None:
     server.finish()
 
 
+LLAMA_13B = {
+    "layers": 40,
+    "buffer": 800,
+    "row_s": 0.02 / 40 / 0.65 / 20,
+}  # computing a layer takes 0.65 of what its 20 rows take
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"read_buffer": "auto"}, 15),  # Fig. 19: 40 - 39 x 0.65 = 14.65
+        ({"read_buffer": "paper"}, 14),  # 40 - 40 x 0.65
+        ({"read_buffer": "auto", "buffer": 219}, 10),  # as many as it holds
+        ({"read_buffer": "auto", "row_s": 1e-9}, 1),  # the first cannot come while another one is computed
+        ({"read_buffer": "auto", "row_s": 0.0}, 40),  # it was not measured
+        ({"read_buffer": 7}, 7),
+        ({}, 40),
+    ],
+)
+def test_as_many_layers_as_the_formula_says(
+    settings: dict[str, object], layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cost, "compute", lambda self, rows, start, gathered=0: 0.02 * rows)
+    server = in_host(**{**LLAMA_13B, **settings})
+    running(server)
+    turn(server)
+    assert named(server.step()).layers == layers
+    server.finish()
+
+
+def test_before_computing_is_measured_all_layers_come() -> None:
+    server = in_host(**{**LLAMA_13B, "read_buffer": "auto"})
+    running(server)
+    turn(server)
+    assert server.scheduler.cache.cost.compute(1, 20) == 0
+    assert named(server.step()).layers == 40
+    server.finish()
+
+
 def test_rows_on_disk_are_not_read_ahead_before_they_have_come() -> None:
     server = in_host(disk_bytes=10_000, host_slots=400, policy="lookahead")
     server.flush()
@@ -263,14 +305,15 @@ class ManyWait(World):
         super().__init__(seed)
         rng = random.Random(seed)
         slots, buffer = rng.choice([60, 400]), rng.choice([32, 400])
-        self.capacity = replace(self.capacity, read_buffer_rows=buffer, host_slots=slots, device_rows=320)
         policy = rng.choice(["lookahead", "lru"])
         self.settings |= {
             "policy": policy,
             "max_batch": rng.choice([1, 1, 2]),
             "preload": "layerwise",
-            "read_buffer": None,
+            "read_buffer": rng.choice([None, "auto", "paper"]),
         }
+        sizes = {"read_buffer_rows": buffer, "host_slots": slots, "device_rows": 320}
+        self.capacity = replace(self.capacity, read_row_seconds=rng.choice([0.0, 1e-3, 1e-1]), **sizes)
         self.forgetting, self.arrivals = 0.3, 0.6
         self.executor, self.journals = self.machine(), []
         self.scheduler = self.start()

@@ -19,7 +19,7 @@ from afterglow.choices import SpeculateMode
 from afterglow.config import BLOCK_ROWS, PINNED, WRITE_BUFFER, EngineConfig, default_cache_dir
 from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
-from afterglow.engine.hardware import allocate, choose_device, use_device, use_threads
+from afterglow.engine.hardware import allocate, choose_device, copy_rate, use_device, use_threads
 from afterglow.engine.inbox import Inbox
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.make_sharing import make_sharing, shared_conversations, shared_tier
@@ -165,7 +165,8 @@ def build(
         undo.callback(store.close)
         if namespace is not None:
             neighbours.warn(namespace.path, config.cache.disk_cache)
-        tiers = capacity(size, config, layout, namespace, len(windowed))
+        bus = copy_rate(arena[: size.read_buffer_bytes], device)  # the device will have room for so many bytes
+        tiers = capacity(size, config, layout, namespace, len(windowed), bus)
         scheduler, journal = make_scheduler(config, tiers, decoder, layout, size, digest)
         if journal is not None:
             undo.callback(journal.close)

@@ -154,9 +154,10 @@ def windowed_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def capacity(
-    size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None, windowed: int
+    size: Sizes, config: EngineConfig, layout: KVLayout, namespace: Namespace | None, windowed: int, bus: float
 ) -> Capacity:
-    """Describe the tiers to the plan. There is no disk tier without a namespace. `windowed`: layers with a sliding window."""
+    """Describe the tiers to the plan. There is no disk tier without a namespace. `windowed`: layers with a sliding window. `bus`: bytes/s
+    from host to the device, where it has a read buffer; else 0."""
     disk_bytes = 0
     if namespace is not None:
         disk_bytes = extent_bytes(config.cache.disk_cache, namespace, layout, rewriting_bytes(config, layout))
@@ -173,6 +174,7 @@ def capacity(
         window_layers=size.held.windowed,
         window_rows=size.held.most,
         read_buffer_rows=size.read_buffer_bytes * layout.layers // size.device_row_bytes,
+        read_row_seconds=size.host_block_bytes / (BLOCK_ROWS * layout.layers) / bus if bus else 0.0,
     )
 
 

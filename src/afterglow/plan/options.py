@@ -63,7 +63,8 @@ class Capacity:
     `readers`: how many extents are loaded at a time. `window_block_bytes`: of a block in the layers with a sliding window, as
     stored; 0: loads bring all rows of all layers. `window_layers`: of the layers, those that hold no more than the last
     `window_rows` rows of a context on the device, from a multiple of `window_stride` on (see `Held`). `read_buffer_rows`: of one layer, for
-    which the device has a buffer beside its contexts (see `batching.read_ahead`; 0: none).
+    which the device has a buffer beside its contexts (see `batching.read_ahead`; 0: none). `read_row_seconds`: in which a row of one layer
+    comes there from host (0: that was not measured).
     """
 
     device_rows: int
@@ -79,6 +80,7 @@ class Capacity:
     window_rows: int = 0
     window_stride: int = STRIDE
     read_buffer_rows: int = 0
+    read_row_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_extent_rows % self.block_rows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from afterglow.engine.hardware import now_on
 from afterglow.engine.kv_shape import KVShape
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read, Reads
@@ -73,9 +74,9 @@ def attention_costs(shape: KVShape, heads: int) -> tuple[float, float]:
         reads = Reads([Read(data, 0, PROBE_CONTEXT, range(queries), queries > 1)])
         best = float("inf")
         for turn in range(3 * layers):  # the layers take turns, as they do in a pass
-            began = _now(shape.device)
+            began = now_on(shape.device)
             reads.attend(turn % layers, q, 1.0, out, lse)
-            best = min(best, _now(shape.device) - began)
+            best = min(best, now_on(shape.device) - began)
         found.append(best * shape.layers / PROBE_CONTEXT)
     one, several = found
     return one, max(0.0, several - one) / (PROBE_QUERIES - 1)
@@ -85,21 +86,12 @@ def _pass(decoder: Decoder, rows: int, layers: int) -> tuple[float, float]:
     """Time `rows` rows through the first layers, and through the head: seconds."""
     places = torch.arange(rows, device=decoder.device)
     hidden = decoder.begin(torch.zeros_like(places), places)
-    began = _now(decoder.device)
+    began = now_on(decoder.device)
     decoder.go_on(hidden, _no_attention, stop=layers)
-    between = _now(decoder.device)
+    between = now_on(decoder.device)
     decoder.logits(hidden.normed)
-    return between - began, _now(decoder.device) - between
+    return between - began, now_on(decoder.device) - between
 
 
 def _no_attention(layer: int, attention: Attention, x: Tensor) -> Tensor:
     return attention.project(x)[0].flatten(1)
-
-
-def _now(device: torch.device) -> float:
-    """Read the clock. On CPU it is that of the process, for each thread: what other processes take does not count, and costs are
-    compared with each other only."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.process_time() / torch.get_num_threads()

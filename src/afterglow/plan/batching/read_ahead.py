@@ -16,6 +16,7 @@ from afterglow.plan.batching.queue import RequestQueue
 from afterglow.plan.cache import Cache
 from afterglow.plan.prefix.extent import Extent
 from afterglow.plan.step import RowsAhead
+from afterglow.plan.tiers.buffers import read_buffer_layers
 
 PINNED_PART = 4  # of host: a quarter of its slots may be kept for a job that does not run
 
@@ -76,11 +77,17 @@ class ReadAhead:
         if self._admission.decision.choose(job, views, row, now) != views:
             return None, []
         (stage,) = stages_of(views, views, row)
-        ahead = RowsAhead(job.spec.job, row, stage.gathers, self._layers(stage.start - row))
+        ahead = RowsAhead(job.spec.job, row, stage.gathers, self._layers(job, stage.start - row, stage.start))
         return (ahead, extents) if ahead.layers else (None, [])
 
-    def _layers(self, rows: int) -> int:
-        """Return how many layers of so many rows are read ahead: as many as the buffer holds, or an operator has said."""
-        capacity, most = self._cache.capacity, self._cache.loading.read_buffer
-        layers = min(capacity.layers, capacity.read_buffer_rows // capacity.round_up(rows))
-        return min(layers, most) if isinstance(most, int) else layers
+    def _layers(self, job: Job, rows: int, start: int) -> int:
+        """Return how many layers of the `rows` rows before row `start` are read ahead: by the formula, as many as an operator has said,
+        or all; no more than the buffer holds."""
+        capacity, wanted, layers = self._cache.capacity, self._cache.loading.read_buffer, self._cache.capacity.layers
+        load = rows * capacity.read_row_seconds
+        if isinstance(wanted, int):
+            layers = min(layers, wanted)
+        elif wanted is not None and load:
+            compute = self._cache.cost.compute(job.length - start, start) / layers
+            layers = read_buffer_layers(layers, load, compute, exact=wanted == "auto")
+        return min(layers, capacity.read_buffer_rows // capacity.round_up(rows))

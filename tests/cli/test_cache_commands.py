@@ -83,7 +83,7 @@ def test_a_holder_that_is_no_server_is_said(tmp_path: Path) -> None:
         assert pinned.returncode == 2
         assert "try --server" in pinned.stderr
         # A server that has died without giving its address back, and one that listens everywhere.
-        announce(next(tmp_path.iterdir()), "http://0.0.0.0:9")
+        announce(next(tmp_path.iterdir()), url="http://0.0.0.0:9")
         assert address_of(next(tmp_path.iterdir())) == "http://127.0.0.1:9"
         listed = inside("cache", "ls", "m-", "--cache-dir", str(tmp_path))
         assert (listed.returncode, listed.stdout) == (0, "nothing is stored\n")

@@ -158,7 +158,12 @@ def test_requests_of_two_tenants_read_it_together_and_a_tenants_own_below_it(
     server.engine.settle()
     before = server.engine.stats()
     held, go, sent, submit = threading.Event(), threading.Event(), threading.Semaphore(0), server.engine.submit
-    monkeypatch.setattr(server.engine, "submit", lambda *args: (submit(*args), sent.release()))
+
+    def submit_and_tell(*args: Any) -> None:
+        submit(*args)
+        sent.release()
+
+    monkeypatch.setattr(server.engine, "submit", submit_and_tell)
     holder = threading.Thread(target=server.engine.ask, args=(lambda: (held.set(), go.wait(60)),))
     holder.start()
     assert held.wait(20)  # the engine begins when it has all three

@@ -87,13 +87,47 @@ def find_served(model: str | None, server: ServerConfig, config: EngineConfig) -
 
 @contextmanager
 def loaded(found: FoundModel) -> Iterator[LoadedParts]:
-    """Load the models and start the engine; at the end the engine writes its cache to disk. Raises: UserError."""
-    from afterglow.model.loader import is_encoder
+    """Load the models and start the engine, in this process or in another; at the end the engine writes its cache to disk.
+
+    Raises: UserError.
+    """
     from afterglow.text import Tokenizer
 
-    folder, server, config = found.folder, found.server, found.config
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(found.folder)
+    if not _apart(found):
+        with load_here(found, tokenizer) as parts:
+            yield parts
+        return
+    from afterglow.server.engine_process.client import EngineProcess
 
+    tokenizers = {found.server.served_model_name[0]: tokenizer}
+    if found.server.embedding_model is not None:
+        folder, name = find_embedding_model(found.server.embedding_model)
+        tokenizers[name] = Tokenizer(folder)
+    engine = EngineProcess("afterglow.cli.engine_main", found)
+    try:
+        yield LoadedParts(engine, tokenizer, engine.embedders(tokenizers))
+    finally:
+        engine.close()
+
+
+def _apart(found: FoundModel) -> bool:
+    """Decide whether the engine has a process of its own. A model that only embeds has no engine. Raises: ConfigError."""
+    if found.server.engine_process == "off":
+        return False
+    from afterglow.engine.hardware import choose_device
+    from afterglow.model.loader import is_encoder
+
+    wanted = found.server.engine_process == "on" or choose_device(found.config.device).type == "cuda"
+    return wanted and not is_encoder(found.folder)
+
+
+@contextmanager
+def load_here(found: FoundModel, tokenizer: Tokenizer) -> Iterator[LoadedParts]:
+    """Load the models and start the engine in this process. Raises: UserError."""
+    from afterglow.model.loader import is_encoder
+
+    folder, server, config = found.folder, found.server, found.config
     if is_encoder(folder):
         from afterglow.server.embedding_models import EncoderOnly
 

@@ -53,7 +53,32 @@ class EmbedResult:
         return sum(self.hits)
 
 
-class Embedder:
+class SequenceLimits:
+    """What sequences a model can embed: of ids below `vocab`, and at most `max_tokens` of them, to vectors of so many `dimensions`."""
+
+    def __init__(self, vocab: int, dimensions: int, max_tokens: int) -> None:
+        self.vocab, self.dimensions, self.max_tokens = vocab, dimensions, max_tokens
+
+    def check(self, ids: Sequence[int], name: str = "input", param: str = "input") -> None:
+        """Raises: RequestError for a sequence that cannot be embedded; `name` is what to call it, `param` its field."""
+        if not ids:
+            raise RequestError(f"{name}: there is nothing to embed in an empty sequence; leave it out", param=param)
+        if len(ids) > self.max_tokens:
+            raise RequestError(
+                f"{name} has {len(ids)} tokens, and this model embeds at most {self.max_tokens} at once; split it, or "
+                f"have its end cut off ({'truncate_prompt_tokens: ' if param != 'texts' else 'truncate='}{self.max_tokens})",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if not 0 <= min(ids) <= max(ids) < self.vocab:
+            bad = next(i for i in ids if not 0 <= i < self.vocab)
+            raise RequestError(
+                f"{name}: token id {str(bad)[:40]} is outside the vocabulary of {self.vocab} tokens; ids are 0 to {self.vocab - 1}",
+                param=param,
+            )
+
+
+class Embedder(SequenceLimits):
     """One model, how its states are pooled, and a memo, if there is one."""
 
     def __init__(
@@ -68,28 +93,8 @@ class Embedder:
         """`max_tokens`: longest sequence that is taken, where that is less than the model and `pooling` allow."""
         self.model, self.pooling, self.memo = model, pooling, memo
         limits = (model.spec.max_positions, model.spec.position_limit, pooling.max_tokens, max_tokens)
-        self.max_tokens = min(limit for limit in limits if limit is not None)
-        self.dimensions = model.spec.hidden
+        super().__init__(model.spec.vocab, model.spec.hidden, min(limit for limit in limits if limit is not None))
         self._batch_tokens = batch_tokens
-
-    def check(self, ids: Sequence[int], name: str = "input", param: str = "input") -> None:
-        """Raises: RequestError for a sequence that cannot be embedded; `name` is what to call it, `param` its field."""
-        vocab = self.model.spec.vocab
-        if not ids:
-            raise RequestError(f"{name}: there is nothing to embed in an empty sequence; leave it out", param=param)
-        if len(ids) > self.max_tokens:
-            raise RequestError(
-                f"{name} has {len(ids)} tokens, and this model embeds at most {self.max_tokens} at once; split it, or "
-                f"have its end cut off ({'truncate_prompt_tokens: ' if param != 'texts' else 'truncate='}{self.max_tokens})",
-                param=param,
-                code="context_length_exceeded",
-            )
-        if not 0 <= min(ids) <= max(ids) < vocab:
-            bad = next(i for i in ids if not 0 <= i < vocab)
-            raise RequestError(
-                f"{name}: token id {str(bad)[:40]} is outside the vocabulary of {vocab} tokens; ids are 0 to {vocab - 1}",
-                param=param,
-            )
 
     def embed(self, sequences: Sequence[Sequence[int]]) -> EmbedResult:
         """One vector for each sequence of token ids, in order. Raises: RequestError (see `check`)."""

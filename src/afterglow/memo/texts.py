@@ -63,6 +63,11 @@ class MemoUse:
     used: bool
     gain: Gain | None = None
 
+    @property
+    def damaged(self) -> int:
+        """Count maps that were found damaged."""
+        return self.database.stats["damaged"]
+
 
 @dataclass(frozen=True, slots=True)
 class TextEmbedder:

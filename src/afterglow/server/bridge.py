@@ -10,36 +10,44 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from afterglow.config import EngineConfig
 from afterglow.errors import RequestError
 from afterglow.listings import PrefixInfo, SessionInfo
-from afterglow.request import Output, Request
+from afterglow.request import Grammar, Output, Request
 from afterglow.server.json_responses import engine_dead, shutting_down
 from afterglow.server.metrics.trace_recorder import TraceRecorder
 from afterglow.store.database.conversations import Conversations
 
 if TYPE_CHECKING:
-    from afterglow.engine.grammars.compiler import Grammars
     from afterglow.engine.shared_ids import SharedIds
 
 
+class GrammarsLike(Protocol):
+    """What compiles grammars (see `Grammars`)."""
+
+    def check(self, grammar: Grammar | None) -> None: ...
+    def use_tokenizer(self, read: Callable[[], str]) -> None: ...
+
+
 class EngineLike(Protocol):
-    """An engine, or its stand-in on a server that only embeds."""
+    """An engine, one of another process, or the stand-in on a server that only embeds."""
 
     model_name: str
     config: EngineConfig
     max_model_len: int
     vocab_size: int
-    grammars: Grammars
     shared_ids: SharedIds | None
 
+    @property
+    def grammars(self) -> GrammarsLike: ...
     @property
     def healthy(self) -> bool: ...
     @property
     def conversations(self) -> Conversations: ...
-    def submit(self, request: Request, sink: Any) -> None: ...
+    def submit(self, request: Request, sink: Any) -> Future[None] | None: ...  # a future: it may yet be refused
     def expect(self, prompts: Sequence[Request], after: str | None = None) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stats(self) -> Any: ...
@@ -62,7 +70,7 @@ Deliver = Callable[[Output | RequestError], None]  # called on the event loop
 
 
 class Bridge:
-    """All requests in flight. Lives on the event loop; only `_sink` runs on the engine's thread."""
+    """All requests in flight. Lives on the event loop; only `_sink` runs on a thread of the engine."""
 
     def __init__(self, engine: EngineLike) -> None:
         self.engine = engine
@@ -78,20 +86,30 @@ class Bridge:
         self._loop = asyncio.get_running_loop()
         self._watcher = self._loop.create_task(self._watch())
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
-        """Submit a request; `deliver` gets its outputs, or an error, until `leave`. Raises: RequestError."""
+    async def submit(self, requests: Sequence[tuple[Request, Deliver]]) -> None:
+        """Submit requests, all or none; each `deliver` gets the outputs of its request, or an error, until `leave`. Raises: RequestError."""
         if self.draining:
             raise shutting_down()
         if not self.engine.healthy:
             raise engine_dead()
-        self._delivers[request.id] = deliver
+        begun: list[Request] = []
         try:
-            self.engine.submit(request, self._sink)
+            asked = []
+            for request, deliver in requests:
+                self._delivers[request.id] = deliver
+                begun.append(request)
+                asked.append(self.engine.submit(request, self._sink))
+            for accepted in asked:
+                if accepted is not None:
+                    await asyncio.wrap_future(accepted)
         except BaseException:
-            del self._delivers[request.id]
+            for request in begun:
+                del self._delivers[request.id]
+                self.engine.cancel(request.id)
             raise
         if self.recorder is not None:
-            self.recorder.began(request)
+            for request in begun:
+                self.recorder.began(request)
 
     def leave(self, request: Request, tokens: Sequence[int], *, running: bool) -> None:
         """End a request that got `tokens`. `running`: the engine still works on it, and is told to stop."""

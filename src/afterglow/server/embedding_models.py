@@ -114,7 +114,7 @@ class EmbeddingWorker:
         return await asyncio.wrap_future(job.future)  # the future is cancelled too, if the client leaves
 
     def _main(self) -> None:
-        _give_way()
+        give_way()
         while True:
             with self._wake:
                 while not self.jobs and not self._closing:
@@ -198,7 +198,7 @@ def _settle(job: EmbeddingJob, outcome: EmbedResult | RequestError) -> None:
         job.future.set_result(outcome)
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Lower the priority of this thread and of the compute threads that it will start. It cannot be raised again."""
     with contextlib.suppress(OSError, AttributeError):
         thread = threading.get_native_id()
@@ -257,7 +257,7 @@ class EncoderOnly:
         self.model_name = model.name
         self.config = config
         self.max_model_len = model.embedder.max_tokens
-        self.vocab_size = model.embedder.model.spec.vocab
+        self.vocab_size = model.embedder.vocab
         self.grammars = Grammars(self.vocab_size, ())
         self.shared_ids: SharedIds | None = None
         self.conversations = Conversations(None)

@@ -15,6 +15,7 @@ from afterglow.memo.options import MemoReuse
 LogLevel = Literal["debug", "info", "warning", "error"]
 Truncation = Literal["disabled", "auto"]
 SystemPromptMode = Literal["default", "always"]
+EngineProcessMode = Literal["auto", "on", "off"]
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s?#@]+")  # as browsers send it
 
@@ -117,6 +118,11 @@ class ServerConfig(MemoReuse):
         "Put texts to embed into this prompt, at {text}. The default is none for models that were made to embed, "
         "and a request for one word otherwise.",
     )
+    engine_process: EngineProcessMode = option(
+        "auto",
+        "Run the engine in a process of its own, so that it and HTTP do not wait for each other's Python code: auto where the model is "
+        "on a GPU; on, off.",
+    )
     record_trace: Path | None = option(
         None,
         "Append a line for every request to this file, for afterglow simulate: times, lengths and keyed hashes, no text.",
@@ -161,6 +167,8 @@ class ServerConfig(MemoReuse):
         ):
             if given not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {given!r}")
+        if self.engine_process not in get_args(EngineProcessMode):
+            raise ConfigError(f"--engine-process must be auto, on or off, got {self.engine_process!r}")
         if self.chat_truncation not in get_args(Truncation):
             raise ConfigError(f"--chat-truncation must be disabled or auto, got {self.chat_truncation!r}")
 

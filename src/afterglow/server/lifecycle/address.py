@@ -21,17 +21,18 @@ log = logging.getLogger("afterglow.server")
 _ANYWHERE = ("0.0.0.0", "::")
 
 
-def announce(folder: Path | None, url: str, certificate: str | None = None) -> None:
-    """Write this server's address and certificate (PEM) into the lock file of the namespace that this process holds."""
+def announce(folder: Path | None, **said: str | int | None) -> None:
+    """Write more about the process that holds a namespace, this one, into its lock file: `url` and `certificate` (PEM), by which clients
+    find a server, or `pid`, of a process that holds it from now on as far as others are concerned."""
     if folder is None:
         return
     try:
         fd = open_file(folder / LOCK, os.O_RDWR)  # another descriptor: closing it keeps the lock
         with open(fd, "r+b") as file:
-            said = json.loads(file.read())
-            if said.get("pid") == os.getpid():
+            known = json.loads(file.read())
+            if known.get("pid") == os.getpid():
                 file.seek(0)
-                file.write(json.dumps({**said, "url": url, "certificate": certificate}).encode())
+                file.write(json.dumps({**known, **said}).encode())
                 file.truncate()
     except (OSError, DamageError, ValueError, AttributeError) as error:
         log.warning("%s does not say where the server listens: %s", folder / LOCK, error)

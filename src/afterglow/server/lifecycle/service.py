@@ -189,7 +189,7 @@ class Service:
         ):  # the process is ours, and its objects of now stay; collecting them again would take 0.1 s now and then
             gc.collect()
             gc.freeze()
-        announce(self.state.engine.conversations.folder, self.address, certificate_of(self._config))
+        announce(self.state.engine.conversations.folder, url=self.address, certificate=certificate_of(self._config))
         names = ", ".join(dict.fromkeys((*self.state.models.names, *self.state.embeddings.names)))
         log.info("Afterglow %s serves %s at %s/v1", __version__, names, self.address)
         try:

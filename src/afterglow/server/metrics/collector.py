@@ -221,7 +221,7 @@ class EmbeddingMetrics:
 
     def watch(self, name: str, memo: MemoUse) -> None:
         """Show whether a model's memo is used, and what the memo counts itself."""
-        self._damaged.labels(name).set_function(lambda: memo.database.stats["damaged"])
+        self._damaged.labels(name).set_function(lambda: memo.damaged)
         self._used.labels(name).set(memo.used)
         if memo.gain is not None:
             self._speedup.labels(name).set(memo.gain.speedup)

@@ -30,7 +30,7 @@ from afterglow.text.tool_calls.formats import forced_grammar
 from afterglow.text.turns import TEMPLATE, BlockMark
 
 if TYPE_CHECKING:
-    from afterglow.engine.grammars.compiler import Grammars
+    from afterglow.server.bridge import GrammarsLike
 
 log = logging.getLogger("afterglow.server")
 
@@ -224,7 +224,7 @@ def with_tool_grammar(state: State, use: ToolUse, sampling: SamplingParams, chat
     return replace(sampling, grammar=replace(sampling.grammar, before=before))
 
 
-def check_grammar(grammars: Grammars, grammar: Grammar | None, use: ToolUse, asked: Grammar | None) -> None:
+def check_grammar(grammars: GrammarsLike, grammar: Grammar | None, use: ToolUse, asked: Grammar | None) -> None:
     """Compile the grammar of a reply. `asked`: the form that the request asks for. May take seconds.
 
     Raises: RequestError, with the path of the offending field; of a tool's schema, where the grammar was made of tools.

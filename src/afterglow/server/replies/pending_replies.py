@@ -203,7 +203,7 @@ class Replies(ABC):
         """Submit the requests, and answer as the client wants it. Raises: RequestError, ClientGone."""
         if self.requests[0].sampling.grammar is not None:
             await self._compile()
-        self._submit()
+        await self._submit()
         if self.body.stream:
             return EventStream(self.stream(), self.close, self.ping, self.failed)
         try:
@@ -217,7 +217,7 @@ class Replies(ABC):
         for grammar in dict.fromkeys(request.sampling.grammar for request in self.requests):
             await self.state.text_threads.run(LONG + 1, functools.partial(check_grammar, grammars, grammar, use, asked))
 
-    def _submit(self) -> None:
+    async def _submit(self) -> None:
         """Submit all requests, or none. Raises: RequestError."""
         self.record.prompt_tokens = self.prompt_tokens
         self._began = time.perf_counter()
@@ -225,13 +225,8 @@ class Replies(ABC):
         def deliver(index: int) -> Deliver:
             return lambda output: self._queue.put_nowait((index, output))
 
-        try:
-            for index, request in enumerate(self.requests):
-                self.state.bridge.submit(request, deliver(index))
-                self._open.add(index)
-        except BaseException:
-            self.close()
-            raise
+        await self.state.bridge.submit([(request, deliver(index)) for index, request in enumerate(self.requests)])
+        self._open.update(range(len(self.requests)))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield (number of the reply, its new part) until all are finished. Close the generator: that ends the

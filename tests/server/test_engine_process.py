@@ -1,0 +1,322 @@
+"""An engine in a process of its own: the same answers and errors as of one in the server's process, and either process may be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from afterglow.errors import RequestError
+from afterglow.request import CachedTokens, Missed, Output, TokenLogprob
+from afterglow.server.engine_process import far
+from afterglow.server.engine_process.channel import Channel
+from afterglow.server.engine_process.client import EngineProcess
+from afterglow.server.engine_process.outputs import NewTokens, OutputReader, OutputWriter
+from afterglow.server.lifecycle.service import Service
+from afterglow.server.server_config import ServerConfig
+from afterglow.text import Tokenizer
+from tests.server.conftest import REPLY
+from tests.server.process import Process, serving
+from tests.waiting import wait_for
+
+BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
+needs_model = pytest.mark.skipif(not (BUNDLED / "config.json").is_file(), reason="no bundled model here")
+CHAT = "/v1/chat/completions"
+TALK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Ada keeps the red kite in the mill. Where is the red kite?"}],
+    "max_tokens": 12,
+    "temperature": 0,
+}
+LONG = {**TALK, "max_tokens": 900, "ignore_eos": True}
+APART = ("--engine-process", "on")
+
+
+def engine_of(server: Process) -> int:
+    """Return the id of the engine's process."""
+    path = Path(f"/proc/{server.process.pid}/task")
+    (child,) = {int(pid) for task in path.iterdir() for pid in (task / "children").read_text().split()}
+    return child
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def post(server: Process, body: dict[str, Any], path: str = CHAT) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def counted(server: Process) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics").text
+    return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples if not s.labels.keys() - {"model_name", "engine"}}  # fmt: skip
+
+
+@contextlib.contextmanager
+def begun(server: Process, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """Send a request whose reply has begun."""
+    with httpx.stream("POST", f"{server.url}{CHAT}", json={**body, "stream": True}, timeout=60) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with serving(tmp_path_factory.mktemp("apart"), *APART, "--max-model-len", "1024") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with serving(tmp_path_factory.mktemp("inside"), "--engine-process", "off", "--max-model-len", "1024") as server:
+        yield server
+
+
+def told(reply: httpx.Response) -> Any:
+    """Return an answer without its id and time."""
+    value = reply.json()
+    for name in ("id", "created", "created_at", "completed_at"):
+        value.pop(name, None)
+    return reply.status_code, value
+
+
+@needs_model
+def test_it_answers_as_an_engine_in_the_servers_process(apart: Process, inside: Process) -> None:
+    schema = {"type": "object", "properties": {"where": {"enum": ["mill", "river"]}}, "required": ["where"]}
+    bad = {"type": "object", "properties": {"where": {"type": "string", "pattern": "(?=x)"}}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, TALK),
+        (CHAT, TALK),  # from the cache
+        (CHAT, {**TALK, "logprobs": True, "top_logprobs": 3, "n": 2}),
+        (CHAT, {**TALK, "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}}),
+        (CHAT, {**TALK, "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": bad}}}),
+        (CHAT, {**TALK, "kv_retention": 0.5}),  # refused by the engine
+        (CHAT, {**TALK, "messages": [{"role": "user", "content": "kite " * 2000}]}),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": [10**6]}),
+        ("/v1/embeddings", {"input": ["a kite", "the mill"]}),
+        ("/v1/embeddings", {"input": "kite " * 2000}),
+    ]
+    for path, body in bodies:
+        assert told(post(apart, body, path)) == told(post(inside, body, path)), (path, body)
+
+
+@needs_model
+def test_a_reply_is_counted_when_it_arrives(apart: Process) -> None:
+    before = counted(apart)["vllm:generation_tokens_total"]
+    for number in range(1, 6):
+        usage = post(apart, {**TALK, "max_tokens": 3, "ignore_eos": True}).json()["usage"]
+        assert usage["completion_tokens"] == 3
+        assert counted(apart)["vllm:generation_tokens_total"] == before + 3 * number
+
+
+@needs_model
+def test_a_response_is_gone_on_from(apart: Process) -> None:
+    first = post(
+        apart, {"input": "Ada keeps the red kite in the mill.", "max_output_tokens": 4}, "/v1/responses"
+    ).json()
+    more = {"input": "Where is it?", "max_output_tokens": 4, "previous_response_id": first["id"]}
+    second = post(apart, more, "/v1/responses").json()
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= first["usage"]["input_tokens"]
+    assert httpx.delete(f"{apart.url}/v1/responses/{first['id']}").status_code == 200
+    assert post(apart, more, "/v1/responses").status_code == 400
+
+
+@needs_model
+def test_a_named_conversation_is_listed_pinned_and_deleted(apart: Process) -> None:
+    assert post(apart, {**TALK, "session_id": "ada"}).status_code == 200
+    url = f"{apart.url}/v1/cache/sessions"
+    wait_for(lambda: [each["name"] for each in httpx.get(url).json()["data"]] == ["ada"])
+    assert httpx.post(f"{url}/ada/pin").status_code == 200
+    assert httpx.delete(f"{url}/ada").status_code == 200
+    assert httpx.get(url).json()["data"] == []
+    assert httpx.delete(f"{url}/ada").status_code == 404
+
+
+@dataclass
+class Held:
+    """A server whose fake engine is in another process, and answers when `go` is called."""
+
+    engine: EngineProcess
+    url: str
+
+    def __post_init__(self) -> None:
+        there = far.Far(self.engine.call, "engine")
+        self.go, self.cancelled = there.gate.set, there.cancelled.copy
+
+    def running(self) -> int:
+        return self.engine.stats().plan.running
+
+
+@contextlib.contextmanager
+def held(model_dir: Path, **options: Any) -> Iterator[Held]:
+    tokenizer = Tokenizer(model_dir)
+    (eos,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    options = {"eos": eos, "vocab_size": tokenizer.vocab_size, "hold": True, **options}
+    engine = EngineProcess("tests.server.fake_engine_main", (model_dir, tokenizer.encode(REPLY), options))
+    service = Service(engine, tokenizer, ServerConfig(port=0, grace=0.5), model_dir)
+    thread = threading.Thread(target=service.run, kwargs={"signals": False})
+    thread.start()
+    wait_for(lambda: service.started)
+    try:
+        yield Held(engine, service.address)
+    finally:
+        service.stop()
+        thread.join(15)
+        engine.close()
+    assert not thread.is_alive()
+
+
+def test_a_full_queue_refuses_a_stream_with_its_status(model_dir: Path) -> None:
+    with held(model_dir, max_queue=2) as server, ThreadPoolExecutor(2) as clients:
+        body = {"messages": TALK["messages"], "stream": True}
+        waiting = [clients.submit(httpx.post, server.url + CHAT, json=body, timeout=60) for _ in range(2)]
+        wait_for(lambda: server.running() == 2)
+        refused = httpx.post(server.url + CHAT, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        server.go()
+        assert [each.result().text.count("[DONE]") for each in waiting] == [1, 1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_requests(model_dir: Path, stream: bool) -> None:
+    with held(model_dir) as server:
+        body = {"messages": TALK["messages"], "stream": stream, "n": 2}
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(server.url + CHAT, json=body, timeout=1)
+        wait_for(lambda: len(server.cancelled()) == 2)
+
+
+def test_what_is_asked_of_a_dead_engine_is_refused_at_once(model_dir: Path) -> None:
+    with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
+        waiting = clients.submit(server.engine.register_prefix, "held", [1, 2])  # which waits for the gate
+        os.kill(int(server.engine.call("pid", (), {})), signal.SIGKILL)
+        with pytest.raises(RequestError, match="stopped"):
+            waiting.result(20)
+        with pytest.raises(RequestError, match="stopped"):
+            server.engine.sessions("")
+        assert not server.engine.healthy
+
+
+@needs_model
+def test_a_killed_engine_ends_its_requests_and_the_server_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path, *APART) as server:
+        with begun(server, LONG) as lines:
+            os.kill(engine_of(server), signal.SIGKILL)
+            said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert "error" in said[-1]
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert post(server, TALK).status_code == 503
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert "the engine's process has ended with code -9" in server.log.read_text()
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+
+
+@needs_model
+def test_an_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
+    with serving(tmp_path, *APART) as server:
+        engine = engine_of(server)
+        with contextlib.suppress(httpx.TransportError), begun(server, LONG) as lines:
+            server.process.kill()
+            list(lines)
+        wait_for(lambda: not lives(engine), message="the engine goes on")
+
+
+@needs_model
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_both_processes_get_a_signal_and_the_cache_is_written(tmp_path: Path, number: int) -> None:
+    with serving(tmp_path, *APART) as server:
+        assert post(server, TALK).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        engine = engine_of(server)
+        os.kill(engine, number)
+        assert post(server, TALK).status_code == 200, "the engine's process leaves signals to the server's"
+        server.process.send_signal(number)
+        assert server.process.wait(60) == 0
+        assert not lives(engine)
+    with serving(tmp_path, *APART) as server:
+        usage = post(server, TALK).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+@needs_model
+@pytest.mark.parametrize("wrong", [("--device-cache", "1"), ("--kv-events", "nothing://")])
+def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path, wrong: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "afterglow.cli", "serve", "afterglow-small", "--port", "0", "--cache-dir", str(tmp_path)]  # fmt: skip
+    said = [
+        subprocess.run([*command, *mode, *wrong], capture_output=True, text=True, timeout=120) for mode in (APART, ())
+    ]
+    apart, inside = said
+    assert apart.returncode == inside.returncode != 0
+    assert [line[8:] for line in apart.stderr.splitlines()] == [
+        line[8:] for line in inside.stderr.splitlines()
+    ]  # after the time
+
+
+def test_a_call_is_made_there_and_may_be_an_argument() -> None:
+    asked: list[tuple[object, ...]] = []
+    there = far.Far(lambda *call: asked.append(call), "store", folder="/cache")
+    assert there.folder == "/cache"
+    there.records.put("ada", 1, replace=True)
+    assert asked == [("store.records.put", ("ada", 1), {"replace": True})]
+    kept: dict[str, int] = {}
+    far.offer("store", kept)
+    try:
+        pickle.loads(pickle.dumps(partial(there.update, {"ada": 1})))()
+    finally:
+        far.withdraw("store")
+    assert kept == {"ada": 1}
+
+
+def test_outputs_arrive_as_they_were() -> None:
+    """Whole, or as new tokens alone."""
+    cached, missed = CachedTokens(device=3), Missed("evicted", 2)
+    likely = TokenLogprob(7, -0.5, ((7, -0.5),))
+    said = [
+        Output("a", (1,), None, cached, missed=missed, waited=0.5),
+        Output("b", (5,), None, missed=missed, waited=0.25),
+        Output("a", (2, 3), None, cached, missed=missed, waited=0.5),
+        Output("a", (4,), None, cached, (likely,), missed=missed, waited=0.5),
+        Output("b", (6,), None, missed=missed, waited=0.25),
+        Output("b", (), "error", missed=missed, waited=0.25, error="the disk is full"),
+        Output("a", (9,), "stop", cached, missed=missed, waited=0.5),
+    ]
+    sent: list[Output | NewTokens] = []
+    writers = {name: OutputWriter(sent.append) for name in "ab"}
+    for output in said:
+        writers[output.request_id](output)
+    assert [type(each) for each in sent].count(NewTokens) == 3
+    reader = OutputReader()
+    assert [reader.whole(each) for each in pickle.loads(pickle.dumps(sent))] == said
+
+
+def test_a_channel_sends_in_order_and_ends() -> None:
+    ours, theirs = socket.socketpair()
+    here, there = Channel(ours.detach()), Channel(theirs.detach())
+    here.send(*range(1000))
+    here.close()
+    found: list[int] = []
+    with pytest.raises(EOFError):
+        while True:
+            found += there.receive()
+    there.send("too late")
+    there.close()
+    assert found == list(range(1000))

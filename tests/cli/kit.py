@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from afterglow.cli import main
+from tests.ports import own_port
 from tests.waiting import wait_for
 
 BUNDLED = Path(__file__).parents[2] / "src/afterglow/assets/model"
@@ -71,8 +72,7 @@ class Served:
     """`afterglow serve` in a process, on the bundled model where no other is named."""
 
     def __init__(self, cache: Path, *args: str, model: str = "afterglow-small") -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = own_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", TIED, "serve", model, "--port", str(self.port),

@@ -22,6 +22,7 @@ import pytest
 from afterglow.cli import child_process, cluster
 from afterglow.cli.child_process import ChildProcess
 from tests.cli.kit import SMALL, inside
+from tests.ports import own_port
 from tests.waiting import wait_for
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -166,8 +167,7 @@ def sharing(tmp_path: Path) -> Iterator[Running]:
 def cluster_of(tmp_path: Path, *options: str) -> Iterator[Running]:
     if shutil.which("vllm-router") is None and not Path(sys.executable).with_name("vllm-router").exists():
         pytest.skip("vllm-router is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = own_port()
     command = [sys.executable, "-m", "afterglow.cli", "cluster", "afterglow-small", *SMALL, "--port", str(port)]
     command += ["--cache-dir", str(tmp_path), "--log-level", "warning", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -30,6 +30,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.ports import own_port
 from tests.waiting import wait_for
 
 INSTALLED = Path(__file__).parents[2] / ".stores"
@@ -51,8 +52,7 @@ class StoreServer(ABC):
     scheme: str
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = own_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.ports import own_port
 
 WINDOW = 384
 BUDGET = 16 * 2**20  # bytes on disk: about 2,700 rows of the bundled model
@@ -74,8 +75,7 @@ class Server:
         self.started = 0
 
     def start(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = own_port()
         command = [
             sys.executable,
             *self.program,

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import own_port
+
 
 @dataclass
 class Process:
@@ -44,8 +46,7 @@ def serving(
     model: str = "afterglow-small",
 ) -> Iterator[Process]:
     """Start `afterglow serve` with `options`, and at most so many open files; `certificate` is the one to trust."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = own_port()
     log = folder / "log"
     limited = f"ulimit -n {files}; " if files is not None else ""
     command = [

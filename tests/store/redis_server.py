@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from benchmarks.cluster.directory_server import found_server
 
+from tests.ports import own_port
 from tests.waiting import wait_for
 
 
@@ -38,7 +37,7 @@ class RedisServer:
         self._folder = folder
         self._password = password
         self._cluster = cluster
-        self.port = _free_port(with_bus=cluster)
+        self.port = own_port(bus=cluster)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -96,18 +95,3 @@ class RedisServer:
                 return bool(client.ping())
         except redis.RedisError:
             return False
-
-
-def _free_port(with_bus: bool) -> int:
-    """Return a free port. `with_bus`: the one 10,000 above, where a cluster's nodes talk, is free as well."""
-    for _ in range(100):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = int(probe.getsockname()[1])
-            if not with_bus:
-                return port
-        port = port % 20_000 + 20_000
-        with contextlib.suppress(OSError):
-            for each in (port, port + 10_000):
-                socket.create_server(("127.0.0.1", each)).close()
-            return port
-    raise OSError("no two free ports 10,000 apart")

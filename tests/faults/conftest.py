@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from afterglow.store.moving import mover, task
 from tests.faults import report
 from tests.faults.harness import small_pieces
 from tests.faults.scenes import Scene, prepare
-from tests.faults.syscalls import Syscalls
+from tests.faults.syscalls import CLOCK, Syscalls
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,7 +33,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, prepared: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    for module in (mover, task):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=CLOCK.monotonic, perf_counter=time.perf_counter))
     with Syscalls(tmp_path) as calls, small_pieces():
         playing = Scene(tmp_path / "cache", prepared, calls)
         yield playing

@@ -67,6 +67,7 @@ VOCABULARY = 97
 FLUSH_ROWS = 8  # decoded rows that leave together
 TIMEOUT = 30.0  # seconds without progress after which a move is given up, where nothing is meant to hang
 SHORT = 0.5  # and where something is
+STEP_S, IDLE_S = 0.001, 0.02  # that pass for the plan in a step, and where a step has nothing to do
 LIMIT = 90.0  # seconds after which a test says that something hangs: generous, the machine may be busy
 
 Phase = str  # load, save, prefetch, evict, start
@@ -215,10 +216,10 @@ class Part:
 class Runner:
     """Carries out steps as the engine's runner does: layer by layer, waiting for each layer of each load."""
 
-    def __init__(self, capacity: Capacity, store: KVStore, timeout: float) -> None:
+    def __init__(self, capacity: Capacity, store: KVStore, patience: float) -> None:
         self._capacity = capacity
         self._store = store
-        self._timeout = timeout
+        self._patience = patience
         self._segments: dict[int, Segment] = {}
         self._contexts: dict[int, Segment] = {}
         self._lanes: dict[int, Lane] = {}
@@ -307,7 +308,7 @@ class Runner:
         at = part.gather_from
         arena = self._store.arena.rows
         for gather in part.run.gathers:
-            if gather.move is not None and not self._store.wait_layer(gather.move, layer, self._timeout):
+            if gather.move is not None and not self._store.wait_layer(gather.move, layer, self._patience):
                 part.failed = gather.extent
                 return
             count = gather.stop - gather.start
@@ -377,8 +378,10 @@ class World:
         max_batch: int = 4,
         source: str = "load",
         timeout: float = TIMEOUT,
+        patience: float = TIMEOUT,
     ) -> None:
-        """Open the namespace and restore its extents, as `engine.setup` does.
+        """Open the namespace and restore its extents, as `engine.setup` does. `timeout`: of the store's moves; `patience`: of a step that
+        waits for a layer.
 
         Raises:
             StoreError: the namespace cannot be made or written.
@@ -412,14 +415,13 @@ class World:
             ),
             self.journal.append,
         )
-        self.runner = Runner(self.capacity, self.store, timeout)
+        self.runner = Runner(self.capacity, self.store, patience)
         self.flying: dict[int, tuple[Phase, Move]] = {}  # moves under way, and what they are part of
         self.started: list[tuple[Phase, Move]] = []
         self.failed_moves: list[tuple[Phase, Move, MoveDone]] = []
         self.asked: dict[int, Asked] = {}
         self._model = digest
-        self._skew = 0.0
-        self._began = time.time() - time.monotonic()
+        self.now = time.time()
         self._closed = False
         self._most = 1 << 60  # bytes of extents at the last look
         records = self.store.records()
@@ -432,13 +434,9 @@ class World:
         self.scheduler.recall({kind: self.store.notes(kind) for kind in ("epoch", "session")})
         self.store.start([Drop(-1 - i, record.id, "unreachable") for i, record in enumerate(self.useless)])
 
-    @property
-    def now(self) -> float:
-        return self._began + time.monotonic() + self._skew
-
     def later(self, seconds: float) -> None:
-        """Time passes for the plan."""
-        self._skew += seconds
+        """Time passes for the plan: a little in each step, and as it does while there is nothing to do. So a slow machine makes no other plan."""
+        self.now += seconds
 
     # ------------------------------------------------------------------------------------------------ asking
 
@@ -489,12 +487,14 @@ class World:
                     return
                 if time.monotonic() > deadline:
                     raise Hang(f"{self.scheduler.stats()}, {self.store.stats()}, under way: {self.flying}")
-                self._bell.wait(0.02)
+                self._bell.wait(IDLE_S)
+                self.later(IDLE_S)
             elif time.monotonic() > deadline:
                 raise Hang("it goes on for ever")
 
     def step(self) -> bool:
         """One iteration of the engine's loop; False when there is nothing to do."""
+        self.later(STEP_S)
         done = self._completed()
         if done:
             self._take(self.scheduler.complete(done, self.now))

@@ -26,6 +26,7 @@ import numpy as np
 from afterglow.store.extents import pieces
 
 PATIENCE = 30.0  # seconds after which even a hanging call returns
+TICK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,34 @@ ALL = (
 # ------------------------------------------------------------------------------------------------ what happens
 
 
+class LateClock:
+    """Says the time of the store's time-outs in a scene. It goes on only while a call is late on purpose, so that none is given up that
+    is late because the machine is busy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = 1000.0
+        self._late = 0  # calls
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def wait(self, seconds: float, gate: threading.Event | None = None) -> None:
+        """Let so many seconds pass, or fewer, if the gate opens."""
+        gate = gate or threading.Event()
+        with self._lock:
+            self._late += 1
+            end = self._now + seconds
+        while self._now < end and not gate.wait(TICK_S):
+            with self._lock:
+                self._now += TICK_S / self._late  # side by side, calls are late for no longer than one
+        with self._lock:
+            self._late -= 1
+
+
+CLOCK = LateClock()
+
+
 def error(number: int) -> Act:
     """The call fails. SQLite's statements fail with the words that it has for this."""
     said = {errno.ENOSPC: "database or disk is full", errno.EIO: "disk I/O error"}
@@ -202,11 +231,21 @@ def slow(seconds: float) -> Act:
     return act
 
 
-def hang(gate: threading.Event) -> Act:
-    """The call does not return before the gate opens; then it does what it was to do."""
+def late(seconds: float) -> Act:
+    """The call is slow by the clock of scenes."""
 
     def act(call: Call) -> Any:
-        gate.wait(PATIENCE)
+        CLOCK.wait(seconds)
+        return call()
+
+    return act
+
+
+def hang(gate: threading.Event) -> Act:
+    """The call does not return before the gate opens; then it does what it was to do. By the clock of scenes."""
+
+    def act(call: Call) -> Any:
+        CLOCK.wait(PATIENCE, gate)
         return call()
 
     return act

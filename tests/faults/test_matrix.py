@@ -59,7 +59,7 @@ from tests.faults.scenes import (
     statement,
     whole_extents,
 )
-from tests.faults.syscalls import Act, Rule, cut_before, error, flip_on_the_way, hang, slow
+from tests.faults.syscalls import Act, Rule, cut_before, error, flip_on_the_way, hang, late
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -448,13 +448,13 @@ def errors() -> Iterator[Cell]:
 
 
 def slowness() -> Iterator[Cell]:
-    fault, late = "slow disk", slow(0.4 * PATIENT)
+    fault, slow = "slow disk", late(0.4 * PATIENT)
     how = "every read, longer than the time-out in all"
-    yield from reading(fault, how, on_reads("preadv", late), timeout=PATIENT)
-    yield from writing(fault, "three writes", in_writes("pwritev", late, limit=3), timeout=PATIENT)
-    removals = in_writes("unlink", late, whole_extents, limit=3)
+    yield from reading(fault, how, on_reads("preadv", slow), timeout=PATIENT)
+    yield from writing(fault, "three writes", in_writes("pwritev", slow, limit=3), timeout=PATIENT)
+    removals = in_writes("unlink", slow, whole_extents, limit=3)
     yield evicting(fault, "three removals", removals, timeout=PATIENT)
-    sweep = both(orphans, at_start("unlink", act=late, match=whole_extents))
+    sweep = both(orphans, at_start("unlink", act=slow, match=whole_extents))
     yield starting(fault, "the sweep of orphans", sweep, timeout=PATIENT)
 
     fault = "hanging disk"

@@ -71,6 +71,7 @@ def options_of(rng: random.Random) -> dict[str, Any]:
         "disk_bytes": rng.choice([6, 20, 80]) * FILE_BYTES[1],
         "small_rows": 256,
         "timeout": SHORT,
+        "patience": SHORT,
     }
 
 

@@ -310,7 +310,7 @@ def test_outputs_arrive_as_they_were() -> None:
 
 def test_a_channel_sends_in_order_and_ends() -> None:
     ours, theirs = socket.socketpair()
-    here, there = Channel(ours.detach()), Channel(theirs.detach())
+    here, there = Channel(ours), Channel(theirs)
     here.send(*range(1000))
     here.close()
     found: list[int] = []
@@ -320,3 +320,13 @@ def test_a_channel_sends_in_order_and_ends() -> None:
     there.send("too late")
     there.close()
     assert found == list(range(1000))
+
+
+def test_a_message_that_cannot_be_sent_ends_both() -> None:
+    ours, theirs = socket.socketpair()
+    here, there = Channel(ours), Channel(theirs)
+    here.send("before", threading.Lock())
+    for end in (here, there):
+        with pytest.raises(EOFError):
+            end.receive()
+        end.close()

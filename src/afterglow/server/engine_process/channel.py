@@ -5,8 +5,12 @@ Both ends are processes of one program, and no third can connect: messages are p
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import pickle
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +21,8 @@ from typing import Any
 from afterglow.config import EngineConfig
 from afterglow.engine.stats import EngineStats
 from afterglow.memo.break_even import Gain
+
+log = logging.getLogger("afterglow.server")
 
 SECONDS_TO_SEND = 5.0  # what waits when a channel is closed
 
@@ -87,10 +93,11 @@ class EngineFacts:
 class Channel:
     """Sends messages in order, from any thread and without waiting, and receives."""
 
-    def __init__(self, handle: int, prepare: Callable[[list[Any]], list[Any]] | None = None) -> None:
-        """Take over an open socket. `prepare` gets the messages that are sent together, on the thread that sends them, and returns what
-        is sent."""
-        self._connection: Connection[Any, Any] = Connection(handle)
+    def __init__(self, end: socket.socket, prepare: Callable[[list[Any]], list[Any]] | None = None) -> None:
+        """Take over one end of a pair of sockets. `prepare` gets the messages that are sent together, on the thread that sends them, and
+        returns what is sent."""
+        self._socket = end
+        self._connection: Connection[Any, Any] = Connection(os.dup(end.fileno()))
         self._prepare = prepare or (lambda messages: messages)
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="afterglow-channel", daemon=True)
@@ -102,7 +109,7 @@ class Channel:
             self._waiting.put(message)
 
     def receive(self) -> list[Any]:
-        """Wait for messages. Raises: EOFError, when the other process has ended."""
+        """Wait for messages. Raises: EOFError, when the other process has ended, and when this end is closed."""
         try:
             found: list[Any] = pickle.loads(self._connection.recv_bytes())
         except OSError as error:  # a socket whose peer was killed may be reset
@@ -110,23 +117,31 @@ class Channel:
         return found
 
     def close(self) -> None:
-        """Send what waits, and close the connection."""
+        """Send what waits, and close this end."""
         self._waiting.put(_LAST)
         self._writer.join(SECONDS_TO_SEND)
-        self._connection.close()
+        self._hang_up()
+        self._socket.close()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # the other process has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         last = False
-        while not last:
-            some = [self._waiting.get()]
-            while not self._waiting.empty():
-                some.append(self._waiting.get())
-            last = _LAST in some
-            if messages := self._prepare([message for message in some if message is not _LAST]):
-                try:
+        try:
+            while not last:
+                some = [self._waiting.get()]
+                while not self._waiting.empty():
+                    some.append(self._waiting.get())
+                last = _LAST in some
+                if messages := self._prepare([message for message in some if message is not _LAST]):
                     self._connection.send_bytes(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
-                except OSError:
-                    return
+        except OSError:
+            return
+        except Exception:  # neither process may wait for messages that never come
+            log.exception("messages between the server and its engine could not be sent")
+            self._hang_up()
 
 
 _LAST = object()

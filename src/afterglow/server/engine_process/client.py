@@ -32,6 +32,7 @@ from afterglow.server.engine_process.channel import (
 )
 from afterglow.server.engine_process.far import Far
 from afterglow.server.engine_process.outputs import NewTokens, OutputReader
+from afterglow.store.database.conversations import Conversations
 from afterglow.text import Tokenizer
 
 log = logging.getLogger("afterglow.server")
@@ -53,7 +54,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the server alone
             )
-        self._channel = Channel(ours.detach())
+        self._channel = Channel(ours)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
@@ -75,7 +76,7 @@ class EngineProcess:
         self.vocab_size = facts.vocab_size
         engine = cast(Engine, Far(self.call, "engine"))
         self.grammars = FarGrammars(engine)
-        self.conversations = cast(Any, Far(self.call, "engine.conversations", folder=facts.folder))
+        self.conversations = cast(Conversations, Far(self.call, "engine.conversations", folder=facts.folder))
         self.shared_ids = engine.shared_ids if facts.shares else None
         self.sessions = engine.sessions
         self.forget_session = engine.forget_session

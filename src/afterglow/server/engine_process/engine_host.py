@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,14 +41,15 @@ class EngineHost:
     """Makes the calls of the server's process, and sends what comes of them."""
 
     def __init__(self, handle: int) -> None:
-        """Connect by an open socket. The first message is the one that `first` returns."""
-        self._channel = Channel(handle, self._with_levels)
-        self.first = self._channel.receive()[0]
+        """Connect by the socket of this number. `first` is the first message."""
+        self._channel = Channel(socket.socket(fileno=handle), self._with_levels)
+        self.first: Any = self._channel.receive()[0]
         self._engine: EngineLike | None = None
         self._embedders: Sequence[TextEmbedder] = ()
         self._levels: Levels | None = None
         self._numbers = itertools.count()
         self._ended = threading.Event()
+        self._closed = False
         # The one thread on which passes of embeddings run.
         self._embedding = ThreadPoolExecutor(1, "afterglow-embed", initializer=give_way)
         threading.Thread(target=self._read, name="afterglow-calls", daemon=True).start()
@@ -76,11 +78,12 @@ class EngineHost:
 
     def refuse(self, error: UserError) -> None:
         """Tell why the models cannot be loaded, and end."""
-        self._ended.set()
+        self._closed = True
         self._channel.send(error)
 
     def close(self) -> None:
         """Send what waits. The process can end."""
+        self._closed = True
         self._channel.close()
 
     # ------------------------------------------------------------------------------------- calls of the other process
@@ -116,9 +119,9 @@ class EngineHost:
                 for message in self._channel.receive():
                     self._make(message)
         except EOFError:
-            if not self._ended.is_set():
-                log.error("the server's process has ended, and so does the engine")
-            os._exit(1)  # as a killed server would: nothing is written, what is on disk stays valid
+            if not self._closed:
+                log.error("the server's process has ended, and so does its engine")
+                os._exit(1)  # as a killed server would: nothing more is written, what is on disk stays valid
 
     def _make(self, call: Call) -> None:
         """Make a call. One that is answered has a thread of its own, but for the submission of requests: a request that is cancelled

@@ -39,6 +39,7 @@ RUNS: dict[str, Command] = {  # both sizes; the quick one with --quick
     "multiturn": own("multiturn"),
     "engine": own("engine"),
     "overhead": own("overhead"),
+    "engine_process": ["-m", "benchmarks.engine.engine_process"],
     "disk": own("disk"),
     "profile": own("profile"),
     "load_or_recompute": ["-m", "benchmarks.engine.load_or_recompute"],

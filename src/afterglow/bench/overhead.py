@@ -64,7 +64,7 @@ def http_overhead(rng: random.Random, repeats: int, threads: int | None) -> list
     library, http = [], []
     with (
         running(model, config) as engine,
-        _server([model, "--disk-cache", "0", *extra]) as url,
+        model_server([model, "--disk-cache", "0", *extra]) as url,
         httpx.Client(timeout=60) as client,
     ):
         prompts = iter(lambda: [rng.randrange(300, engine.vocab_size) for _ in range(PROMPT)], None)
@@ -145,7 +145,8 @@ def _http(client: httpx.Client, url: str, prompt: list[int]) -> TimedReply:
 
 
 @contextmanager
-def _server(args: list[str]) -> Iterator[str]:
+def model_server(args: list[str]) -> Iterator[str]:
+    """Run `afterglow serve` with these arguments, and yield its address."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

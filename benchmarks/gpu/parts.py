@@ -36,6 +36,7 @@ PARTS: dict[str, Part] = {
     "relay-operator": Part("relay", "operator"),
     **{f"relay-throughput-{system}": Part("relay", "throughput", (system,)) for system in SYSTEMS},
     **{f"relay-lengths-{system}": Part("relay", "lengths", (system,)) for system in SYSTEMS},
+    "selection": Part("selection", "selection"),
     "maps": Part("maps", "layers"),
     "vllm": Part("vllm", "beside"),
 }

@@ -62,6 +62,7 @@ from benchmarks.papers.spec.io_variants import (
     SHAPES,
     VARIANTS,
     Asked,
+    Shape,
     Traced,
     Variant,
     Work,
@@ -85,7 +86,7 @@ def main(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         sizes = [rng.randrange(lengths[0], lengths[1] + 1) // 64 * 64 for _ in range(count)]
         model = _make(Path(folder), options.shape, max(sizes) + NEW + 64, options.seed)
-        bench = Bench(model, Path(folder), sizes, recorded, options)
+        bench = Bench(str(model), Path(folder), sizes, recorded, shape, options)
         work = bench.fill(rng, requests)
         extra = extra_storage(bench.folder / "text")
         throttle, computing = bench.speed(work, rng)
@@ -137,10 +138,23 @@ def _make(folder: Path, name: str, window: int, seed: int) -> Path:
 class Bench:
     """One model, its cache folders, and its requests."""
 
-    def __init__(self, model: Path, folder: Path, sizes: list[int], recorded: list[Recorded], options: Any) -> None:
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        sizes: list[int],
+        recorded: list[Recorded],
+        shape: Shape,
+        options: Any,
+        **config: Any,
+    ) -> None:
+        """`config`: more of the engines' settings."""
         self.model, self.folder, self.sizes, self.recorded, self.options = model, folder, sizes, recorded, options
-        self.shape = SHAPES[options.shape]
-        self.row_bytes = self.shape.row_bytes
+        self.shape = shape
+        self.config = config
+        self.row_bytes = shape.row_bytes
         self.data = sum(sizes) * self.row_bytes
         self.window = max(sizes) + NEW + 32  # the longest context, and all that the device has room for: one context
 
@@ -160,7 +174,7 @@ class Bench:
         config = EngineConfig(
             cache=tiers, threads=self.options.threads, importance=1.0, importance_share=0.0, importance_exact="never",
             importance_renew=0, reorder_interval=0.0, max_batch=1,
-            max_model_len=self.window,
+            max_model_len=self.window, **self.config,
         )  # fmt: skip
         engine = Engine.load(self.model, config, throttle=throttle)
         engine.start()
@@ -243,7 +257,7 @@ class Bench:
 
     def _new(self, variant: Variant) -> Asked:
         device, host = int(self.shape.device * self.data), int(self.shape.host * self.data)
-        return Asked(variant, ChunkCache(ChunkPlacement(device, host, variant.policy), torch.device("cpu")))
+        return Asked(variant, ChunkCache(ChunkPlacement(device, host, variant.policy), self.device))
 
     def _ask(self, engines: dict[str, Engine], asking: Asked, work: Work, request: tuple[int, int, list[int]]) -> None:
         at, number, new = request
@@ -257,7 +271,8 @@ class Bench:
         else:
             traced = engine.parts.runner._selective
             assert isinstance(traced, Traced)
-            traced.sums = stretched(self.recorded[at], number, LAYERS, HEADS, self.sizes[at], at)
+            sums = stretched(self.recorded[at], number, self.shape.layers, self.shape.heads, self.sizes[at], at)
+            traced.sums = [layer.to(self.device) for layer in sums]
             traced.rules = replace(traced.rules, force="fallback" if variant.kind == "keys" else "no")
             loader = _loader(engine)
             loader.cache, loader.stats, loader.prior = asking.shelf, asking.stats, variant.prior

@@ -34,15 +34,18 @@ class Shape:
     rate: float | None = None
     count: int = 8  # prefixes
     priors: tuple[Prior, ...] = ("prior", "random", "sinks")  # other ways to guess, each with caches of its own
+    layers: int = LAYERS
+    heads: int = HEADS
+    number_bytes: int = 4  # of a key's or a value's
 
     @property
     def hidden(self) -> int:
-        return HEADS * self.head_dim
+        return self.heads * self.head_dim
 
     @property
     def row_bytes(self) -> int:
         """Count the bytes of a token's keys and values."""
-        return LAYERS * 2 * self.hidden * 4
+        return self.layers * 2 * self.hidden * self.number_bytes
 
 
 _PAPER = Shape(head_dim=16, ffn=1408, lengths=(4096, 10240), device=0.175, host=0.56)  # SPEC §V-A

@@ -104,7 +104,7 @@ class Bridge:
                     await asyncio.wrap_future(accepted)
         except BaseException:
             for request in begun:
-                del self._delivers[request.id]
+                self._delivers.pop(request.id, None)
                 self.engine.cancel(request.id)
             raise
         if self.recorder is not None:

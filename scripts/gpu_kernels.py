@@ -42,6 +42,7 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     from afterglow.kernels import (
         triton_attention,
         triton_column_sums,
+        triton_experts,
         triton_gather,
         triton_merge,
         triton_passes,
@@ -50,6 +51,7 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     )
     from afterglow.kernels.context_pages import Pages
     from afterglow.kernels.device_blocks import device_matrix
+    from afterglow.kernels.device_experts import ExpertTables
     from afterglow.kernels.device_products import RoundedMatrix, rounded_rows
     from afterglow.kernels.packed import BLOCK_FORMATS
     from afterglow.kernels.paged_parts import PartTables, part_of, row_places, suited
@@ -62,9 +64,13 @@ def cases(shape: str, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     out, lse = torch.zeros(40, heads, head_dim), torch.zeros(40, heads)
     x, weight = torch.zeros(3, 2 * hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     angles = torch.zeros(40, head_dim), torch.zeros(40, head_dim)
+    both = [torch.zeros(hidden, hidden, dtype=dtype)] * 2, [torch.zeros(hidden, hidden // 2, dtype=dtype)] * 2
+    of_experts, chosen = ExpertTables(*both), torch.zeros(3, 2, dtype=torch.int64)
+    shares = torch.zeros(3, 2, dtype=dtype)
     found: dict[str, Callable[[], object]] = {
         "rotate and append": lambda: triton_rows.place(row_places([(pages, 0, 40)]), 1, q, k, v, angles),
         "add and RMS norm": lambda: triton_passes.add_rms_norm(x[:, :hidden], x[:, hidden:], weight, 1e-5),
+        "experts": lambda: triton_experts.chosen_experts(x[:, :hidden], shares, chosen, of_experts),
         "gated SiLU": lambda: triton_passes.gated_silu(x),
         "merge of two": lambda: triton_merge.merge_onto(out, lse, q, lse),
     }

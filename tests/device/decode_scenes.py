@@ -174,3 +174,19 @@ def no_memory_to_record(device: str, folder: Path) -> Any:
     with mock.patch.object(decode_pass.DeviceReads, "attend", runs_out):
         found = answers(engine, [(draw(70 + i, 9), greedy(8)) for i in range(2)])
     return result(engine, found)
+
+
+def experts(device: str, folder: Path) -> Any:
+    """Mixtures of experts, without a shared one and with one: replies, and what the device is asked for by steps of two requests and of four."""
+    from tests.device.watching import watch
+
+    found, steps = [], []
+    for family in ("mixtral", "qwen2_moe"):
+        model = write_model({**FAMILIES[family], "vocab_size": 256}, folder / family)
+        engine = load(device, folder / "cache", model, relay="off", max_batch=4)
+        for batch in (2, 4) if family == "mixtral" else (2,):
+            found += answers(engine, [(draw(batch + i, 3 + i), greedy(8)) for i in range(batch)])
+            decoding = [step.counts for step in watch.steps if step.runs == step.rows == batch]
+            steps.append([[step[what] for what in LAUNCHED] for step in decoding[-2:]])
+        ended = result(engine, found)
+    return {**ended, "steps": steps}

@@ -34,7 +34,8 @@ SCENES = (
     *("filled", "block_scenes.reuse", "read_ahead"),
     *(
         tuple(
-            f"{INTERPRETED}{scene}" for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing")
+            f"{INTERPRETED}{scene}"
+            for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing", "decode_scenes.experts")
         )
         if find_spec("triton") is not None
         else ()
@@ -54,6 +55,7 @@ FIRST = {
     "paged_parts": f"{INTERPRETED}kernels",
     "slot_gather": f"{INTERPRETED}stored",
     "triton_products": f"{INTERPRETED}block_scenes.products",
+    "experts": f"{INTERPRETED}decode_scenes.experts",
     "triton": f"{INTERPRETED}stored",
 }
 

@@ -17,13 +17,20 @@ pytestmark = pytest.mark.skipif(
 
 def played(scene: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], str]:
     """Play a scene in Triton's interpreter. Returns counts and the log; tokens are the CPU's, and no stream disturbs another."""
+    found, log = found_by(scene, folder, monkeypatch)
+    counts: dict[str, int] = found["counts"]
+    return counts, log
+
+
+def found_by(scene: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
+    """Play a scene likewise, and return all that it finds."""
     theirs: dict[str, Any] = play(f"decode_scenes.{scene}", "cpu", folder / "cpu")[0]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     ours, log = play(f"decode_scenes.{scene}", "cuda", folder / "cuda")
     assert ours["answers"] == theirs["answers"]
     assert ours["races"] == []
     assert "Traceback" not in log
-    return ours["counts"], log
+    return ours, log
 
 
 def test_triton_replies_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +57,14 @@ def test_triton_steps_that_decode_ask_for_as_much_whatever_the_batch(
     few, many = found["steps"]
     assert few == many == [[6, 1, 1, 1, 1, 0]] * 3
     assert found["held"] == 0
+
+
+def test_triton_experts_are_found_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of mixtures of experts are recorded, launched ahead, and ask for as much as others, whatever the batch."""
+    found, log = found_by("experts", tmp_path, monkeypatch)
+    assert found["steps"] == [[[6, 1, 1, 1, 1, 0]] * 2] * 3
+    assert found["counts"]["taken"] >= 5
+    assert "not used" not in log
 
 
 @pytest.mark.long

@@ -19,7 +19,19 @@ from afterglow.kernels.gate import Gate, agree, refused
 from afterglow.kernels.paged_parts import suited
 from tests import doors
 
-CHECKS = ["attention", "pages", "alone", "rows", "gather", "products", "blocks", "passes", "column_sums", "trials"]
+CHECKS = [
+    "attention",
+    "pages",
+    "alone",
+    "rows",
+    "gather",
+    "products",
+    "blocks",
+    "passes",
+    "experts",
+    "column_sums",
+    "trials",
+]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -65,6 +77,8 @@ def test_no_kernel_spills(shapes: list[str], tmp_path: Path) -> None:
         "_multiply",
         "_add_rms_norm",
         "_gated_silu",
+        "_expert_wide",
+        "_expert_narrow",
         "_column_sums",
     ):
         assert ran.stdout.count(f"`{name}`") >= len(shapes), ran.stdout

@@ -16,6 +16,7 @@ from afterglow.kernels import (
     device_reads,
     triton_attention,
     triton_column_sums,
+    triton_experts,
     triton_gather,
     triton_passes,
     triton_products,
@@ -25,6 +26,7 @@ from afterglow.kernels.attention import merge
 from afterglow.kernels.context_pages import Pages
 from afterglow.kernels.decode import Read
 from afterglow.kernels.device_blocks import device_matrix
+from afterglow.kernels.device_experts import ExpertTables
 from afterglow.kernels.device_products import FLOAT8, Kind, RoundedMatrix, rounded_rows
 from afterglow.kernels.packed import BLOCK_FORMATS, dequantize
 from afterglow.kernels.paged_parts import CHUNK, PagedPart, PartTables, part_of, row_places
@@ -291,6 +293,27 @@ def passes() -> None:
         torch.testing.assert_close(gated.double(), exact, atol=16 * torch.finfo(dtype).eps, rtol=0)
 
 
+def experts() -> None:
+    """Sizes that fill no tile and some that do, strided rows, experts that many rows take or none, one expert of a row and all."""
+    for dtype, (rows, hidden, inner), (count, taken) in (
+        (torch.float32, (5, 72, 40), (4, 2)),
+        (torch.float16, (1, 256, 32), (8, 8)),
+        (torch.bfloat16, (3, 130, 17), (3, 1)),
+        (torch.float32, (0, 16, 8), (2, 1)),
+    ):
+        wide = [draw(2 * inner, hidden, dtype=dtype) / hidden**0.5 for _ in range(count)]
+        narrow = [draw(hidden, inner, dtype=dtype) / inner**0.5 for _ in range(count)]
+        x = draw(rows, hidden + 3, dtype=dtype)[:, :hidden]
+        weights = draw(rows, taken, dtype=dtype)
+        chosen = draw(rows, count).argsort(-1)[:, :taken]
+        found = triton_experts.chosen_experts(x, weights, chosen, ExpertTables(wide, narrow))
+        exact = triton_experts.by_torch(
+            x.double(), weights.double(), chosen, [each.double() for each in wide], [each.double() for each in narrow]
+        )
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), exact, atol=32 * unit, rtol=32 * unit)
+
+
 def column_sums() -> None:
     """Many queries and one, more of either than a tile has, and all rows new; each query's weights add up to 1."""
     for dtype, head_dim, (heads, kv_heads), n, rows in (
@@ -316,6 +339,7 @@ def trials() -> None:
     for rotary in (0, 16, 32):
         triton_rows.trial(CPU, torch.bfloat16, 32, 3, 2, rotary)
     triton_passes.trial(CPU, torch.bfloat16, 100)
+    triton_experts.trial(CPU, torch.float32)
     for kind in (
         Kind(8, 0, torch.float32),
         Kind(8, 0, torch.float32, coded=True),

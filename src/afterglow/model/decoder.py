@@ -238,8 +238,8 @@ class Decoder:
 
     @property
     def static(self) -> bool:
-        """Tell whether a pass launches the same work whatever its rows are: no experts are chosen."""
-        return self.divisible and all(isinstance(layer.mlp, Mlp) for layer in self._layers)
+        """Tell whether a pass of few rows launches the same work whatever they are: experts, if any, are found on the device."""
+        return self.divisible and all(isinstance(layer.mlp, Mlp) or layer.mlp.static for layer in self._layers)
 
     @property
     def arithmetic(self) -> str:

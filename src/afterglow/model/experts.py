@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.kernels.block import ExpertPanels, Pair, in_panels
+from afterglow.kernels.device_experts import ExpertTables, chosen_experts, usable
 from afterglow.kernels.passes import gated_clamped, gated_silu
-from afterglow.model.linear import Linear
+from afterglow.model.linear import Linear, PlainLinear
 from afterglow.model.spec import Activation, ExpertsSpec
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -66,7 +67,7 @@ def _pair(mlp: Mlp) -> Pair | None:
 class Experts:
     """A mixture of experts. A pass reads the weights of those that its rows choose, and no others."""
 
-    __slots__ = ("_router", "_shared", "_shared_gate", "_spec", "experts")
+    __slots__ = ("_router", "_shared", "_shared_gate", "_spec", "_tables", "experts")
 
     def __init__(
         self,
@@ -80,6 +81,12 @@ class Experts:
         the last two."""
         self._spec, self._router, self.experts = spec, router, tuple(experts)
         self._shared, self._shared_gate = shared, shared_gate
+        self._tables = _tables(self.experts)
+
+    @property
+    def static(self) -> bool:
+        """Tell whether few rows launch the same work whatever they choose. May wait for the device."""
+        return self._tables is not None and usable(self._tables)
 
     @property
     def panels(self) -> ExpertPanels | None:
@@ -98,18 +105,20 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [rows, hidden] from `x` of the same shape. Rows of one expert are one product."""
         weights, chosen = self._route(x)
-        out = torch.zeros_like(x)
-        if len(x) == 1:
-            for expert, weight in sorted(zip(chosen[0].tolist(), weights[0].tolist(), strict=True)):
-                out += self.experts[expert](x).mul_(weight)
-        else:
-            self._add_groups(out, x, weights, chosen)
+        out = None if self._tables is None else chosen_experts(x, weights, chosen, self._tables)
+        if out is None:
+            out = self._by_groups(x, weights, chosen)
         if self._shared is not None and self._shared_gate is not None:
             out += _sigmoid(self._shared_gate(x)) * self._shared(x)
         return out
 
-    def _add_groups(self, out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor) -> None:
-        """Add to the rows of `out` what their experts compute, expert by expert."""
+    def _by_groups(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Compute what the rows' experts do, expert by expert."""
+        out = torch.zeros_like(x)
+        if len(x) == 1:
+            for expert, weight in sorted(zip(chosen[0].tolist(), weights[0].tolist(), strict=True)):
+                out += self.experts[expert](x).mul_(weight)
+            return out
         order = chosen.flatten().argsort(stable=True)
         rows, weights = order // self._spec.chosen, weights.flatten()[order, None]
         start = 0
@@ -119,6 +128,7 @@ class Experts:
                 part = self.experts[expert](x[where])
                 out.index_add_(0, where, part.mul_(weights[start : start + count]))
                 start += count
+        return out
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, in the dtype of `x`, and numbers (int64) of the experts that each row takes, both [rows, chosen]."""
@@ -126,6 +136,19 @@ class Experts:
         if self._spec.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
+
+
+def _tables(mlps: Sequence[Mlp]) -> ExpertTables | None:
+    """Say where the weights of experts are, if kernels on the device can read them: as they are, with gates through SiLU, without biases."""
+    matrices = [(mlp.wide, mlp.narrow) for mlp in mlps if mlp.gated and mlp.activation == "silu" and mlp.clamp is None]
+    wide = [each.plain for each, _ in matrices if isinstance(each, PlainLinear)]
+    narrow = [each.plain for _, each in matrices if isinstance(each, PlainLinear)]
+    if len(wide) < len(mlps) or len(narrow) < len(mlps):
+        return None
+    kept = [(one, other) for one, other in zip(wide, narrow, strict=True) if one is not None and other is not None]
+    if len(kept) < len(mlps) or kept[0][0].device.type != "cuda":
+        return None
+    return ExpertTables([one for one, _ in kept], [other for _, other in kept])
 
 
 def _sigmoid(x: Tensor) -> Tensor:

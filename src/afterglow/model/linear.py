@@ -69,6 +69,11 @@ class PlainLinear:
         self.outputs, self.inputs = weight.shape
         self._weight, self._bias = weight, bias
 
+    @property
+    def plain(self) -> Tensor | None:
+        """Return the weight [outputs, inputs] if it is all there is, side by side in memory: None where there is a bias."""
+        return self._weight if self._bias is None and self._weight.is_contiguous() else None
+
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 

@@ -242,7 +242,7 @@ def test_an_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
 
 
 @needs_model
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_both_processes_get_a_signal_and_the_cache_is_written(tmp_path: Path, number: int) -> None:
     with serving(tmp_path, *APART) as server:
         assert post(server, TALK).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

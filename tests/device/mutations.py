@@ -35,7 +35,7 @@ SCENES = (
     *(
         tuple(
             f"{INTERPRETED}{scene}"
-            for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing", "decode_scenes.experts")
+            for scene in ("kernels", "stored", "block_scenes.products", "decode_scenes.racing", "mixture")
         )
         if find_spec("triton") is not None
         else ()
@@ -55,7 +55,7 @@ FIRST = {
     "paged_parts": f"{INTERPRETED}kernels",
     "slot_gather": f"{INTERPRETED}stored",
     "triton_products": f"{INTERPRETED}block_scenes.products",
-    "experts": f"{INTERPRETED}decode_scenes.experts",
+    "experts": f"{INTERPRETED}mixture",
     "triton": f"{INTERPRETED}stored",
 }
 

@@ -35,6 +35,7 @@ from afterglow.text import Tokenizer
 from tests.device import pretend
 from tests.device.counts import measure
 from tests.device.doors import slots_read
+from tests.engine.conftest import FAMILIES, write_model
 from tests.structured_model import random_model
 
 MiB = 2**20
@@ -110,6 +111,17 @@ def stored(device: str, folder: Path) -> list[Any]:
         found += ask(engine, [[*prefix[: 79 - len(found)], *draw(300 + len(found), 5)]], tokens=2)
     engine.close()
     return [*found, watch.counts["launches of _gather"]]
+
+
+def mixture(device: str, folder: Path) -> list[Any]:
+    """Experts that rows of a prompt and a reply choose; and how often Triton's kernel had found them."""
+    from tests.device.watching import watch
+
+    model = write_model({**FAMILIES["mixtral"], "vocab_size": 256}, folder / "model")
+    engine = load(device, folder, model)
+    found = ask(engine, [draw(3, 20)], tokens=3)
+    engine.close()
+    return [*found, watch.counts["launches of _expert_wide"]]
 
 
 def importance(device: str, folder: Path) -> list[Any]:

@@ -32,6 +32,7 @@ from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
 from tests.server.conftest import REPLY
+from tests.server.fake_engine_main import Unreadable
 from tests.server.process import Process, serving
 from tests.waiting import wait_for
 
@@ -216,9 +217,49 @@ def test_what_is_asked_of_a_dead_engine_is_refused_at_once(model_dir: Path) -> N
         assert not server.engine.healthy
 
 
+def test_an_answer_that_cannot_be_read_ends_both_processes(model_dir: Path) -> None:
+    with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.engine.call, "unreadable", (), {})
+        with pytest.raises(RequestError, match="stopped"):
+            asked.result(20)
+        assert not server.engine.healthy
+
+
+def test_a_call_that_cannot_be_read_ends_both_processes(model_dir: Path) -> None:
+    with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(server.engine.call, "pid", (Unreadable(),), {})
+        with pytest.raises(RequestError, match="stopped"):
+            asked.result(20)
+
+
+def test_levels_may_come_with_the_facts(model_dir: Path) -> None:
+    with held(model_dir, look_seconds=0.0) as server:
+        assert server.engine.healthy
+
+
+def test_no_module_is_taken_from_the_folder_where_the_server_was_started(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    with held(model_dir) as server:
+        assert server.engine.healthy
+
+
+def test_an_engine_that_is_killed_while_it_ends_is_told_of(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with held(model_dir) as server, ThreadPoolExecutor(1) as closing:
+        pid = int(server.engine.call("pid", (), {}))
+        os.kill(pid, signal.SIGSTOP)
+        ended = closing.submit(server.engine.close)
+        wait_for(lambda: server.engine._closing)
+        os.kill(pid, signal.SIGKILL)
+        ended.result(20)
+    assert "ended with code -9" in caplog.text
+
+
 @needs_model
 def test_a_killed_engine_ends_its_requests_and_the_server_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path, *APART) as server:
+    with serving(tmp_path, *APART, "--shared", f"file://{tmp_path}/shared") as server:
         with begun(server, LONG) as lines:
             os.kill(engine_of(server), signal.SIGKILL)
             said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -229,6 +270,7 @@ def test_a_killed_engine_ends_its_requests_and_the_server_says_so(tmp_path: Path
         assert "the engine's process has ended with code -9" in server.log.read_text()
         server.process.terminate()
         assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log.read_text()
 
 
 @needs_model

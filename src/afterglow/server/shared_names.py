@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -64,9 +64,10 @@ class SharedNames:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop looking. Waits for a file."""
         self._ended.set()
-        self._ids.notices.save()
+        with suppress(RequestError):  # an engine in another process has ended; some events are then acted upon again
+            self._ids.notices.save()
 
     # --------------------------------------------------------------------------------------------- conversations
 

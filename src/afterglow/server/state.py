@@ -151,7 +151,7 @@ class State:
         yield
         sweeping.cancel()
         if self.shared_names is not None:
-            self.shared_names.close()
+            await asyncio.to_thread(self.shared_names.close)
         if worker is not None:
             await asyncio.to_thread(worker.close)
         self.bodies.close()

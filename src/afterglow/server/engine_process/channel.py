@@ -120,10 +120,11 @@ class Channel:
         """Send what waits, and close this end."""
         self._waiting.put(_LAST)
         self._writer.join(SECONDS_TO_SEND)
-        self._hang_up()
+        self.hang_up()
         self._socket.close()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """End the connection at both ends."""
         with contextlib.suppress(OSError):  # the other process has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -141,7 +142,7 @@ class Channel:
             return
         except Exception:  # neither process may wait for messages that never come
             log.exception("messages between the server and its engine could not be sent")
-            self._hang_up()
+            self.hang_up()
 
 
 _LAST = object()

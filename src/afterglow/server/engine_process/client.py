@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -49,7 +50,9 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                # Modules come from where this process has its own: without -P also from the folder where it was started.
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the server alone
@@ -61,6 +64,7 @@ class EngineProcess:
         self._sinks: dict[str, Callable[[Output], None]] = {}  # by request id
         self._outputs = OutputReader()
         self._ended = False
+        self._ended_early = False
         self._closing = False
         try:
             self._channel.send(first)
@@ -131,7 +135,9 @@ class EngineProcess:
         """End the engine, which writes its cache to disk, and its process."""
         self._closing = True
         self._tell("host.end")
-        self._end(CLOSE_SECONDS)
+        code = self._end(CLOSE_SECONDS)
+        if code and not self._ended_early:
+            log.error("the engine's process has ended with code %s: its cache may not be on disk", code)
         self._channel.close()
 
     # ------------------------------------------------------------------------------------------------------- messages
@@ -139,7 +145,7 @@ class EngineProcess:
     def _started(self) -> EngineFacts:
         """Wait until the models are loaded. Raises: UserError, with what is wrong."""
         try:
-            (found,) = self._channel.receive()
+            found = next(each for each in self._channel.receive() if not isinstance(each, Levels))
         except EOFError:
             code = self._process.wait()
             raise UserError(f"the engine's process has ended with code {code} before it served") from None
@@ -174,14 +180,19 @@ class EngineProcess:
                 for message in self._channel.receive():
                     self._take(message)
         except EOFError:
-            with self._lock:
-                self._ended = True
-                waiting = list(self._answers.values())
-                self._answers.clear()
-            for answer in waiting:
-                answer.set_exception(stopped())
-            if not self._closing:
-                log.error("the engine's process has ended with code %s", self._process.wait())
+            pass
+        except Exception:  # otherwise all that is asked would be waited for without end
+            log.exception("messages of the engine's process could not be read")
+            self._channel.hang_up()  # by which the process ends
+        with self._lock:
+            self._ended = True
+            waiting = list(self._answers.values())
+            self._answers.clear()
+        for answer in waiting:
+            answer.set_exception(stopped())
+        if not self._closing:
+            self._ended_early = True
+            log.error("the engine's process has ended with code %s", self._process.wait())
 
     def _take(self, message: Answer | Levels | NewTokens | Output) -> None:
         if isinstance(message, Output | NewTokens):
@@ -203,14 +214,14 @@ class EngineProcess:
         if sink is not None:
             sink(output)
 
-    def _end(self, seconds: float) -> None:
-        """Wait for the end of the process, and end it then."""
+    def _end(self, seconds: float) -> int:
+        """Wait for the end of the process, and end it then. Returns its exit code."""
         try:
-            self._process.wait(seconds)
+            return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             log.warning("the engine's process is killed: it has not ended within %.0f s", seconds)
             self._process.kill()
-            self._process.wait()
+            return self._process.wait()
 
     def _embedder(self, index: int, facts: EmbedderFacts, tokenizer: Tokenizer) -> TextEmbedder:
         memo = None

@@ -71,8 +71,8 @@ class EngineHost:
             [_facts(each) for each in embedders],
             levels,
         )
+        self._engine = engine  # before the first submission
         self._channel.send(facts)
-        self._engine = engine
         while not self._ended.wait(LOOK_SECONDS):
             self._channel.send(_LOOK)
 
@@ -119,9 +119,12 @@ class EngineHost:
                 for message in self._channel.receive():
                     self._make(message)
         except EOFError:
-            if not self._closed:
-                log.error("the server's process has ended, and so does its engine")
-                os._exit(1)  # as a killed server would: nothing more is written, what is on disk stays valid
+            if self._closed:
+                return
+            log.error("the server's process has ended, and so does its engine")
+        except Exception:
+            log.exception("messages of the server's process could not be read, and its engine ends")
+        os._exit(1)  # as a killed server would: nothing more is written, what is on disk stays valid
 
     def _make(self, call: Call) -> None:
         """Make a call. One that is answered has a thread of its own, but for the submission of requests: a request that is cancelled

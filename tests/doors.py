@@ -345,6 +345,11 @@ def recorder_file(recorder: Any) -> Any:
     return recorder._file
 
 
+def is_ending(process: Any) -> bool:
+    """Whether an engine's process has been told to end."""
+    return bool(process._closing)
+
+
 def registrar_of(engine: Any) -> Any:
     """Return the registrar of shared prefixes."""
     return engine._registrar

@@ -31,6 +31,7 @@ from afterglow.server.engine_process.outputs import NewTokens, OutputReader, Out
 from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
+from tests import doors
 from tests.server.conftest import REPLY
 from tests.server.fake_engine_main import Unreadable
 from tests.server.process import Process, serving
@@ -251,7 +252,7 @@ def test_an_engine_that_is_killed_while_it_ends_is_told_of(model_dir: Path, capl
         pid = int(server.engine.call("pid", (), {}))
         os.kill(pid, signal.SIGSTOP)
         ended = closing.submit(server.engine.close)
-        wait_for(lambda: server.engine._closing)
+        wait_for(lambda: doors.is_ending(server.engine))
         os.kill(pid, signal.SIGKILL)
         ended.result(20)
     assert "ended with code -9" in caplog.text

@@ -23,7 +23,7 @@ _ANYWHERE = ("0.0.0.0", "::")
 
 def announce(folder: Path | None, **said: str | int | None) -> None:
     """Write more about the process that holds a namespace, this one, into its lock file: `url` and `certificate` (PEM), by which clients
-    find a server, or `pid`, of a process that holds it from now on as far as others are concerned."""
+    find a server, or the `pid` of another process that is to be named as the holder."""
     if folder is None:
         return
     try:

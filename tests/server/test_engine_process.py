@@ -255,7 +255,7 @@ def test_an_engine_that_is_killed_while_it_ends_is_told_of(model_dir: Path, capl
         wait_for(lambda: doors.is_ending(server.engine))
         os.kill(pid, signal.SIGKILL)
         ended.result(20)
-    assert "ended with code -9" in caplog.text
+    assert "was killed by signal 9" in caplog.text
 
 
 @needs_model
@@ -268,7 +268,7 @@ def test_a_killed_engine_ends_its_requests_and_the_server_says_so(tmp_path: Path
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert post(server, TALK).status_code == 503
         assert httpx.get(f"{server.url}/metrics").status_code == 200
-        assert "the engine's process has ended with code -9" in server.log.read_text()
+        assert "the engine's process was killed by signal 9; the server must be restarted" in server.log.read_text()
         server.process.terminate()
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.log.read_text()
@@ -298,6 +298,18 @@ def test_both_processes_get_a_signal_and_the_cache_is_written(tmp_path: Path, nu
     with serving(tmp_path, *APART) as server:
         usage = post(server, TALK).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_ctrl_c_while_the_engine_loads_is_no_error(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: EngineProcess) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineProcess, "_started", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        EngineProcess("tests.server.fake_engine_main", (model_dir, [1], {"eos": 0}))
+    assert capfd.readouterr().err == ""
 
 
 @needs_model

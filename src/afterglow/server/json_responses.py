@@ -127,7 +127,7 @@ def shutting_down() -> RequestError:
 def engine_dead() -> RequestError:
     """Make the error for requests after the engine has failed."""
     return RequestError(
-        "the engine has stopped because of an internal error; the server must be restarted",
+        "the engine has stopped unexpectedly; the server must be restarted",
         status=503,
         code="engine_dead",
     )

@@ -120,8 +120,8 @@ class ServerConfig(MemoReuse):
     )
     engine_process: EngineProcessMode = option(
         "auto",
-        "Run the engine in a process of its own, so that it and HTTP do not wait for each other's Python code: auto where the model is "
-        "on a GPU; on, off.",
+        "Run the engine in a process of its own, so that it and HTTP do not wait for each other's Python code. With auto it does where "
+        "the model is on a GPU.",
     )
     record_trace: Path | None = option(
         None,

@@ -69,7 +69,9 @@ class EngineProcess:
         try:
             self._channel.send(first)
             self._facts = facts = self._started()
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, UserError):  # Ctrl-C: there is nothing to write yet, and nothing to say
+                self._process.kill()
             self._channel.close()  # by which the process ends
             self._end(KILL_SECONDS)
             raise
@@ -137,7 +139,7 @@ class EngineProcess:
         self._tell("host.end")
         code = self._end(CLOSE_SECONDS)
         if code and not self._ended_early:
-            log.error("the engine's process has ended with code %s: its cache may not be on disk", code)
+            log.error("the engine's process %s: its cache may not be on disk", _end_of(code))
         self._channel.close()
 
     # ------------------------------------------------------------------------------------------------------- messages
@@ -147,8 +149,7 @@ class EngineProcess:
         try:
             found = next(each for each in self._channel.receive() if not isinstance(each, Levels))
         except EOFError:
-            code = self._process.wait()
-            raise UserError(f"the engine's process has ended with code {code} before it served") from None
+            raise UserError(f"the engine's process {_end_of(self._process.wait())} before it served") from None
         if isinstance(found, UserError):
             raise found
         return cast(EngineFacts, found)
@@ -192,7 +193,7 @@ class EngineProcess:
             answer.set_exception(stopped())
         if not self._closing:
             self._ended_early = True
-            log.error("the engine's process has ended with code %s", self._process.wait())
+            log.error("the engine's process %s; the server must be restarted", _end_of(self._process.wait()))
 
     def _take(self, message: Answer | Levels | NewTokens | Output) -> None:
         if isinstance(message, Output | NewTokens):
@@ -229,6 +230,11 @@ class EngineProcess:
             memo = cast(MemoUse, FarMemo(facts, lambda: self._levels.damaged[index]))
         embedder = cast(Embedder, FarEmbedder(self.call, index, facts))
         return TextEmbedder(facts.name, embedder, tokenizer, Template(facts.template), memo)
+
+
+def _end_of(code: int) -> str:
+    """Say how a process ended, by its exit code."""
+    return f"was killed by signal {-code}" if code < 0 else f"has ended with code {code}"
 
 
 class FarGrammars:

@@ -30,6 +30,7 @@ if __name__ == "__main__":
     engine.start()
     offer("pid", os.getpid)
     offer("unreadable", Unreadable)
+    offer("counting", lambda: iter(range(3)))
     host.serve(engine, Tokenizer(Path(folder)), [])
     engine.gate.set()
     engine.close()

@@ -19,7 +19,7 @@ from afterglow.memory import pages
 
 log = logging.getLogger("afterglow.engine")
 
-COPIES, COPIED_BYTES = 4, 16 << 20  # of which the rate of a bus is measured: 20 ms at 3 GB/s
+COPIES, COPIED_BYTES = 4, 16 << 20  # they measure the rate of a bus, in 20 ms at 3 GB/s
 
 
 def choose_device(name: str) -> torch.device:

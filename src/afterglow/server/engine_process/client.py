@@ -134,7 +134,9 @@ class EngineProcess:
         return self._each(found.name) if isinstance(found, Yielded) else found
 
     def close(self) -> None:
-        """End the engine, which writes its cache to disk, and its process."""
+        """End the engine, which writes its cache to disk, and its process. May be called twice."""
+        if self._closing:
+            return
         self._closing = True
         self._tell("host.end")
         code = self._end(CLOSE_SECONDS)

@@ -278,6 +278,10 @@ class EngineConfig:
         "and an approximation, said in the usage. Where reading or computing all rows is predicted to be as fast, the answer is exact "
         "(unless --source load). 1 is exact, and lets requests ask for less (kv_retention). Default: off.",
     )
+    importance_mass: float = option(
+        1.0,
+        "Take fewer tokens in a layer where these hold this part of its attention; --importance stays the most. 1: always as many (SPEC).",
+    )
     importance_alpha: float = option(
         0.6, "How soon probe heads are believed (SPEC's alpha): 0 never, more means sooner."
     )
@@ -360,6 +364,10 @@ class EngineConfig:
             raise ConfigError(f"{option} does nothing without --kv-events; give an address there too")
         if self.importance is not None and not 0 < self.importance <= 1:
             raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")
+        if not 0 < self.importance_mass <= 1:
+            raise ConfigError(f"--importance-mass is a share, more than 0 and at most 1, got {self.importance_mass}")
+        if self.importance_mass < 1 and self.importance is None:
+            raise ConfigError("--importance-mass does nothing without --importance: give the largest share there too")
         if self.importance is not None and not self.cache.reuse:
             raise ConfigError(
                 "--importance is about cached prefixes, and --no-reuse switches the cache off: use one or the other"

@@ -1,4 +1,4 @@
-"""One key and value for what is left out of each chunk; as many rows as get a share of the attention."""
+"""One key and value for what is left out of each chunk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from benchmarks.papers.spec import left_out
 from benchmarks.papers.spec.attend import prefill
-from benchmarks.papers.spec.mass import fewest
 from benchmarks.papers.spec.means import ChunkMeans, means_of
 from benchmarks.papers.spec.prefixes import Query, Shared
 
@@ -56,11 +55,6 @@ def test_keys_that_do_not_depend_on_their_positions_have_an_exact_mean() -> None
     for chunk, (start, stop) in enumerate(((0, 32), (32, 64), (64, 70))):
         torch.testing.assert_close(means[0].keys[chunk], turned[start:stop].mean(0), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(means[1].values[chunk], raw.values[1][start:stop].mean(0), atol=1e-5, rtol=1e-4)
-
-
-def test_the_fewest_rows_with_a_share_of_the_attention() -> None:
-    sums = torch.tensor([[4.0, 0.0, 3.0, 1.0], [4.0, 2.0, 1.0, 1.0]])  # means 4, 1, 2, 1
-    assert [fewest(sums, mass) for mass in (0.3, 0.5, 0.74, 0.76, 1.0)] == [1, 1, 2, 3, 4]
 
 
 def test_every_arm_is_measured() -> None:

@@ -17,8 +17,9 @@ import torch
 from benchmarks.papers.spec import prefixes
 from benchmarks.papers.spec.attend import SelectingAttend, prefill
 
+from afterglow.config import EngineConfig
 from afterglow.engine.engine import Completion
-from afterglow.errors import RequestError
+from afterglow.errors import ConfigError, RequestError
 from afterglow.importance.chunk_loader import ChunkLoader
 from afterglow.importance.select import SelectionRules
 from afterglow.plan.batching.admission import MIN_ASKING_ROWS
@@ -69,7 +70,10 @@ def draw(seed: object, n: int) -> list[int]:
 def expected(handle: Handle, prefix: list[int], new: list[int], retention: float, steps: int) -> list[torch.Tensor]:
     """Log-probabilities of the tokens to come, drawing greedily, from rows that are all in memory."""
     decoder, config = handle.engine.decoder, handle.engine.config
-    rules = SelectionRules(retention=retention, alpha=config.importance_alpha, fallback=config.importance_fallback)
+    rules = SelectionRules(
+        retention=retention, mass=config.importance_mass, alpha=config.importance_alpha,
+        fallback=config.importance_fallback,
+    )  # fmt: skip
     with torch.inference_mode():
         attend = SelectingAttend(decoder, prefill(decoder, prefix), rules, renew=config.importance_renew > 0)
         ids, found = new, []
@@ -327,6 +331,40 @@ def test_a_renewed_selection_is_what_it_is_in_memory(
     assert stats is not None
     assert (stats.renewals > 0) == (stats.renewed_rows > 0) == bool(renew)
     assert stats.failed_renewals == 0
+
+
+@pytest.mark.parametrize("renew", [0, 1])
+@pytest.mark.parametrize("alpha", [0.0, 20.0])  # a set for each head, one set for all
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_layer_takes_as_many_rows_as_hold_a_share_of_its_attention(
+    start: Start, model_of: Models, tmp_path: Path, tier: str, alpha: float, renew: int
+) -> None:
+    options: dict[str, Any] = {"importance_exact": "never", "importance_renew": renew, "importance_alpha": alpha}
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_mass=0.6, **options)
+    prefix, new = draw("mass", ROWS), draw(tier, NEW)
+    handle.ask(prefix, max_tokens=1)
+    handle.engine.settle()
+    handle.engine.demote(tier)  # type: ignore[arg-type]
+    done = ask(handle, [*prefix, *new], 0.95, max_tokens=12)
+    agree(done, expected(handle, prefix, new, 0.95, 12))
+    assert done.selected is not None
+    assert 0 < done.selected.kept < 0.9 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"importance": 0.5, "importance_mass": 0.0},
+            "--importance-mass is a share, more than 0 and at most 1, got 0.0",
+        ),
+        ({"importance": 0.5, "importance_mass": 1.5}, "at most 1, got 1.5"),
+        ({"importance_mass": 0.9}, "--importance-mass does nothing without --importance"),
+    ],
+)
+def test_shares_of_the_attention_that_make_no_sense(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)  # type: ignore[arg-type]
 
 
 def test_every_so_many_tokens(start: Start, model_of: Models, tmp_path: Path) -> None:

@@ -80,14 +80,19 @@ def test_probe_keys_are_known_of_all_rows_and_others_of_those_selected() -> None
     assert len(held.without_keys()) == 0
 
 
-def test_another_number_of_rows_is_refused() -> None:
+@pytest.mark.parametrize("count", [1, K - 1, K + 5])
+def test_more_or_fewer_rows_may_follow(count: int) -> None:
     keys, values = contents()
     held = full_of(keys, values)
-    selection = draw(1, False)
-    held.begin(selection, (pick(keys, selection), pick(values, selection)))
-    fewer = Selection("shared", ROWS, selection.rows[:-1], selection.rows[:-1])
-    with pytest.raises(ValueError, match="attends to 20 rows cannot go on with 19"):
-        held.renew(fewer)
+    before = draw(1, False)
+    held.begin(before, (pick(keys, before), pick(values, before)))
+    rows = torch.arange(count) * 2
+    held.renew(Selection("shared", ROWS, rows, rows))
+    same_set(held.kept[0], keys[rows])
+    same_set(held.kept[1], values[rows])
+    assert set(held.ever.nonzero().flatten().tolist()) == {*before.wanted().tolist(), *rows.tolist()}
+    held.renew(before)
+    same_set(held.kept[0], pick(keys, before))
 
 
 def test_all_rows_are_taken_for_good() -> None:

@@ -68,9 +68,26 @@ def test_how_many_rows_are_kept() -> None:
     assert SelectionRules(retention=0.01, least=0).keep(1) is None
 
 
+@pytest.mark.parametrize(("mass", "alone", "both"), [(0.3, 1, 1), (0.5, 2, 2), (0.7, 3, 2), (0.9, 4, 3), (0.99, 4, 4)])
+def test_the_fewest_rows_that_hold_a_share_of_the_attention(mass: float, alone: int, both: int) -> None:
+    """Heads' own largest rows hold 4, 7, 8, 8 and 3, 5, 7, 8 of 8; those of the mean hold 3.5, 5.5, 7 and 8."""
+    sums = torch.tensor([[4.0, 0.0, 3.0, 1.0], [3.0, 2.0, 1.0, 2.0]])
+    rules = SelectionRules(mass=mass)
+    assert rules.enough(sums.mean(0), 4) == alone
+    assert rules.enough(sums, 4) == both
+    assert rules.enough(sums, 2) == min(2, both)
+
+
+def test_no_attention_at_all_keeps_what_may_be_kept() -> None:
+    assert SelectionRules(mass=0.5).enough(torch.zeros(2, 9), 3) == 3
+    assert SelectionRules().enough(torch.ones(2, 9), 3) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"mass": 0.0}, "mass must be more than 0 and at most 1, got 0"),
+        ({"mass": 1.1}, "got 1.1"),
         ({"retention": 0.0}, "retention must be more than 0 and at most 1, got 0"),
         ({"retention": 1.5}, "got 1.5"),
         ({"probe_heads": 0}, "one probe head or more"),

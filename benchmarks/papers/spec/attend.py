@@ -19,7 +19,6 @@ from afterglow.importance.sums import grouped, head_sums
 from afterglow.importance.waits import at_hand, waited
 from afterglow.kernels.attention import attend, merge
 from afterglow.model.decoder import Attention, Decoder
-from benchmarks.papers.spec.mass import MassSelector
 
 Part = tuple[Tensor, Tensor]
 LeftOut = Callable[[int, Tensor, Selection, float], Part]
@@ -89,13 +88,12 @@ class SelectingAttend:
         renew: bool = False,
         observe: bool = False,
         left_out: LeftOut | None = None,
-        mass: float | None = None,
     ) -> None:
         """`fixed`: rows that each layer attends to without looking, int64 [k] or [kv_heads, k], instead of `rules`.
         `system`: the prefix's first rows that are always attended to, and not among those that are selected from (spec
         X8); rows are counted from there on. `renew`: select anew for whatever is decoded, by its own attention, in layers
         that have not taken all rows (not in SPEC, whose decoding stays with what the prompt selected). `left_out`: attends to what
-        was not selected. `mass`: see `MassSelector`. Give a prefix that has been turned where it serves many requests."""
+        was not selected. Give a prefix that has been turned where it serves many requests."""
         if not 0 <= system <= len(prefix):
             raise ValueError(f"a system prompt of {system} rows is not in a prefix of {len(prefix)}")
         spec = decoder.spec
@@ -105,7 +103,7 @@ class SelectingAttend:
         self._fixed, self._system, self._observe, self._left_out = fixed, system, observe, left_out
         self.renew = renew
         probes = probes_of(spec.heads, spec.kv_heads, rules.probe_heads)
-        self._selector = RowSelector(probes, rules) if mass is None else MassSelector(probes, rules, mass)
+        self._selector = RowSelector(probes, rules)
         self._rotation = decoder.rotation(torch.empty(0, dtype=torch.int64, device=decoder.device))
         self._kept: list[Part] = []
         self._own: list[Part] = []

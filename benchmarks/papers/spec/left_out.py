@@ -2,7 +2,7 @@
 """What rows are worth that a selection leaves out, each chunk of them as one mean key and value (`means.py`); beyond SPEC.
 
 Compared with the full cache, on the same next tokens: SPEC's selection alone; with the means; and with as many rows in each layer as
-get a share of the attention (`mass`) instead of a fixed share of rows. Protocols as in `quality.py`. Nothing is chosen by the figures:
+get a share of the attention (`--importance-mass`) instead of a fixed share of rows. Protocols as in `quality.py`. Nothing is chosen by the figures:
 chunks have the store's 64 rows, and the shares are those of the other tables.
 
 The bundled model recalls facts of dialogues. With --data (or AFTERGLOW_DATA), a folder with `wikitext2/wiki.test.raw`, and the package
@@ -53,18 +53,21 @@ EXACT = "exact"
 class Arm(NamedTuple):
     """A way to attend: to a share of the rows, or to those that get the share `mass` of the attention; and to the rest as means, or not."""
 
-    retention: float
-    mass: float | None = None
+    rules: SelectionRules
     means: bool = False
 
     @property
     def name(self) -> str:
-        kept = f"{self.retention:.0%} of the rows" if self.mass is None else f"{self.mass:.0%} of the attention"
+        mass, share = self.rules.mass, self.rules.retention
+        kept = f"{mass:.0%} of the attention" if mass < 1 else f"{share:.0%} of the rows"
         return f"{kept}, means" if self.means else kept
 
 
-ARMS = [Arm(share, means=means) for share in (0.5, 0.25, 0.1) for means in (False, True)]
-ARMS += [Arm(0.25, mass) for mass in (0.5, 0.7)]
+MOST = 0.95  # of the rows, where a share of the attention is asked for
+RULES = [SelectionRules(retention=share) for share in (0.5, 0.25, 0.1)]
+RULES += [SelectionRules(retention=MOST, mass=mass) for mass in (0.5, 0.7, 0.9, 0.95)]
+ARMS = [Arm(rules, means) for rules in RULES for means in (False, True)]
+QUARTER = Arm(RULES[1], means=True)
 
 
 class Asked:
@@ -85,7 +88,7 @@ class Asked:
         }
         for arm in ARMS:
             request = SelectingAttend(
-                decoder, prefix, SelectionRules(retention=arm.retention), renew=protocol == "generated", mass=arm.mass,
+                decoder, prefix, arm.rules, renew=protocol == "generated",
                 left_out=partial(_left_out, means) if arm.means else None,
             )  # fmt: skip
             guesses[arm.name] = self._guess(decoder, request, query, protocol)
@@ -134,7 +137,7 @@ def measure(text: str, decoder: Decoder, shared: Sequence[Shared]) -> tuple[list
             if recalled["questions"]:
                 row |= {"recall": recalled["accuracy"][arm.name], "recall_points": recalled["points"][arm.name]}
             rows.append(row)
-        lost = alike["points"][Arm(0.25, means=True).name]
+        lost = alike["points"][QUARTER.name]
         name = f"{text}, {protocol}: points of agreement lost at a quarter of the rows, with means"
         goals.append(goal(name, -lost["value"], LOST, least=False, spread=(lost["error"] or 0.0) / LOST))
     return rows, goals

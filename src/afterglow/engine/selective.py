@@ -191,7 +191,7 @@ class PrefixSelection:
             stats.failed_renewals += 1
             return
         loaded.renew(selection)
-        self.selections[layer] = selection
+        self.kept[layer], self.selections[layer] = loaded.kept, selection
         stats.renewals += 1
 
     def _load_keys(self, loaded: LoadedRows, layer: int, missing: Tensor) -> Waits[None]:

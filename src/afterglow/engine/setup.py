@@ -382,6 +382,7 @@ def _selective(
     assert config.importance is not None
     rules = SelectionRules(
         retention=config.importance,
+        mass=config.importance_mass,
         probe_heads=PROBE_HEADS,
         alpha=config.importance_alpha,
         fallback=config.importance_fallback,

@@ -40,8 +40,7 @@ class LoadedRows:
         """Take in the first selection, with its rows [k, kv_heads, head_dim] in the order of `selection.rows`."""
         keys, values = (_heads_first(rows) for rows in kept)
         self.kept, self._rows = (keys, values), self._of_heads(selection)
-        heads = torch.arange(keys.shape[1], device=keys.device)
-        rows = self._rows.T
+        rows, heads = self._places()
         self.keys[rows, heads], self.values[rows, heads] = keys, values
         self.known_keys.scatter_(1, self._rows, True)
         self.known_values.scatter_(1, self._rows, True)
@@ -67,14 +66,19 @@ class LoadedRows:
         return _lacking(self.known_values, rows)
 
     def renew(self, selection: Selection) -> None:
-        """Attend to another selection, whose rows have all been loaded. Only rows that the last one did not have are copied."""
+        """Attend to another selection, whose rows have all been loaded. Of as many rows as before, only those are copied that the
+        last one did not have."""
         if selection.kind == "all":
             self.whole = True
             self.ever[:] = True
             return
         wanted = torch.zeros_like(self.known_keys).scatter_(1, self._of_heads(selection), True)
-        if wanted.shape[1] and selection.kept != self._rows.shape[1]:
-            raise ValueError(f"a layer that attends to {self._rows.shape[1]} rows cannot go on with {selection.kept}")
+        if selection.kept != self._rows.shape[1]:
+            self._rows = self._of_heads(selection)
+            rows, heads = self._places()
+            self.kept = (_heads_first(self.keys[rows, heads]), _heads_first(self.values[rows, heads]))
+            self.ever |= wanted.any(0)
+            return
         heads, places = (~wanted.gather(1, self._rows)).nonzero(as_tuple=True)
         # As many come as leave, for each head: both are listed by head.
         _, rows = (wanted & ~self._mask()).nonzero(as_tuple=True)
@@ -82,6 +86,10 @@ class LoadedRows:
         keys[places, heads], values[places, heads] = self.keys[rows, heads], self.values[rows, heads]
         self._rows[heads, places] = rows
         self.ever[rows] = True
+
+    def _places(self) -> Pair:
+        """Return the rows that are attended to now, int64 [k, kv_heads], and their heads [kv_heads]: places in `keys`."""
+        return self._rows.T, torch.arange(len(self._rows), device=self._rows.device)
 
     def _mask(self) -> Tensor:
         """Mark the rows that are attended to now: bool [kv_heads, rows]."""

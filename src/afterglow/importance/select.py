@@ -2,8 +2,9 @@
 
 `RowSelector`, the one routine for prompts and for decoded tokens, takes these steps for each layer of a request:
 
-    k = rules.keep(rows)                                  # None: all rows, nothing to select
+    most = rules.keep(rows)                               # None: all rows, nothing to select
     sums = probe_sums(probes, q, probe_keys, own_keys)    # attention that each row gets, by voter
+    k = rules.enough(sums.mean(0), most)                  # fewer, where fewer rows hold the share `mass`
     verdict = judge(sums, k, rules)
     selection = verdict.selection                         # the probe heads agree: one set for all heads
     if selection is None:                                 # they disagree: all keys have to be loaded
@@ -39,7 +40,8 @@ Force = Literal["no", "pass", "fallback"]
 class SelectionRules:
     """Set how much is kept, and how far probe heads must agree.
 
-    `retention`: the share of rows that count as important. `alpha`: the heads agree if their similarity exceeds (expected
+    `retention`: the share of rows that count as important. `mass`: the share of the attention with which a layer is content; where
+    fewer rows hold it, fewer are kept (1: the share of rows alone, as in SPEC). `alpha`: the heads agree if their similarity exceeds (expected
     Jaccard index of random sets) ** alpha; with 0 they never do, with more they do sooner. `fallback`: what a layer keeps
     whose probe heads disagree, a set of rows for each KV head (H2O) or all rows. `force`: treat every layer as one that passes,
     or falls back (for measurements; heads of models with random weights never agree). `least`: of fewer rows all are kept.
@@ -47,6 +49,7 @@ class SelectionRules:
     """
 
     retention: float = 0.25
+    mass: float = 1.0
     probe_heads: int = 3
     alpha: float = 0.6
     fallback: Fallback = "per_head"
@@ -56,6 +59,8 @@ class SelectionRules:
     def __post_init__(self) -> None:
         if not 0 < self.retention <= 1:
             raise ConfigError(f"retention must be more than 0 and at most 1, got {self.retention:g}")
+        if not 0 < self.mass <= 1:
+            raise ConfigError(f"mass must be more than 0 and at most 1, got {self.mass:g}")
         if self.probe_heads < 1 or self.least < 0:
             raise ConfigError(
                 f"one probe head or more, and 0 rows or more to select from, got {self.probe_heads} and {self.least}"
@@ -69,6 +74,15 @@ class SelectionRules:
             return None
         k = max(1, round(self.retention * rows))
         return None if k >= rows else k
+
+    def enough(self, sums: Tensor, most: int) -> int:
+        """Count the rows, `most` at most, that hold the share `mass` of the attention in the mean over heads, if each head keeps
+        those that it gives most. `sums`: float32 [..., rows]."""
+        if self.mass >= 1:
+            return most
+        held = sums.sort(-1, descending=True).values.cumsum(-1)
+        held = held / held[..., -1:].clamp_min(torch.finfo(held.dtype).tiny)
+        return min(int((held.view(-1, held.shape[-1]).mean(0) < self.mass).sum()) + 1, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,16 +366,16 @@ class RowSelector:
         `probe_keys` loads the keys of the probe heads, [rows, probe heads or more, head_dim], and is not called where all
         rows are selected. `all_keys` loads the keys of all heads, and is called only where the probe heads disagree.
         """
-        exact = self.exact
-        k = self.rules.keep(rows - exact)
-        if k is None:
+        exact, rules = self.exact, self.rules
+        most = rules.keep(rows - exact)
+        if most is None:
             return all_rows(rows, queries.q.device)
         sums = self.probe_sums(queries, (yield from probe_keys()))
-        verdict = judge(sums[:, exact:], k, self.rules)
+        verdict = judge(sums[:, exact:], rules.enough(sums[:, exact:].mean(0), most), rules)
         found = verdict.selection
         if found is None:
             sums = self.all_sums(queries, (yield from all_keys()), sums)
-            found = fall_back(sums[:, exact:], k, self.rules, verdict)
+            found = fall_back(sums[:, exact:], rules.enough(sums[:, exact:], most), rules, verdict)
         return after_prompt(found, exact)
 
     def probe_sums(self, queries: Queries, keys: Tensor) -> Tensor:

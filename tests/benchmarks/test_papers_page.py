@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.papers import page, page_simulated, page_tables
+from benchmarks.papers import missed, page, page_simulated, page_tables
 from scripts import readme
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,16 @@ def test_a_file_that_is_not_there_yet_is_said_and_then_shown(tmp_path: Path, mon
     assert "| disk | 64 | 1,000 | 400 | 300 | 0.76 | 1,024 (a split) | 2.0% |" in page_tables.table(name)
     assert "| disk | 8,192 | 4 | 2 | 50% |" in page_tables.table("load or recompute: changes")
     assert [source.file for source in page_tables.sources("CachedAttention")] == ["tier_rates"]
+
+
+def test_each_missed_goal_has_its_cause_and_two_ways_that_were_tried() -> None:
+    goals = [(file, goal["name"]) for file, goal in page_tables.missed_goals()]
+    found = {goal: missed.explanation(*goal) for goal in goals}
+    assert [goal for goal, entry in found.items() if entry is None] == []
+    assert [entry.what for entry in missed.EXPLAINED if entry not in found.values()] == []
+    for entry in missed.EXPLAINED:
+        assert len(entry.tried) >= 2, entry.what
+        assert all((entry.cause, entry.changes, *entry.tried)), entry.what
 
 
 def row(what: str, printed: float | str, simulated: float, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,203 @@
+"""Why goals are missed: the cause with its measurement, the ways that were tried, and what hardware or model would change it.
+
+Each goal that counts and is missed by more than its noise has one entry here, and `tests/benchmarks/test_papers_page.py` holds that
+no goal lacks one and no entry is left over. How many goals, and by how much, is taken from the files of benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.papers.page_simulated import Found, markdown, number
+
+HEAD = ("goals", "missed", "ours, goal", "cause", "tried", "what would change it")
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """An explanation of goals of one file of results: those whose names `goals`, a regular expression, matches."""
+
+    file: str
+    what: str
+    goals: str
+    cause: str
+    tried: tuple[str, ...]
+    changes: str
+
+    def explains(self, file: str, goal: str) -> bool:
+        return file == self.file and re.search(self.goals, goal) is not None
+
+
+EXPLAINED = (
+    Missed(
+        "overflow",
+        "perplexity CA / TT, WikiText-2, nothing kept",
+        r"^perplexity CA / TT.*nothing kept",
+        "Rows lean on the first token of all (a sink). It is gone, and no row that is left can stand for it.",
+        (
+            "its row stays: 1.020, and 1.000 to 1.009 on the other texts",
+            "all is computed again (TT), which costs what CachedAttention saves",
+        ),
+        "Nothing needs to: the server keeps the head of a conversation. The row shows why.",
+    ),
+    Missed(
+        "truncation",
+        "perplexity NKVT / TT of texts, bundled model",
+        r"^perplexity NKVT / TT: (dialogues: texts to read|WikiText-2), bundled",
+        "The bundled model predicts a text from its last few tokens (its perplexity on WikiText-2 is about 830), so wrong positions of older "
+        "rows cost it little.",
+        (
+            "what it can do, replies that recall facts: 2.6, met",
+            "models that predict their texts: stories260k 3.8 and 64, SmolLM2 6 to 40, met",
+        ),
+        "A model that has learned texts: SmolLM2-135M's table shows it.",
+    ),
+    Missed(
+        "truncation",
+        "perplexity CA / TT, WikiText-2, stories260k",
+        r"^perplexity CA / TT: WikiText-2, stories260k",
+        "The model knows children's stories alone. On Wikipedia's text, which it does not know, its rows depend more on what came before.",
+        ("its own kind of text, TinyStories: 0.9994, met", "a real model on the same text: SmolLM2's table"),
+        "A model that was trained on such text.",
+    ),
+    Missed(
+        "importance_io",
+        "identification, share of TTFT, heads of 16",
+        r"identification, share of TTFT",
+        "A request of 32 tokens asks once in each layer, whatever the width of its heads, while heads of 16 leave little else to compute. Most of it "
+        "is the exponentials of layers that fall back to all heads (4 ms each for 29 heads).",
+        (
+            "column sums in one C call: 5.1 to 1.3 ms a layer",
+            "a vote in one C call: 0.7 to 0.16 ms a layer",
+        ),
+        "Wider heads: 2.9 % at 64.",
+    ),
+    Missed(
+        "importance_io",
+        "caches by score, and guesses, heads of 16",
+        r"\+SC( \+SP)?: TTFT over the step before",
+        "On a CPU a chunk in device memory is no nearer than one in host memory, so that more hits there (70 instead of 43 %) gain nothing. "
+        "Caches of 17.5 and 56 % of the data leave 8 to 12 MB a request to read, and nothing to hide guesses behind.",
+        (
+            "guesses that are not wanted are taken back before they are read: 12 instead of 20 MB a request",
+            "guesses only in layers that they were measured to speed up (one layer in eight tries the other way)",
+        ),
+        "Smaller caches and wider heads: with 5 and 10 % of the data and heads of 64 each step helps. A device with memory of its own.",
+    ),
+    Missed(
+        "importance_io",
+        "waiting for I/O, H2O with LFU over SPEC, heads of 16",
+        r"slow disk: waiting for I/O",
+        "H2O with LFU waits for 42 to 60 ms only, since caches hold three quarters of the data; probe keys, which SPEC always reads first, "
+        "are a larger part of so little.",
+        ("guesses ahead of the layer: 1 to 6 ms less", "caches by score instead of frequency: reads get no less"),
+        "Data of ten times the caches, as in the paper: 1.77 with heads of 64 and caches of 5 and 10 %.",
+    ),
+    Missed(
+        "importance_io",
+        "this machine's own disk, heads of 16",
+        r"the disk as it is: (TTFT, loading everything|waiting for I/O|\+ITF \+RO: TTFT)",
+        "The disk reads 2 GB/s and more, out of the page cache. All of a prefix comes in 122 ms, most of it beside the compute; "
+        "SPEC waits 8 to 12 ms in any of its forms.",
+        (
+            "rows put together by importance: 9 instead of 13 MB, no faster on such a disk",
+            "the plan's own choice (`--source auto`) loads everything there, which is the faster way",
+        ),
+        "A disk that takes longer than the compute: SPEC is for those.",
+    ),
+    Missed(
+        "importance_quality",
+        "agreement in texts at 25 % of the rows",
+        r"agreement in texts lost at 25%",
+        "These small models spread their attention: half of it is on 30 % of the bundled model's rows, and on 1.7 % of SmolLM2's. A quarter "
+        "of the rows holds what is looked up, and not the rest of a text's mood; as many next tokens are right.",
+        (
+            "eight variants (sinks and recent rows, pooling, all heads, ...): only more rows help",
+            "one mean key and value for what is left out of each 64 rows (`benchmarks.papers.spec.left_out`): the bundled model gains 3 points, SmolLM2 none",
+            "rows by a share of the attention (`--importance-mass`): no better with as many rows",
+        ),
+        "Larger models, whose attention is on fewer rows (the paper's have 6.7 billion parameters and more).",
+    ),
+    Missed(
+        "importance_quality",
+        "decoding over what the prompt selected (the paper's way)",
+        r"published: points of (recall lost at 50%|agreement in replies lost at 25%)",
+        "A fact that a reply retrieves is found by the attention of decoded tokens, which took no part in the selection.",
+        (
+            "decoded tokens select anew (`--importance-renew 1`, the default): no recall lost at 50 %, 0.1 points of agreement at 25 %",
+            "every second token selects: 30 points of recall lost",
+        ),
+        "Questions whose answer their prompt already attends to, as in the paper's tasks of one token.",
+    ),
+    Missed(
+        "attncache_sts",
+        "hit rates as published",
+        r"^hit rate.*, as published",
+        "At a threshold that costs at most 2 points on other pairs, one neighbour's maps in all layers are near enough for 15 % of the sentences, 6 % "
+        "of those that are not in the database. The last layer alone costs 10 points with another sentence's map.",
+        (
+            "an index by positions, and several neighbours' maps averaged: 21 and 30 % of hits, at 2.2 and 3.2 points",
+            "layers accepted one by one (the default): 80 % at 0.9 points",
+        ),
+        "Data with repeated sentences, or a model whose last layers are less particular.",
+    ),
+    Missed(
+        "attncache_sts",
+        "loss of AttnCache-f over LazyFormer and SAN",
+        r"^loss of AttnCache-f",
+        "LazyFormer and SAN lose 6 to 8 points on MiniLM, and 25 to 38 in the paper's models: the small encoder needs its later layers' attention "
+        "less. AttnCache-f loses 8.0.",
+        (
+            "thresholds for each layer, and the same training as AttnCache's projector",
+            "fewer hits: at 26 % of unseen sentences it still loses 7.6 points",
+        ),
+        "A decoder as in the paper, of more layers.",
+    ),
+    Missed(
+        "placement",
+        "look-ahead's hits from host",
+        r"^backlog: look-ahead's hits from host",
+        "",
+        ("", ""),
+        "",
+    ),
+    Missed(
+        "saving",
+        "decoding while saving",
+        r"^per decoded token",
+        "",
+        ("", ""),
+        "",
+    ),
+)
+
+
+def explanation(file: str, goal: str) -> Missed | None:
+    """Find the entry of a missed goal. Raises: ValueError if several explain it."""
+    found = [each for each in EXPLAINED if each.explains(file, goal)]
+    if len(found) > 1:
+        raise ValueError(f"{file}: {goal}: explained by {' and by '.join(each.what for each in found)}")
+    return found[0] if found else None
+
+
+def table(missed: Sequence[tuple[str, Found]]) -> str:
+    """Show an entry for each group of missed goals, given as (file, goal)."""
+    groups: dict[Missed, list[Found]] = {}
+    for file, goal in missed:
+        entry = explanation(file, goal["name"])
+        if entry is not None:
+            groups.setdefault(entry, []).append(goal)
+    lines = [
+        (
+            f"{each.what} (`{each.file}`)",
+            str(len(goals)),
+            "; ".join(dict.fromkeys(f"{number(goal['value'])}, {goal['goal']}" for goal in goals)),
+            each.cause,
+            "; ".join(each.tried),
+            each.changes,
+        )
+        for each, goals in groups.items()
+    ]
+    return markdown(HEAD, lines)

@@ -154,7 +154,7 @@ def main() -> int:
 def settings_of(options: Any) -> dict[str, Any]:
     """What rows depend on, besides the machine."""
     kept = {name: getattr(options, name) for name in ("build", "pairs", "steps", "quantization", "figure")}
-    return kept | {"promise": "of all layers together"}  # older files have thresholds of another meaning
+    return kept | {"promise": "of the worst tenth"}  # older files have thresholds of another meaning
 
 
 def kept_rows(options: Any) -> list[dict[str, Any]]:

@@ -118,8 +118,7 @@ def _wanted(settings: MemoSettings, count: int, hit_rate: float, layer_rate: flo
     wanted = np.zeros((count, layers), bool)
     hits = np.random.default_rng(0).permutation(count)[: round(hit_rate * count)]
     each = round(layers * layer_rate / hit_rate) if hit_rate else 0
-    harm = [error.y[-1] for error in settings.errors]
-    wanted[np.ix_(hits, np.argsort(harm, kind="stable")[:each])] = True
+    wanted[np.ix_(hits, np.array(settings.order[:each], int))] = True
     return wanted
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from afterglow.errors import ConfigError
 from afterglow.memo.database import PROJECTOR, MemoDatabase, check_identity, vectors_file, write_vectors
-from afterglow.memo.evaluate import HeldOut, HeldOutTrial, Report, calibrate, joint_budget, threshold_curve
+from afterglow.memo.evaluate import HeldOut, HeldOutTrial, Report, calibrate, threshold_curve
 from afterglow.memo.map_attention import RecordingAttend
 from afterglow.memo.maps import MAPS, Identity, MapStore, token_key
 from afterglow.memo.memo_settings import SETTINGS, MemoSettings
@@ -245,7 +245,7 @@ class Builder:
         samples = [HeldOut(sentences[n], vectors[place[n][0]][place[n][1]], store.read(n)) for n in held]
         samples += self._recorded(others, projector)
         trial = HeldOutTrial(self._embedder, store, index, samples, options.neighbours)
-        variation, errors = calibrate(trial, identity.layers, self._report)
+        variation, order, errors = calibrate(trial, identity.layers, self._report)
         crc = write_vectors(self._folder, numbers, vectors)
         settings = MemoSettings(
             records=len(store),
@@ -253,11 +253,10 @@ class Builder:
             vectors_crc=crc,
             options=options,
             variation=variation,
+            order=order,
             errors=errors,
             calibrated_on=len(others),
         )
-        if options.accept == "layers":
-            settings = replace(settings, budget=joint_budget(trial, settings, self._report))
         settings.curve.extend(threshold_curve(trial, settings, self._report))
         settings.save(self._folder)
         (self._folder / INPUTS).unlink(missing_ok=True)

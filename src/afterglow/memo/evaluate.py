@@ -15,14 +15,15 @@ from afterglow.memo.database import Fetched, read_records
 from afterglow.memo.distances import total_variation
 from afterglow.memo.map_attention import MapsAttend
 from afterglow.memo.maps import MapStore
-from afterglow.memo.memo_settings import MOST, POWER, Isotonic, MemoSettings, isotonic
+from afterglow.memo.memo_settings import POWER, Isotonic, MemoSettings, isotonic
 from afterglow.memo.packing import unpack
 from afterglow.memo.sequence_embedder import Embedder
 from afterglow.memo.vector_index import VectorIndex, weights_of
 from afterglow.model.encoder import BatchAttend
 
 THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.87, 0.86, 0.85)
-BUDGETS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.6, 1.0)
+WORST = 0.1  # of the held-out sentences, by how far they exceed what their distance says
+OWN = 1e-3  # distance up to which a sentence's maps are its own
 Report = Callable[[str, int, int], None]  # what, done, total
 Vector = NDArray[np.float32]
 
@@ -97,40 +98,42 @@ class HeldOutTrial:
         return torch.cat(out)
 
 
-def calibrate(trial: HeldOutTrial, layers: int, report: Report) -> tuple[Isotonic, tuple[Isotonic, ...]]:
-    """Fit distance to the nearest sentence -> total variation, and for each layer -> error of the embedding: see `MemoSettings`. Without
-    any held-out sentence that has a neighbour nothing is known, and only sentences' own maps will be accepted."""
+def calibrate(
+    trial: HeldOutTrial, layers: int, report: Report
+) -> tuple[Isotonic, tuple[int, ...], tuple[Isotonic, ...]]:
+    """Fit distance to the nearest sentence -> total variation, and -> error of the embedding for each number of layers, in the order
+    of their harm: see `MemoSettings`. Without any held-out sentence that has a neighbour nothing is known, and only sentences' own maps
+    will be accepted."""
     nothing = Isotonic((0.0, 1e-3), (0.0, 1.0))
     if not len(trial.distances):
-        return nothing, (nothing,) * layers
-    errors = []
+        return nothing, tuple(range(layers)), (nothing,) * layers
+    harm = []
     for layer in range(layers):
-        alone = np.zeros((len(trial.distances), layers), bool)
-        alone[:, layer] = True
-        errors.append(_from_zero(trial.distances, trial.errors(alone)))
-        report("calibrating", layer + 1, layers)
-    return _from_zero(trial.distances, trial.variations), tuple(errors)
+        harm.append(float(trial.errors(_all(trial, layers, [layer])).mean()))
+        report("calibrating", layer + 1, 2 * layers)
+    order = tuple(int(layer) for layer in np.argsort(harm, kind="stable"))
+    errors = []
+    for count in range(1, layers + 1):
+        errors.append(reckoned(trial.distances, trial.errors(_all(trial, layers, order[:count]))))
+        report("calibrating", layers + count, 2 * layers)
+    return _from_zero(trial.distances, trial.variations), order, tuple(errors)
 
 
-def joint_budget(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> Isotonic:
-    """Measure what the layers' own errors may add up to: maps in several layers may harm more than each of them does alone.
+def reckoned(distances: NDArray[Any], errors: NDArray[np.float64]) -> Isotonic:
+    """Fit distance -> the error to be reckoned with, on texts of any source: the mean at that distance, times what it is
+    exceeded by among the `WORST` of the held-out sentences.
 
-    The errors of the sentences that take maps at each of `BUDGETS` are fitted by a function that never falls, and count as no less
-    than the sum. Returns error -> budget.
+    Texts of another source attend differently at the same distance: short ones without a noun are changed by other maps several
+    times as much. The mean over the worst tenth is the most that the mean can be on a source that has each kind of sentence at most
+    ten times as often.
     """
-    at, errors = [np.zeros(1)], [np.zeros(1)]
-    last: NDArray[np.bool_] | None = None
-    found = np.empty(0)
-    for done, budget in enumerate(BUDGETS):
-        layers, _ = settings.within(trial.distances, budget)
-        if last is None or not np.array_equal(layers, last):
-            last, found = layers, np.maximum(trial.errors(layers)[layers.any(1)], 0)
-        at.append(np.full(len(found), budget))
-        errors.append(found)
-        report("measuring maps of several layers", done + 1, len(BUDGETS))
-    fitted = isotonic(np.concatenate(at), np.concatenate(errors))
-    together = [max(budget, float(fitted(budget))) for budget in BUDGETS]
-    return Isotonic((0.0, *together, max(together[-1], MOST)), (0.0, *BUDGETS, BUDGETS[-1]))
+    fitted = _from_zero(distances, errors)
+    other = distances > OWN
+    beyond = np.sort(np.maximum(errors, 0)[other] / np.maximum(fitted(distances[other]), 1e-6))
+    if not len(beyond):
+        return fitted
+    times = max(1.0, float(beyond[-max(1, round(WORST * len(beyond))) :].mean()))
+    return Isotonic(fitted.x, tuple(times * y for y in fitted.y))
 
 
 def threshold_curve(trial: HeldOutTrial, settings: MemoSettings, report: Report) -> list[dict[str, float]]:
@@ -156,6 +159,13 @@ def threshold_curve(trial: HeldOutTrial, settings: MemoSettings, report: Report)
         )
         report("measuring", done + 1, len(THRESHOLDS))
     return rows
+
+
+def _all(trial: HeldOutTrial, layers: int, taken: Sequence[int]) -> NDArray[np.bool_]:
+    """Let all held-out sentences take maps in the layers `taken`."""
+    chosen = np.zeros((len(trial.distances), layers), bool)
+    chosen[:, list(taken)] = True
+    return chosen
 
 
 def _from_zero(distances: NDArray[Any], values: NDArray[Any]) -> Isotonic:

@@ -19,8 +19,8 @@ from afterglow.errors import ConfigError, DamageError
 from afterglow.memo.options import MemoOptions
 
 SETTINGS = "memo.json"
+FORMAT = 2  # of the file; in 1 each layer had its own error
 POWER = 2.0
-MOST = 2.0  # that 1 - cosine can be
 Floats = NDArray[np.float64]
 
 
@@ -55,45 +55,44 @@ def isotonic(x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> Isoton
     return Isotonic(tuple(p[0] for p in knots), tuple(p[1] for p in knots))
 
 
-SUMS_HOLD = Isotonic((0.0, MOST), (0.0, MOST))
-"""The layers' own errors add up to the error of all: what was taken for granted before it was measured."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoSettings:
-    """`memo.json`. `errors` has a function for each layer: distance -> 1 - cosine of the embedding if that layer alone
-    takes the map. `budget`: 1 - cosine of the embedding -> what the layers' own errors may add up to, so that it is no more
-    when all of them take maps. `curve`: rows of threshold, hit rate and error on the texts that it was calibrated on."""
+    """`memo.json`. `order`: layers, those first whose maps change the embedding least. `errors` has a function for each number of
+    layers: distance -> 1 - cosine of the embedding that is to be reckoned with when so many of `order` take maps. `curve`: rows of
+    threshold, hit rate and error on the texts that it was calibrated on."""
 
     records: int
     trained_on: int  # records that the projector was trained for; later ones were added
     vectors_crc: int
     options: MemoOptions
     variation: Isotonic  # distance -> total variation of the maps
+    order: tuple[int, ...]
     errors: tuple[Isotonic, ...]
     curve: list[dict[str, float]] = field(default_factory=list)
-    budget: Isotonic = SUMS_HOLD
     calibrated_on: int = 0  # texts of another source; 0: some of the database's own, which training did not see
 
     def save(self, folder: Path) -> None:
         """Replaces the file at once."""
-        value = dataclasses.asdict(self)
+        value = {"format": FORMAT, **dataclasses.asdict(self)}
         part = folder / f"{SETTINGS}.part"
         part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         os.replace(part, folder / SETTINGS)
 
     @staticmethod
     def load(folder: Path) -> MemoSettings:
-        """Read the file. Raises: ConfigError (no file, or the build has not ended), DamageError."""
+        """Read the file. Raises: ConfigError (no file, the build has not ended, or another version's file), DamageError."""
         path = folder / SETTINGS
         if not path.is_file():
             raise ConfigError(f"{folder} holds no finished database of attention maps; afterglow memo build makes one")
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
+            if "errors" in value and value.get("format") != FORMAT:
+                raise ConfigError(f"{path} was calibrated by another version's rule; build the database anew")
+            del value["format"]
             value["options"] = MemoOptions(**value["options"])
             value["variation"] = _isotonic(value["variation"])
+            value["order"] = tuple(value["order"])
             value["errors"] = tuple(map(_isotonic, value["errors"]))
-            value["budget"] = _isotonic(value["budget"]) if "budget" in value else SUMS_HOLD
             return MemoSettings(**value)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DamageError(f"{path} cannot be read ({error}); build the database anew") from None
@@ -101,24 +100,17 @@ class MemoSettings:
     def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], Floats]:
         """Nearest distances [n], inf where there is no neighbour -> which layers take maps, [n, layers], and the
         similarity of each sentence."""
+        known = np.isfinite(distances)
+        d = np.where(known, distances, 0.0).astype(np.float64)
+        taken = np.zeros((len(d), len(self.order)), bool)
         if self.options.accept == "layers":
-            layers, spent = self.within(distances, float(self.budget(1 - threshold)))
-            return layers, np.where(np.isfinite(distances), 1 - np.interp(spent, self.budget.y, self.budget.x), -np.inf)
-        known = np.isfinite(distances)
-        d = np.where(known, distances, 0.0).astype(np.float64)
+            errors = np.maximum.accumulate(np.stack([error(d) for error in self.errors], 1), 1)
+            fits = (errors <= 1 - threshold + 1e-12) & known[:, None]
+            taken[:, list(self.order)] = fits
+            return taken, np.where(known, 1 - (errors * fits).max(1), -np.inf)
         similarity = np.where(known, 1 - (d if self.options.similarity == "1-d" else d * d), -np.inf)
-        return np.repeat((similarity >= threshold)[:, None], len(self.errors), 1), similarity
-
-    def within(self, distances: NDArray[Any], budget: float) -> tuple[NDArray[np.bool_], Floats]:
-        """As many layers of each sentence as have errors that add up to `budget` at most, [n, layers], and their sum [n]."""
-        known = np.isfinite(distances)
-        d = np.where(known, distances, 0.0).astype(np.float64)
-        errors = np.stack([error(d) for error in self.errors], 1)
-        order = np.argsort(errors, 1, kind="stable")
-        spent = np.cumsum(np.take_along_axis(errors, order, 1), 1)
-        taken = np.zeros(errors.shape, bool)
-        np.put_along_axis(taken, order, (spent <= budget + 1e-12) & known[:, None], 1)
-        return taken, (errors * taken).sum(1)
+        taken[:] = (similarity >= threshold)[:, None]
+        return taken, similarity
 
 
 def _isotonic(value: dict[str, list[float]]) -> Isotonic:

@@ -58,8 +58,8 @@ class MemoOptions:
 
     `accept="sentence"` is the paper's: maps of all layers, or of none, by the projector's distance d: similarity 1 - d, or
     with "1-d2" 1 - d squared, as the published program has it. `accept="layers"` takes maps where they do least harm:
-    similarity is the predicted cosine between the sentence's embedding and the exact one, and as many layers take maps as
-    keep it at the threshold. Nearer ones of the `neighbours` sentences count more in the mean.
+    similarity is the cosine between the sentence's embedding and the exact one that is to be reckoned with, also on texts of another
+    source, and as many layers take maps as keep it at the threshold. Nearer ones of the `neighbours` sentences count more in the mean.
     """
 
     projector: ProjectorKind = option(

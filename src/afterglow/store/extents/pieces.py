@@ -1,6 +1,6 @@
 """Which tensors of an extent's file move in one call, and the memory of the arena that they move from or to.
 
-Where there are compiled kernels, one call of theirs (`kernels/native/read.c`) reads into slots and computes checksums as pieces come.
+Where there are compiled kernels, one call of theirs (`kernels/native/read.c`) brings chunks to slots and sums them up as they come.
 Python's own reads cost a call for each piece, and the interpreter lock after each; these cost one.
 """
 

@@ -92,6 +92,7 @@ class Syscalls:
             self._wrap(os, name, self._by_descriptor)
         self._wrap(pieces, "preadv", self._by_descriptor)  # the compiled kernels' own
         self._wrap(os, "open", self._opening)
+        self._wrap(pieces, "open_as_expected", self._opening)
         self._wrap(os, "close", self._closing)
         self._wrap(builtins, "open", self._by_path)
         self._wrap(io, "open", self._by_path)  # what pathlib calls
@@ -132,10 +133,11 @@ class Syscalls:
 
         def opened(*given: Any) -> int:
             descriptor = int(real(*given))
-            self._paths[descriptor] = path
+            if descriptor >= 0:
+                self._paths[descriptor] = path
             return descriptor
 
-        return self._happen(Call(name, path, args, opened))
+        return self._happen(Call("open", path, args, opened))
 
     def _closing(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         path = self._paths.pop(args[0], None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import struct
 import threading
@@ -17,6 +18,8 @@ import numpy.typing as npt
 import pytest
 
 from afterglow.kernels.built import Native, native
+from afterglow.memory.pages import allocate
+from afterglow.store.extents.files import supports_direct
 
 KIB = 1024
 
@@ -48,7 +51,9 @@ class Read:
         self, library: Native, chunk: int, planes: int, slots: list[int], head: int = 0, offset: int = 0
     ) -> None:
         self.head = np.zeros(head, np.uint8)
-        self.arena = np.full((planes, max(slots) + 1, chunk), 7, np.uint8)
+        size = planes * (max(slots) + 1) * chunk
+        self.arena = allocate(size).reshape(planes, -1, chunk)  # at a page, as the store's: chunks go there by vectors
+        self.arena[:] = 7
         self.places = np.array(slots, np.int64)
         self.sums = np.zeros((planes, len(slots)), np.uint32)
         self.library = library
@@ -98,6 +103,50 @@ def test_bytes_and_sums(
     file, contents = written(tmp_path, offset + head + planes * len(slots) * chunk + 100)
     assert read.carry_out(file, by_ring) == 0
     read.check(contents)
+
+
+def test_opening_a_file_that_is_as_it_should_be(tmp_path: Path, library: Native) -> None:
+    file, contents = written(tmp_path, 5000)
+    for direct in (0, 1) if supports_direct(tmp_path) else (0,):
+        descriptor = library.lib.afterglow_open(os.fsencode(file), 5000, direct)
+        assert descriptor >= 0
+        assert bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT) == bool(direct)
+        assert not os.get_inheritable(descriptor)
+        assert direct or os.read(descriptor, 6000) == contents.tobytes()
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("wrong", ["absent", "size", "link", "fifo", "folder", "linked folder", "linked above", "long"])
+def test_opening_what_is_not_as_it_should_be(tmp_path: Path, library: Native, wrong: str) -> None:
+    above = tmp_path / "extents"
+    folder = above / "ab"
+    folder.mkdir(parents=True)
+    file, size = folder / "file", 5000
+    written(folder, 5000)
+    match wrong:
+        case "absent":
+            file.unlink()
+        case "size":
+            size = 5001
+        case "link":
+            file.rename(tmp_path / "real")
+            file.symlink_to(tmp_path / "real")
+        case "fifo":
+            file.unlink()
+            os.mkfifo(file)
+        case "folder":
+            file.unlink()
+            file.mkdir()
+            size = file.stat().st_size
+        case "linked folder" | "linked above":
+            moved = folder if wrong == "linked folder" else above
+            moved.rename(tmp_path / "moved")
+            moved.symlink_to(tmp_path / "moved")
+        case "long":
+            file = Path("/" + "x/" * 4000)
+    before = os.listdir("/proc/self/fd")
+    assert library.lib.afterglow_open(os.fsencode(file), size, 0) == -1
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("missing", [1, 64 * KIB, 900 * KIB, 24 * 64 * KIB])
@@ -178,7 +227,7 @@ def in_a_new_process(work: Callable[[], None]) -> None:
 
 
 def test_a_child_process_reads_too(tmp_path: Path, library: Native) -> None:
-    """Rings are its parent's: it does without."""
+    """Rings are its parent's: it makes one of its own."""
     file, contents = written(tmp_path, 24 * 64 * KIB)
     Read(library, 64 * KIB, 24, [0]).carry_out(file, 1)
 

@@ -445,6 +445,26 @@ class TestDiskWithoutDirectIO(TestDisk):
         assert not tier.direct
 
 
+def test_the_compiled_kernels_open_files_by_one_call(tmp_path, monkeypatch):
+    """Without Python's own looks at the folders and the file, which take as long as a third of a small extent's bytes."""
+    if pieces.kernels() is None:
+        pytest.skip("no compiled kernels")
+    layout = KVLayout(8, 4, 16, "F32")
+    tier = DiskTier(tmp_path, layout, DIGEST)
+    arena = arena_of(layout, 8)
+    tier.write(record(1, 64), arena, range(1), ignore)
+    calls = []
+    for name in ("lstat", "fstat", "open"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: calls.append(name) or real(*args))
+    tier.read(ExtentRead(extent_name(1), 64, arena, range(4, 5)), ignore)
+    assert calls == []
+    tier.path(extent_name(1)).write_bytes(b"short")  # what is wrong is looked at closer
+    with pytest.raises(DamageError, match="5 bytes long instead of"):
+        tier.read(ExtentRead(extent_name(1), 64, arena, range(4, 5)), ignore)
+    assert calls == ["lstat", "lstat", "open", "fstat", "fstat"]
+
+
 def test_reads_are_few_and_large(tmp_path, monkeypatch):
     """Small layers come together, and the head with the first layer."""
     layout = KVLayout(8, 4, 16, "F32")  # a layer of 256 rows is 128 KiB

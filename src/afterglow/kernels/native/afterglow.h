@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define AFTERGLOW_ABI_VERSION 18
+#define AFTERGLOW_ABI_VERSION 19
 
 /* Returns the version that the library was compiled with. */
 int afterglow_abi_version(void);
@@ -386,6 +386,10 @@ typedef struct {
 
 /* Writes the maps times the values. */
 int afterglow_apply_maps(const afterglow_maps *maps, int threads, int width);
+
+/* Opens a regular file of so many bytes, for reading, past the page cache if `direct`. Returns its descriptor, or -1 if anything is not
+   so, or one of the last two folders of its path is none (a link to one is none): the caller has to find out what. */
+int afterglow_open(const char *path, int64_t bytes, int direct);
 
 /* A stretch of a file: `head_bytes` bytes that go to `head`, then `planes` times `blocks` chunks. Chunk b of plane p goes to
    arena + p * plane_bytes + slots[b] * chunk_bytes, and its CRC32C to sums [planes][blocks]. */

@@ -22,7 +22,7 @@ from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, encode_he
 from afterglow.store.extents.layout import KEYS, PROBES, KVLayout
 from afterglow.store.extents.pieces import Tensors, arena_buffers
 from afterglow.store.extents.rewriting import Ranks, Rewriting
-from afterglow.store.extents.tier import ExtentRead, HostArena
+from afterglow.store.extents.tier import ExtentRead, HostArena, runs
 
 Checksums = Callable[[], list[list[int]]]  # waits for those of some tensors: by tensor, by chunk
 
@@ -83,7 +83,8 @@ class DiskTier:
             raise StoreError(f"extent {record.id[:16]} has {rows} rows but {len(slots)} slots")
         progress()  # the slots of a task that was given up belong to another one
         arena.zero_tail(slots, rows)
-        parts = list(pieces.pieces(layout, rows, layout.tensor_bytes(rows), slots, pieces.WRITE_BYTES))
+        segments = sum(1 for _ in runs(slots))
+        parts = list(pieces.pieces(layout, rows, layout.tensor_bytes(rows), segments, pieces.WRITE_BYTES))
         # With one piece only, the making of the file is all that its checksums can be computed beside.
         first = self._begin_checksums(parts[0], arena, slots) if len(parts) == 1 else None
         temporary = self.folder.temporary(record.id)

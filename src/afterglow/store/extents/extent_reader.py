@@ -6,7 +6,7 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -21,10 +21,11 @@ from afterglow.store.extents.files import Scratch, check_size, forget_pages, nam
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
 from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
 from afterglow.store.extents.pieces import Tensors, arena_buffers, kernels, read_summed
-from afterglow.store.extents.tier import ExtentRead
+from afterglow.store.extents.tier import ExtentRead, runs
 from afterglow.store.places import open_file
 
 HEADS: Final = 256  # that are kept, of a few KB each
+PLANS: Final = 256  # ways to cut a read into calls
 
 
 class ExtentReader:
@@ -38,24 +39,37 @@ class ExtentReader:
         self._checksums = checksums
         self._scratch = Scratch()
         self._heads = Scratch()
-        # By all its bytes: what is not exactly a head that has been verified is verified.
-        self._decoded = lru_cache(HEADS)(partial(decode_head, layout=layout, digest=digest))
+        self._known = lru_cache(HEADS)(_unknown)
+        self._parts = lru_cache(PLANS)(self._cut)
 
     def read(self, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
         """Fill slots with consecutive layers of an extent's first blocks; return the bytes read. See `Tier.read`."""
-        extent, rows = read.extent, read.rows
-        with naming(extent, "reading"):
-            self._folder.check(extent)
-            path, direct = read.file or self._folder.file_name(extent), self._folder.direct and read.file is None
-            fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
+        with naming(read.extent, "reading"):
+            fd, direct = self._open(read)
             try:
-                check_size(fd, self._layout, rows)
                 total = self._read_file(fd, read, layer_done, layers)
                 if not direct:
                     forget_pages(fd)
                 return total
             finally:
                 os.close(fd)
+
+    def _open(self, read: ExtentRead) -> tuple[int, bool]:
+        """Open the file of an extent; return its descriptor, and whether it bypasses the page cache."""
+        layout, folder = self._layout, self._folder
+        if read.file is None:
+            fd = pieces.open_as_expected(folder.file_name(read.extent), layout.file_bytes(read.rows), folder.direct)
+            if fd >= 0:
+                return fd, folder.direct
+        folder.check(read.extent)
+        path, direct = read.file or folder.file_name(read.extent), folder.direct and read.file is None
+        fd, direct = open_direct(path, os.O_RDONLY, direct=direct)
+        try:
+            check_size(fd, layout, read.rows)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, direct
 
     def head(self, path: Path, extent: str | None = None) -> Head:
         """Read and verify the head of the file at `path`, through the page cache or not.
@@ -108,7 +122,22 @@ class ExtentReader:
         return head
 
     def _decode(self, raw: Bytes, read: ExtentRead) -> Head:
-        return self._decoded(raw.tobytes(), extent=read.extent, rows=read.rows)
+        """Return the head that these bytes are. What is not, to the last byte, the head that was verified before is verified."""
+        known, found = self._known(read.extent, read.rows), raw.tobytes()
+        for stored, head in known:  # at most one
+            if stored == found:
+                return head
+        head = decode_head(found, self._layout, self._digest, extent=read.extent, rows=read.rows)
+        known[:] = [(found, head)]
+        return head
+
+    def _cut(self, rows: int, blocks: int, segments: int, limit: int, layers: range) -> tuple[int, list[Tensors]]:
+        """Choose the tensors of each call that reads some layers; return the bytes of a tensor that are read, and those."""
+        layout, used = self._layout, blocks * self._layout.chunk_bytes
+        whole = layout.tensor_bytes(rows) if blocks == layout.blocks(rows) else 0
+        span = whole or (align_up(used) if layout.aligned else used)
+        joined = pieces.pieces(layout, rows, span, segments, limit)
+        return span, [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
 
     def _read_file(self, fd: int, read: ExtentRead, layer_done: Callable[[int], None], layers: range) -> int:
         layout, rows, slots = self._layout, read.rows, read.slots
@@ -118,13 +147,10 @@ class ExtentReader:
             sidecar = read.head.sidecar
             if sidecar is not None and sidecar.reordered:
                 return self._read_reordered(fd, read, read.head, layer_done, layers)
-        whole = len(slots) == layout.blocks(rows)
-        used = len(slots) * layout.chunk_bytes
-        span = layout.tensor_bytes(rows) if whole else align_up(used) if layout.aligned else used
         summed = read.arena.aligned and kernels() is not None
         limit = pieces.SUMMED_READ_BYTES if summed else pieces.READ_BYTES
-        joined = pieces.pieces(layout, rows, span, slots, limit)
-        parts = [part for piece in joined if (part := [tensor for tensor in piece if tensor[0] in layers])]
+        segments = 1 if summed else sum(1 for _ in runs(slots))  # the kernels' calls have memory of their own
+        span, parts = self._parts(rows, len(slots), segments, limit, layers)
         raw_head = self._heads.take(layout.head_bytes(rows))
         if (layers.start or read.skip) and read.head is None:
             raw_head = read_span(fd, 0, layout.head_bytes(rows), self._heads)
@@ -233,6 +259,11 @@ class ExtentReader:
         return total
 
 
+def _unknown(extent: str, rows: int) -> list[tuple[bytes, Head]]:
+    """Return a place for the head of an extent and its bytes."""
+    return []
+
+
 def _compare(chunks: Sequence[Bytes], head: Head, layer: int, kv: int, first: int = 0) -> None:
     """Compare chunks from the `first` one of a tensor on with their checksums. Raises: DamageError."""
     found, wanted = [crc32c(data) for data in chunks], crcs_of(head, layer, kv)[first : first + len(chunks)]
@@ -245,8 +276,11 @@ def _compare_sums(sums: array[int], head: Head, part: Tensors, first: int) -> No
     """Compare the checksums of the chunks from the `first` one on of each tensor with those of the head. Raises: DamageError."""
     blocks = len(sums) // len(part)
     start = 2 * part[0][0] + part[0][1]
-    tables = head.crcs.reshape(-1, head.crcs.shape[-1])
-    wanted = tables[start : start + len(part), first : first + blocks].tobytes()
+    if blocks == head.crcs.shape[-1]:  # nearly always: then they lie side by side
+        wanted = head.crcs.data.cast("B")[4 * start * blocks :][: 4 * len(sums)].tobytes()
+    else:
+        tables = head.crcs.reshape(-1, head.crcs.shape[-1])
+        wanted = tables[start : start + len(part), first : first + blocks].tobytes()
     if sums.tobytes() != wanted:
         wrong = next(n for n, (a, b) in enumerate(zip(sums, array("I", wanted), strict=True)) if a != b)
         layer, kv = part[wrong // blocks]

@@ -110,11 +110,7 @@ class KVLayout:
 
     def padded_rows(self, rows: int) -> int:
         """Count the rows of each tensor in the file: whole chunks, and a multiple of 4096 bytes where tensors are aligned."""
-        if not self.aligned:
-            return self.blocks(rows) * BLOCK_ROWS
-        # Chunks that make up whole 4096s; gcd(0, n) is n.
-        step = ALIGNMENT // math.gcd(self.chunk_bytes, self.probe_chunk_bytes, ALIGNMENT)
-        return -(-self.blocks(rows) // step) * step * BLOCK_ROWS
+        return _padded_rows(self, rows)
 
     def file_chunks(self, rows: int) -> int:
         """Count the chunks of each tensor in the file, padding included."""
@@ -143,7 +139,7 @@ class KVLayout:
 
     def head_bytes(self, rows: int) -> int:
         """Compute the bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
-        return _head_bytes(self, self.padded_rows(rows))
+        return _head_bytes(self, rows)
 
     def header_bytes(self, rows: int) -> int:
         """Compute the length of the JSON header, with its spaces, without the 8 bytes before it."""
@@ -165,7 +161,7 @@ class KVLayout:
 
     def file_bytes(self, rows: int) -> int:
         """Compute the size of the file of an extent of `rows` rows: a multiple of 4096."""
-        return self.head_bytes(rows) + self.data_bytes(rows)
+        return _file_bytes(self, rows)
 
     def as_dict(self) -> dict[str, int | str]:
         """Return the layout as `afterglow.json` keeps it."""
@@ -188,11 +184,28 @@ def tensor_table(layout: KVLayout, rows: int) -> bytes:
     return _padded_table(layout, layout.padded_rows(rows))
 
 
-@lru_cache(maxsize=256)
-def _head_bytes(layout: KVLayout, padded: int) -> int:
-    fixed = 8 + META_RESERVE + len(_padded_table(layout, padded))
-    data = layout.data_bytes(padded)  # a multiple of 4096 where tensors are aligned
-    return align_up(fixed + layout.table_bytes(padded) + data) - data
+# Every read asks for these sizes, of a few row counts.
+
+
+@lru_cache(maxsize=1024)
+def _padded_rows(layout: KVLayout, rows: int) -> int:
+    if not layout.aligned:
+        return layout.blocks(rows) * BLOCK_ROWS
+    # Chunks that make up whole 4096s; gcd(0, n) is n.
+    step = ALIGNMENT // math.gcd(layout.chunk_bytes, layout.probe_chunk_bytes, ALIGNMENT)
+    return -(-layout.blocks(rows) // step) * step * BLOCK_ROWS
+
+
+@lru_cache(maxsize=1024)
+def _head_bytes(layout: KVLayout, rows: int) -> int:
+    fixed = 8 + META_RESERVE + len(tensor_table(layout, rows))
+    data = layout.data_bytes(rows)  # a multiple of 4096 where tensors are aligned
+    return align_up(fixed + layout.table_bytes(rows) + data) - data
+
+
+@lru_cache(maxsize=1024)
+def _file_bytes(layout: KVLayout, rows: int) -> int:
+    return layout.head_bytes(rows) + layout.data_bytes(rows)
 
 
 @lru_cache(maxsize=256)

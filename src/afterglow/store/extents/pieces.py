@@ -1,6 +1,6 @@
 """Which tensors of an extent's file move in one call, and the memory of the arena that they move from or to.
 
-Where there are compiled kernels, one call of theirs (`kernels/native/read.c`) reads into slots and computes checksums as pieces come.
+Where there are compiled kernels, one call of theirs (`kernels/native/read.c`) brings chunks to slots and sums them up as they come.
 Python's own reads cost a call for each piece, and the interpreter lock after each; these cost one.
 """
 
@@ -28,16 +28,15 @@ ENDS_EARLY = -1
 Tensors = list[tuple[int, int]]  # (layer, kv) of tensors that lie side by side in the file and move in one call
 
 
-def pieces(layout: KVLayout, rows: int, span: int, slots: Sequence[int], limit: int) -> Iterator[Tensors]:
+def pieces(layout: KVLayout, rows: int, span: int, segments: int, limit: int) -> Iterator[Tensors]:
     """Yield all tensors in file order, joined where neighbours fit one call of about `limit` bytes. `span`: bytes of a tensor
-    that move.
+    that move, from or to so many `segments` of the arena.
 
     A layer's keys and values always go together: one is of no use without the other, and every call costs
     this thread the interpreter lock, which a busy thread gives back only after milliseconds.
     """
     most = 1
     if span == layout.tensor_bytes(rows):  # neighbours, without a gap between them
-        segments = sum(1 for _ in runs(slots))
         most = max(1, min(limit // span, IOV_MAX // segments) // 2) * 2
     tensors = [(layer, kv) for layer in range(layout.layers) for kv in (0, 1)]
     for start in range(0, len(tensors), most):
@@ -67,6 +66,14 @@ def arena_buffers(tensors: Tensors, arena: HostArena, slots: Sequence[int]) -> l
 def kernels() -> Native | None:
     """Return the compiled kernels, or None if reads are left to Python."""
     return native()
+
+
+def open_as_expected(path: str, num_bytes: int, direct: bool) -> int:
+    """Open an extent's file for reading, past the page cache if `direct`: in one call, without the interpreter lock. Return its
+    descriptor, or -1 where there are no compiled kernels, or the file, its size or its folders are not as they should be.
+    """
+    library = kernels()
+    return -1 if library is None else int(library.lib.afterglow_open(os.fsencode(path), num_bytes, direct))
 
 
 class Stretch(NamedTuple):
@@ -128,10 +135,11 @@ def _stretch(
     if not (min(places) >= 0 and max(places) < arena.slots and planes.start >= 0 and planes.stop <= arena.planes):
         raise IndexError(f"planes {planes} and slots {places.tolist()} are not among {arena.planes} and {arena.slots}")
     sums = array("I", bytes(4 * len(planes) * len(places)))
-    chunk_bytes = arena.layout.chunk_bytes
+    chunk_bytes = arena.chunk_bytes
     plane_bytes = arena.slots * chunk_bytes
     reading = (
-        *(offset, 0 if head is None else head.ctypes.data, 0 if head is None else head.nbytes),
+        # `head.ctypes` would take as long as all the rest
+        *((offset, 0, 0) if head is None else (offset, head.__array_interface__["data"][0], head.nbytes)),
         *(arena.address + planes.start * plane_bytes, plane_bytes, len(planes)),
         *(places.buffer_info()[0], len(places), chunk_bytes, sums.buffer_info()[0]),
     )

@@ -52,6 +52,7 @@ class HostArena:
         whole = layout.padded_rows(1) == BLOCK_ROWS
         self.address = flat.ctypes.data
         self.planes = layout.layers * 2
+        self.chunk_bytes = layout.chunk_bytes
         self.aligned = layout.aligned and whole and self.address % ALIGNMENT == 0
 
     def plane(self, layer: int, kv: int) -> Bytes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afterglow.choices import TruncationPolicy
 from afterglow.errors import RequestError
 from afterglow.plan.prefix.ranges import complement, count, keep, ranges_of, union
 from afterglow.plan.prefix.salts import tenant_of
-from afterglow.plan.prefix.truncation import MAX_EPOCHS, MAX_RANGES, Epoch, Epochs, Rules, cut, digest_of
+from afterglow.plan.prefix.truncation import MAX_EPOCHS, MAX_RANGES, SINK_TOKENS, Epoch, Epochs, Rules, cut, digest_of
 from afterglow.plan.step import Copy, Run
 from afterglow.request import ContextWindow
 from tests.plan.fake_executor import pack
@@ -43,24 +46,24 @@ def test_a_discarding_list_is_checked() -> None:
 def test_whole_turns_go_the_oldest_first_and_never_the_system_prompt() -> None:
     rules = Rules(ContextWindow(100))
     assert rules.drop(110, (10, 30, 50, 70, 90), ()) == ((10, 70),)
-    assert rules.drop(110, (0, 60, 90), ()) == ((0, 60),)
+    assert rules.drop(110, (0, 64, 90), ()) == ((4, 64),)  # nothing before the first turn: its first tokens stay
     assert rules.drop(110, (10, 90), ()) == ((10, 90),)  # of the last turn nothing
 
 
 def test_without_turns_the_plain_half_of_the_window_is_kept() -> None:
-    assert Rules(ContextWindow(100)).drop(110, (), ()) == ((0, 60),)
+    assert Rules(ContextWindow(100)).drop(110, (), ()) == ((4, 64),)
     assert Rules(ContextWindow(100)).drop(110, (10,), ()) == ((10, 70),)  # after the system prompt
-    assert Rules(ContextWindow(100), ratio=0.25).drop(110, (), ()) == ((0, 35),)
+    assert Rules(ContextWindow(100), ratio=0.25).drop(110, (), ()) == ((4, 39),)
 
 
 def test_the_oldest_tokens_are_a_part_of_the_window_wherever_turns_end() -> None:
     rules = Rules(ContextWindow(100), policy="oldest_tokens")
     assert rules.drop(110, (10, 30, 50, 70, 105), ()) == ((10, 60),)
-    assert rules.drop(110, (), ()) == ((0, 50),)
+    assert rules.drop(110, (), ()) == ((4, 54),)
     assert rules.drop(160, (10,), ((10, 60),)) == ((10, 110),)  # the next 50
     assert rules.drop(110, (10, 40), ()) == ((10, 40),)  # of the last turn nothing
-    assert rules.drop(150, (), ()) == ((0, 100),)  # 100 left would not leave room for a reply
-    assert Rules(ContextWindow(100), 0.25, "oldest_tokens").drop(110, (), ()) == ((0, 25),)
+    assert rules.drop(150, (), ()) == ((4, 104),)  # 100 left would not leave room for a reply
+    assert Rules(ContextWindow(100), 0.25, "oldest_tokens").drop(110, (), ()) == ((4, 29),)
     assert rules.drop(110, (10,), ((20, 30),)) == ((10, 70),)  # what a client discarded is no part of them
 
 
@@ -70,9 +73,19 @@ def test_what_is_left_of_the_oldest_tokens_fits(rows: int, turns: list[int], gon
     turns = sorted(turn for turn in turns if turn < rows)
     out = union([(a, b) for a, b in gone if b < rows])
     dropped = rules.drop(rows, turns, out)
-    first, stop = turns[0] if turns else 0, turns[-1] if len(turns) > 1 else rows - 1
+    first, stop = (turns[0] if turns else 0) or min(SINK_TOKENS, rows), turns[-1] if len(turns) > 1 else rows - 1
     assert union([*out, *dropped]) == dropped
     assert rows - count(dropped) <= rules.window.longest(100) or union([*out, (first, stop)]) == dropped
+
+
+@pytest.mark.parametrize("policy", get_args(TruncationPolicy))
+def test_no_policy_drops_the_first_token(policy: TruncationPolicy) -> None:
+    """Rows behind it lean on it, whatever it says: without it a reply makes no sense."""
+    rules = Rules(ContextWindow(100), policy=policy)
+    for turns in ((), (0,), (0, 1, 60, 90), (0, 60, 90), (1,), (1, 60, 90)):
+        dropped = rules.drop(110, turns, (), [1.0] * 110)
+        least = 1 if turns[:1] == (1,) else SINK_TOKENS
+        assert dropped[0][0] >= least, turns
 
 
 def test_sinks_and_recent() -> None:

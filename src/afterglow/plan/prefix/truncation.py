@@ -122,12 +122,13 @@ class Rules:
     ) -> tuple[Rows, ...]:
         """Choose rows to leave out of a prompt of `rows` rows, besides those in `gone`: whole turns where they are known,
         the oldest first, until at most the other part of the window remains; never the system prompt, nor the last turn.
-        `oldest_tokens` takes that part of the window away instead, once or until the rest fits.
+        `oldest_tokens` takes that part of the window away instead, once or until the rest fits. Where nothing stands before the
+        first turn, its first `SINK_TOKENS` stay: rows that were computed behind them lean on them.
 
         `scores`: how important its first rows are, for `importance`, which does as `sinks_and_recent` without.
         """
         first = min(turns[0], rows) if turns else 0
-        if self.policy in ("sinks_and_recent", "importance"):
+        if not first or self.policy in ("sinks_and_recent", "importance"):
             first = max(first, min(SINK_TOKENS, rows))
         dropped = union(gone)
         if self.policy == "oldest_tokens":
@@ -138,7 +139,7 @@ class Rules:
             for start, stop in zip(turns, turns[1:], strict=False):
                 if rows - count(dropped) <= self.most or stop > rows:
                     break
-                dropped = union([*dropped, (start, stop)])
+                dropped = union([*dropped, (max(start, first), max(stop, first))])
             return dropped
         recent = max(first, rows - max(self.most - first, 1))
         return union([*dropped, (first, recent)])

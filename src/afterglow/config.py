@@ -309,10 +309,9 @@ class EngineConfig:
     )
     truncation_policy: TruncationPolicy = option(
         "oldest",
-        "Tokens to cut away; a system prompt, or else the first four tokens, always stay. oldest: whole turns. oldest_tokens: that part of the window and no more, wherever turns end (the "
-        "papers'). sinks_and_recent: all but the first few and the most recent tokens. "
-        "importance: likewise, but half of the kept tokens are those that were attended to most; slower, as attention is "
-        "recorded.",
+        "Tokens to cut away; a system prompt, or else the first four tokens, stay. oldest: whole turns. oldest_tokens: that part of the "
+        "window and no more, wherever turns end (the papers'). sinks_and_recent: all but the first few and the most recent tokens. "
+        "importance: likewise, but half of the kept tokens are those that were attended to most; slower, as attention is recorded.",
     )
     relay: RelayMode = option(
         "auto",

@@ -46,7 +46,7 @@ TASKS = {
     "COPA": "lm_eval_tasks/copa.test500.jsonl",
 }
 TOPICS, TOPICS_PARTS, QUICK_TOPICS = "LongEval topics", 25, 3
-BARE = "WikiText-2, nothing kept"
+BARE = "WikiText-2, without a head"
 TEXTS = {
     "WikiText-2": "wikitext2/wiki.test.raw",
     "MT-Bench-101": "mt_bench_101/mtbench101.jsonl",

@@ -240,6 +240,27 @@ def spec_io() -> str:
 PRINTED_LOSS = {"SAN": "25 to 38", "LazyFormer": "25 to 34", "AttnCache-f": "18 to 21", "AttnCache": "within 2 at 30 %"}
 
 
+def spec_means(found: Found) -> str:
+    """Rows by share and by attention, each without and with means of what is left out."""
+    pairs: dict[tuple[str, str, str], dict[bool, Found]] = {}
+    for row in found["rows"]:
+        arm = row["arm"].removesuffix(", means")
+        pairs.setdefault((row["text"], row["protocol"], arm), {})[arm != row["arm"]] = row
+
+    def shown(row: Found, key: str) -> str:
+        return f"{row[key]['value']:.1f} ± {row[key]['error']:.1f}" if key in row else ""
+
+    lines = [
+        (
+            *(text, {"generated": "yes", "published": "no"}[protocol], arm, f"{of[False]['kept']:.0%}"),
+            *(shown(of[means], key) for key in ("agreement", "recall") for means in (False, True)),
+        )
+        for (text, protocol, arm), of in pairs.items()
+    ]
+    head = ("text, model", "decoded tokens select", "attends to", "rows", "next tokens alike, %", "with means")
+    return markdown((*head, "facts recalled, %", "with means"), lines)
+
+
 def attncache(model: str, found: Found) -> str:
     """AttnCache's tables 1 and 2: means over the tasks of what was chosen on the validation part. Means of all maps are shown where
     AttnCache hits."""
@@ -374,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "load or recompute: changes": partial(_when_measured, page_rates.changes, "tier_rates"),
     "relay rates": relay_rates,
     "spec io": spec_io,
+    "spec means": partial(_when_measured, spec_means, "importance_means"),
     "attncache": partial(_when_measured, partial(attncache, "MiniLM"), "attncache_sts"),
     "attncache: decoder": partial(_when_measured, partial(attncache, "SmolLM2-135M"), "attncache_decoder"),
     "attncache: small models": small_models,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from afterglow.config import EngineConfig
 from afterglow.library.locate import find_embedding_model
 from afterglow.library.threads import set_up_threads
-from afterglow.memo.options import MemoMode
+from afterglow.memo.options import DEFAULT_THRESHOLD, MemoMode
 from afterglow.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def load_embedder(
     tokenizer: Tokenizer | None = None,
     template: str | None = None,
     memo: Path | None = None,
-    threshold: float = 0.99,
+    threshold: float = DEFAULT_THRESHOLD,
     memo_mode: MemoMode = "auto",
     max_tokens: int | None = None,
     progress: Progress | None = None,

@@ -15,7 +15,7 @@ ProjectorKind = Literal["positions", "binned", "public"]
 LabelMode = Literal["tv", "printed", "public"]
 Accept = Literal["sentence", "layers"]
 Similarity = Literal["1-d", "1-d2"]
-DEFAULT_THRESHOLD = 0.99
+DEFAULT_THRESHOLD = 0.97
 ALPHA = 0.2  # the paper's
 STEPS = 600  # of training, for the kinds `positions` and `binned`
 

@@ -1,6 +1,8 @@
-"""Tables of docs/papers.md about loading or recomputing at many rates, made of `tier_rates.json`."""
+"""Tables of docs/papers.md about many rates: loading or recomputing (`tier_rates.json`), and SPEC (`importance_sweep.json`)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from benchmarks.papers.page_simulated import Found, markdown
 
@@ -39,3 +41,35 @@ def changes(found: Found) -> str:
     return markdown(
         ("the rate changes: tier", "MB/s", "turns", "until the choice follows", "of the history loaded"), lines
     )
+
+
+SWEEP = (
+    "model", "tokens", "MB/s", "chunk", "TTFT, ms: recompute", "load all", "H2O, LFU", "SPEC", "auto", "auto took", "auto / fastest",
+    "waiting, ms: H2O", "SPEC", "read, MB: all", "H2O", "SPEC", "identification, %", "tokens as with all rows, %", "repeats differ by",
+)  # fmt: skip
+
+
+def sweep_lines(rows: Sequence[Found]) -> Iterator[list[str]]:
+    """Make a line for each point of SPEC's sweep."""
+    for row in rows:
+        whole, base, spec, auto = (row["arms"][name] for name in ("load", "h2o", "spec", "auto"))
+        yield [
+            row["shape"],
+            f"{row['tokens']:,}",
+            f"{row['mb_per_s']:,}",
+            str(row["chunk"]),
+            "" if row["recompute_ms"] is None else f"{row['recompute_ms']:,.0f}",
+            *(f"{arm['ttft_ms']:,.0f}" for arm in (whole, base, spec, auto)),
+            ", ".join(f"{way} {count}" for way, count in row["auto_ways"].items()),
+            f"{row['auto_ratio']:.2f}",
+            *(f"{arm['wait_ms']:,.0f}" for arm in (base, spec)),
+            *(f"{arm['read_mb']:,.0f}" for arm in (whole, base, spec)),
+            f"{100 * spec['identifying']:.1f}",
+            f"{row['agreement']['spec']:.1f}" if "agreement" in row else "",
+            f"{row['spread']:.1%}",
+        ]
+
+
+def sweep(found: Found) -> str:
+    """SPEC's sweep."""
+    return markdown(SWEEP, list(sweep_lines(found["rows"])))

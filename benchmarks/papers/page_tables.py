@@ -70,6 +70,12 @@ MEASURED: dict[str, tuple[Source, ...]] = {
     "SPEC": (
         Source("importance_io", "Fig. 16 to 18, 20, 21", f"32 heads of 16, {RANDOM}", "the paper: alpha 0.6"),
         Source("importance_wide", "Fig. 16 to 18, 20, 21", f"32 heads of 64, {RANDOM}", "the paper: alpha 0.6"),
+        Source(
+            "importance_sweep",
+            "Fig. 3, 16 to 18, 20 to 24",
+            f"heads of 64, 128, {RANDOM}; {REAL}",
+            "the paper: alpha 0.6",
+        ),
         Source("importance_quality", "Fig. 4, 8, 15, 22", f"{BUNDLED}; stories260k", "the paper: alpha 0.6", "points"),
     ),
     "AttnCache": (
@@ -396,6 +402,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "relay rates": relay_rates,
     "spec io": spec_io,
     "spec means": partial(_when_measured, spec_means, "importance_means"),
+    "spec sweep": partial(_when_measured, page_rates.sweep, "importance_sweep"),
     "attncache": partial(_when_measured, partial(attncache, "MiniLM"), "attncache_sts"),
     "attncache: decoder": partial(_when_measured, partial(attncache, "SmolLM2-135M"), "attncache_decoder"),
     "attncache: small models": small_models,

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import platformdirs
 
 from afterglow.choices import (
+    ChunkRows,
     DtypeName,
     ImportanceExact,
     ImportanceFallback,
@@ -112,7 +113,7 @@ def check_choices(config: object) -> None:
     for name, kind in get_type_hints(type(config)).items():
         if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
             raise ConfigError(
-                f"--{name.replace('_', '-')} must be one of {', '.join(get_args(kind))}, got {getattr(config, name)!r}"
+                f"--{name.replace('_', '-')} must be one of {', '.join(map(str, get_args(kind)))}, got {getattr(config, name)!r}"
             )
 
 
@@ -296,6 +297,10 @@ class EngineConfig:
     importance_share: float = option(
         0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."
     )
+    importance_chunk: ChunkRows = option(
+        64,
+        "Rows of a chunk: the least that is read and cached of such prefixes. With less than 64, files have a format and a folder of their own.",
+    )
     importance_exact: ImportanceExact = option(
         "idle",
         "Compute such requests' prompts exactly for the cache as well: idle, when nothing else is to be done, or never.",
@@ -341,7 +346,7 @@ class EngineConfig:
         check_types(self)
         check_choices(self)
         limits = (("max_batch", 1, 4096), ("prefill_chunk", 0, 2**20), ("max_queue", 1, 2**20))
-        for name, least, most in (*limits, ("importance_renew", 0, 2**20)):
+        for name, least, most in (*limits, ("importance_renew", 0, 2**20), ("threads", 1, 1024)):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"--{name.replace('_', '-')} must lie between {least} and {most}, got {value}")
@@ -382,12 +387,8 @@ class EngineConfig:
             raise ConfigError(f"--importance-share must be 0 or more and below 1, got {self.importance_share}")
         if not 0 < self.truncation_ratio < 1:
             raise ConfigError(f"--truncation-ratio must lie between 0 and 1, got {self.truncation_ratio}")
-        for name in ("max_model_len", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.threads is not None and self.threads > 1024:
-            raise ConfigError(f"--threads must be at most 1024, got {self.threads}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"--max-model-len must be at least 1, got {self.max_model_len}")
 
     def batch_on(self, device: str) -> int:
         """Return how many requests run at the same time on a kind of device, `cpu` or `cuda`."""

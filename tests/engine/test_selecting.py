@@ -133,6 +133,27 @@ def test_a_selection_is_what_it_is_in_memory(
     same(everything, handle.ask([*prefix, *new], reuse=False, max_tokens=3))
 
 
+@pytest.mark.parametrize(("before", "after"), [(16, 16), (32, 32), (64, 256), (128, 64), (16, 64), (64, 32)])
+def test_chunks_of_other_sizes(start: Start, model_of: Models, tmp_path: Path, before: int, after: int) -> None:
+    """Files are read with any size of 64 or more that they were written with; smaller ones have a cache of their own."""
+    model, prefix, new = model_of("llama"), draw("chunks", ROWS), draw("new", NEW)
+    handle = start(model, tmp_path, importance=1.0, importance_exact="never", importance_chunk=before)
+    handle.ask(prefix, max_tokens=1)
+    handle = place(handle, "restart", start, model, tmp_path, importance_exact="never", importance_chunk=after)
+    done = ask(handle, [*prefix, *new], 0.25)
+    if before != after and min(before, after) < 64:
+        assert (done.selected, done.cached.total) == (None, 0)
+        return
+    assert done.selected is not None
+    agree(done, expected(handle, prefix, new, 0.25, 3))
+    assert loader_of(handle).chunk_rows == after
+
+
+def test_a_chunk_has_one_of_these_sizes() -> None:
+    with pytest.raises(ConfigError, match="--importance-chunk must be one of 16, 32, 64, 128, 256, got 48"):
+        EngineConfig(importance_chunk=48)  # type: ignore[arg-type]
+
+
 def test_nothing_approximate_is_kept(start: Start, model_of: Models, tmp_path: Path) -> None:
     """X3: what follows a request with a selection reads nothing of what that one has computed."""
     handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")

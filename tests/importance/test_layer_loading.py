@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class RecordingReader:
 class Scene:
     """Two extents on disk and one in host, and what they hold: [layers, 2, ROWS, kv_heads, head_dim]."""
 
-    def __init__(self, kit: Kit, prior: Prior, device: int = 0, host: int = 0) -> None:
+    def __init__(self, kit: Kit, prior: Prior, device: int = 0, host: int = 0, chunk_rows: int = 64) -> None:
         store = kit.store
         numbers = store.arena.view.view(np.float32)  # of noise, some would be no numbers
         numbers[:] = np.random.default_rng(0).standard_normal(numbers.shape)
@@ -87,12 +88,13 @@ class Scene:
         shelf = ChunkCache(ChunkPlacement(device, host), torch.device("cpu"))
         self.loader = ChunkLoader(
             arena,
-            LAYOUT,
+            replace(LAYOUT, part_rows=min(64, chunk_rows)),
             self.reader,
             shelf,
             dtype=torch.float32,
             timeout=20,
             prior=prior,  # type: ignore[arg-type]
+            chunk_rows=chunk_rows,
         )
         self.loader.bandwidth = 1e9
         self.loader.budget.seconds = 1.0
@@ -170,6 +172,24 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
         for layer in range(3):
             scene.check(prefix, layer)
         assert scene.loader.stats.read_bytes == before
+
+
+@pytest.mark.parametrize("chunk_rows", [16, 32, 128, 256])
+def test_chunks_may_have_other_sizes(tmp_path: Path, chunk_rows: int) -> None:
+    with Kit(tmp_path, replace(LAYOUT, part_rows=min(64, chunk_rows))) as kit:
+        scene = Scene(kit, "cut", 10_000_000, 0, chunk_rows)
+        scene.always_guess()
+        for _ in range(2):
+            assert rewritten(scene) == (2 if scene.loader.importance else 0)
+            prefix = opened(scene)
+            for layer in range(3):
+                scene.check(prefix, layer)
+            prefix.close()
+            cache = scene.loader.cache
+            keys = [key for key in cache.placement.members("device") if key.tensor != PROBES]
+            cached = [(key.chunk, len(rows)) for key in keys if (rows := cache.look(key)) is not None]
+            assert max(size for _, size in cached) == chunk_rows
+            assert all(size == chunk_rows or chunk_rows * chunk + size in (640, 320) for chunk, size in cached)
 
 
 def test_the_next_layer_is_asked_for_while_one_computes(kit: Kit) -> None:

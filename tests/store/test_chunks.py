@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from tests.store.store_kit import DIGEST, Kit, arena_of, contents, extent_name, 
 DIRECT = KVLayout(2, 4, 16, "F32", probe_heads=2)  # chunks of 16 KiB, of probe keys 8 KiB
 SMALL = KVLayout(3, 2, 8, "F32", probe_heads=1)  # chunks of probe keys of 2 KiB: two make a page
 EIGHT_BITS = KVLayout(3, 3, 7, "I8", probe_heads=2)  # rows of 33 bytes: chunks start anywhere
-LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", probe_heads=3), EIGHT_BITS]
+PARTS = KVLayout(2, 4, 16, "F32", probe_heads=2, part_rows=16)
+LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", probe_heads=3), EIGHT_BITS, PARTS]
 ROWS = 150
 
 
@@ -60,11 +62,16 @@ class Stored:
         return rewriting.written
 
     def chunks(self, layer: int, kv: int, first: int, stop: int, edition: str | None = None) -> np.ndarray:
-        size = self.layout.probe_chunk_bytes if kv == PROBES else self.layout.chunk_bytes
+        """As they are stored."""
+        each = 1 if kv == PROBES else 64 // self.layout.part_rows
+        return self.parts(layer, kv, first * each, stop * each, edition).reshape((stop - first) * 64, -1)
+
+    def parts(self, layer: int, kv: int, first: int, stop: int, edition: str | None = None) -> np.ndarray:
+        size = self.layout.probe_chunk_bytes if kv == PROBES else self.layout.part_bytes
         into = np.empty((stop - first, size), np.uint8)
         edition = self.edition() if edition is None else edition
         self.tier.read_chunks(self.name, self.rows, [ChunkRead(layer, kv, first, stop, into)], edition)
-        return into.reshape((stop - first) * 64, -1)
+        return into
 
     def wanted(self, layer: int, kv: int) -> np.ndarray:
         """Rows of the text, padded with zeros."""
@@ -132,7 +139,38 @@ def test_any_order_of_any_length(tmp_path_factory: pytest.TempPathFactory, rows:
     assert np.array_equal(stored.whole(), stored.held)
 
 
-@pytest.mark.parametrize("layout", [DIRECT, SMALL], ids=str)
+@pytest.mark.parametrize("part_rows", [16, 32])
+def test_parts_of_a_chunk_are_read_and_checked_by_themselves(tmp_path: Path, part_rows: int) -> None:
+    stored = Stored(tmp_path, replace(DIRECT, part_rows=part_rows))
+    orders = stored.orders()
+    for version in range(2):
+        for kv in (KEYS, VALUES):
+            wanted = stored.wanted(1, kv)
+            if version:
+                wanted[:ROWS] = wanted[orders[1]]
+            for part in range(192 // part_rows):
+                found = stored.parts(1, kv, part, part + 1).reshape(part_rows, -1)
+                assert np.array_equal(found, wanted[part_rows * part :][:part_rows])
+        if not version:
+            stored.rewrite(orders)
+    path, edition = stored.tier.path(stored.name), stored.edition()
+    damaged = bytearray(path.read_bytes())
+    damaged[stored.layout.offset(ROWS, 1, VALUES) + 2 * stored.layout.part_bytes] ^= 1
+    path.write_bytes(damaged)
+    for part in range(192 // part_rows):
+        if part != 2:
+            stored.parts(1, VALUES, part, part + 1, edition)
+    with pytest.raises(DamageError, match="values, part 2"):
+        stored.parts(1, VALUES, 1, 3, edition)
+
+
+def test_parts_need_probe_heads() -> None:
+    for probe_heads, part_rows in ((0, 16), (2, 8), (2, 128)):
+        with pytest.raises(ConfigError, match="16, 32 or 64 rows"):
+            KVLayout(2, 4, 16, "F32", probe_heads, part_rows)
+
+
+@pytest.mark.parametrize("layout", [DIRECT, SMALL, PARTS], ids=str)
 def test_every_damaged_byte_is_found(tmp_path: Path, layout: KVLayout) -> None:
     stored = Stored(tmp_path, layout)
     stored.rewrite(stored.orders())

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("COLUMNS", "132")
 import contextlib
 import gc
+import itertools
 import json
 import random
 import shutil
@@ -34,7 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,6 @@ from afterglow.store.extents.throttle import Throttle
 from benchmarks.papers.spec.io_report import _report, _row
 from benchmarks.papers.spec.io_variants import (
     AGAIN,
-    HEADS,
-    LAYERS,
     NEW,
     RATIO,
     RECOMPUTED,
@@ -65,6 +64,7 @@ from benchmarks.papers.spec.io_variants import (
     Shape,
     Traced,
     Variant,
+    Way,
     Work,
     guessing,
 )
@@ -85,7 +85,7 @@ def main(args: list[str]) -> int:
     recorded = record(count, 1500, options.seed)
     with tempfile.TemporaryDirectory(prefix="afterglow-bench-") as folder:
         sizes = [rng.randrange(lengths[0], lengths[1] + 1) // 64 * 64 for _ in range(count)]
-        model = _make(Path(folder), options.shape, max(sizes) + NEW + 64, options.seed)
+        model = make_model(Path(folder), shape, max(sizes) + NEW + 64, options.seed)
         bench = Bench(str(model), Path(folder), sizes, recorded, shape, options)
         work = bench.fill(rng, requests)
         extra = extra_storage(bench.folder / "text")
@@ -110,28 +110,28 @@ def extra_storage(cache: Path) -> float:
     return probes / others
 
 
-def _make(folder: Path, name: str, window: int, seed: int) -> Path:
+def make_model(folder: Path, shape: Shape, window: int, seed: int) -> Path:
     """Write a model of random weights that has positions for `window` tokens."""
-    shape, model = SHAPES[name], folder / "model"
-    if name == "opt":
+    model = folder / "model"
+    if shape.weights == "opt":
         from transformers import OPTConfig, OPTForCausalLM
 
         torch.manual_seed(seed)
         config = OPTConfig(
-            vocab_size=2048, hidden_size=shape.hidden, num_hidden_layers=LAYERS, ffn_dim=4 * shape.hidden,
-            num_attention_heads=HEADS, max_position_embeddings=window, word_embed_proj_dim=shape.hidden,
+            vocab_size=2048, hidden_size=shape.hidden, num_hidden_layers=shape.layers, ffn_dim=4 * shape.hidden,
+            num_attention_heads=shape.heads, max_position_embeddings=window, word_embed_proj_dim=shape.hidden,
         )  # fmt: skip
         OPTForCausalLM(config).save_pretrained(model)
         return model
     spec = ModelSpec(
-        family="llama", layers=LAYERS, hidden=shape.hidden, heads=HEADS, kv_heads=HEADS, head_dim=shape.head_dim,
+        family="llama", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.groups, head_dim=shape.head_dim,
         ffn=shape.ffn, vocab=2048, max_positions=window, rope=RopeSpec(dim=shape.head_dim, base=10000.0), eos_ids=(2,),
     )  # fmt: skip
-    if name == "llama":
+    if shape.weights == "float":
         save_hf(spec, model, seed=seed)
         return model
     model = model.with_suffix(".gguf")
-    write_random(model, spec, "Q8_0", seed=seed)
+    write_random(model, spec, shape.weights, seed=seed)
     return model
 
 
@@ -139,18 +139,19 @@ class Bench:
     """One model, its cache folders, and its requests."""
 
     device = torch.device("cpu")
+    cold = False  # do whole prefixes come from disk each time
 
     def __init__(
         self,
         model: str,
         folder: Path,
         sizes: list[int],
-        recorded: list[Recorded],
+        recorded: list[Recorded] | None,
         shape: Shape,
         options: Any,
         **config: Any,
     ) -> None:
-        """`config`: more of the engines' settings."""
+        """`recorded`: what layers find important; None: what they do. `config`: more of the engines' settings."""
         self.model, self.folder, self.sizes, self.recorded, self.options = model, folder, sizes, recorded, options
         self.shape = shape
         self.config = config
@@ -183,10 +184,14 @@ class Bench:
         finally:
             engine.close()
 
-    def fill(self, rng: random.Random, requests: int) -> Work:
-        """Compute the prefixes, and leave them on disk."""
+    def fill(self, rng: random.Random, requests: int, text: Iterator[int] | None = None) -> Work:
+        """Compute the prefixes, and leave them on disk. `text`: where tokens come from; None: they are random."""
         with self.engine(min(2 * self.data, FILL)) as engine:
-            prefixes = [words(rng, engine, size) for size in self.sizes]
+
+            def some(number: int) -> list[int]:
+                return words(rng, engine, number) if text is None else list(itertools.islice(text, number))
+
+            prefixes = [some(size) for size in self.sizes]
             for prefix in prefixes:
                 asked(engine, prefix)
                 engine.settle()
@@ -196,9 +201,9 @@ class Bench:
                 at = min(
                     len(prefixes) - 1, max(0, round(rng.gauss(middle, spread)))
                 )  # reuse is normal, as in the paper
-                return at, number, words(rng, engine, NEW)
+                return at, number, some(NEW)
 
-            each = [(at, requests + at, words(rng, engine, NEW)) for at in range(len(prefixes))]  # once, at least
+            each = [(at, requests + at, some(NEW)) for at in range(len(prefixes))]  # once, at least
             warm = [*each, *(draw(n) for n in range(requests))]
             return Work(prefixes, warm, [draw(n) for n in range(requests, 2 * requests)])
 
@@ -218,42 +223,73 @@ class Bench:
         return (None if self.options.real_disk else Throttle(read_bytes_per_s=rate, latency_s=1e-4)), computing
 
     def measure(self, work: Work, throttle: Throttle | None) -> list[dict[str, Any]]:
-        """All variants: a warm-up, then the requests that count, each asked of every variant."""
-        for name in ("reordered", "whole"):  # files that are rewritten get a new one, so that links will do
-            shutil.copytree(self.folder / "text", self.folder / name, copy_function=_link)
-        few = 64 * self.row_bytes * 24
-        largest = (self.window + 256) * self.row_bytes  # a prefix that host cannot hold would be computed anew
-        with (
-            self.engine(few, throttle) as text,
-            self.engine(few, throttle, "reordered") as reordered,
-            self.engine(max(int(self.shape.host * self.data), largest), throttle, "whole") as whole,
-        ):
-            engines = {"text": text, "reordered": reordered, "whole": whole}
-            for engine in (text, reordered):
-                important = engine.parts.selective
-                assert important is not None
-                engine.parts.runner._selective = Traced(important)
+        """All variants of the paper's ladder."""
+        self.prepare(work)
+        with self.engines(throttle) as engines:
+            return self.compare(engines, work, [*VARIANTS, AGAIN, *map(guessing, self.shape.priors)])
+
+    def prepare(self, work: Work) -> None:
+        """Make the folders of the other engines; in some, rows are put in the order of importance to the warm-up's requests."""
+        shutil.copytree(self.folder / "text", self.folder / "whole", copy_function=_link)
+        shutil.copytree(self.folder / "text", self.folder / "reordered", copy_function=_link)
+        with self.engine(self.few, None, "reordered") as reordered:
+            self._trace(reordered)
             learning = self._new(Variant("to learn the order", "probes", "lfu", reorder=True))
             for request in work.warm:
-                self._ask(engines, learning, work, request)
+                self._ask({"reordered": reordered}, learning, work, request)
             loader = _loader(reordered)
             reordered.ask(lambda: _reorder(loader))
             reordered.settle()
-            asked = [self._new(variant) for variant in (*VARIANTS, AGAIN, *map(guessing, self.shape.priors))]
-            for request in work.warm:
-                for each in asked:
-                    if each.variant.kind != "recompute":
-                        self._ask(engines, each, work, request)
+        shutil.copytree(self.folder / "reordered", self.folder / "auto", copy_function=_link)
+
+    @property
+    def few(self) -> int:
+        """Give the bytes of host memory of engines that do not load whole prefixes."""
+        return 64 * self.row_bytes * 24
+
+    @contextlib.contextmanager
+    def engines(self, throttle: Throttle | None, auto: bool = False) -> Iterator[dict[str, Engine]]:
+        """All engines. `auto`: with one that chooses its way."""
+        largest = (self.window + 256) * self.row_bytes  # a prefix that host cannot hold would be computed anew
+        most = max(int(self.shape.host * self.data), largest)
+        with contextlib.ExitStack() as stack:
+            found = {
+                name: stack.enter_context(self.engine(host, throttle, name))
+                for name, host in {"text": self.few, "reordered": self.few, "whole": most}.items()
+            }
+            if auto:
+                found["auto"] = stack.enter_context(self.engine(most, throttle, "auto", source="auto"))
+            for name, engine in found.items():
+                if name != "whole":
+                    self._trace(engine)
+            yield found
+
+    def compare(
+        self, engines: dict[str, Engine], work: Work, variants: Sequence[Variant], recomputed: int = RECOMPUTED
+    ) -> list[dict[str, Any]]:
+        """Warm up, then ask each request that counts of every variant. `recomputed`: of so many the whole prompt is computed."""
+        asked = [self._new(variant) for variant in variants]
+        for request in work.warm:
             for each in asked:
-                each.judge()
-            gc.collect()
-            gc.freeze()  # a dozen variants' caches in one process: to look through them all takes 0.4 s
-            print("warm", flush=True)
-            for number, request in enumerate(work.judged):
-                for each in asked:
-                    if each.variant.kind != "recompute" or number < RECOMPUTED:
-                        self._ask(engines, each, work, request)
-        return [_row(each) for each in asked]
+                if each.variant.kind != "recompute":
+                    self._ask(engines, each, work, request)
+        for each in asked:
+            each.judge()
+        gc.collect()
+        gc.freeze()  # a dozen variants' caches in one process: to look through them all takes 0.4 s
+        print("warm", flush=True)
+        for number, request in enumerate(work.judged):
+            for each in asked:
+                if each.variant.kind != "recompute" or number < recomputed:
+                    self._ask(engines, each, work, request)
+        gc.unfreeze()
+        return [_row(each) for each in asked if each.times]
+
+    def _trace(self, engine: Engine) -> None:
+        important = engine.parts.selective
+        assert important is not None
+        if self.recorded is not None:
+            engine.parts.runner._selective = Traced(important)
 
     def _new(self, variant: Variant) -> Asked:
         device, host = int(self.shape.device * self.data), int(self.shape.host * self.data)
@@ -262,24 +298,36 @@ class Bench:
     def _ask(self, engines: dict[str, Engine], asking: Asked, work: Work, request: tuple[int, int, list[int]]) -> None:
         at, number, new = request
         variant, prompt = asking.variant, [*work.prefixes[at], *new]
-        engine = engines["whole" if variant.kind == "all" else "reordered" if variant.reorder else "text"]
+        name = {"all": "whole", "auto": "auto"}.get(variant.kind, "reordered" if variant.reorder else "text")
+        engine = engines[name]
         options: dict[str, Any] = {"kv_retention": RETENTION}
         if variant.kind == "recompute":
             options = {"reuse": False}
         elif variant.kind == "all":
             options = {"kv_retention": 1.0}
         else:
-            traced = engine.parts.runner._selective
-            assert isinstance(traced, Traced)
-            sums = stretched(self.recorded[at], number, self.shape.layers, self.shape.heads, self.sizes[at], at)
-            traced.sums = [layer.to(self.device) for layer in sums]
-            traced.rules = replace(traced.rules, force="fallback" if variant.kind == "keys" else "no")
+            selecting = engine.parts.runner._selective
+            assert selecting is not None
+            if self.recorded is not None:
+                assert isinstance(selecting, Traced)
+                sums = stretched(self.recorded[at], number, self.shape.layers, self.shape.groups, self.sizes[at], at)
+                selecting.sums = [layer.to(self.device) for layer in sums]
+            selecting.rules = replace(selecting.rules, force="fallback" if variant.kind == "keys" else "no")
             loader = _loader(engine)
             loader.cache, loader.stats, loader.prior = asking.shelf, asking.stats, variant.prior
-        before, waited = _read(engine), asking.stats.waited
-        asking.times.append(asked(engine, prompt, **options).ttft)
+        if self.cold and variant.kind in ("all", "auto"):
+            engine.demote("disk")
+        before, waited, selections = _read(engine), asking.stats.waited, asking.stats.requests
+        turn = asked(engine, prompt, **options)
+        asking.times.append(turn.ttft)
+        asking.ways.append(way_of(asking.stats.requests > selections, turn.cached.total, self.sizes[at]))
         asking.read_bytes += _read(engine) - before
         asking.waited.append(asking.stats.waited - waited)
+
+
+def way_of(selected: bool, cached: int, rows: int) -> Way:
+    """Say what an engine did with a prefix of `rows` rows, `cached` of them reused."""
+    return "select" if selected else "load" if cached >= rows else "split" if cached else "recompute"
 
 
 def _reorder(loader: ChunkLoader) -> None:

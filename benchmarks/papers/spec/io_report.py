@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def _row(asked: Asked) -> dict[str, Any]:
     return {
         "variant": asked.variant.name,
         "requests": count,
+        "ways": dict(Counter(asked.ways)),
         "ttft_ms": round(1e3 * statistics.mean(times), 1),
         "median_ms": round(1e3 * statistics.median(times), 1),
         "p99_ms": round(1e3 * max(times), 1),

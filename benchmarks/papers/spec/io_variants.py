@@ -24,7 +24,8 @@ RATIO = 10.0  # reading a whole prefix, over computing a request over it
 @dataclass(frozen=True)
 class Shape:
     """Describe a model of random weights, the prefixes that are asked about, and the shares of their data that chunk caches hold.
-    `lengths`: of prefixes, shortest and longest. `rate`: bytes per second of the disk; None: as `RATIO` says."""
+    `lengths`: of prefixes, shortest and longest. `rate`: bytes per second of the disk; None: as `RATIO` says. `kv_heads`: None for as many
+    as `heads`. `weights`: who writes the model, transformers ("opt"), or in floats or 8 bits."""
 
     head_dim: int
     ffn: int
@@ -36,6 +37,8 @@ class Shape:
     priors: tuple[Prior, ...] = ("prior", "random", "sinks")  # other ways to guess, each with caches of its own
     layers: int = LAYERS
     heads: int = HEADS
+    kv_heads: int | None = None
+    weights: Literal["opt", "float", "Q8_0"] = "float"
     number_bytes: int = 4  # of a key's or a value's
 
     @property
@@ -43,26 +46,39 @@ class Shape:
         return self.heads * self.head_dim
 
     @property
+    def groups(self) -> int:
+        """Count the KV heads."""
+        return self.kv_heads or self.heads
+
+    @property
     def row_bytes(self) -> int:
         """Count the bytes of a token's keys and values."""
-        return self.layers * 2 * self.hidden * self.number_bytes
+        return self.layers * 2 * self.groups * self.head_dim * self.number_bytes
 
 
 _PAPER = Shape(head_dim=16, ffn=1408, lengths=(4096, 10240), device=0.175, host=0.56)  # SPEC §V-A
 SHAPES = {
     "llama": _PAPER,
-    "opt": _PAPER,
+    "opt": replace(_PAPER, weights="opt"),
     "wide": Shape(
-        head_dim=64, ffn=5632, lengths=(4096, 8192), device=0.05, host=0.10, rate=5e8, count=5, priors=("random",)
+        head_dim=64,
+        ffn=5632,
+        lengths=(4096, 8192),
+        device=0.05,
+        host=0.10,
+        rate=5e8,
+        count=5,
+        priors=("random",),
+        weights="Q8_0",
     ),
 }
 
-Kind = Literal["recompute", "all", "keys", "probes"]
+Kind = Literal["recompute", "all", "keys", "probes", "auto"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`keys`: all keys are read, and important values; `probes`: probe heads' keys first."""
+    """`keys`: all keys are read, and important values; `probes`: probe heads' keys first; `auto`: the engine chooses."""
 
     name: str
     kind: Kind
@@ -119,6 +135,9 @@ class TracedSelector(RowSelector):
         return self._traced.sums[queries.layer][:, : len(keys)]
 
 
+Way = Literal["select", "load", "split", "recompute"]
+
+
 @dataclass
 class Work:
     """Prefixes, and requests over them in order: (prefix, request number, new tokens)."""
@@ -137,6 +156,7 @@ class Asked:
     stats: ImportanceStats = field(default_factory=ImportanceStats)
     times: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)  # that the engine took
     read_bytes: int = 0
     warm_rows: dict[Place, int] = field(default_factory=dict)
 
@@ -145,4 +165,5 @@ class Asked:
         self.stats, self.read_bytes = ImportanceStats(), 0
         self.warm_rows = {**self.shelf.placement.rows}
         self.times.clear()
+        self.ways.clear()
         self.waited.clear()

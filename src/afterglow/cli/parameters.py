@@ -169,9 +169,10 @@ def _from_field(name: str, field: Field[Any], kind: Any, panel: str | None) -> i
         default = [] if default == () else default
         more["metavar"] = more["metavar"] or ("TEXT" if kind == list[str] else None)
     elif typing.get_origin(kind) is typing.Literal:
-        choices = ", ".join(typing.get_args(kind))
+        choices = ", ".join(map(str, typing.get_args(kind)))
         more["metavar"] = "CHOICE"
         more["help"] = about["help"] if choices in about["help"] else f"{about['help']} One of {choices}."
+        kind = int if isinstance(default, int) else kind  # the dataclass checks the choice
     if about.get("argument"):
         more["show_default"] = False
         return _parameter(name, Annotated[kind, typer.Argument(**more)], default)

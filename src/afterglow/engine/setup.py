@@ -355,7 +355,10 @@ def _kv_format(
     probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0
     if probes:  # their keys are also stored apart: another format, and so another folder
         digest = hashlib.sha256(f"{digest} with {probes} probe heads".encode()).hexdigest()
-    return KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype], probes), digest
+    parts = min(BLOCK_ROWS, config.importance_chunk) if probes else BLOCK_ROWS
+    if parts < BLOCK_ROWS:
+        digest = hashlib.sha256(f"{digest} in parts of {parts} rows".encode()).hexdigest()
+    return KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype], probes, parts), digest
 
 
 def _restore(scheduler: Scheduler, store: KVStore) -> None:
@@ -378,6 +381,7 @@ def _selective(
         dtype=decoder.dtype,
         timeout=READ_TIMEOUT,
         room=rewriting_bytes(config, layout) if config.reorder_interval else None,
+        chunk_rows=config.importance_chunk,
     )
     assert config.importance is not None
     rules = SelectionRules(

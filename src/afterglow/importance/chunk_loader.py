@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.importance.chunk_cache import ChunkCache
 from afterglow.importance.importance_notes import AT_ONCE, ImportanceNotes, Note
 from afterglow.importance.row_layout import ExtentView, RowImportance, RowLayout, RowOrder
@@ -23,7 +24,6 @@ from afterglow.store.extents.chunks import ChunkRead
 from afterglow.store.extents.layout import KVLayout
 from afterglow.store.moving.reading import ChunkIO, Reading, Rewrite
 
-CHUNK = 64
 MAX_EXTENTS = 512  # whose rows' importance, and row orders, are remembered
 MAX_LAYOUT_ROWS = 4 << 20  # of remembered layouts, summed over layers: 96 MiB
 
@@ -71,13 +71,16 @@ class ChunkLoader:
         timeout: float,
         prior: Prior = "cut",
         room: int | None = None,
+        chunk_rows: int = BLOCK_ROWS,
     ) -> None:
         """`arena`: host slots, [layers, 2, slots, 64, kv_heads, stored width]. `reader`: None without a disk tier. `dtype`: of the
         rows that are returned. `timeout`: seconds after which a read counts as lost. `room`: bytes on disk that the new
-        version of a file may take beside the old one; None: any."""
+        version of a file may take beside the old one; None: any. `chunk_rows`: what is read and cached at a time, one or more of the
+        layout's parts."""
         self.arena, self.layout, self.reader, self.cache = arena, layout, reader, cache
         self.dtype, self.timeout, self.prior, self.room = dtype, timeout, prior, room
-        self.buffers = Buffers(layout.chunk_bytes)
+        self.chunk_rows, self.chunk_bytes = chunk_rows, chunk_rows * layout.row_bytes
+        self.buffers = Buffers(self.chunk_bytes)
         self.stats = ImportanceStats()
         self.budget = ReadBudget()
         self.worth = Worth()
@@ -162,7 +165,8 @@ class ChunkLoader:
         key = (*((view.extent, view.rows, view.start, view.stop) for view in views), *editions, layer)
         found = self._layouts.get(key)
         if found is None:
-            found = self._layouts[key] = RowLayout([ExtentView(v.rows, v.start, v.stop) for v in views], orders, CHUNK)
+            shown = [ExtentView(view.rows, view.start, view.stop) for view in views]
+            found = self._layouts[key] = RowLayout(shown, orders, self.chunk_rows)
             self._layout_rows += len(found.number)
             while self._layout_rows > MAX_LAYOUT_ROWS and len(self._layouts) > 1:
                 self._layout_rows -= len(self._layouts.popitem(last=False)[1].number)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.importance.chunk_cache import ChunkKey
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.waits import Waits
@@ -77,13 +78,15 @@ class ChunkReads:
             reads: list[ChunkRead] = []
             pieces: list[tuple[ChunkKey, ChunkRead, np.ndarray]] = []
             for run in _runs(sorted(wanted)):
-                first, stop = run[0], run[0].chunk + len(run)
-                if first.tensor == PROBES:
-                    stop = layout.blocks(rows)
+                key = run[0]
+                if key.tensor == PROBES:
+                    first, stop = 0, layout.blocks(rows)
                     into = [allocate(stop * layout.probe_chunk_bytes)]
                 else:
+                    first, stop = self._parts(key.chunk, len(run), rows)
                     into = [loader.buffers.take() for _ in run]
-                reads.append(ChunkRead(first.layer, first.tensor, first.chunk, stop, into))
+                    into[-1] = into[-1][: (stop - first) * layout.part_bytes - (len(run) - 1) * loader.chunk_bytes]
+                reads.append(ChunkRead(key.layer, key.tensor, first, stop, into))
                 pieces += zip(run, itertools.repeat(reads[-1]), into)
             reading = loader.read(extent, reads, wanted[0].edition, priority)
             for key, read, memory in pieces:
@@ -99,7 +102,7 @@ class ChunkReads:
         by_reading: dict[int, list[ChunkKey]] = {}
         for run in runs.values():
             coming = self._coming[run[0]]
-            if len(run) == coming.read.stop - coming.read.first:
+            if len(run) == len(coming.read.into):
                 by_reading.setdefault(id(coming.reading), []).extend(run)
         gone: list[ChunkKey] = []
         for unwanted in by_reading.values():
@@ -142,6 +145,11 @@ class ChunkReads:
             if not reading.stale:
                 self._loader.forget(extent)
             raise RowsLost(extent, reading.stale)
+
+    def _parts(self, chunk: int, chunks: int, rows: int) -> tuple[int, int]:
+        """Return the first part of a run of chunks, and the part behind it. The last chunk may have fewer than the others."""
+        each, layout = self._loader.chunk_rows // self._layout.part_rows, self._layout
+        return chunk * each, min((chunk + chunks) * each, layout.blocks(rows) * BLOCK_ROWS // layout.part_rows)
 
     def _as_rows(self, memory: np.ndarray, tensor: int) -> Tensor:
         heads = self._layout.probe_heads if tensor == PROBES else self._layout.kv_heads

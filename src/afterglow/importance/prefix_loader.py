@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.importance.chunk_cache import ChunkKey
-from afterglow.importance.chunk_loader import CHUNK, ChunkLoader, RowsLost
+from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.chunk_reads import ChunkReads
 from afterglow.importance.row_layout import ChunkPlace, RowLayout, RowOrder, normalised
 from afterglow.importance.select import Selection
@@ -246,7 +247,7 @@ class PrefixLoader:
     def _speculate(self, layer: int, before: Selection | None) -> None:
         """Ask for chunks that a layer is likely to select. `before`: the selection of the layer before."""
         loader = self._loader
-        most = loader.budget.bytes(loader.bandwidth) // self._layout.chunk_bytes
+        most = loader.budget.bytes(loader.bandwidth) // loader.chunk_bytes
         self._guesses = None
         if most < 2 or loader.prior == "none" or not any(True for _ in self._on_disk()):
             return
@@ -260,7 +261,7 @@ class PrefixLoader:
         numbers = places.by_hits(rows, MIN_GUESSED_ROWS)
         keys = within(numbers, lambda number: self._missing(places, layer, number), most)
         for key in keys:
-            guessed.submit(key, self._layout.chunk_bytes)
+            guessed.submit(key, loader.chunk_bytes)
         self._reads.ask(keys, PREFETCH)
         if not keys:
             self._guesses = None
@@ -303,7 +304,7 @@ class PrefixLoader:
                     guessed.landed(key)
             unwanted = set(guessed.pending()).difference(not_cached)
             gone = self._reads.take_back(list(unwanted))  # they would keep the disk from what is wanted next
-            guessed.settle([(key, self._layout.chunk_bytes) for key in not_cached], gone)
+            guessed.settle([(key, self._loader.chunk_bytes) for key in not_cached], gone)
         self._reads.ask(not_cached, DEMAND)
 
     # ------------------------------------------------------------------------------------------- cached rows
@@ -329,14 +330,14 @@ class PrefixLoader:
         """
         keys = [self._key(at, layer, tensor, chunk) for at, chunk in located.chunks]
         here = yield from self._reads.fetch([key for key in keys if key is not None])
-        chunks, used = [], []
+        chunks, used, size = [], [], self._loader.chunk_rows
         for (at, chunk), key, hit in zip(located.chunks, keys, located.hits, strict=True):
             view = self.views[at]
             if key is None:
-                chunks.append(self._loader.arena[layer, tensor, view.slots[chunk]])
+                chunks.append(self._in_host(view, layer, tensor, chunk))
             else:
                 chunks.append(here[key])
-                tokens = min(CHUNK, view.rows - CHUNK * chunk)
+                tokens = min(size, view.rows - size * chunk)
                 used.append((key, chunks[-1], tokens, min(hit, tokens)))
         joined = self._joined(chunks, located.which, located.place)
         for key, rows, tokens, wanted in used:  # only now: it may push other chunks of this layer out of the cache
@@ -358,10 +359,18 @@ class PrefixLoader:
             out[at.to(here)] = picked(some, (mine.cumsum(0) - 1)[which[at]], place[at]).to(here)
         return widened(out, dtype)
 
+    def _in_host(self, view: Selectable, layer: int, tensor: int, chunk: int) -> Tensor:
+        """Find a chunk in the slots of a view's extent: a slice of one, or a copy of several."""
+        size, blocks = self._loader.chunk_rows, self._loader.arena[layer, tensor]
+        slot, row = divmod(chunk * size, BLOCK_ROWS)
+        if size <= BLOCK_ROWS:
+            return blocks[view.slots[slot], row : row + size]
+        return blocks.index_select(0, torch.tensor(view.slots[slot : slot + size // BLOCK_ROWS])).flatten(0, 1)
+
     def _probe_keys_in_host(self, view: Selectable, layer: int) -> Tensor:
         """Gather the probe keys of all rows of a view's extent up to the view's end."""
         keys = self._loader.arena[layer, KEYS, :, :, : self._layout.probe_heads]
-        return keys.index_select(0, torch.tensor(view.slots[: -(-view.stop // CHUNK)])).flatten(0, 1)
+        return keys.index_select(0, torch.tensor(view.slots[: -(-view.stop // BLOCK_ROWS)])).flatten(0, 1)
 
 
 def _rows_of_heads(rows: Tensor, places: Tensor) -> Tensor:

@@ -46,8 +46,9 @@ class Stale(StoreError):
 
 
 class ChunkRead(NamedTuple):
-    """Names chunks [first, stop) of a layer's keys (kv 0), values (1) or probe keys (2), as they are stored, and the buffers
-    to fill: `into`, one after the other, uint8 [bytes] each, of one or more whole chunks.
+    """Names parts [first, stop) of a layer's keys (kv 0) or values (1), or chunks of its probe keys (2), as they are stored, and the
+    buffers to fill: `into`, one after the other, uint8 [bytes] each, of one or more whole parts. A part is a chunk, unless the
+    layout has smaller ones.
     """
 
     layer: int
@@ -111,8 +112,8 @@ class ChunkReader:
 
     def _read(self, fd: int, rows: int, read: ChunkRead, head: Head) -> int:
         layout = self.layout
-        size = layout.probe_chunk_bytes if read.kv == PROBES else layout.chunk_bytes
-        start = layout.offset(rows, read.layer, read.kv, read.first)
+        size = layout.probe_chunk_bytes if read.kv == PROBES else layout.part_bytes
+        start = layout.offset(rows, read.layer, read.kv) + read.first * size
         wanted = (read.stop - read.first) * size
         assert sum(into.nbytes for into in read.into) == wanted, (read.first, read.stop)
         if wanted % ALIGNMENT == start % ALIGNMENT == 0 and all(map(_aligned, read.into)):
@@ -122,12 +123,14 @@ class ChunkReader:
             total = span_bytes(start, wanted)
             for into in read.into:
                 into[:], from_here = from_here[: into.nbytes], from_here[into.nbytes :]
-        table, chunk = crcs_of(head, read.layer, read.kv), read.first
+        parts = head.sidecar.parts if head.sidecar is not None and read.kv != PROBES else None
+        table = crcs_of(head, read.layer, read.kv) if parts is None else parts[read.layer, read.kv].tolist()
+        part = read.first
         for into in read.into:
             for at in range(0, into.nbytes, size):
-                if crc32c(into[at : at + size]) != table[chunk]:
-                    raise DamageError(f"layer {read.layer}, {TENSORS[read.kv]}, chunk {chunk}")
-                chunk += 1
+                if crc32c(into[at : at + size]) != table[part]:
+                    raise DamageError(f"layer {read.layer}, {TENSORS[read.kv]}, part {part}")
+                part += 1
         return total
 
 

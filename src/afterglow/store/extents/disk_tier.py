@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import StoreError
@@ -19,7 +20,7 @@ from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.extent_reader import ExtentReader
 from afterglow.store.extents.files import Scratch, forget_pages, naming, write_full
 from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, encode_head
-from afterglow.store.extents.layout import KEYS, PROBES, KVLayout
+from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
 from afterglow.store.extents.pieces import Tensors, arena_buffers
 from afterglow.store.extents.rewriting import Ranks, Rewriting
 from afterglow.store.extents.tier import ExtentRead, HostArena, runs
@@ -201,7 +202,20 @@ class DiskTier:
             crcs[layer] = [crc32c(chunk) for chunk in probes.reshape(chunks, -1)]
             written += write_full(fd, [probes], layout.offset(rows, layer, PROBES))
             progress()
-        return Sidecar(crcs, np.tile(np.arange(padded, dtype=np.uint16), (layout.layers, 1))), written
+        order = np.tile(np.arange(padded, dtype=np.uint16), (layout.layers, 1))
+        return Sidecar(crcs, order, parts=self._part_checksums(rows, arena, slots)), written
+
+    def _part_checksums(self, rows: int, arena: HostArena, slots: Sequence[int]) -> npt.NDArray[np.uint32] | None:
+        layout = self.layout
+        if layout.part_rows == BLOCK_ROWS:
+            return None
+        blank, parts = crc32c(bytes(layout.part_bytes)), BLOCK_ROWS // layout.part_rows * len(slots)
+        crcs = np.full((layout.layers, 2, layout.file_parts(rows)), blank, np.uint32)
+        for layer in range(layout.layers):
+            for kv in (KEYS, VALUES):
+                rows_of = arena.plane(layer, kv)[list(slots)].reshape(-1, layout.part_bytes)
+                crcs[layer, kv, :parts] = [crc32c(part) for part in rows_of]
+        return crcs
 
     def _begin_checksums(self, part: Tensors, arena: HostArena, slots: Sequence[int]) -> Checksums:
         def work() -> list[list[int]]:

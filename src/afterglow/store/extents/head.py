@@ -39,12 +39,14 @@ _ROWS_DIGITS: Final = 8
 class Sidecar:
     """Holds the further tables of files with probe heads. `crcs` uint32 [layers, file chunks] of the probe keys;
     `order` uint16 [layers, padded rows]: which row of the text is stored at each place (SPEC §IV-D); `version` counts how
-    often the rows were put in another order.
+    often the rows were put in another order; `parts` uint32 [layers, 2, file parts], of keys and values where the layout has
+    parts of less than a chunk.
     """
 
     crcs: npt.NDArray[np.uint32]
     order: npt.NDArray[np.uint16]
     version: int = 0
+    parts: npt.NDArray[np.uint32] | None = None
 
     @property
     def reordered(self) -> bool:
@@ -101,6 +103,7 @@ def encode_head(
     if sidecar is not None:
         meta["version"] = f"{sidecar.version:08d}"
         tables += sidecar.crcs.astype("<u4").tobytes() + sidecar.order.astype("<u2").tobytes()
+        tables += sidecar.parts.astype("<u4").tobytes() if sidecar.parts is not None else b""
     members = json.dumps(meta, separators=(",", ":")).encode()[1:]  # without the opening brace
     text = _OPENING + b"0" * 8 + _ROWS_KEY + b"%08d" % rows + b'",' + members
     if len(text) + 2 > META_RESERVE:
@@ -176,8 +179,10 @@ def decode_head(
     if not layout.probe_heads:
         return Head(record, crcs)
     probe_crcs = np.frombuffer(head, "<u4", layers * chunks, at + crcs.nbytes).reshape(layers, -1)
-    order = np.frombuffer(head, "<u2", offset=at + crcs.nbytes + probe_crcs.nbytes).reshape(layers, -1)
-    return Head(record, crcs, Sidecar(probe_crcs, order, int(meta["version"])))
+    at += crcs.nbytes + probe_crcs.nbytes
+    order = np.frombuffer(head, "<u2", layers * layout.padded_rows(found_rows), at).reshape(layers, -1)
+    parts = np.frombuffer(head, "<u4", offset=at + order.nbytes).reshape(layers, 2, -1)
+    return Head(record, crcs, Sidecar(probe_crcs, order, int(meta["version"]), parts if parts.size else None))
 
 
 assert META_RESERVE < ALIGNMENT  # `peek_rows` needs no more than one aligned page

@@ -9,7 +9,9 @@
                     layers.1.keys    ...
                     layers.0.probe_keys  [padded_rows, probe_heads, head_dim]   only in layouts with probe heads, which
                     layers.1.probe_keys  ...                                    have two more tables before `head_bytes`:
-                                     probe_crc32c uint32 [layers, chunks], order uint16 [layers, padded_rows]
+                                     probe_crc32c uint32 [layers, chunks], order uint16 [layers, padded_rows],
+                                     and in layouts with parts of less than 64 rows
+                                     part_crc32c uint32 [layers, 2, parts]
 
 The spaces in the header make `head_bytes` a multiple of 4096, and `padded_rows` makes every tensor one, so
 that each layer's keys and values start aligned for direct I/O (safetensors allows no gaps between tensors).
@@ -50,7 +52,8 @@ class KVLayout:
     of 8 bits with a scale for each head.
 
     `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar; spec S10), and rows
-    may be stored in another order than the text's.
+    may be stored in another order than the text's. `part_rows`: of the least part of keys or values that is read by itself, with a
+    checksum of its own where it is less than a chunk.
     """
 
     layers: int
@@ -58,6 +61,7 @@ class KVLayout:
     head_dim: int
     dtype: str
     probe_heads: int = 0
+    part_rows: int = BLOCK_ROWS
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
@@ -67,6 +71,8 @@ class KVLayout:
                 raise ConfigError(f"a KV layout needs {name} of at least 1, got {getattr(self, name)}")
         if not 0 <= self.probe_heads <= self.kv_heads:
             raise ConfigError(f"{self.probe_heads} probe heads are not among {self.kv_heads} KV heads")
+        if self.part_rows not in (16, 32, BLOCK_ROWS) or (self.part_rows < BLOCK_ROWS and not self.probe_heads):
+            raise ConfigError(f"parts have 16, 32 or 64 rows, less than 64 with probe heads only, got {self.part_rows}")
 
     @property
     def width(self) -> int:
@@ -87,6 +93,15 @@ class KVLayout:
     def chunk_bytes(self) -> int:
         """Compute the bytes of 64 rows of one layer's keys (or values)."""
         return BLOCK_ROWS * self.row_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Compute the bytes of the least part of one layer's keys (or values) that is read by itself."""
+        return self.part_rows * self.row_bytes
+
+    def file_parts(self, rows: int) -> int:
+        """Count the parts of each tensor in the file, padding included."""
+        return self.padded_rows(rows) // self.part_rows
 
     @property
     def probe_row_bytes(self) -> int:
@@ -136,6 +151,9 @@ class KVLayout:
         if self.probe_heads:
             yield "probe_crc32c", "U32", [self.layers, chunks], 4 * self.layers * chunks
             yield "order", "U16", [self.layers, padded], 2 * self.layers * padded
+        if self.part_rows < BLOCK_ROWS:
+            parts = self.file_parts(rows)
+            yield "part_crc32c", "U32", [self.layers, 2, parts], 8 * self.layers * parts
 
     def head_bytes(self, rows: int) -> int:
         """Compute the bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
@@ -165,14 +183,16 @@ class KVLayout:
 
     def as_dict(self) -> dict[str, int | str]:
         """Return the layout as `afterglow.json` keeps it."""
-        probes = {"probe_heads": self.probe_heads} if self.probe_heads else {}
+        more = {"probe_heads": self.probe_heads} if self.probe_heads else {}
+        if self.part_rows < BLOCK_ROWS:
+            more["part_rows"] = self.part_rows
         return {
             "layers": self.layers,
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "dtype": self.dtype,
             "block_rows": BLOCK_ROWS,
-            **probes,
+            **more,
         }
 
     def __str__(self) -> str:

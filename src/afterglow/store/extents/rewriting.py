@@ -53,6 +53,8 @@ class Rewriting:
         self._layer = 0
         self._crcs = np.zeros((layout.layers, VALUES + 1, layout.file_chunks(rows)), np.uint32)
         self._probe_crcs = np.zeros((layout.layers, layout.file_chunks(rows)), np.uint32)
+        fine = layout.part_rows < BLOCK_ROWS
+        self._part_crcs = np.zeros((layout.layers, 2, layout.file_parts(rows)), np.uint32) if fine else None
         self.written = 0
         self._old = self._new = -1
         with naming(self._extent, "rewriting"):
@@ -64,9 +66,9 @@ class Rewriting:
             self._before = self._head.sidecar.order
             self._order = np.tile(np.arange(layout.padded_rows(rows), dtype=np.uint16), (layout.layers, 1))
             self._order[:, :rows] = ranks()
-            # Chunks are read whole: where every row stays in its chunk nothing is gained.
+            # Parts are read whole: where every row stays in its part nothing is gained.
             self.needed = any(
-                not np.array_equal(_chunks(new, rows), _chunks(old, rows))
+                not np.array_equal(_parts(new, rows, layout.part_rows), _parts(old, rows, layout.part_rows))
                 for new, old in zip(self._order, self._before, strict=True)
             )
             if self.needed:
@@ -87,6 +89,8 @@ class Rewriting:
                 text = in_text_order(stored.reshape(-1, layout.row_bytes), self._before[layer])
                 made = text[self._order[layer]]
                 self._crcs[layer, kv] = _crcs(made, layout.file_chunks(rows))
+                if self._part_crcs is not None:
+                    self._part_crcs[layer, kv] = _crcs(made, layout.file_parts(rows))
                 self._write(made, layout.offset(rows, layer, kv))
                 if kv == KEYS:
                     probes = np.ascontiguousarray(made[:, : layout.probe_row_bytes])
@@ -98,7 +102,7 @@ class Rewriting:
             if self._layer < layout.layers:
                 return True
             assert self._head.sidecar is not None
-            sidecar = Sidecar(self._probe_crcs, self._order, self._head.sidecar.version + 1)
+            sidecar = Sidecar(self._probe_crcs, self._order, self._head.sidecar.version + 1, self._part_crcs)
             head = encode_head(layout, self._digest, self._head.record, self._crcs, sidecar)
             self._write(np.frombuffer(head, np.uint8), 0)
             forget_pages(self._old)
@@ -162,11 +166,11 @@ class Rewriting:
         self.written += write_full(self._new, [buffer], offset)
 
 
-def _chunks(order: npt.NDArray[np.uint16], rows: int) -> npt.NDArray[np.int64]:
-    """Return in which chunk each row of the text lies."""
+def _parts(order: npt.NDArray[np.uint16], rows: int, part_rows: int) -> npt.NDArray[np.int64]:
+    """Return in which part each row of the text lies."""
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    return place[:rows] // BLOCK_ROWS
+    return place[:rows] // part_rows
 
 
 def _crcs(tensor: Bytes, chunks: int) -> list[int]:

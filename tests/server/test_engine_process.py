@@ -22,7 +22,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from afterglow.errors import RequestError
+from afterglow.cli.commands import run
+from afterglow.errors import AfterglowError, RequestError
 from afterglow.request import CachedTokens, Missed, Output, TokenLogprob
 from afterglow.server.engine_process import far
 from afterglow.server.engine_process.channel import Channel
@@ -269,15 +270,29 @@ def test_no_module_is_taken_from_the_folder_where_the_server_was_started(
         assert server.engine.healthy
 
 
-def test_an_engine_that_is_killed_while_it_ends_is_told_of(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_killed_while_it_ends_is_told_of_once(model_dir: Path) -> None:
     with held(model_dir) as server, ThreadPoolExecutor(1) as closing:
         pid = int(server.engine.call("pid", (), {}))
         os.kill(pid, signal.SIGSTOP)
         ended = closing.submit(server.engine.close)
         wait_for(lambda: doors.is_ending(server.engine))
         os.kill(pid, signal.SIGKILL)
-        ended.result(20)
-    assert caplog.text.count("was killed by signal 9: its cache may not be on disk") == 1, "it is closed twice"
+        with pytest.raises(AfterglowError, match="was killed by signal 9 while it closed: rows that were not on disk"):
+            ended.result(20)
+        server.engine.close()
+
+
+@needs_model
+def test_a_server_whose_engine_is_killed_while_it_ends_has_not_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doors.kill_engines_that_end(monkeypatch)
+    monkeypatch.setattr(Service, "run", lambda service: None)
+    monkeypatch.setattr("afterglow.server.lifecycle.service.set_up_logging", lambda level: None)
+    options = ["--port", "0", "--threads", "1", "--cache-dir", str(tmp_path), *APART]
+    monkeypatch.setattr("sys.argv", ["afterglow", "serve", "afterglow-small", *options])
+    assert run() == 1
+    assert capsys.readouterr().err.count("afterglow: error: the engine's process was killed by signal 9") == 1
 
 
 @needs_model

@@ -18,7 +18,7 @@ import torch
 from afterglow.engine.engine import Engine
 from afterglow.engine.inbox import stopped
 from afterglow.engine.stats import EngineStats
-from afterglow.errors import UserError
+from afterglow.errors import AfterglowError, UserError
 from afterglow.memo.sequence_embedder import Embedder, EmbedResult, SequenceLimits
 from afterglow.memo.texts import MemoUse, Template, TextEmbedder
 from afterglow.request import Grammar, Output, Request
@@ -134,15 +134,21 @@ class EngineProcess:
         return self._each(found.name) if isinstance(found, Yielded) else found
 
     def close(self) -> None:
-        """End the engine, which writes its cache to disk, and its process. May be called twice."""
+        """End the engine, which writes its cache to disk, and its process. May be called twice.
+
+        Raises: AfterglowError, when the process did not end as it should.
+        """
         if self._closing:
             return
         self._closing = True
         self._tell("host.end")
         code = self._end(CLOSE_SECONDS)
-        if code and not self._ended_early:
-            log.error("the engine's process %s: its cache may not be on disk", _end_of(code))
         self._channel.close()
+        if code and not self._ended_early:
+            raise AfterglowError(
+                f"the engine's process {_end_of(code)} while it closed: rows that were not on disk yet are lost, and are "
+                "computed again when they are needed"
+            )
 
     # ------------------------------------------------------------------------------------------------------- messages
 

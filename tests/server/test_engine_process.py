@@ -212,9 +212,9 @@ def test_what_is_asked_of_a_dead_engine_is_refused_at_once(model_dir: Path) -> N
     with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(server.engine.register_prefix, "held", [1, 2])  # which waits for the gate
         os.kill(int(server.engine.call("pid", (), {})), signal.SIGKILL)
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             waiting.result(20)
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             server.engine.sessions("")
         assert not server.engine.healthy
 
@@ -222,7 +222,7 @@ def test_what_is_asked_of_a_dead_engine_is_refused_at_once(model_dir: Path) -> N
 def test_an_answer_that_cannot_be_read_ends_both_processes(model_dir: Path) -> None:
     with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.engine.call, "unreadable", (), {})
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             asked.result(20)
         assert not server.engine.healthy
 
@@ -230,7 +230,7 @@ def test_an_answer_that_cannot_be_read_ends_both_processes(model_dir: Path) -> N
 def test_a_call_that_cannot_be_read_ends_both_processes(model_dir: Path) -> None:
     with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.engine.call, "pid", (Unreadable(),), {})
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             asked.result(20)
 
 
@@ -302,8 +302,19 @@ def test_a_killed_engine_ends_its_requests_and_the_server_says_so(tmp_path: Path
             os.kill(engine_of(server), signal.SIGKILL)
             said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert "error" in said[-1]
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert post(server, TALK).status_code == 503
+        asked = [
+            httpx.get(f"{server.url}/health"),
+            post(server, TALK),
+            post(server, {**TALK, "stream": True}),
+            post(server, {"input": "hi", "previous_response_id": "resp_1"}, "/v1/responses"),
+            httpx.get(f"{server.url}/v1/responses/resp_1"),
+            post(server, {"input": "a kite"}, "/v1/embeddings"),
+            httpx.get(f"{server.url}/v1/cache/sessions"),
+            httpx.get(f"{server.url}/v1/cache/stats"),
+        ]
+        assert {(each.status_code, each.json()["error"]["message"]) for each in asked} == {
+            (503, "the engine has stopped unexpectedly; the server must be restarted")
+        }
         assert httpx.get(f"{server.url}/metrics").status_code == 200
         assert "the engine's process was killed by signal 9; the server must be restarted" in server.log.read_text()
         server.process.terminate()

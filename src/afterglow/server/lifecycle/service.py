@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from afterglow.errors import ConfigError
+from afterglow.errors import ConfigError, shutting_down
 from afterglow.server.app import create_app
 from afterglow.server.blocking import PROMPTS
-from afterglow.server.json_responses import shutting_down
 from afterglow.server.lifecycle.address import announce, certificate_of, server_context
 from afterglow.server.lifecycle.connections import Connection, Listener
 from afterglow.server.server_config import ServerConfig, read_prompt

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -346,6 +347,27 @@ def test_both_processes_get_a_signal_and_the_cache_is_written(tmp_path: Path, nu
     with serving(tmp_path, *APART) as server:
         usage = post(server, TALK).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+@needs_model
+def test_a_second_signal_ends_both_processes_at_once_and_says_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, *APART, "--grace", "60") as server:
+        engine = engine_of(server)
+        with contextlib.suppress(httpx.TransportError), begun(server, LONG) as lines:
+            os.kill(engine, signal.SIGSTOP)
+            server.process.send_signal(signal.SIGINT)
+            wait_for(lambda: "shutting down" in server.log.read_text())
+            said = server.log.read_text()
+            time.sleep(0.7)  # two at once would be taken for one
+            server.process.send_signal(signal.SIGINT)
+            list(lines)
+        try:
+            assert server.process.wait(20) == 130
+            wait_for(lambda: not lives(engine), message="the engine goes on")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+        assert server.log.read_text() == said
 
 
 def test_ctrl_c_while_the_engine_loads_is_no_error(

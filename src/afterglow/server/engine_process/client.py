@@ -148,6 +148,11 @@ class EngineProcess:
                 "computed again when they are needed"
             )
 
+    def kill(self) -> None:
+        """End the process at once. What is on disk stays valid, and nothing more is written."""
+        self._closing = True
+        self._process.kill()
+
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _started(self) -> EngineFacts:

@@ -350,6 +350,19 @@ def is_ending(process: Any) -> bool:
     return bool(process._closing)
 
 
+def kill_engines_that_end(monkeypatch: Any) -> None:
+    """Kill each engine's process when it is told to end."""
+    from afterglow.server.engine_process.client import EngineProcess
+
+    end = EngineProcess._end
+
+    def killed(process: Any, seconds: float) -> int:
+        process._process.kill()
+        return end(process, seconds)
+
+    monkeypatch.setattr(EngineProcess, "_end", killed)
+
+
 def registrar_of(engine: Any) -> Any:
     """Return the registrar of shared prefixes."""
     return engine._registrar

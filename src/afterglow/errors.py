@@ -43,6 +43,18 @@ class RequestError(UserError):
         self.code = code
 
 
+def engine_dead() -> RequestError:
+    """Make the error for requests after the engine has failed."""
+    return RequestError(
+        "the engine has stopped unexpectedly; the server must be restarted", status=503, code="engine_dead"
+    )
+
+
+def shutting_down() -> RequestError:
+    """Make the error for requests that come while the engine or the server ends."""
+    return RequestError("the server is shutting down", status=503, code="unavailable")
+
+
 class StoreError(AfterglowError):
     """A tier failed (I/O error, no space, time-out)."""
 

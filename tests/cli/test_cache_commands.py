@@ -50,6 +50,16 @@ def test_a_named_server_tells_each_key_its_own(keyed: Running) -> None:
     assert json.loads(salted.stdout) == []
 
 
+def test_the_engines_figures_are_told_under_its_name_once(tmp_path: Path) -> None:
+    with running(toys.byte_level(tmp_path)) as server:
+        said = inside("cache", "stats", "--server", server.url).stdout.splitlines()
+        facts = json.loads(inside("cache", "stats", "--server", server.url, "--json").stdout)
+    place = said.index("engine")
+    assert said[place + 1].split() == ["prompt", "tokens", "0"]
+    assert not any(line.strip() == "engine" for line in said[place + 1 :])
+    assert facts["engine"]["engine"]["prompt_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

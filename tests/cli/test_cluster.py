@@ -21,6 +21,8 @@ import pytest
 
 from afterglow.cli import child_process, cluster
 from afterglow.cli.child_process import ChildProcess
+from afterglow.server.lifecycle.service import listen
+from afterglow.server.server_config import ServerConfig
 from tests.cli.kit import SMALL, inside
 from tests.ports import own_port
 from tests.waiting import wait_for
@@ -87,6 +89,22 @@ def test_a_process_ends_with_a_parent_that_was_killed() -> None:
     parent.wait()
     parent.stdout.close()
     wait_for(lambda: not runs(child))
+
+
+# ----------------------------------------------------------------------------------------------------------- ports
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a bound port is no server's")
+def test_ports_of_a_cluster_are_given_to_no_other_process() -> None:
+    with cluster.own_ports(3) as ports:
+        assert len(set(ports)) == 3
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            for _ in range(2):  # a server is started again
+                with contextlib.closing(listen(ServerConfig(port=port))) as server:
+                    server.listen()
+                    socket.create_connection(("127.0.0.1", port)).close()
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes

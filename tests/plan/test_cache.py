@@ -9,7 +9,7 @@ import pytest
 
 from afterglow.plan.cache import Cache
 from afterglow.plan.options import SchedulerOptions
-from afterglow.plan.prefix.extent import Extent
+from afterglow.plan.prefix.extent import Extent, View
 from afterglow.plan.prefix.shared_prefixes import OPERATOR
 from afterglow.plan.step import JobSpec, Load, MoveDone
 from afterglow.plan.tiers.device import DeviceSegment
@@ -115,7 +115,8 @@ def test_a_merged_extent_takes_the_place_of_its_parts_everywhere() -> None:
     second = computed(tiers, TOKENS[4 * BLOCK :], TOKENS[: 4 * BLOCK], now=2.0)
     cache = tiers.cache
     cache.touch(first, 3.0, SPEC)
-    cache.sessions.used("", "talk", [first, second], 4.0)
+    cache.sessions.used("", "talk", cache.match("", TOKENS).views, 4.0)
+    cache.sessions.used("", "short", cache.match("", TOKENS[: 4 * (BLOCK + 1)]).views, 3.0)
     segment = DeviceSegment()
     assert cache.device.reserve(segment, 8)
     context = cache.retain("", TOKENS, 8, segment)
@@ -128,8 +129,10 @@ def test_a_merged_extent_takes_the_place_of_its_parts_everywhere() -> None:
     assert (first.dead, second.dead, whole.dead) == (True, True, False)
     assert (whole.hits, whole.last_used) == (1, 3.0)
     assert list(context.extents) == [whole]
-    (talk,) = cache.sessions.listing("")
-    assert talk.rows == 2 * BLOCK
+    assert [(each.name, each.rows) for each in cache.sessions.listing("")] == [
+        ("talk", 2 * BLOCK),
+        ("short", BLOCK + 1),
+    ]
     assert (cache.counters.merges, cache.counters.merged_rows) == (1, 2 * BLOCK)
     check(cache)
 
@@ -138,7 +141,7 @@ def test_a_reset_forgets_one_tenants_rows_and_names() -> None:
     tiers = Tiers(host_slots=8)
     mine, yours = computed(tiers, TOKENS, salt="mine"), computed(tiers, TOKENS, salt="yours")
     cache = tiers.cache
-    cache.sessions.used("mine", "talk", [mine], 1.0)
+    cache.sessions.used("mine", "talk", cache.match("mine", TOKENS).views, 1.0)
     cache.registered.register("mine", "prompt", TOKENS, "", 1.0)
     cache.registered.register(OPERATOR, "system", TOKENS[: 4 * BLOCK], "", 1.0)
     cache.reset("mine")
@@ -151,7 +154,7 @@ def test_a_reset_forgets_one_tenants_rows_and_names() -> None:
 def test_notes_bring_back_names_after_a_restart() -> None:
     tiers = Tiers(disk_bytes=1000)
     extent = tiers.clean(1)
-    tiers.cache.sessions.used("", "talk", [extent], 1.0)
+    tiers.cache.sessions.used("", "talk", [View(extent, 0, extent.rows)], 1.0)
     assert tiers.cache.sessions.pin("", "talk", pinned=True)
     records = [extent.record()]
     notes: dict[str, dict[str, str]] = {}

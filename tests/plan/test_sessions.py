@@ -346,6 +346,18 @@ def test_a_shared_prefix_is_listed_with_each_conversation() -> None:
     assert [sum((s.device, s.host, s.disk)) for s in server.scheduler.cache.sessions.listing("")] == [24, 24]
 
 
+def test_a_conversation_within_a_longer_one_is_listed_with_its_own_rows() -> None:
+    server = serving()
+    server.ask(words(40), max_tokens=0, session="long")
+    server.ask(words(20), max_tokens=0, session="short")
+    server.to_disk()
+    assert [server.session(name).rows for name in ("long", "short")] == [40, 20]
+    server.restart()
+    assert [server.session(name).rows for name in ("long", "short")] == [40, 20]
+    server.ask(words(30), max_tokens=0, session="short")
+    assert [server.session(name).rows for name in ("long", "short")] == [40, 30]
+
+
 # --------------------------------------------------------------------------------------------------- deletion
 
 

@@ -102,6 +102,7 @@ BAD = [
     *((CHAT, {**HI, name: value}, name, f"{name} is not supported") for name, value in IGNORED.items()),
     *((TEXT, {**ADA, name: value}, name, f"{name} is not supported") for name, value in IGNORED.items()),
     (CHAT, {**HI, "echo": True}, "echo", "echo is not supported"),
+    (CHAT, {**HI, "verbosity": "high"}, "verbosity", "verbosity is not supported"),
     (CHAT, {**HI, "best_of": 3}, "best_of", "best_of must equal n"),
     (CHAT, {**HI, "max_completion_tokens": -5}, "max_completion_tokens", "max_completion_tokens must be 0 or more"),
     (CHAT, {**HI, "max_completion_tokens": 9999}, "max_completion_tokens", "9999 for the reply"),

@@ -193,6 +193,7 @@ def test_long_texts_can_be_cut_off(server: Beside) -> None:
         ({"input": ["a cat", ""]}, "input", r"input\[1\] is an empty string"),
         ({"input": [[5], []]}, "input", r"input\[1\] is an empty list of token ids"),
         ({"input": 5}, "input", "must be a string.*got 5"),
+        ({"input": "a", "input_type": "search_query"}, "input_type", "input_type is not supported"),
         ({"input": {"text": "a"}}, "input", "must be a string"),
         ({"input": ["a", 5]}, "input", r"input\[1\] is 5"),
         ({"input": [5, "a"]}, "input", r"input\[1\] is 'a'"),

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from afterglow.errors import RequestError
+from afterglow.cli.commands import run
+from afterglow.errors import AfterglowError, RequestError
 from afterglow.request import CachedTokens, Missed, Output, TokenLogprob
 from afterglow.server.engine_process import far
 from afterglow.server.engine_process.channel import Channel
@@ -211,9 +213,9 @@ def test_what_is_asked_of_a_dead_engine_is_refused_at_once(model_dir: Path) -> N
     with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(server.engine.register_prefix, "held", [1, 2])  # which waits for the gate
         os.kill(int(server.engine.call("pid", (), {})), signal.SIGKILL)
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             waiting.result(20)
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             server.engine.sessions("")
         assert not server.engine.healthy
 
@@ -221,7 +223,7 @@ def test_what_is_asked_of_a_dead_engine_is_refused_at_once(model_dir: Path) -> N
 def test_an_answer_that_cannot_be_read_ends_both_processes(model_dir: Path) -> None:
     with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.engine.call, "unreadable", (), {})
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             asked.result(20)
         assert not server.engine.healthy
 
@@ -229,7 +231,7 @@ def test_an_answer_that_cannot_be_read_ends_both_processes(model_dir: Path) -> N
 def test_a_call_that_cannot_be_read_ends_both_processes(model_dir: Path) -> None:
     with held(model_dir) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.engine.call, "pid", (Unreadable(),), {})
-        with pytest.raises(RequestError, match="stopped"):
+        with pytest.raises(RequestError, match="stopped unexpectedly; the server must be restarted"):
             asked.result(20)
 
 
@@ -269,15 +271,29 @@ def test_no_module_is_taken_from_the_folder_where_the_server_was_started(
         assert server.engine.healthy
 
 
-def test_an_engine_that_is_killed_while_it_ends_is_told_of(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_killed_while_it_ends_is_told_of_once(model_dir: Path) -> None:
     with held(model_dir) as server, ThreadPoolExecutor(1) as closing:
         pid = int(server.engine.call("pid", (), {}))
         os.kill(pid, signal.SIGSTOP)
         ended = closing.submit(server.engine.close)
         wait_for(lambda: doors.is_ending(server.engine))
         os.kill(pid, signal.SIGKILL)
-        ended.result(20)
-    assert caplog.text.count("was killed by signal 9: its cache may not be on disk") == 1, "it is closed twice"
+        with pytest.raises(AfterglowError, match="was killed by signal 9 while it closed: rows that were not on disk"):
+            ended.result(20)
+        server.engine.close()
+
+
+@needs_model
+def test_a_server_whose_engine_is_killed_while_it_ends_has_not_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doors.kill_engines_that_end(monkeypatch)
+    monkeypatch.setattr(Service, "run", lambda service: None)
+    monkeypatch.setattr("afterglow.server.lifecycle.service.set_up_logging", lambda level: None)
+    options = ["--port", "0", "--threads", "1", "--cache-dir", str(tmp_path), *APART]
+    monkeypatch.setattr("sys.argv", ["afterglow", "serve", "afterglow-small", *options])
+    assert run() == 1
+    assert capsys.readouterr().err.count("afterglow: error: the engine's process was killed by signal 9") == 1
 
 
 @needs_model
@@ -287,8 +303,19 @@ def test_a_killed_engine_ends_its_requests_and_the_server_says_so(tmp_path: Path
             os.kill(engine_of(server), signal.SIGKILL)
             said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert "error" in said[-1]
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert post(server, TALK).status_code == 503
+        asked = [
+            httpx.get(f"{server.url}/health"),
+            post(server, TALK),
+            post(server, {**TALK, "stream": True}),
+            post(server, {"input": "hi", "previous_response_id": "resp_1"}, "/v1/responses"),
+            httpx.get(f"{server.url}/v1/responses/resp_1"),
+            post(server, {"input": "a kite"}, "/v1/embeddings"),
+            httpx.get(f"{server.url}/v1/cache/sessions"),
+            httpx.get(f"{server.url}/v1/cache/stats"),
+        ]
+        assert {(each.status_code, each.json()["error"]["message"]) for each in asked} == {
+            (503, "the engine has stopped unexpectedly; the server must be restarted")
+        }
         assert httpx.get(f"{server.url}/metrics").status_code == 200
         assert "the engine's process was killed by signal 9; the server must be restarted" in server.log.read_text()
         server.process.terminate()
@@ -320,6 +347,27 @@ def test_both_processes_get_a_signal_and_the_cache_is_written(tmp_path: Path, nu
     with serving(tmp_path, *APART) as server:
         usage = post(server, TALK).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+@needs_model
+def test_a_second_signal_ends_both_processes_at_once_and_says_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, *APART, "--grace", "60") as server:
+        engine = engine_of(server)
+        with contextlib.suppress(httpx.TransportError), begun(server, LONG) as lines:
+            os.kill(engine, signal.SIGSTOP)
+            server.process.send_signal(signal.SIGINT)
+            wait_for(lambda: "shutting down" in server.log.read_text())
+            said = server.log.read_text()
+            time.sleep(0.7)  # two at once would be taken for one
+            server.process.send_signal(signal.SIGINT)
+            list(lines)
+        try:
+            assert server.process.wait(20) == 130
+            wait_for(lambda: not lives(engine), message="the engine goes on")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+        assert server.log.read_text() == said
 
 
 def test_ctrl_c_while_the_engine_loads_is_no_error(

@@ -474,6 +474,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "prompt": {"id": "p"}}, "prompt", "not supported"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'; only functions are supported"),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "null"),
+    ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
     ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "not supported"),
     ({"input": "x", "top_logprobs": 3}, "top_logprobs", "not supported"),
     ({"input": "x", "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-import socket
+import re
 import statistics
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from queue import SimpleQueue
@@ -147,30 +148,31 @@ def _http(client: httpx.Client, url: str, prompt: list[int]) -> TimedReply:
 @contextmanager
 def model_server(args: list[str]) -> Iterator[str]:
     """Run `afterglow serve` with these arguments, and yield its address."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "afterglow.cli", "serve", *args, "--port", str(port), "--served-model-name", "m"],
+            [sys.executable, "-m", "afterglow.cli", "serve", *args, "--port", "0", "--served-model-name", "m"],
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        url = f"http://127.0.0.1:{port}"
         try:
-            for _ in range(1200):
-                try:
-                    if httpx.get(f"{url}/health", timeout=1).status_code == 200:
-                        break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise RuntimeError(f"the server ended: {log.read().decode()[-2000:]}")
-            yield url
+            yield _address(process, log.fileno())
         finally:
             process.terminate()
             process.wait(30)
+
+
+def _address(process: subprocess.Popen[bytes], log: int) -> str:
+    """Wait until a server answers at the address that it has logged. Raises: RuntimeError."""
+    for _ in range(1200):
+        said = os.pread(log, 1 << 20, 0).decode(errors="replace")  # which leaves alone where the server writes
+        if found := re.search(r" at (http://\S+)/v1\n", said):
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{found[1]}/health", timeout=1).status_code == 200:
+                    return found[1]
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended: {said[-2000:]}")
+        time.sleep(0.1)
+    raise RuntimeError(f"the server does not answer: {said[-2000:]}")
 
 
 def bookkeeping(rng: random.Random, tokens: int, threads: int | None) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,9 @@ def cluster(options: ReplicaOptions, serve_args: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--cache-dir {folder} cannot be used: {error.strerror}") from None
-    *ports, metrics = free_ports(options.replicas + 1)
-    replicas = [make_replica(number, port, folder, options, serve_args) for number, port in enumerate(ports, 1)]
-    return Supervisor(replicas, make_router(router, options, replicas, metrics, folder), options).run()
+    with own_ports(options.replicas + 1) as (*ports, metrics):
+        replicas = [make_replica(number, port, folder, options, serve_args) for number, port in enumerate(ports, 1)]
+        return Supervisor(replicas, make_router(router, options, replicas, metrics, folder), options).run()
 
 
 def find_router() -> str:
@@ -80,13 +81,20 @@ def check_free(host: str, port: int) -> None:
         ) from None
 
 
-def free_ports(count: int) -> list[int]:
-    """Find so many different free ports of 127.0.0.1."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+@contextmanager
+def own_ports(count: int) -> Iterator[list[int]]:
+    """Find so many free ports of 127.0.0.1. They are bound meanwhile, so that the kernel gives them to no other process that asks for any,
+    and not listened at, so that a server that names one may have it, again after its death (Linux)."""
+    with ExitStack() as bound:
+        ports = []
+        for _ in range(count):
+            held = bound.enter_context(socket.socket())
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            ports.append(int(held.getsockname()[1]))
+        if not sys.platform.startswith("linux"):  # where no other socket may be bound there
+            bound.close()
+        yield ports
 
 
 def make_replica(number: int, port: int, folder: Path, options: ReplicaOptions, serve_args: Sequence[str]) -> Replica:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,11 +39,13 @@ class FoundModel:
 
 @dataclass(frozen=True)
 class LoadedParts:
-    """An engine that runs, its tokenizer, and the models of `/v1/embeddings`, the default first."""
+    """An engine that runs, its tokenizer, and the models of `/v1/embeddings`, the default first. `kill`: ends another process that
+    they are in."""
 
     engine: EngineLike
     tokenizer: Tokenizer
     embedders: Sequence[TextEmbedder]
+    kill: Callable[[], None] | None = None
 
 
 def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
@@ -69,7 +71,7 @@ def serve(model: str | None, server: ServerConfig, config: EngineConfig) -> int:
         if server.record_trace is not None:
             os.close(open_for_appending(server.record_trace))
         with loaded(found) as parts:
-            Service(parts.engine, parts.tokenizer, server, found.folder, sock, parts.embedders).run()
+            Service(parts.engine, parts.tokenizer, server, found.folder, sock, parts.embedders, parts.kill).run()
     return 0
 
 
@@ -106,7 +108,7 @@ def loaded(found: FoundModel) -> Iterator[LoadedParts]:
         tokenizers[name] = Tokenizer(folder)
     engine = EngineProcess("afterglow.cli.engine_main", found)
     try:
-        yield LoadedParts(engine, tokenizer, engine.embedders(tokenizers))
+        yield LoadedParts(engine, tokenizer, engine.embedders(tokenizers), engine.kill)
     finally:
         engine.close()
 

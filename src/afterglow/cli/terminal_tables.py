@@ -33,13 +33,13 @@ def lines(rows: Iterable[tuple[str, str]]) -> None:
     _print(made)
 
 
-def nested(facts: Mapping[str, Any], indent: str = "") -> list[tuple[str, str]]:
-    """Make lines of figures that are nested by name."""
+def nested(facts: Mapping[str, Any], indent: str = "", around: str = "") -> list[tuple[str, str]]:
+    """Make lines of figures that are nested by name. `around`: the name of the figures that these are in, which is not said twice."""
     rows = []
     for name, value in facts.items():
         shown = indent + name.replace("_", " ")
         if isinstance(value, Mapping):
-            rows += [(shown, ""), *nested(value, indent + "  ")]
+            rows += nested(value, indent) if name == around else [(shown, ""), *nested(value, indent + "  ", name)]
         elif name != "object" and value is not None:
             rows.append((shown, str(value)))
     return rows

@@ -11,15 +11,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, engine_dead, shutting_down
 from afterglow.request import Output
 
 T = TypeVar("T")
-
-
-def stopped() -> RequestError:
-    """Make the error for callers whose engine has ended."""
-    return RequestError("the engine has stopped", status=503, code="unavailable")
 
 
 class Inbox:
@@ -29,6 +24,7 @@ class Inbox:
         self._actions: queue.SimpleQueue[tuple[Callable[[], object], threading.Event | None]] = queue.SimpleQueue()
         self._woken = threading.Event()
         self._open = False
+        self._failed = False
 
     @property
     def is_open(self) -> bool:
@@ -39,9 +35,14 @@ class Inbox:
         """Note that the engine's thread begins."""
         self._open = True
 
-    def close(self) -> None:
-        """Note that the engine's thread ends: no further question is answered."""
+    def close(self, failed: bool = False) -> None:
+        """Note that the engine's thread ends, as it should or because it has `failed`: no further question is answered."""
+        self._failed = failed
         self._open = False
+
+    def ended(self) -> RequestError:
+        """Make the error for callers whose engine has ended."""
+        return engine_dead() if self._failed else shutting_down()
 
     def send(self, action: Callable[[], object]) -> None:
         """Have the engine's thread run `action`. Returns at once."""
@@ -65,11 +66,11 @@ class Inbox:
         self._actions.put((action, answered))
         while not answered.wait(0.1):
             if not self._open:
-                raise stopped()
+                raise self.ended()
         if refusals:
             raise refusals[0]
         if not answers:
-            raise stopped()
+            raise self.ended()
         return answers[0]
 
     def wake(self) -> None:
@@ -123,4 +124,4 @@ class OutputQueue:
                 return self._outputs.get(timeout=0.5)  # a wait without end could not be interrupted
             except queue.Empty:
                 if not self._inbox.is_open:
-                    raise stopped() from None
+                    raise self._inbox.ended() from None

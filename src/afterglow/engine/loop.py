@@ -23,7 +23,7 @@ from afterglow.engine.setup import EngineParts
 from afterglow.engine.speculation.guesser import Guesses
 from afterglow.engine.stats import EngineCounters, EngineStats
 from afterglow.engine.token_outputs import RunOutput
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, engine_dead, shutting_down
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.step import Drop, Emitted, Step
 from afterglow.request import Request
@@ -94,12 +94,7 @@ class EngineLoop:
         parts = self.parts
         check(request, parts.limits)
         if self._refuses or self.failure is not None:
-            why = (
-                "the engine has stopped after an internal error"
-                if self.failure is not None
-                else "the server is shutting down"
-            )
-            raise RequestError(why, status=503, code="unavailable")
+            raise shutting_down() if self.failure is None else engine_dead()
         # What is refused takes no place in the queue.
         constraint = parts.grammars.constraint(request.sampling)
         spec = job_spec(request, parts.config, self._eos, salt)
@@ -200,11 +195,11 @@ class EngineLoop:
         except BaseException as error:
             log.exception("the engine has stopped because of an error")
             self.failure = error
-            self.inbox.close()
+            self.inbox.close(failed=True)
             for live in list(self.requests.by_job.values()):
                 self.requests.fail(live, "internal error")
             self._deliver()
-        finally:
+        else:
             self.inbox.close()
 
     def _sleep(self) -> float | None:

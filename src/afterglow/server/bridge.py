@@ -14,10 +14,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from afterglow.config import EngineConfig
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, engine_dead, shutting_down
 from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.request import Grammar, Output, Request
-from afterglow.server.json_responses import engine_dead, shutting_down
 from afterglow.server.metrics.trace_recorder import TraceRecorder
 from afterglow.store.database.conversations import Conversations
 

@@ -27,11 +27,10 @@ from torch import Tensor
 from afterglow.config import EngineConfig
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.stats import EngineStats
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, shutting_down
 from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.request import Request
 from afterglow.server.bridge import EngineLike
-from afterglow.server.json_responses import shutting_down
 from afterglow.server.metrics.collector import EmbeddingMetrics
 from afterglow.store.database.conversations import Conversations
 from afterglow.text.chat_template import shown

@@ -117,17 +117,3 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
 def unavailable(message: str) -> RequestError:
     """Make an error that a later try may not meet."""
     return RequestError(message, status=503, code="unavailable")
-
-
-def shutting_down() -> RequestError:
-    """Make the error for requests that come while the server ends."""
-    return unavailable("the server is shutting down")
-
-
-def engine_dead() -> RequestError:
-    """Make the error for requests after the engine has failed."""
-    return RequestError(
-        "the engine has stopped unexpectedly; the server must be restarted",
-        status=503,
-        code="engine_dead",
-    )

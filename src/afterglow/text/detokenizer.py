@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, shutting_down
 from afterglow.request import (
     CachedTokens,
     Content,
@@ -260,7 +260,7 @@ class Assembler:
         if output.finish_reason == "error":
             raise RequestError(output.error or "the request failed", status=500)
         if output.finish_reason == "cancelled":  # not by the caller: the engine is closing
-            raise RequestError("the server is shutting down", status=503, code="unavailable")
+            raise shutting_down()
         if not self.tokens:
             self.cached, self.missed, self.waited = output.cached, output.missed, output.waited
             self.truncation = output.truncation

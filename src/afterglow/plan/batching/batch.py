@@ -329,8 +329,8 @@ class Batch:
             return
         used = list(job.uses)
         if used and job.spec.session is not None and job.spec.write and not job.disowned:
-            extents = [view.extent for view in self._cache.match(job.spec.salt, bytes(job.tokens)).views]
-            self._cache.sessions.used(client_salt(job.spec.salt), job.spec.session, extents, now)
+            path = self._cache.match(job.spec.salt, bytes(job.tokens)).views
+            self._cache.sessions.used(client_salt(job.spec.salt), job.spec.session, path, now)
         self._let_go(job)
         if job.disowned:
             self.merging.cancel()

@@ -242,11 +242,11 @@ class Root(Node):
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One conversation. `extents`: all that its turns have used and that are still there."""
+    """One conversation. `extents`: all that its turns have used and that are still there, with the row before which they ended."""
 
     tenant: str
     name: str
     used: float
     pinned: bool = False
-    extents: dict[Extent, None] = field(default_factory=dict)
+    extents: dict[Extent, int] = field(default_factory=dict)
     kept: dict[Extent, None] = field(default_factory=dict)  # those that are pinned for it

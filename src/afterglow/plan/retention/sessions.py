@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
+from typing import Any
 
 from afterglow.errors import RequestError
-from afterglow.plan.prefix.extent import NONE, Extent, Session, with_key, without_key
+from afterglow.plan.prefix.extent import NONE, Extent, Session, View, with_key, without_key
 from afterglow.plan.prefix.index import Index
 from afterglow.plan.prefix.salts import covers
 from afterglow.plan.tiers.placement import Placement
@@ -49,8 +50,8 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def used(self, tenant: str, name: str, extents: Iterable[Extent], now: float) -> None:
-        """Note that a turn of a conversation has ended, whose context went through these extents."""
+    def used(self, tenant: str, name: str, path: Iterable[View], now: float) -> None:
+        """Note that a turn of a conversation has ended, whose context was this path."""
         self.bury()
         key = (tenant, name)
         session = self._sessions.get(key)
@@ -58,19 +59,22 @@ class Sessions:
             session = self._sessions[key] = Session(tenant, name, now)
         self._sessions.move_to_end(key)
         session.used = now
-        self._add(session, extents)
+        for view in path:
+            self._add(session, view.extent, view.stop)
         self._note(session)
         for old, other in list(islice(self._sessions.items(), max(0, len(self._sessions) - MAX_SESSIONS))):
             if not other.pinned:
                 self._drop(old)
 
-    def _add(self, session: Session, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            if extent not in session.extents and not extent.dead:
-                session.extents[extent] = None
-                extent.sessions = with_key(extent.sessions, session)
-                if session.pinned and self._pins.cost(extent) <= self._pins.room(extent.salt):
-                    self._keep(session, extent)
+    def _add(self, session: Session, extent: Extent, stop: int) -> None:
+        if extent.dead:
+            return
+        known = session.extents.get(extent)
+        session.extents[extent] = max(stop, known or 0)
+        if known is None:
+            extent.sessions = with_key(extent.sessions, session)
+            if session.pinned and self._pins.cost(extent) <= self._pins.room(extent.salt):
+                self._keep(session, extent)
 
     def _keep(self, session: Session, extent: Extent) -> None:
         session.kept[extent] = None
@@ -78,14 +82,14 @@ class Sessions:
 
     def replace(self, parts: Sequence[Extent], whole: Extent) -> None:
         """Put a merged extent in the place of its parts, which the same conversations have used."""
-        sessions = list(parts[0].sessions)
+        stops: dict[Session, int] = {}
         for part in parts:
             for session in part.sessions:
-                del session.extents[part]
+                stops[session] = part.first_row + session.extents.pop(part) - whole.first_row
                 session.kept.pop(part, None)
             part.sessions = NONE
-        for session in sessions:
-            self._add(session, [whole])
+        for session, stop in stops.items():
+            self._add(session, whole, stop)
             self._note(session)
 
     def listing(self, tenant: str) -> list[SessionState]:
@@ -173,7 +177,8 @@ class Sessions:
     # ------------------------------------------------------------------------------------------- over restarts
 
     def _note(self, session: Session) -> None:
-        facts = [session.tenant, session.name, session.used, session.pinned, [each.id for each in session.extents]]
+        extents = [each.id if stop == each.rows else [each.id, stop] for each, stop in session.extents.items()]
+        facts = [session.tenant, session.name, session.used, session.pinned, extents]
         self._notes[_key(session)] = json.dumps(facts)
 
     def take_notes(self) -> list[tuple[str, str | None]]:
@@ -190,7 +195,7 @@ class Sessions:
             try:
                 tenant, name, used, pinned, names = json.loads(text)
                 session = Session(tenant, name, float(used), bool(pinned))
-                there = [self._index.extents[item] for item in names if item in self._index.extents]
+                there = self._there(names)
                 if isinstance(names, dict):  # as notes were when extents did not know their ends themselves
                     for extent in there:
                         when = names[extent.id]
@@ -202,7 +207,8 @@ class Sessions:
             if not (there or session.pinned):
                 self._notes[key] = None
                 continue
-            self._add(session, there)
+            for extent, stop in there.items():
+                self._add(session, extent, stop)
             found.append(session)
         for extent, when in ends.items():
             if extent.expires == inf:
@@ -210,6 +216,16 @@ class Sessions:
                 self._placement.expire(extent, when)
         for session in sorted(found, key=lambda item: (item.used, item.tenant, item.name)):
             self._sessions[(session.tenant, session.name)] = session
+
+    def _there(self, noted: Iterable[Any]) -> dict[Extent, int]:
+        """Find extents and stops by a note: an id stands for all rows, else the stop is beside it."""
+        found = {}
+        for each in noted:
+            name, stop = each if isinstance(each, list) else (each, None)
+            extent = self._index.extents.get(name)
+            if extent is not None:
+                found[extent] = extent.rows if stop is None else int(stop)
+        return found
 
 
 def _key(session: Session) -> str:
@@ -227,8 +243,8 @@ def _no_room(more: int, room: int, most: int) -> RequestError:
 
 def _state(session: Session) -> SessionState:
     device = host = disk = 0
-    for extent in session.extents:
-        rows = sum(node.rows for node in extent.nodes)  # those that no other extent has
+    for extent, stop in session.extents.items():
+        rows = sum(max(0, min(node.stop, stop) - node.start) for node in extent.nodes)  # those that no other extent has
         if extent.contexts:
             device += rows
         elif extent.host == "ready":

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, engine_dead
 from afterglow.listings import PrefixInfo, SessionInfo
 from afterglow.server.api.responses import ask_database
 from afterglow.server.blocking import ENGINE, FILES, PROMPTS
 from afterglow.server.bodies.json_body import check_session
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import PromptBody
-from afterglow.server.json_responses import engine_dead, json_response
+from afterglow.server.json_responses import json_response
 from afterglow.server.state import State, state_and_record
 from afterglow.server.tenants import RequestRecord
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, shutting_down
 from afterglow.request import CachedTokens, ContextWindow
 from afterglow.server.bodies.limits import wrong
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import EmbeddingBody, RerankBody
-from afterglow.server.json_responses import shutting_down
 from afterglow.server.replies.pending_replies import while_connected
 from afterglow.server.state import State, state_and_record
 from afterglow.server.tenants import RequestRecord

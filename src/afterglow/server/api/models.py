@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, engine_dead
 from afterglow.server.bodies.reader import read_body
 from afterglow.server.bodies.text_bodies import DetokenizeBody, TokenizeBody
-from afterglow.server.json_responses import engine_dead, error_response, json_response
+from afterglow.server.json_responses import error_response, json_response
 from afterglow.server.metrics.collector import CONTENT_TYPE
 from afterglow.server.state import State, state_and_record
 from afterglow.version import __version__

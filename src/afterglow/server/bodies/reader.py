@@ -25,11 +25,11 @@ from typing import IO, Any, NoReturn, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from afterglow.errors import RequestError
+from afterglow.errors import RequestError, shutting_down
 from afterglow.memory.free import trim
 from afterglow.server.bodies.json_body import JsonBody
 from afterglow.server.bodies.limits import check_shape, count_values, unsupported
-from afterglow.server.json_responses import ClientGone, shutting_down
+from afterglow.server.json_responses import ClientGone
 from afterglow.text.chat_template import shown
 
 B = TypeVar("B", bound=JsonBody)

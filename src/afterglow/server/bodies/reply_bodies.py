@@ -23,7 +23,15 @@ from afterglow.server.bodies.json_body import (
     check_variables,
     with_effort,
 )
-from afterglow.server.bodies.limits import MAX_NAME, MAX_VALUES, check_chars, check_messages, read_prompts, wrong
+from afterglow.server.bodies.limits import (
+    MAX_NAME,
+    MAX_VALUES,
+    check_chars,
+    check_messages,
+    read_prompts,
+    unsupported,
+    wrong,
+)
 from afterglow.server.bodies.response_items import read_input
 from afterglow.server.bodies.tool_fields import read_tool_use
 from afterglow.text.chat_template import shown
@@ -46,6 +54,9 @@ OF_REPLIES: Unused = {  # what would change a reply, and is not supported
     "truncate_prompt_tokens": (-1,),
     "typical_p": (1,),
 }
+
+
+UNUSED_VERBOSITY = ("medium", None)  # templates of models know no other
 
 
 class StreamOptions(BaseModel):
@@ -243,7 +254,7 @@ class CompletionBody(ChoicesBody):
 class ChatBody(ChoicesBody):
     """`/v1/chat/completions`."""
 
-    unsupported: ClassVar[Unused] = {"echo": (False,)}
+    unsupported: ClassVar[Unused] = {"echo": (False,), "verbosity": UNUSED_VERBOSITY}
     prompt_field = "messages"
 
     messages: Any = None
@@ -340,6 +351,8 @@ class ResponseBody(Body):
 
     def check(self) -> None:
         super().check()
+        if (self.text or {}).get("verbosity") not in UNUSED_VERBOSITY:
+            raise unsupported("text.verbosity")
         check_effort(self.reasoning_effort, "reasoning.effort")
         check_variables(self.chat_template_kwargs)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:

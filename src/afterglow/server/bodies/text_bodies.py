@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import FailFast
 
 from afterglow.errors import RequestError
-from afterglow.server.bodies.json_body import Int, JsonBody, Name, check_variables
+from afterglow.server.bodies.json_body import NOT_SUPPORTED, Int, JsonBody, Name, Unused, check_variables
 from afterglow.server.bodies.limits import (
     MAX_VALUES,
     check_chars,
@@ -63,7 +63,7 @@ class DetokenizeBody(JsonBody):
 
 
 class EmbeddingBody(JsonBody):
-    """`/v1/embeddings`. `user` and unknown fields are ignored."""
+    """`/v1/embeddings`. `user` is ignored, and so are unknown fields that change no vector."""
 
     most_values = MAX_VALUES
 
@@ -72,6 +72,10 @@ class EmbeddingBody(JsonBody):
     encoding_format: Any = None
     dimensions: Int | None = None
     truncate_prompt_tokens: Int | None = None
+
+    @classmethod
+    def refused(cls) -> Unused:
+        return {**NOT_SUPPORTED, "input_type": ()}
 
     def check(self) -> None:
         self.input = read_inputs(self.input)

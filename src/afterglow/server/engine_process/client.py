@@ -16,9 +16,8 @@ from typing import Any, cast
 import torch
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.inbox import stopped
 from afterglow.engine.stats import EngineStats
-from afterglow.errors import UserError
+from afterglow.errors import AfterglowError, RequestError, UserError, engine_dead, shutting_down
 from afterglow.memo.sequence_embedder import Embedder, EmbedResult, SequenceLimits
 from afterglow.memo.texts import MemoUse, Template, TextEmbedder
 from afterglow.request import Grammar, Output, Request
@@ -63,8 +62,7 @@ class EngineProcess:
         self._answers: dict[int, Future[Any]] = {}
         self._sinks: dict[str, Callable[[Output], None]] = {}  # by request id
         self._outputs = OutputReader()
-        self._ended = False
-        self._ended_early = False
+        self._ended: Callable[[], RequestError] | None = None  # makes the error of all that is asked then
         self._closing = False
         try:
             self._channel.send(first)
@@ -102,7 +100,7 @@ class EngineProcess:
     @property
     def healthy(self) -> bool:
         """Tell whether the process lives, and its engine runs."""
-        return not self._ended and self._levels.healthy
+        return self._ended is None and self._levels.healthy
 
     def stats(self) -> EngineStats:
         """Return counters and levels as they were last told: with the last output of a request, and twice a second."""
@@ -134,15 +132,26 @@ class EngineProcess:
         return self._each(found.name) if isinstance(found, Yielded) else found
 
     def close(self) -> None:
-        """End the engine, which writes its cache to disk, and its process. May be called twice."""
+        """End the engine, which writes its cache to disk, and its process. May be called twice.
+
+        Raises: AfterglowError, when the process did not end as it should.
+        """
         if self._closing:
             return
         self._closing = True
         self._tell("host.end")
         code = self._end(CLOSE_SECONDS)
-        if code and not self._ended_early:
-            log.error("the engine's process %s: its cache may not be on disk", _end_of(code))
         self._channel.close()
+        if code and self._ended is not engine_dead:
+            raise AfterglowError(
+                f"the engine's process {_end_of(code)} while it closed: rows that were not on disk yet are lost, and are "
+                "computed again when they are needed"
+            )
+
+    def kill(self) -> None:
+        """End the process at once. What is on disk stays valid, and nothing more is written."""
+        self._closing = True
+        self._process.kill()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -160,8 +169,8 @@ class EngineProcess:
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()  # the call goes on, whether its answer is waited for or not
         with self._lock:
-            if self._ended:
-                raise stopped()
+            if self._ended is not None:
+                raise self._ended()
             number = next(self._numbers)
             self._answers[number] = answer
         self._channel.send(Call(number, path, args, named))
@@ -188,13 +197,12 @@ class EngineProcess:
             log.exception("messages of the engine's process could not be read")
             self._channel.hang_up()  # by which the process ends
         with self._lock:
-            self._ended = True
+            self._ended = shutting_down if self._closing else engine_dead
             waiting = list(self._answers.values())
             self._answers.clear()
         for answer in waiting:
-            answer.set_exception(stopped())
-        if not self._closing:
-            self._ended_early = True
+            answer.set_exception(self._ended())
+        if self._ended is engine_dead:
             log.error("the engine's process %s; the server must be restarted", _end_of(self._process.wait()))
 
     def _take(self, message: Answer | Levels | NewTokens | Output) -> None:

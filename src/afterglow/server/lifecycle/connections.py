@@ -25,8 +25,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from afterglow.errors import ConfigError, RequestError
-from afterglow.server.json_responses import body_of, error_response, shutting_down, to_json
+from afterglow.errors import ConfigError, RequestError, shutting_down
+from afterglow.server.json_responses import body_of, error_response, to_json
 from afterglow.server.metrics.collector import Metrics
 from afterglow.server.middleware import OPEN_PATHS
 from afterglow.server.server_config import ServerConfig

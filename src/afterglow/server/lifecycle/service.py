@@ -12,16 +12,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from afterglow.errors import ConfigError
+from afterglow.errors import ConfigError, shutting_down
 from afterglow.server.app import create_app
 from afterglow.server.blocking import PROMPTS
-from afterglow.server.json_responses import shutting_down
 from afterglow.server.lifecycle.address import announce, certificate_of, server_context
 from afterglow.server.lifecycle.connections import Connection, Listener
 from afterglow.server.server_config import ServerConfig, read_prompt
@@ -130,8 +129,10 @@ class Service:
         model_dir: Path | None = None,
         sock: socket.socket | None = None,
         embedders: Sequence[TextEmbedder] = (),
+        kill: Callable[[], None] | None = None,
     ) -> None:
-        self._config = config
+        """`kill`: ends what has a process of its own, where the second signal ends this one."""
+        self._config, self._kill = config, kill
         self.socket = sock or listen(config)
         tls = server_context(config)
         self.address = address(self.socket, "http" if tls is None else "https")
@@ -219,6 +220,8 @@ class Service:
         if self._stopping is not None:
             if now - self._stopping < SAME_SIGNAL_SECONDS:
                 return
+            if self._kill is not None:
+                self._kill()
             os._exit(EXIT_IMPATIENT)
         self._stopping = now
         log.info("shutting down; running requests have %g s (again: at once)", self._config.grace)

@@ -34,6 +34,7 @@ from afterglow.server.lifecycle.service import Service
 from afterglow.server.server_config import ServerConfig
 from afterglow.text import Tokenizer
 from tests import doors
+from tests.memo.tiny import WORDS, tiny_encoder
 from tests.server.conftest import REPLY
 from tests.server.fake_engine_main import Unreadable
 from tests.server.process import Process, serving
@@ -142,6 +143,22 @@ def test_a_response_is_gone_on_from(apart: Process) -> None:
     assert second["usage"]["input_tokens_details"]["cached_tokens"] >= first["usage"]["input_tokens"]
     assert httpx.delete(f"{apart.url}/v1/responses/{first['id']}").status_code == 200
     assert post(apart, more, "/v1/responses").status_code == 400
+
+
+@needs_model
+def test_an_encoder_with_a_memo_embeds_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, maps, texts = tiny_encoder(tmp_path / "tiny"), tmp_path / "maps", tmp_path / "texts"
+    known = [f"the {word} sat on the mat" for word in WORDS]
+    texts.write_text("\n".join(known))
+    build = ["memo", "build", encoder, "--texts", texts, "--out", maps, "--steps", 5, "--threads", 1]
+    monkeypatch.setattr("sys.argv", ["afterglow", *map(str, build)])
+    assert run() == 0
+    memo = ("--memo", str(maps), "--memo-mode", "on", "--threshold", "0.5")
+    with serving(tmp_path, *APART, "--embedding-model", str(encoder), *memo) as server:
+        assert engine_of(server)
+        found = post(server, {"input": known}, "/v1/embeddings").json()
+        assert (len(found["data"]), found["usage"]["memo_hits"]) == (len(known), len(known))
+        assert counted(server)["afterglow:embedding_memo_damaged"] == 0
 
 
 @needs_model

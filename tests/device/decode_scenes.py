@@ -11,6 +11,7 @@ import torch
 
 from afterglow.engine import decode_pass
 from afterglow.engine.engine import Engine
+from afterglow.kernels import device_experts
 from afterglow.request import Output, Request, SamplingParams
 from tests.device.scenes import draw, load
 from tests.doors import held_bytes
@@ -190,3 +191,16 @@ def experts(device: str, folder: Path) -> Any:
             steps.append([[step[what] for what in LAUNCHED] for step in decoding[-2:]])
         ended = result(engine, found)
     return {**ended, "steps": steps}
+
+
+def more_than_experts_take(device: str, folder: Path) -> Any:
+    """A mixture of experts: two requests, where kernels find the experts of one row alone; then one request, and what its steps ask for."""
+    from tests.device.watching import watch
+
+    model = write_model({**FAMILIES["mixtral"], "vocab_size": 256}, folder / "model")
+    with mock.patch.object(device_experts, "MOST_ROWS", 1):
+        engine = load(device, folder / "cache", model, relay="off", max_batch=2)
+        found = answers(engine, [(draw(i, 3 + i), greedy(5)) for i in range(2)])
+        found += answers(engine, [(draw(8, 3), greedy(5))])
+        steps = [step.counts for step in watch.steps if step.runs == step.rows == 1]
+        return {**result(engine, found), "steps": [[step[what] for what in LAUNCHED] for step in steps[-2:]]}

@@ -67,6 +67,15 @@ def test_triton_experts_are_found_on_the_device(tmp_path: Path, monkeypatch: pyt
     assert "not used" not in log
 
 
+def test_triton_steps_of_more_rows_than_experts_take_are_no_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they choose is asked of the device. Steps of fewer rows are recorded as before."""
+    found, log = found_by("more_than_experts_take", tmp_path, monkeypatch)
+    assert "not recorded" not in log
+    assert found["steps"] == [[6, 1, 1, 1, 1, 0]] * 2
+
+
 @pytest.mark.long
 def test_triton_requests_come_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, _ = played("coming", tmp_path, monkeypatch)

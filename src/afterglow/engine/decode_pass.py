@@ -155,12 +155,13 @@ class DecodePasses:
     """Passes of all sizes that steps have had of late, and the one that is ahead. For the runner alone."""
 
     def __init__(self, decoder: Decoder, shape: KVShape, tee: Tee, inputs: StepInputs, gatherer: Gatherer) -> None:
-        """Take a `static` decoder on CUDA. `inputs`: what a step's numbers are sent by."""
+        """Take a decoder on CUDA that has `static_rows`. `inputs`: what a step's numbers are sent by."""
         self._decoder, self._shape, self._tee, self._inputs, self._gatherer = decoder, shape, tee, inputs, gatherer
         # Passes that were launched; passes launched ahead that were taken, and that were dropped.
         self.counts = Counter[str]()
         self._passes: dict[Size, DecodePass] = {}
         self._memory = torch.cuda.graph_pool_handle()
+        self._most_rows = decoder.static_rows
         self._record = True
         self._off = False
         self._ahead: Ahead | None = None
@@ -262,9 +263,11 @@ class DecodePasses:
     def _numbers(
         self, tokens: Tensor, entries: Sequence[BatchEntry], attend: RelayAttend, saved: tuple[list[int], list[int]]
     ) -> tuple[Size, list[int]] | None:
-        """Make the numbers of a pass, as `DecodePass` has them."""
+        """Make the numbers of a pass, as `DecodePass` has them. None: no pass of this size can be launched."""
         rows = len(entries)
         most = next((each for each in BATCHES if rows <= each), -(-rows // 64) * 64)
+        if most > self._most_rows:
+            return None
         tables: list[PartLists] = []
         for layer in self._layer_of.values():
             attention = self._decoder.layers[layer].attention

@@ -76,7 +76,7 @@ class TorchRunner:
         self._pressed = host.pressed
         self._tee = Tee(host.store, self.shape, host.arena.dtype, size.max_batch)
         self._inputs = StepInputs(decoder.device)
-        static = decoder.device.type == "cuda" and decoder.static and scores is None
+        static = decoder.device.type == "cuda" and decoder.static_rows and scores is None
         self.passes = DecodePasses(decoder, self.shape, self._tee, self._inputs, self._gatherer) if static else None
         self._outputs = TokenOutputs(decoder, guesser)
         self._prefault = Prefault()

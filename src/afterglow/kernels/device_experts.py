@@ -33,9 +33,9 @@ class ExpertTables:
         self.wide, self.narrow = torch.tensor(places, dtype=torch.int64).to(self.base.device)
 
 
-def usable(tables: ExpertTables) -> bool:
-    """Tell whether the kernels may be used. May wait for the device."""
-    return _gate.passes(tables.base.device, tables.base.dtype)
+def usable_rows(tables: ExpertTables) -> int:
+    """Return how many rows the kernels may be used for, 0 for none. May wait for the device."""
+    return MOST_ROWS if _gate.passes(tables.base.device, tables.base.dtype) else 0
 
 
 def chosen_experts(x: Tensor, weights: Tensor, chosen: Tensor, tables: ExpertTables) -> Tensor | None:

@@ -6,6 +6,7 @@ the attention context back. Tokens of any number of sequences are one flat batch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -237,9 +238,10 @@ class Decoder:
         self._whole = self._all_layers()
 
     @property
-    def static(self) -> bool:
-        """Tell whether a pass of few rows launches the same work whatever they are: experts, if any, are found on the device."""
-        return self.divisible and all(isinstance(layer.mlp, Mlp) or layer.mlp.static for layer in self._layers)
+    def static_rows(self) -> int:
+        """Return of how many rows a pass launches the same work whatever they are, 0 for none: experts, if any, are found on the device."""
+        of_experts = [layer.mlp.static_rows for layer in self._layers if isinstance(layer.mlp, Experts)]
+        return min(of_experts, default=sys.maxsize) if self.divisible else 0
 
     @property
     def arithmetic(self) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from afterglow.kernels.block import ExpertPanels, Pair, in_panels
-from afterglow.kernels.device_experts import ExpertTables, chosen_experts, usable
+from afterglow.kernels.device_experts import ExpertTables, chosen_experts, usable_rows
 from afterglow.kernels.passes import gated_clamped, gated_silu
 from afterglow.model.linear import Linear, PlainLinear
 from afterglow.model.spec import Activation, ExpertsSpec
@@ -84,9 +84,9 @@ class Experts:
         self._tables = _tables(self.experts)
 
     @property
-    def static(self) -> bool:
-        """Tell whether few rows launch the same work whatever they choose. May wait for the device."""
-        return self._tables is not None and usable(self._tables)
+    def static_rows(self) -> int:
+        """Return how many rows launch the same work whatever they choose, 0 for none. May wait for the device."""
+        return 0 if self._tables is None else usable_rows(self._tables)
 
     @property
     def panels(self) -> ExpertPanels | None:

@@ -150,6 +150,19 @@ def test_gathering_is_told_from_computing() -> None:
     assert cost.gather(1000) == pytest.approx(1e-3, rel=0.05)
 
 
+def test_gathers_of_a_few_rows_say_nothing_of_many() -> None:
+    """What passes take by chance, told of four rows, would make a thousand rows take longer than computing them."""
+    cost = Cost(4)
+    for turn in range(20):
+        rows = 900 + 10 * turn
+        gathered = 4 * (turn % 2)
+        cost.passed(Work(rows, 0.0, gathered), 1e-3 * rows * (1.05 if gathered else 1.0))
+    assert cost.gather(1000) < 0.1 * cost.compute(1000, 0)
+    for turn in range(20):
+        cost.passed(Work(100 + turn, 0.0, 600 + 40 * (turn % 3)), 1e-3 * (100 + turn) + 1e-4 * (600 + 40 * (turn % 3)))
+    assert cost.gather(1000) == pytest.approx(0.1, rel=0.1)
+
+
 def test_a_pass_may_begin_when_its_layers_come_in_time() -> None:
     cost = Cost(layers=4)
     assert cost.fits(0, 0, 1)

@@ -22,6 +22,7 @@ MIN_AGED_WEIGHT = 0.01  # what it counts in any case
 SURPRISE_FACTOR = 2.0  # times as slow as predicted is a tier that has changed, and not chance
 PROBE_PART = 0.25  # of what computing its rows takes a probe may take: by then it is seen which is faster
 PROBE_SHARE = 0.02  # of the time may be spent on probes: no job waits for them, but they take the disk from writes
+MIN_GATHERED = 64  # rows; of fewer nothing is learned: what a pass takes by chance would count for each of so few
 MILLION = 1e6  # attention products are counted in millions, so that the numbers of a fit are of one size
 
 
@@ -103,7 +104,8 @@ class Work:
         self.gathered += gathered
 
     def features(self) -> tuple[float, ...]:
-        return (1.0, self.rows, self.attended / MILLION, self.gathered)
+        gathered = self.gathered if self.gathered >= MIN_GATHERED else 0
+        return (1.0, self.rows, self.attended / MILLION, gathered)
 
 
 class Cost:

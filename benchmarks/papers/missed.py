@@ -184,14 +184,6 @@ EXPLAINED = (
         "Calibration on texts of the kind that is served, or a cheap sign of how much an embedding depends on its maps.",
     ),
     Missed(
-        "placement",
-        "look-ahead's hits from host",
-        r"^backlog: look-ahead's hits from host",
-        "",
-        ("", ""),
-        "",
-    ),
-    Missed(
         "saving",
         "decoding while a prompt is saved",
         r"^per decoded token",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from afterglow.choices import PolicyName
+from afterglow.plan.prefix.truncation import SINK_TOKENS
 from afterglow.sim.engine_setup import Mode, Setup
 from afterglow.sim.machine.catalogue import hardware, model
 from afterglow.sim.machine.timing import Roofline
@@ -157,10 +158,11 @@ def simulate(case: Case) -> Figures:
 
 def figures(outcome: Outcome) -> Figures:
     """`hit_rate`: of all turns that are counted, first turns of conversations among them; `hit_rate_later`: of turns
-    with a history; `hit_rate_tokens`: of the tokens of the history."""
+    with a history; `hit_rate_tokens`: of the tokens of the history. A turn that finds only the first tokens, which stay at each
+    truncation, is no hit."""
     found = summary(outcome)
     turns = max(1, outcome.turns)
-    hit = [d + h + k > 0 for d, h, k in zip(outcome.device, outcome.host, outcome.disk, strict=True)]
+    hit = [d + h + k > SINK_TOKENS for d, h, k in zip(outcome.device, outcome.host, outcome.disk, strict=True)]
     later = sum(length > 0 for length in outcome.history)
     # A turn whose history lay on disk in part had to wait for the disk.
     late = sum(k > 0 for k in outcome.disk)

@@ -117,7 +117,7 @@ EXPLAINED = (
         "SPEC waits 8 to 12 ms in any of its forms.",
         (
             "rows put together by importance: 9 instead of 13 MB, no faster on such a disk",
-            "the plan's own choice (`--source auto`) loads everything there, which is the faster way",
+            "the plan's own choice (`--source auto`), which loads everything where it expects that to be faster",
         ),
         "A disk that takes longer than the compute: SPEC is for those.",
     ),

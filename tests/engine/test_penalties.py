@@ -104,11 +104,11 @@ def test_what_was_left_out_of_a_prompt_is_not_repeated(start: Start, model_of: M
     """The repetition penalty looks at the prompt that the model sees."""
     folder = model_of("opt")  # learned positions: the rest of a cut prompt is computed as another prompt
     handle = start(folder, max_model_len=128)
-    prompt = [1] * 100 + [2, 4, 6] * 9
+    prompt = [3] * 4 + [1] * 96 + [2, 4, 6] * 9  # the first four tokens stay
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=VOCAB, ignore_eos=True, repetition_penalty=3.0)
     (answer,) = handle.engine.generate([Request("r", prompt, params, truncation=True, turns=(0, 100, 127))])
     assert answer.truncation is not None
-    kept = prompt[answer.truncation.dropped :]
+    kept = prompt[:4] + prompt[4 + answer.truncation.dropped :]
     assert 1 not in kept
     same(answer, ByHand(folder).reply(kept, params))
 

@@ -48,8 +48,8 @@ def test_whole_turns_go_the_oldest_first_and_never_the_system_prompt() -> None:
     assert rules.drop(110, (10, 30, 50, 70, 90), ()) == ((10, 70),)
     assert rules.drop(110, (0, 64, 90), ()) == ((4, 64),)  # nothing before the first turn: its first tokens stay
     assert rules.drop(110, (10, 90), ()) == ((10, 90),)  # of the last turn nothing
-    assert rules.drop(110, (0, 15), ()) == ((4, 15),)  # 99 are left, and there is room for a token
-    assert rules.drop(110, (0, 14), ()) == ((0, 14),)  # a last turn that needs the window for itself
+    assert rules.drop(110, (0, 26), ()) == ((4, 26),)  # 88 are left, and there is room for a reply
+    assert rules.drop(110, (0, 25), ()) == ((0, 25),)  # a last turn that needs the window for itself and its reply
 
 
 def test_without_turns_the_plain_half_of_the_window_is_kept() -> None:
@@ -76,7 +76,7 @@ def test_what_is_left_of_the_oldest_tokens_fits(rows: int, turns: list[int], gon
     out = union([(a, b) for a, b in gone if b < rows])
     dropped = rules.drop(rows, turns, out)
     first, stop = turns[0] if turns else 0, turns[-1] if len(turns) > 1 else rows - 1
-    if not first and (len(turns) < 2 or rows - turns[-1] + SINK_TOKENS < 100):
+    if not first and (len(turns) < 2 or rows - turns[-1] + SINK_TOKENS <= 88):
         first = min(SINK_TOKENS, rows)
     assert union([*out, *dropped]) == dropped
     assert rows - count(dropped) <= rules.window.longest(100) or union([*out, (first, stop)]) == dropped

@@ -123,14 +123,16 @@ class Rules:
         """Choose rows to leave out of a prompt of `rows` rows, besides those in `gone`: whole turns where they are known,
         the oldest first, until at most the other part of the window remains; never the system prompt, nor the last turn.
         `oldest_tokens` takes that part of the window away instead, once or until the rest fits. Where nothing stands before the
-        first turn, its first `SINK_TOKENS` stay, if there is room for them beside the last turn: rows that were computed behind
+        first turn, its first `SINK_TOKENS` stay, if there is room for them beside the last turn and a reply: rows that were computed behind
         them lean on them.
 
         `scores`: how important its first rows are, for `importance`, which does as `sinks_and_recent` without.
         """
         first = min(turns[0], rows) if turns else 0
         last = rows - turns[-1] if len(turns) > 1 else 0
-        if self.policy in ("sinks_and_recent", "importance") or (not first and last + SINK_TOKENS < self.window.limit):
+        if self.policy in ("sinks_and_recent", "importance") or (
+            not first and self.window.fits(last + SINK_TOKENS, self.window.limit)
+        ):
             first = max(first, min(SINK_TOKENS, rows))
         dropped = union(gone)
         if self.policy == "oldest_tokens":

@@ -80,8 +80,8 @@ EXPLAINED = (
         "importance_io",
         "identification, share of TTFT, heads of 16",
         r"identification, share of TTFT",
-        "A request of 32 tokens asks once in each layer, whatever the width of its heads, while heads of 16 leave little else to compute. Most of it "
-        "is the exponentials of layers that fall back to all heads (4 ms each for 29 heads).",
+        "A request of 32 tokens asks once in each layer, whatever the width of its heads, while heads of 16 leave little else to compute. Most is "
+        "the exponentials of layers that fall back to all heads (4 ms each for 29 heads).",
         (
             "column sums in one C call: 5.1 to 1.3 ms a layer",
             "a vote in one C call: 0.7 to 0.16 ms a layer",
@@ -113,7 +113,7 @@ EXPLAINED = (
         "importance_io",
         "this machine's own disk, heads of 16",
         r"the disk as it is: (TTFT, loading everything|waiting for I/O|\+ITF \+RO: TTFT)",
-        "The disk reads 2 GB/s and more, out of the page cache. All of a prefix comes in 122 ms, most of it beside the compute; "
+        "The disk reads 2 GB/s and more, out of the page cache. All of a prefix comes in 122 ms, mostly beside the compute; "
         "SPEC waits 8 to 12 ms in any of its forms.",
         (
             "rows put together by importance: 9 instead of 13 MB, no faster on such a disk",
@@ -125,7 +125,7 @@ EXPLAINED = (
         "importance_quality",
         "agreement in texts at 25 % of the rows",
         r"agreement in texts lost at 25%",
-        "These small models spread their attention: half of it is on 24 % of the bundled model's rows, and on 1.4 % of SmolLM2's (its sinks). A quarter "
+        "These small models spread their attention: half is on 24 % of the bundled model's rows, and on 1.4 % of SmolLM2's (its sinks). A quarter "
         "of the rows holds what is looked up, and not the rest of a text's mood; as many next tokens are right.",
         (
             "eight variants (sinks and recent rows, pooling, all heads, ...): only more rows help",
@@ -150,7 +150,7 @@ EXPLAINED = (
         "hit rates as published",
         r"^hit rate.*, as published",
         "At a threshold that costs at most 2 points on other pairs, one neighbour's maps in all layers are near enough for 15 % of the sentences, 6 % "
-        "of those that are not in the database. The last layer alone costs 10 points with another sentence's map.",
+        "of sentences that are not in the database. The last layer alone costs 10 points with another sentence's map.",
         (
             "an index by positions, and several neighbours' maps averaged: 21 and 30 % of hits, at 2.2 and 3.2 points",
             "layers accepted one by one (the default): 80 % at 0.9 points",

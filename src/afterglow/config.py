@@ -370,8 +370,9 @@ class EngineConfig:
             raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")
         if not 0 < self.importance_mass <= 1:
             raise ConfigError(f"--importance-mass is a share, more than 0 and at most 1, got {self.importance_mass}")
-        if self.importance_mass < 1 and self.importance is None:
-            raise ConfigError("--importance-mass does nothing without --importance: give the largest share there too")
+        for name, unused in (("importance_mass", 1), ("importance_chunk", BLOCK_ROWS)):
+            if self.importance is None and getattr(self, name) != unused:
+                raise ConfigError(f"--{name.replace('_', '-')} does nothing without --importance: give that too")
         if self.importance is not None and not self.cache.reuse:
             raise ConfigError(
                 "--importance is about cached prefixes, and --no-reuse switches the cache off: use one or the other"

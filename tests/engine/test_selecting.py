@@ -381,6 +381,7 @@ def test_a_layer_takes_as_many_rows_as_hold_a_share_of_its_attention(
         ),
         ({"importance": 0.5, "importance_mass": 1.5}, "at most 1, got 1.5"),
         ({"importance_mass": 0.9}, "--importance-mass does nothing without --importance"),
+        ({"importance_chunk": 16}, "--importance-chunk does nothing without --importance"),
     ],
 )
 def test_shares_of_the_attention_that_make_no_sense(options: dict[str, float], message: str) -> None:

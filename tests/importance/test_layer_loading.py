@@ -174,6 +174,29 @@ def test_rows_are_what_was_written_whatever_is_guessed(kit: Kit, prior: Prior, s
         assert scene.loader.stats.read_bytes == before
 
 
+@pytest.mark.parametrize("chunk_rows", [64, 128, 256])
+def test_a_short_last_chunk_holds_no_more_memory_than_it_has_rows(
+    kit: Kit, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice of a lent buffer would hold all of the buffer, and the cache counts rows."""
+    scene = Scene(kit, "none", 10_000_000, 0, chunk_rows)
+    reads: list[ChunkRead] = []
+    whole: list[Any] = []
+    take, read = scene.loader.buffers.take, scene.reader.read
+    monkeypatch.setattr(scene.loader.buffers, "take", lambda: whole.append(take()) or whole[-1])
+    monkeypatch.setattr(
+        scene.reader, "read", lambda extent, these, *rest: reads.extend(these) or read(extent, these, *rest)
+    )
+    prefix = opened(scene)
+    for layer in range(3):
+        scene.check(prefix, layer)
+    into = [memory for read in reads if read.kv != PROBES for memory in read.into]
+    lent = [memory for memory in into if any(np.shares_memory(memory, each) for each in whole)]
+    assert lent
+    assert all(memory.nbytes == scene.loader.chunk_bytes for memory in lent)
+    assert (len(lent) < len(into)) == (chunk_rows > 64)
+
+
 @pytest.mark.parametrize("chunk_rows", [16, 32, 128, 256])
 def test_chunks_may_have_other_sizes(tmp_path: Path, chunk_rows: int) -> None:
     with Kit(tmp_path, replace(LAYOUT, part_rows=min(64, chunk_rows))) as kit:

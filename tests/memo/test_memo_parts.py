@@ -277,6 +277,18 @@ def test_settings_come_back(tmp_path: Path) -> None:
         MemoSettings.load(tmp_path)
 
 
+@pytest.mark.parametrize("order", [[0, 0, 1], [0, 1], [1, 2, 3], "012", None])
+def test_layers_that_are_not_each_named_once_are_damage(tmp_path: Path, order: object) -> None:
+    settings("layers").save(tmp_path)
+    path = tmp_path / "memo.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"order": order}))
+    with pytest.raises(DamageError, match="build the database anew"):
+        MemoSettings.load(tmp_path)
+    path.write_text('["errors", "format"]')
+    with pytest.raises((DamageError, ConfigError), match="build the database anew"):
+        MemoSettings.load(tmp_path)
+
+
 def test_thresholds_of_another_meaning_are_refused(tmp_path: Path) -> None:
     """Files of older versions have an error for each layer, and no `format`."""
     settings("layers").save(tmp_path)

@@ -24,7 +24,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from afterglow.cli.commands import run
-from afterglow.errors import AfterglowError, RequestError
+from afterglow.errors import AfterglowError, ConfigError, RequestError
 from afterglow.request import CachedTokens, Missed, Output, TokenLogprob
 from afterglow.server.engine_process import far
 from afterglow.server.engine_process.channel import Channel
@@ -311,6 +311,22 @@ def test_a_server_whose_engine_is_killed_while_it_ends_has_not_ended_well(
     monkeypatch.setattr("sys.argv", ["afterglow", "serve", "afterglow-small", *options])
     assert run() == 1
     assert capsys.readouterr().err.count("afterglow: error: the engine's process was killed by signal 9") == 1
+
+
+@needs_model
+def test_what_went_wrong_first_is_what_a_server_ends_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(service: Service) -> None:
+        raise ConfigError("the first mistake")
+
+    doors.kill_engines_that_end(monkeypatch)
+    monkeypatch.setattr(Service, "run", fail)
+    monkeypatch.setattr("afterglow.server.lifecycle.service.set_up_logging", lambda level: None)
+    options = ["--port", "0", "--threads", "1", "--cache-dir", str(tmp_path), *APART]
+    monkeypatch.setattr("sys.argv", ["afterglow", "serve", "afterglow-small", *options])
+    assert run() == 2
+    assert "afterglow: error: the first mistake" in capsys.readouterr().err
 
 
 @needs_model

@@ -7,13 +7,13 @@ the spread), loading everything, and an engine that chooses its way itself (`--s
 a length. Is what auto takes about as fast as the fastest of the others? Before that, auto's engine has seen whole loads at this
 rate and prompts that were computed, as any server has that has run for a while.
 
-A long prefill is what such a sweep costs. So models have 4 or 8 layers, and random weights; `heads64` is 1024 wide, and 32K tokens
-of it take about two minutes on two cores. What random layers find important comes from the bundled model (`traces.py`).
+A long prefill is what such a sweep costs. So models have 4 or 8 layers, and random weights; `heads64` is 1024 wide, and its 32K tokens
+take about two minutes on two cores. What random layers find important comes from the bundled model (`traces.py`).
 Prefixes are computed once for a shape and length; other rates, and chunks of 64 rows and more, use the same files.
 Prefixes of 32K tokens are not recomputed: that takes minutes.
 
 SmolLM2-135M, where its package is installed, is asked about WikiText-2 and finds important what it does. Its quality: next tokens
-like the full cache's, decoded over what the request selected, as the paper decodes. It has three KV heads, all of which vote:
+like the full cache's, decoded over what the request selected, as the paper decodes. It has three KV heads, and all vote:
 there every key is read.
 
 Caches hold 5 % of the data on the device and 10 % in host. Fewer than seven prefixes are each larger than that, and an LRU of what

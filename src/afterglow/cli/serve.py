@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from afterglow.cli.terminal import progress
 from afterglow.config import PINNED, EngineConfig
-from afterglow.errors import ConfigError, UserError
+from afterglow.errors import AfterglowError, ConfigError, UserError
 from afterglow.library.embedder import load_embedder
 from afterglow.library.locate import ABOUT_BUNDLED, BUNDLED, find_embedding_model, find_model, model_name
 from afterglow.library.threads import set_up_threads
@@ -109,8 +109,13 @@ def loaded(found: FoundModel) -> Iterator[LoadedParts]:
     engine = EngineProcess("afterglow.cli.engine_main", found)
     try:
         yield LoadedParts(engine, tokenizer, engine.embedders(tokenizers), engine.kill)
-    finally:
-        engine.close()
+    except BaseException:
+        try:
+            engine.close()
+        except AfterglowError as error:  # the one that is on its way says why the server ends
+            log.error("%s", error)
+        raise
+    engine.close()
 
 
 def _apart(found: FoundModel) -> bool:

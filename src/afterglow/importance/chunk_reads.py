@@ -86,7 +86,7 @@ class ChunkReads:
                     first, stop = self._parts(key.chunk, len(run), rows)
                     into = [loader.buffers.take() for _ in run[:-1]]
                     last = (stop - first) * layout.part_bytes - len(into) * loader.chunk_bytes
-                    # A part of a whole chunk's memory would hold all of it, and the cache counts what it shows.
+                    # A part of a whole chunk's memory would hold the whole, and the cache counts what it shows.
                     into.append(loader.buffers.take() if last == loader.chunk_bytes else allocate(last))
                 reads.append(ChunkRead(key.layer, key.tensor, first, stop, into))
                 pieces += zip(run, itertools.repeat(reads[-1]), into)

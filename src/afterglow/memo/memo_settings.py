@@ -93,8 +93,10 @@ class MemoSettings:
             value["variation"] = _isotonic(value["variation"])
             value["order"] = tuple(value["order"])
             value["errors"] = tuple(map(_isotonic, value["errors"]))
+            if sorted(value["order"]) != list(range(len(value["errors"]))):
+                raise ValueError(f"layers {value['order']} are not each of {len(value['errors'])} once")
             return MemoSettings(**value)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamageError(f"{path} cannot be read ({error}); build the database anew") from None
 
     def accepted(self, distances: NDArray[Any], threshold: float) -> tuple[NDArray[np.bool_], Floats]:

@@ -173,7 +173,7 @@ static int64_t half(const stretch *left) {
     return bytes < LEAST ? LEAST : bytes < MOST ? bytes : MOST;
 }
 
-/* Reads what is left of a piece of which `done` bytes are there, and carries its chunks to their slots. Returns 0, an error number,
+/* Reads what is left of a piece, whose first `done` bytes are there, and carries its chunks to their slots. Returns 0, an error number,
    or ENDS_EARLY. */
 static int finish(const stretch *of, const piece *what, int64_t done) {
     const int64_t head = what->first ? 0 : of->reading->head_bytes;

@@ -14,6 +14,7 @@ SizeOrAuto = int | Literal["auto"]  # bytes
 TruncationPolicy = Literal["oldest", "oldest_tokens", "sinks_and_recent", "importance"]
 ImportanceFallback = Literal["per_head", "all"]
 ImportanceExact = Literal["idle", "never"]
+ImportanceRest = Literal["means", "forget"]
 ChunkRows = Literal[16, 32, 64, 128, 256]
 ToolCallParserName = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "openai", "response_template"]
 ReasoningParserName = Literal["auto", "none", "think", "mistral", "openai"]

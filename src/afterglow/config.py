@@ -16,6 +16,7 @@ from afterglow.choices import (
     DtypeName,
     ImportanceExact,
     ImportanceFallback,
+    ImportanceRest,
     KVDtypeName,
     KVSource,
     PolicyName,
@@ -283,16 +284,17 @@ class EngineConfig:
         1.0,
         "Take fewer tokens in a layer where these hold this part of its attention; --importance stays the most. 1: always as many (SPEC).",
     )
-    importance_alpha: float = option(
-        0.6, "How soon probe heads are believed (SPEC's alpha): 0 never, more means sooner."
-    )
+    importance_alpha: float = option(0.6, "How soon probe heads are believed (SPEC's alpha): 0 never, more: sooner.")
     importance_fallback: ImportanceFallback = option(
         "per_head", "Where probe heads disagree: per_head takes a set of rows for each head, all takes all rows."
     )
+    importance_rest: ImportanceRest = option(
+        "means",
+        "Rows that a layer does not take: means stands the mean of each 64 in for them, forget leaves them out (SPEC).",
+    )
     importance_renew: int = option(
         1,
-        "Tokens of a reply after which rows are selected anew, by the reply's own attention: otherwise it finds little that its "
-        "prompt did not ask for. Costs reads and time while decoding. 0: the prompt's selection stays (SPEC).",
+        "Tokens after which a reply selects rows anew, to find what its prompt did not ask for; costs time. 0: never (SPEC).",
     )
     importance_share: float = option(
         0.25, "Part of the device and of the host cache that is kept for chunks of such prefixes."
@@ -305,9 +307,7 @@ class EngineConfig:
         "idle",
         "Compute such requests' prompts exactly for the cache as well: idle, when nothing else is to be done, or never.",
     )
-    reorder_interval: float = option(
-        600.0, "Seconds after which important rows are put together on disk, in the background; 0 never does."
-    )
+    reorder_interval: float = option(600.0, "Seconds after which important rows are put together on disk; 0: never.")
     journal: Path | None = option(None, "File to record every input of the planner in, to replay or simulate it later.")
     truncation_ratio: float = option(
         0.5, "Part of the context window that is cut away where a conversation outgrows it (the papers' 0.5)."
@@ -366,11 +366,10 @@ class EngineConfig:
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_tokens):
             option = "--kv-events-replay" if self.kv_events_replay is not None else "--kv-events-tokens"
             raise ConfigError(f"{option} does nothing without --kv-events; give an address there too")
-        if self.importance is not None and not 0 < self.importance <= 1:
-            raise ConfigError(f"--importance is a share, more than 0 and at most 1, got {self.importance}")
-        if not 0 < self.importance_mass <= 1:
-            raise ConfigError(f"--importance-mass is a share, more than 0 and at most 1, got {self.importance_mass}")
-        for name, unused in (("importance_mass", 1), ("importance_chunk", BLOCK_ROWS)):
+        for name in ("importance", "importance_mass"):
+            if (share := getattr(self, name)) is not None and not 0 < share <= 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is a share, more than 0 and at most 1, got {share}")
+        for name, unused in (("importance_mass", 1), ("importance_chunk", BLOCK_ROWS), ("importance_rest", "means")):
             if self.importance is None and getattr(self, name) != unused:
                 raise ConfigError(f"--{name.replace('_', '-')} does nothing without --importance: give that too")
         if self.importance is not None and not self.cache.reuse:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from benchmarks.papers.spec import left_out
 from benchmarks.papers.spec.attend import prefill
-from benchmarks.papers.spec.means import ChunkMeans, means_of
+from benchmarks.papers.spec.means import means_of
 from benchmarks.papers.spec.prefixes import Query, Shared
 
+from afterglow.importance.left_out import ChunkMeans
 from afterglow.importance.select import Selection
 from afterglow.kernels.attention import attend
 from afterglow.model.loader import load_model
@@ -24,7 +25,7 @@ def test_a_mean_stands_for_the_rows_that_are_left_out(rows: torch.Tensor) -> Non
     keys, values = (torch.randn(10, kv_heads, 16, generator=generator) for _ in range(2))
     q = torch.randn(3, 4, 16, generator=generator)
     selection = Selection("shared" if rows.ndim == 1 else "per_head", count, rows, rows.unique())
-    out, lse = ChunkMeans(keys, values, chunk).attend(q, selection, SCALE)
+    out, lse = ChunkMeans.of(keys, values, torch.arange(count) // chunk, None).without(selection).attend(q, SCALE)
     for head in range(kv_heads):
         kept = set(rows.expand(kv_heads, -1)[head].tolist())
         at = torch.tensor([row // chunk for row in range(count) if row not in kept])
@@ -41,7 +42,8 @@ def test_a_mean_stands_for_the_rows_that_are_left_out(rows: torch.Tensor) -> Non
 
 def test_nothing_is_attended_to_where_nothing_is_left_out() -> None:
     selection = Selection("shared", 8, torch.arange(8), torch.arange(8))
-    out, lse = ChunkMeans(torch.ones(2, 1, 16), torch.ones(2, 1, 16), 4).attend(torch.ones(1, 1, 16), selection, SCALE)
+    means = ChunkMeans(torch.ones(1, 2, 16), torch.ones(1, 2, 16), torch.arange(8) // 4)
+    out, lse = means.without(selection).attend(torch.ones(1, 1, 16), SCALE)
     assert torch.isneginf(lse).all()
     assert not out.any()
 
@@ -53,8 +55,8 @@ def test_keys_that_do_not_depend_on_their_positions_have_an_exact_mean() -> None
     means = means_of(decoder, raw, 32)
     turned = raw.turn(decoder).keys[0]  # of the first layer: each token has the same key
     for chunk, (start, stop) in enumerate(((0, 32), (32, 64), (64, 70))):
-        torch.testing.assert_close(means[0].keys[chunk], turned[start:stop].mean(0), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(means[1].values[chunk], raw.values[1][start:stop].mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(means[0].keys[:, chunk], turned[start:stop].mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(means[1].values[:, chunk], raw.values[1][start:stop].mean(0), atol=1e-5, rtol=1e-4)
 
 
 def test_every_arm_is_measured() -> None:

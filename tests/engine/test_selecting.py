@@ -16,6 +16,7 @@ import pytest
 import torch
 from benchmarks.papers.spec import prefixes
 from benchmarks.papers.spec.attend import SelectingAttend, prefill
+from benchmarks.papers.spec.means import left_out, means_of
 
 from afterglow.config import EngineConfig
 from afterglow.engine.engine import Completion
@@ -67,6 +68,14 @@ def draw(seed: object, n: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(n)]
 
 
+def attend_to(handle: Handle, prefix: list[int], rules: SelectionRules, system: int = 0) -> SelectingAttend:
+    """Attend as the engine does, to rows that are all in memory."""
+    decoder, config = handle.engine.decoder, handle.engine.config
+    rows = prefill(decoder, prefix)
+    rest = left_out(means_of(decoder, rows), system) if config.importance_rest == "means" else None
+    return SelectingAttend(decoder, rows, rules, system=system, renew=config.importance_renew > 0, left_out=rest)
+
+
 def expected(handle: Handle, prefix: list[int], new: list[int], retention: float, steps: int) -> list[torch.Tensor]:
     """Log-probabilities of the tokens to come, drawing greedily, from rows that are all in memory."""
     decoder, config = handle.engine.decoder, handle.engine.config
@@ -75,7 +84,7 @@ def expected(handle: Handle, prefix: list[int], new: list[int], retention: float
         fallback=config.importance_fallback,
     )  # fmt: skip
     with torch.inference_mode():
-        attend = SelectingAttend(decoder, prefill(decoder, prefix), rules, renew=config.importance_renew > 0)
+        attend = attend_to(handle, prefix, rules)
         ids, found = new, []
         for _ in range(steps):
             found.append(decoder.logits(attend.extend(ids)[-1:])[0].log_softmax(-1))
@@ -251,7 +260,7 @@ def test_shares_that_make_no_sense(start: Start, model_of: Models, tmp_path: Pat
 
 
 def test_a_prompt_that_is_known_asks_with_its_last_tokens(start: Start, model_of: Models, tmp_path: Path) -> None:
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_rest="forget")
     prompt = draw(1, ROWS)
     handle.ask(prompt, max_tokens=1)
     handle.engine.settle()
@@ -259,6 +268,29 @@ def test_a_prompt_that_is_known_asks_with_its_last_tokens(start: Start, model_of
     assert done.selected is not None
     assert done.selected.rows == ROWS - MIN_ASKING_ROWS
     agree(done, expected(handle, prompt[:-MIN_ASKING_ROWS], prompt[-MIN_ASKING_ROWS:], 0.3, 3))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_rows_behind_the_prefix_change_no_answer(start: Start, model_of: Models, tmp_path: Path, tier: str) -> None:
+    """Another conversation goes on in the chunk with which the prefix ends: the mean of that chunk stands for nothing."""
+    prefix, new = draw("fork", 150), draw("asked", NEW)
+    found = []
+    for other in ("one", "two"):
+        handle = start(model_of("llama"), tmp_path / other, importance=1.0, importance_exact="never")
+        handle.ask([*prefix, *draw(other, 80)], max_tokens=1)
+        handle.engine.settle()
+        handle.engine.demote(tier)
+        found.append(ask(handle, [*prefix, *new], 0.2))
+        assert found[-1].selected is not None
+        assert found[-1].selected.rows == 150
+    same(*found)
+    forgotten = start(
+        model_of("llama"), tmp_path / "none", importance=1.0, importance_exact="never", importance_rest="forget"
+    )
+    forgotten.ask(prefix, max_tokens=1)
+    forgotten.engine.settle()
+    forgotten.engine.demote(tier)
+    assert ask(forgotten, [*prefix, *new], 0.2).logprobs != found[0].logprobs
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
@@ -294,7 +326,7 @@ def test_a_registered_prompt_is_attended_to_as_a_whole(
     start: Start, model_of: Models, tmp_path: Path, retention: float
 ) -> None:
     """X8: rows are not selected from the system prompt, and it takes its share of the attention."""
-    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never")
+    handle = start(model_of("llama"), tmp_path, importance=1.0, importance_exact="never", importance_rest="forget")
     prompt, rest, new = draw("system", 90), draw(1, 140), draw(2, NEW)
     handle.engine.register_prefix("system", prompt, salt=None)
     prefix = [*prompt, *rest]
@@ -306,7 +338,7 @@ def test_a_registered_prompt_is_attended_to_as_a_whole(
     assert done.selected.kept == 90 + round(retention * 140)
     decoder = handle.engine.decoder
     with torch.inference_mode():
-        attend = SelectingAttend(decoder, prefill(decoder, prefix), SelectionRules(retention=retention), system=90)
+        attend = attend_to(handle, prefix, SelectionRules(retention=retention), system=90)
         wanted = decoder.logits(attend.extend(new)[-1:])[0].log_softmax(-1)
     agree(replace(done, logprobs=done.logprobs[:1]), [wanted])
 
@@ -382,6 +414,7 @@ def test_a_layer_takes_as_many_rows_as_hold_a_share_of_its_attention(
         ({"importance": 0.5, "importance_mass": 1.5}, "at most 1, got 1.5"),
         ({"importance_mass": 0.9}, "--importance-mass does nothing without --importance"),
         ({"importance_chunk": 16}, "--importance-chunk does nothing without --importance"),
+        ({"importance_rest": "forget"}, "--importance-rest does nothing without --importance"),
     ],
 )
 def test_shares_of_the_attention_that_make_no_sense(options: dict[str, float], message: str) -> None:
@@ -433,7 +466,7 @@ def _renewed_every(
     decoder = handle.engine.decoder
     rules = SelectionRules(retention=retention, alpha=handle.engine.config.importance_alpha)
     with torch.inference_mode():
-        attend, ids, found = SelectingAttend(decoder, prefill(decoder, prefix), rules), new, []
+        attend, ids, found = attend_to(handle, prefix, rules), new, []
         for step in range(steps):
             attend.renew = step > 0 and step % every == 0
             found.append(decoder.logits(attend.extend(ids)[-1:])[0].log_softmax(-1))
@@ -642,7 +675,7 @@ def test_what_is_important_to_one_tenant_moves_nothing_of_another(
     files: dict[str, set[Path]] = {}
     for salt in ("a", "b"):
         before = set().union(*files.values()) if files else set()
-        ask(handle, prefix, 1.0, salt=salt)
+        ask(handle, prefix, 1.0, salt=salt, max_tokens=1)
         handle.engine.settle()
         files[salt] = set(tmp_path.glob("*/extents/*/*.safetensors")) - before
     handle.engine.demote("disk")

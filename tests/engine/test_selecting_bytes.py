@@ -120,14 +120,15 @@ class Scene:
                 order = torch.from_numpy(head.sidecar.order[layer].astype(np.int64))
                 chunks = len((order.argsort()[rows] // shape.chunk).unique())
                 found += shape.chunk_bytes(selection.kind, view.rows, chunks)
-                found += self.to_pages(view.rows, probes=selection.similarity is not None)
+                found += self.beside(view.rows, probes=selection.similarity is not None)
             first = stop
         return found
 
-    def to_pages(self, rows: int, probes: bool) -> int:
-        """Count the bytes behind the probe keys of `rows` rows up to the end of their page."""
-        size = self.loader.layout.blocks(rows) * self.loader.layout.probe_chunk_bytes
-        return align_up(size) - size if probes else -size
+    def beside(self, rows: int, probes: bool) -> int:
+        """Count the bytes behind the probe keys of `rows` rows up to the end of their page, and those of the means."""
+        layout = self.loader.layout
+        size = layout.blocks(rows) * layout.probe_chunk_bytes
+        return align_up(size) - size + layout.mean_bytes(rows) if probes else -size
 
 
 @pytest.mark.parametrize("rows", [EVEN, ODD])

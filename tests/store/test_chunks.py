@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from afterglow.errors import ConfigError, DamageError
+from afterglow.kernels.stored_rows import narrowed, widened
 from afterglow.plan.step import DEMAND, Load
 from afterglow.store.extents.chunks import ChunkRead, Stale
 from afterglow.store.extents.disk_tier import DiskTier
-from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.means import chunk_means
 from afterglow.store.extents.tier import ExtentRead
 from afterglow.store.moving.reading import ChunkIO
 from tests import doors
@@ -29,7 +32,8 @@ DIRECT = KVLayout(2, 4, 16, "F32", probe_heads=2)  # chunks of 16 KiB, of probe 
 SMALL = KVLayout(3, 2, 8, "F32", probe_heads=1)  # chunks of probe keys of 2 KiB: two make a page
 EIGHT_BITS = KVLayout(3, 3, 7, "I8", probe_heads=2)  # rows of 33 bytes: chunks start anywhere
 PARTS = KVLayout(2, 4, 16, "F32", probe_heads=2, part_rows=16)
-LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", probe_heads=3), EIGHT_BITS, PARTS]
+AVERAGED = replace(PARTS, means=True)
+LAYOUTS = [DIRECT, SMALL, KVLayout(2, 3, 6, "BF16", 3, means=True), replace(EIGHT_BITS, means=True), PARTS, AVERAGED]
 ROWS = 150
 
 
@@ -72,6 +76,12 @@ class Stored:
         edition = self.edition() if edition is None else edition
         self.tier.read_chunks(self.name, self.rows, [ChunkRead(layer, kv, first, stop, into)], edition)
         return into
+
+    def means(self, layer: int, edition: str | None = None) -> np.ndarray:
+        into = np.empty((1, self.layout.mean_bytes(self.rows)), np.uint8)
+        edition = self.edition() if edition is None else edition
+        self.tier.read_chunks(self.name, self.rows, [ChunkRead(layer, MEANS, 0, 1, into)], edition)
+        return into.view(np.float32).reshape(-1, self.layout.kv_heads, self.layout.head_dim)
 
     def wanted(self, layer: int, kv: int) -> np.ndarray:
         """Rows of the text, padded with zeros."""
@@ -170,7 +180,7 @@ def test_parts_need_probe_heads() -> None:
             KVLayout(2, 4, 16, "F32", probe_heads, part_rows)
 
 
-@pytest.mark.parametrize("layout", [DIRECT, SMALL, PARTS], ids=str)
+@pytest.mark.parametrize("layout", [DIRECT, SMALL, PARTS, AVERAGED], ids=str)
 def test_every_damaged_byte_is_found(tmp_path: Path, layout: KVLayout) -> None:
     stored = Stored(tmp_path, layout)
     stored.rewrite(stored.orders())
@@ -184,6 +194,8 @@ def test_every_damaged_byte_is_found(tmp_path: Path, layout: KVLayout) -> None:
             for layer in range(layout.layers):
                 for kv in (KEYS, VALUES, PROBES):
                     stored.chunks(layer, kv, 0, layout.file_chunks(ROWS), edition)
+                if layout.means:
+                    stored.means(layer, edition)
     path.write_bytes(good[:-1])
     with pytest.raises(DamageError, match="bytes long"):
         stored.chunks(0, KEYS, 0, 1, edition)
@@ -230,6 +242,45 @@ def test_a_new_version_takes_nobody_elses_place(tmp_path: Path, meanwhile: str) 
     assert stored.tier.path(stored.name).exists() == (meanwhile == "written anew")
     if meanwhile == "written anew":
         assert stored.edition() == before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored_as"),
+    [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16), ("I8", torch.int8)],
+)
+def test_means_are_those_of_each_64_rows_of_the_text(tmp_path: Path, dtype: str, stored_as: torch.dtype) -> None:
+    """Of what is stored, whatever order the rows are put in later."""
+    layout = KVLayout(2, 3, 8, dtype, probe_heads=1, means=True)
+    stored = Stored(tmp_path, layout, rows=ROWS)
+    real = torch.randn(2, 2, ROWS, 3, 8, generator=torch.Generator().manual_seed(0))
+    rows = narrowed(real.flatten(0, 2), stored_as)
+    wide = widened(rows, torch.float32).view(2, 2, ROWS, 3, 8)
+    for at, slot in enumerate(stored.slots):
+        some = rows.view(torch.uint8).view(2, 2, ROWS, -1)[:, :, 64 * at : 64 * at + 64].numpy()
+        stored.arena.rows[:, :, slot, : some.shape[2]] = some
+    stored.held = contents(stored.arena, stored.slots, ROWS)
+    stored.tier.write(record(5, ROWS), stored.arena, stored.slots, nothing)
+    for version in (0, 1):
+        for layer in range(2):
+            found = torch.from_numpy(stored.means(layer))
+            for kv in (KEYS, VALUES):
+                for chunk in range(3):
+                    mean = wide[layer, kv, 64 * chunk : 64 * chunk + 64].mean(0)
+                    torch.testing.assert_close(found[kv * layout.file_chunks(ROWS) + chunk], mean, atol=1e-5, rtol=1e-4)
+        if not version:
+            stored.rewrite(stored.orders())
+    stored.tier.verify(stored.name)
+    assert np.array_equal(stored.whole(), stored.held)
+
+
+def test_numbers_that_are_not_finite_have_means_without_warnings() -> None:
+    rows = np.full((1, 64, AVERAGED.row_bytes), 0xFF, np.uint8)
+    assert np.isnan(chunk_means(AVERAGED, 64, rows, rows).view(np.float32)[: 4 * 16]).all()
+
+
+def test_means_need_probe_heads() -> None:
+    with pytest.raises(ConfigError, match="with probe heads only"):
+        KVLayout(2, 4, 16, "F32", means=True)
 
 
 def test_probe_heads_are_among_the_heads() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What rows are worth that a selection leaves out, each chunk of them as one mean key and value (`means.py`); beyond SPEC.
+"""What rows are worth that a selection leaves out, each chunk of them as one mean key and value (`--importance-rest means`); beyond SPEC.
 
 Compared with the full cache, on the same next tokens: SPEC's selection alone; with the means; and with as many rows in each layer as
 get a share of the attention (`--importance-mass`) instead of a fixed share of rows. Protocols as in `quality.py`. Nothing is chosen by the figures:
@@ -21,7 +21,6 @@ os.environ.setdefault("COLUMNS", "132")  # of tables that go into a file
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,8 @@ from torch import Tensor
 
 from afterglow.bench.report import arguments, finish, goal, show
 from afterglow.errors import AfterglowError
-from afterglow.importance.select import Selection, SelectionRules
+from afterglow.importance.left_out import ChunkMeans
+from afterglow.importance.select import SelectionRules
 from afterglow.library.locate import REAL, find_model
 from afterglow.model.decoder import Decoder
 from afterglow.model.loader import load_model
@@ -40,7 +40,7 @@ from benchmarks.common.model_texts import held_out_sentences
 from benchmarks.common.paired import Paired
 from benchmarks.papers.spec import prefixes
 from benchmarks.papers.spec.attend import Prefix, SelectingAttend, prefill
-from benchmarks.papers.spec.means import ChunkMeans, kept_shares, means_of
+from benchmarks.papers.spec.means import kept_shares, left_out, means_of
 from benchmarks.papers.spec.prefixes import Query, Shared
 from benchmarks.papers.spec.runs import Protocol, first_part
 
@@ -89,7 +89,7 @@ class Asked:
         for arm in ARMS:
             request = SelectingAttend(
                 decoder, prefix, arm.rules, renew=protocol == "generated",
-                left_out=partial(_left_out, means) if arm.means else None,
+                left_out=left_out(means) if arm.means else None,
             )  # fmt: skip
             guesses[arm.name] = self._guess(decoder, request, query, protocol)
             self.kept[arm.name].append(kept_shares(request.selections))
@@ -107,12 +107,6 @@ class Asked:
         parts = [[token] for token in rest] if request.renew else [rest] * bool(rest)
         hidden += [request.extend(part) for part in parts]
         return decoder.logits(torch.cat(hidden)).argmax(-1).cpu()
-
-
-def _left_out(
-    means: list[ChunkMeans], layer: int, q: Tensor, selection: Selection, scale: float
-) -> tuple[Tensor, Tensor]:
-    return means[layer].attend(q, selection, scale)
 
 
 def measure(text: str, decoder: Decoder, shared: Sequence[Shared]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -18,6 +18,7 @@ from afterglow.config import EngineConfig, check_read_buffer
 from afterglow.engine import selftest
 from afterglow.engine.hardware import choose_device
 from afterglow.engine.inbox import OutputQueue
+from afterglow.engine.kv_format import Progress
 from afterglow.engine.loop import EngineLoop
 from afterglow.engine.make_shared_ids import shared_ids
 from afterglow.engine.registrar import PrefixRegistrar
@@ -31,7 +32,7 @@ from afterglow.engine.requests import (
     salt_id,
     token_bytes,
 )
-from afterglow.engine.setup import EngineParts, Progress, build
+from afterglow.engine.setup import EngineParts, build
 from afterglow.engine.stats import EngineStats, Tiers
 from afterglow.errors import RequestError
 from afterglow.listings import PrefixInfo, SessionInfo

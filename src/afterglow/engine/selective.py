@@ -17,6 +17,7 @@ from torch import Tensor
 
 from afterglow.engine.transfers import fetched
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
+from afterglow.importance.left_out import ChunkMeans, LeftOut, chunk_places
 from afterglow.importance.loaded_rows import LoadedRows, Pair
 from afterglow.importance.prefix_loader import PrefixLoader
 from afterglow.importance.select import Queries, RowSelector, Selection, SelectionRules, probes_of
@@ -49,17 +50,20 @@ class SelectiveAttention:
 class PrefixSelection:
     """Hold the rows that the layers of one request have selected.
 
-    `kept`: by layer, rotated keys and values, [rows, kv_heads, head_dim].
+    `kept`: by layer, rotated keys and values, [rows, kv_heads, head_dim]. `left_out`: by layer, the other rows as means; None where these
+    are forgotten, or nothing is left out.
     """
 
     shared: SelectiveAttention
     prefix: PrefixLoader
     selector: RowSelector
     kept: list[Pair] = field(default_factory=list)
+    left_out: list[LeftOut | None] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
     renewals: int = 0  # times that all layers selected anew
     _loaded: list[LoadedRows | None] = field(default_factory=list)  # by layer; None where all rows are attended to
     _rotation: LayerRotations | None = None
+    _places: Tensor | None = None  # where the store has means: the chunk of each row
     _decoded: int = 0  # tokens since the last selection
     _renewing: bool = False
     _stuck: bool = False  # other rows of the prefix cannot be read any more
@@ -67,6 +71,8 @@ class PrefixSelection:
     def __post_init__(self) -> None:
         decoder = self.shared.decoder
         self._rotation = decoder.rotation(torch.arange(self.prefix.rows, device=decoder.device))
+        if self.shared.loader.layout.means:
+            self._places = chunk_places(self.prefix.views).to(decoder.device)
 
     @property
     def rows(self) -> int:
@@ -119,7 +125,9 @@ class PrefixSelection:
         rotated, values = rotated.to(q.device), values.to(q.device)
         if keys is None:
             rotated = self._rotate(layer, rotated, selection.rows)
+        left_out = yield from self._means(layer, selection)
         self.kept.append((rotated, values))
+        self.left_out.append(left_out)
         self.selections.append(selection)
         if self.shared.renew:
             self._remember(selection, found.get("probes"), keys)
@@ -127,6 +135,14 @@ class PrefixSelection:
         if layer + 1 == self.shared.decoder.spec.layers:
             self.prefix.close()
         return self.kept[layer]
+
+    def _means(self, layer: int, selection: Selection) -> Waits[LeftOut | None]:
+        """Load what stands for the rows that a layer leaves out. Raises: `RowsLost`."""
+        if self._places is None or selection.kind == "all":
+            return None
+        keys, values = yield from self.prefix.means(layer)
+        rotation = None if self._rotation is None else self._rotation.at(layer)
+        return ChunkMeans.of(keys, values, self._places, rotation).without(selection) if len(keys) else None
 
     def _select(
         self, queries: Queries, probe_keys: Callable[[], Waits[Tensor]], all_keys: Callable[[], Waits[Tensor]]
@@ -192,6 +208,8 @@ class PrefixSelection:
             return
         loaded.renew(selection)
         self.kept[layer], self.selections[layer] = loaded.kept, selection
+        if (before := self.left_out[layer]) is not None:
+            self.left_out[layer] = None if loaded.whole else before.means.without(selection)
         stats.renewals += 1
 
     def _load_keys(self, loaded: LoadedRows, layer: int, missing: Tensor) -> Waits[None]:

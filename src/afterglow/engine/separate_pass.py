@@ -134,14 +134,17 @@ def go_on(passes: Sequence[SeparatePass], work: int, budget: WaitBudget) -> int:
 
 
 def attended(selection: PrefixSelection, entry: BatchEntry, layer: int, q: Tensor, scale: float) -> Waits[Tensor]:
-    """Attend to the selected rows of the prefix and to the request's own rows, in one layer: [rows, heads, head_dim].
+    """Attend to the selected rows of the prefix, to the means of its other rows, and to the request's own rows, in one layer:
+    [rows, heads, head_dim].
 
     The own rows are in the entry's context. Raises: `RowsLost`, while the prompt is computed.
     """
     own = entry.context.read(layer, entry.own_from, entry.stop)
     kept = yield from selection.layer(layer, q, own[0], scale)
-    both = [attend(q, *kept, scale=scale, causal=False), attend(q, *own, scale=scale, causal=True)]
-    return merge(both)[0]
+    parts = [attend(q, *kept, scale=scale, causal=False), attend(q, *own, scale=scale, causal=True)]
+    if (left_out := selection.left_out[layer]) is not None:
+        parts.append(left_out.attend(q, scale))
+    return merge(parts)[0]
 
 
 class SelectiveDecoding:

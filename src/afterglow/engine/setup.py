@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import torch
 from torch import Tensor
 
 from afterglow.choices import SpeculateMode
@@ -21,6 +19,7 @@ from afterglow.engine.gather import HostRows
 from afterglow.engine.grammars.compiler import Grammars
 from afterglow.engine.hardware import allocate, choose_device, copy_rate, use_device, use_threads
 from afterglow.engine.inbox import Inbox
+from afterglow.engine.kv_format import PROBE_HEADS, Progress, kv_dtype, kv_format, probe_part
 from afterglow.engine.kv_shape import KVShape
 from afterglow.engine.make_sharing import make_sharing, shared_conversations, shared_tier
 from afterglow.engine.requests import RequestLimits
@@ -47,8 +46,7 @@ from afterglow.importance.chunk_loader import ChunkLoader
 from afterglow.importance.select import SelectionRules
 from afterglow.memory.pages import keep_freed_memory
 from afterglow.model.decoder import Decoder
-from afterglow.model.digest import model_digest, numeric_mode
-from afterglow.model.loader import DTYPES, load_model
+from afterglow.model.loader import load_model
 from afterglow.model.spec import ModelSpec
 from afterglow.plan.journal.replaying import RecordingScheduler
 from afterglow.plan.options import Capacity, SchedulerOptions
@@ -70,12 +68,7 @@ if TYPE_CHECKING:  # not at the start of an engine that shares nothing and tells
 
 log = logging.getLogger("afterglow.engine")
 
-Progress = Callable[[str, int, int], None]
-
-PROBE_HEADS = 3  # of each layer, the first (SPEC §IV-B)
 READ_TIMEOUT = 30.0  # seconds without progress after which a read counts as lost
-
-_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 
 
 @dataclass(slots=True)
@@ -140,7 +133,7 @@ def build(
             "piece; leave --importance out"
         )
     refuse_beside(decoder.spec, config)
-    layout, digest = _kv_format(model, decoder, config, progress)
+    layout, digest = kv_format(model, decoder, config, progress)
     size = sizes(config, decoder, layout)
     arena = allocate(arena_bytes(layout, size.host_slots), pin=device.type == "cuda")
     inbox = Inbox()
@@ -175,7 +168,7 @@ def build(
         if kv_events is not None:
             undo.callback(kv_events.close)
         clock = _steady_clock()
-        blocks = arena.view(_kv_dtype(decoder, config))
+        blocks = arena.view(kv_dtype(decoder, config))
         blocks = blocks.view(layout.layers, 2, size.host_slots, BLOCK_ROWS, layout.kv_heads, layout.width)
         runner, scores, selective = make_runner(config, size, decoder, store, blocks, layout, inbox.pressed)
         if selective is not None:
@@ -283,7 +276,7 @@ def make_scheduler(
         relay=config.relay != "off" and config.truncation_policy != "importance",
         shared_pages=True,
         shared=cache.shared is not None,
-        probe_part=layout.probe_row_bytes / (2 * layout.row_bytes + layout.probe_row_bytes),
+        probe_part=probe_part(layout),
     )
     if config.journal is None:
         return Scheduler(tiers, options), None
@@ -332,33 +325,6 @@ def open_conversations(disk_cache: int, namespace: Namespace | None, store: KVSt
     if store.shared is not None:
         return shared_conversations(store.shared, namespace.path, conversation_bytes(disk_cache))
     return Conversations(namespace.path, max_bytes=conversation_bytes(disk_cache))
-
-
-def _kv_dtype(decoder: Decoder, config: EngineConfig) -> torch.dtype:
-    if config.kv_dtype == "auto":
-        return decoder.dtype
-    return torch.int8 if config.kv_dtype == "int8" else DTYPES[config.kv_dtype]
-
-
-def _kv_format(
-    model: str | Path, decoder: Decoder, config: EngineConfig, progress: Progress | None
-) -> tuple[KVLayout, str]:
-    """Describe how KV is stored, and compute the digest that names the model's folder."""
-    spec, kv_dtype = decoder.spec, _kv_dtype(decoder, config)
-    mode = numeric_mode(str(decoder.dtype), str(kv_dtype), decoder.quantization)
-    digest = model_digest(
-        model,
-        f"{mode},{decoder.arithmetic}" if decoder.arithmetic else mode,
-        context=spec.context(config.max_model_len),
-        progress=functools.partial(progress, "digest of the weights") if progress else None,
-    )
-    probes = min(PROBE_HEADS, spec.kv_heads) if config.importance is not None else 0
-    if probes:  # their keys are also stored apart: another format, and so another folder
-        digest = hashlib.sha256(f"{digest} with {probes} probe heads".encode()).hexdigest()
-    parts = min(BLOCK_ROWS, config.importance_chunk) if probes else BLOCK_ROWS
-    if parts < BLOCK_ROWS:
-        digest = hashlib.sha256(f"{digest} in parts of {parts} rows".encode()).hexdigest()
-    return KVLayout(spec.layers, spec.kv_heads, spec.head_dim, _STORED[kv_dtype], probes, parts), digest
 
 
 def _restore(scheduler: Scheduler, store: KVStore) -> None:

@@ -18,7 +18,7 @@ from afterglow.importance.waits import Waits
 from afterglow.memory.pages import allocate
 from afterglow.plan.step import DEMAND, Selectable
 from afterglow.store.extents.chunks import ChunkRead
-from afterglow.store.extents.layout import PROBES
+from afterglow.store.extents.layout import MEANS, PROBES
 from afterglow.store.moving.reading import Reading
 
 
@@ -82,6 +82,8 @@ class ChunkReads:
                 if key.tensor == PROBES:
                     first, stop = 0, layout.blocks(rows)
                     into = [allocate(stop * layout.probe_chunk_bytes)]
+                elif key.tensor == MEANS:
+                    first, stop, into = 0, 1, [allocate(layout.mean_bytes(rows))]
                 else:
                     first, stop = self._parts(key.chunk, len(run), rows)
                     into = [loader.buffers.take() for _ in run[:-1]]
@@ -154,6 +156,8 @@ class ChunkReads:
         return chunk * each, min((chunk + chunks) * each, layout.blocks(rows) * BLOCK_ROWS // layout.part_rows)
 
     def _as_rows(self, memory: np.ndarray, tensor: int) -> Tensor:
+        if tensor == MEANS:
+            return torch.from_numpy(memory).view(torch.float32).view(-1, self._layout.kv_heads, self._layout.head_dim)
         heads = self._layout.probe_heads if tensor == PROBES else self._layout.kv_heads
         return torch.from_numpy(memory).view(self._loader.arena.dtype).view(-1, heads, self._layout.width)
 

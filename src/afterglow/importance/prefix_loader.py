@@ -14,10 +14,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from afterglow.config import BLOCK_ROWS
+from afterglow.importance import in_host
 from afterglow.importance.chunk_cache import ChunkKey
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
 from afterglow.importance.chunk_reads import ChunkReads
+from afterglow.importance.left_out import whole_chunks
 from afterglow.importance.row_layout import ChunkPlace, RowLayout, RowOrder, normalised
 from afterglow.importance.select import Selection
 from afterglow.importance.speculation import Speculation, guess, within
@@ -25,7 +26,7 @@ from afterglow.importance.waits import Waits
 from afterglow.kernels.pick import picked
 from afterglow.kernels.stored_rows import widened
 from afterglow.plan.step import DEMAND, PREFETCH, Selectable
-from afterglow.store.extents.layout import KEYS, PROBES, VALUES
+from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class _Located(NamedTuple):
 class PrefixLoader:
     """Load rows of one request's prefix while its prompt is computed, and while it decodes.
 
-    First `open`, then layers in order: `probe_keys`, perhaps `all_keys`, `take`, `ahead`; later `more`. All rows are in the
+    First `open`, then layers in order: `probe_keys`, perhaps `all_keys`, `take`, `means`, `ahead`; later `more`. All rows are in the
     order of the text, un-rotated, on the CPU or on the cache's device.
     """
 
@@ -94,7 +95,7 @@ class PrefixLoader:
         chunks, used = [], []
         for view, key in zip(self.views, sidecars, strict=True):
             if key is None:
-                chunks.append(self._probe_keys_in_host(view, layer))
+                chunks.append(in_host.probe_keys(self._loader, view, layer))
             else:
                 chunks.append(here[key])
                 used.append((key, chunks[-1], view.rows))
@@ -134,6 +135,31 @@ class PrefixLoader:
         if selection.kind != "per_head":
             return taken, values
         return taken, _rows_of_heads(values, torch.searchsorted(wanted, selection.rows.cpu()).T)
+
+    def means(self, layer: int) -> Waits[tuple[Tensor, Tensor]]:
+        """Load the mean keys and values of the prefix's `whole_chunks`, float32 [chunks, kv_heads, head_dim], on the cache's device.
+
+        Raises: `RowsLost`.
+        """
+        return self._retried(lambda: self._means(layer))
+
+    def _means(self, layer: int) -> Waits[tuple[Tensor, Tensor]]:
+        names = [self._key(at, layer, MEANS, 0) for at in range(len(self.views))]
+        here = yield from self._reads.fetch([key for key in names if key is not None])
+        keys, values, cache = [], [], self._loader.cache
+        for view, key in zip(self.views, names, strict=True):
+            if key is not None:
+                found = here[key]
+            else:  # what was made once is cached like what was read
+                key = ChunkKey(view.extent, "", layer, MEANS, 0)
+                known = cache.look(key)
+                found = in_host.means(self._loader, view, layer) if known is None else known
+            some = slice(*whole_chunks(view))
+            there = found.to(cache.device)
+            keys.append(there[some])
+            values.append(there[self._layout.file_chunks(view.rows) :][some])
+            cache.used(key, found, view.rows, view.rows)
+        return torch.cat(keys), torch.cat(values)
 
     def _taken(self, layer: int, wanted: Tensor, keys: Tensor | None) -> Waits[tuple[Tensor, Tensor]]:
         located = self._locate(layer, wanted, wanted)
@@ -243,6 +269,8 @@ class PrefixLoader:
     def _ask_probe_keys(self, layer: int) -> None:
         if self._asks:
             self._reads.ask([key for at in self._on_disk() if (key := self._sidecar(at, layer))], PREFETCH)
+            if self._layout.means:
+                self._reads.ask([key for at in self._on_disk() if (key := self._key(at, layer, MEANS, 0))], PREFETCH)
 
     def _speculate(self, layer: int, before: Selection | None) -> None:
         """Ask for chunks that a layer is likely to select. `before`: the selection of the layer before."""
@@ -334,7 +362,7 @@ class PrefixLoader:
         for (at, chunk), key, hit in zip(located.chunks, keys, located.hits, strict=True):
             view = self.views[at]
             if key is None:
-                chunks.append(self._in_host(view, layer, tensor, chunk))
+                chunks.append(in_host.chunk(self._loader, view, layer, tensor, chunk))
             else:
                 chunks.append(here[key])
                 tokens = min(size, view.rows - size * chunk)
@@ -358,19 +386,6 @@ class PrefixLoader:
             some = [chunk for chunk in chunks if chunk.device == device]
             out[at.to(here)] = picked(some, (mine.cumsum(0) - 1)[which[at]], place[at]).to(here)
         return widened(out, dtype)
-
-    def _in_host(self, view: Selectable, layer: int, tensor: int, chunk: int) -> Tensor:
-        """Find a chunk in the slots of a view's extent: a slice of one, or a copy of several."""
-        size, blocks = self._loader.chunk_rows, self._loader.arena[layer, tensor]
-        slot, row = divmod(chunk * size, BLOCK_ROWS)
-        if size <= BLOCK_ROWS:
-            return blocks[view.slots[slot], row : row + size]
-        return blocks.index_select(0, torch.tensor(view.slots[slot : slot + size // BLOCK_ROWS])).flatten(0, 1)
-
-    def _probe_keys_in_host(self, view: Selectable, layer: int) -> Tensor:
-        """Gather the probe keys of all rows of a view's extent up to the view's end."""
-        keys = self._loader.arena[layer, KEYS, :, :, : self._layout.probe_heads]
-        return keys.index_select(0, torch.tensor(view.slots[: -(-view.stop // BLOCK_ROWS)])).flatten(0, 1)
 
 
 def _rows_of_heads(rows: Tensor, places: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from afterglow.memo.options import DEFAULT_THRESHOLD, MemoMode
 from afterglow.text import Tokenizer
 
 if TYPE_CHECKING:
-    from afterglow.engine.setup import Progress
+    from afterglow.engine.kv_format import Progress
     from afterglow.memo.texts import TextEmbedder
 
 

@@ -21,7 +21,7 @@ from afterglow.text.reasoning import choose_reasoning
 
 if TYPE_CHECKING:
     from afterglow.engine.engine import Engine
-    from afterglow.engine.setup import Progress
+    from afterglow.engine.kv_format import Progress
     from afterglow.memo.sequence_embedder import EmbedResult
     from afterglow.memo.texts import TextEmbedder
 

@@ -29,9 +29,9 @@ from afterglow.store.extents.files import (
     span_bytes,
 )
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head
-from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout
+from afterglow.store.extents.layout import ALIGNMENT, MEANS, PROBES, KVLayout
 
-TENSORS: Final = ("keys", "values", "probe keys")  # by their number
+TENSORS: Final = ("keys", "values", "probe keys", "means")  # by their number
 HEADS_KEPT: Final = 1024  # verified heads in memory: about 30 KiB each for 12 layers and 1,024 rows
 
 Identity = tuple[int, int, int]  # of a file's version: inode, time of its last change, size
@@ -46,7 +46,7 @@ class Stale(StoreError):
 
 
 class ChunkRead(NamedTuple):
-    """Names parts [first, stop) of a layer's keys (kv 0) or values (1), or chunks of its probe keys (2), as they are stored, and the
+    """Names parts [first, stop) of a layer's keys (kv 0) or values (1), or chunks of its probe keys (2), or its means (3), one piece, as they are stored, and the
     buffers to fill: `into`, one after the other, uint8 [bytes] each, of one or more whole parts. A part is a chunk, unless the
     layout has smaller ones.
     """
@@ -112,7 +112,7 @@ class ChunkReader:
 
     def _read(self, fd: int, rows: int, read: ChunkRead, head: Head) -> int:
         layout = self.layout
-        size = layout.probe_chunk_bytes if read.kv == PROBES else layout.part_bytes
+        size = {PROBES: layout.probe_chunk_bytes, MEANS: layout.mean_bytes(rows)}.get(read.kv, layout.part_bytes)
         start = layout.offset(rows, read.layer, read.kv) + read.first * size
         wanted = (read.stop - read.first) * size
         assert sum(into.nbytes for into in read.into) == wanted, (read.first, read.stop)
@@ -123,7 +123,7 @@ class ChunkReader:
             total = span_bytes(start, wanted)
             for into in read.into:
                 into[:], from_here = from_here[: into.nbytes], from_here[into.nbytes :]
-        parts = head.sidecar.parts if head.sidecar is not None and read.kv != PROBES else None
+        parts = head.sidecar.parts if head.sidecar is not None and read.kv < PROBES else None
         table = crcs_of(head, read.layer, read.kv) if parts is None else parts[read.layer, read.kv].tolist()
         part = read.first
         for into in read.into:
@@ -139,10 +139,12 @@ def _aligned(buffer: Bytes) -> bool:
 
 
 def crcs_of(head: Head, layer: int, kv: int) -> list[int]:
-    """Return the checksums of a layer's keys, values or probe keys, by chunk."""
-    if kv == PROBES:
+    """Return the checksums of a layer's keys, values or probe keys, by chunk; of its means, the one that they have."""
+    if kv >= PROBES:
         assert head.sidecar is not None, "a layout without probe heads"
-        return [int(crc) for crc in head.sidecar.crcs[layer]]
+        table = head.sidecar.crcs if kv == PROBES else head.sidecar.means
+        assert table is not None, "a layout without means"
+        return [int(crc) for crc in table[layer].reshape(-1)]
     return [int(crc) for crc in head.crcs[layer, kv]]
 
 

@@ -20,7 +20,8 @@ from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.extent_reader import ExtentReader
 from afterglow.store.extents.files import Scratch, forget_pages, naming, write_full
 from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, encode_head
-from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.means import chunk_means
 from afterglow.store.extents.pieces import Tensors, arena_buffers
 from afterglow.store.extents.rewriting import Ranks, Rewriting
 from afterglow.store.extents.tier import ExtentRead, HostArena, runs
@@ -178,7 +179,7 @@ class DiskTier:
         crcs[:, : len(slots)] = [tensor for wait in (first, *others) for tensor in wait()]
         sidecar = None
         if layout.probe_heads:
-            sidecar, size = self._write_probes(fd, rows, arena, slots, progress)
+            sidecar, size = self._write_sidecar(fd, rows, arena, slots, progress)
             written += size
         head = self._heads.take(layout.head_bytes(rows))
         head[:] = np.frombuffer(encode_head(layout, self.digest, record, crcs, sidecar), np.uint8)
@@ -186,10 +187,10 @@ class DiskTier:
         progress()
         return written
 
-    def _write_probes(
+    def _write_sidecar(
         self, fd: int, rows: int, arena: HostArena, slots: Sequence[int], progress: Callable[[], None]
     ) -> tuple[Sidecar, int]:
-        """Write the first heads' keys of each layer once more, by themselves; rows lie as the text goes."""
+        """Write the first heads' keys of each layer once more, by themselves, and means; rows lie as the text goes."""
         layout, written = self.layout, 0
         padded, chunks, size = layout.padded_rows(rows), layout.file_chunks(rows), layout.probe_bytes(rows)
         crcs = np.empty((layout.layers, chunks), np.uint32)
@@ -202,8 +203,17 @@ class DiskTier:
             crcs[layer] = [crc32c(chunk) for chunk in probes.reshape(chunks, -1)]
             written += write_full(fd, [probes], layout.offset(rows, layer, PROBES))
             progress()
+        means = None
+        if layout.means:
+            means = np.empty(layout.layers, np.uint32)
+            for layer in range(layout.layers):
+                found = self._scratch.take(layout.mean_bytes(rows))
+                found[:] = chunk_means(layout, rows, *(arena.rows[layer, kv, list(slots)] for kv in (KEYS, VALUES)))
+                means[layer] = crc32c(found)
+                written += write_full(fd, [found], layout.offset(rows, layer, MEANS))
+                progress()
         order = np.tile(np.arange(padded, dtype=np.uint16), (layout.layers, 1))
-        return Sidecar(crcs, order, parts=self._part_checksums(rows, arena, slots)), written
+        return Sidecar(crcs, order, parts=self._part_checksums(rows, arena, slots), means=means), written
 
     def _part_checksums(self, rows: int, arena: HostArena, slots: Sequence[int]) -> npt.NDArray[np.uint32] | None:
         layout = self.layout

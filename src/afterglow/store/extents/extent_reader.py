@@ -19,7 +19,7 @@ from afterglow.store.extents.chunks import TENSORS, crcs_of, in_text_order
 from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_full, read_span
 from afterglow.store.extents.head import Bytes, Head, crc32c, decode_head, peek_rows
-from afterglow.store.extents.layout import ALIGNMENT, PROBES, KVLayout, align_up
+from afterglow.store.extents.layout import ALIGNMENT, MEANS, PROBES, KVLayout, align_up
 from afterglow.store.extents.pieces import Tensors, arena_buffers, kernels, read_summed
 from afterglow.store.extents.tier import ExtentRead, runs
 from afterglow.store.places import open_file
@@ -116,6 +116,10 @@ class ExtentReader:
                     probes = tensor[: layout.probe_bytes(rows)]
                     read_full(file.fileno(), [probes], layout.offset(rows, layer, PROBES))
                     _compare(list(probes.reshape(-1, layout.probe_chunk_bytes)), head, layer, PROBES)
+                for layer in range(layout.layers if layout.means else 0):
+                    means = self._scratch.take(layout.mean_bytes(rows))
+                    read_full(file.fileno(), [means], layout.offset(rows, layer, MEANS))
+                    _compare([means], head, layer, MEANS)
                 forget_pages(file.fileno())
         except OSError as error:
             raise StoreError(f"reading extent {extent[:16]}: {error.strerror}") from error

@@ -20,6 +20,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError, StoreError
 from afterglow.plan.step import ExtentRecord, Kind
 from afterglow.store.extents.layout import ALIGNMENT, META_RESERVE, KVLayout, tensor_table
@@ -40,13 +41,14 @@ class Sidecar:
     """Holds the further tables of files with probe heads. `crcs` uint32 [layers, file chunks] of the probe keys;
     `order` uint16 [layers, padded rows]: which row of the text is stored at each place (SPEC §IV-D); `version` counts how
     often the rows were put in another order; `parts` uint32 [layers, 2, file parts], of keys and values where the layout has
-    parts of less than a chunk.
+    parts of less than a chunk; `means` uint32 [layers], of the mean keys and values where the layout has them.
     """
 
     crcs: npt.NDArray[np.uint32]
     order: npt.NDArray[np.uint16]
     version: int = 0
     parts: npt.NDArray[np.uint32] | None = None
+    means: npt.NDArray[np.uint32] | None = None
 
     @property
     def reordered(self) -> bool:
@@ -103,7 +105,8 @@ def encode_head(
     if sidecar is not None:
         meta["version"] = f"{sidecar.version:08d}"
         tables += sidecar.crcs.astype("<u4").tobytes() + sidecar.order.astype("<u2").tobytes()
-        tables += sidecar.parts.astype("<u4").tobytes() if sidecar.parts is not None else b""
+        for more in (sidecar.parts, sidecar.means):
+            tables += more.astype("<u4").tobytes() if more is not None else b""
     members = json.dumps(meta, separators=(",", ":")).encode()[1:]  # without the opening brace
     text = _OPENING + b"0" * 8 + _ROWS_KEY + b"%08d" % rows + b'",' + members
     if len(text) + 2 > META_RESERVE:
@@ -181,8 +184,12 @@ def decode_head(
     probe_crcs = np.frombuffer(head, "<u4", layers * chunks, at + crcs.nbytes).reshape(layers, -1)
     at += crcs.nbytes + probe_crcs.nbytes
     order = np.frombuffer(head, "<u2", layers * layout.padded_rows(found_rows), at).reshape(layers, -1)
-    parts = np.frombuffer(head, "<u4", offset=at + order.nbytes).reshape(layers, 2, -1)
-    return Head(record, crcs, Sidecar(probe_crcs, order, int(meta["version"]), parts if parts.size else None))
+    rest = np.frombuffer(head, "<u4", offset=at + order.nbytes)
+    means = rest[len(rest) - layers :] if layout.means else None
+    parts = None
+    if layout.part_rows < BLOCK_ROWS:
+        parts = rest[: 2 * layers * layout.file_parts(found_rows)].reshape(layers, 2, -1)
+    return Head(record, crcs, Sidecar(probe_crcs, order, int(meta["version"]), parts, means))
 
 
 assert META_RESERVE < ALIGNMENT  # `peek_rows` needs no more than one aligned page

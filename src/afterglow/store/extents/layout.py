@@ -12,6 +12,9 @@
                                      probe_crc32c uint32 [layers, chunks], order uint16 [layers, padded_rows],
                                      and in layouts with parts of less than 64 rows
                                      part_crc32c uint32 [layers, 2, parts]
+                    layers.0.means   [mean_rows, kv_heads, head_dim]            only in layouts with means: of each 64 rows of the
+                    layers.1.means   ...                                        text the mean key, float32; then the mean values;
+                                     and a table mean_crc32c uint32 [layers]
 
 The spaces in the header make `head_bytes` a multiple of 4096, and `padded_rows` makes every tensor one, so
 that each layer's keys and values start aligned for direct I/O (safetensors allows no gaps between tensors).
@@ -35,7 +38,7 @@ from afterglow.errors import ConfigError
 
 ALIGNMENT: Final = 4096
 META_RESERVE: Final = 1024  # room for the metadata JSON, so that the head's size does not depend on its values
-KEYS, VALUES, PROBES = 0, 1, 2
+KEYS, VALUES, PROBES, MEANS = 0, 1, 2, 3
 
 KV_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}  # as options name them
 _ITEMSIZE: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
@@ -53,7 +56,7 @@ class KVLayout:
 
     `probe_heads`: the keys of so many first heads are stored once more, by themselves (SPEC's sidecar; spec S10), and rows
     may be stored in another order than the text's. `part_rows`: of the least part of keys or values that is read by itself, with a
-    checksum of its own where it is less than a chunk.
+    checksum of its own where it is less than a chunk. `means`: the mean key and value of each 64 rows of the text are stored as well.
     """
 
     layers: int
@@ -62,6 +65,7 @@ class KVLayout:
     dtype: str
     probe_heads: int = 0
     part_rows: int = BLOCK_ROWS
+    means: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
@@ -73,6 +77,8 @@ class KVLayout:
             raise ConfigError(f"{self.probe_heads} probe heads are not among {self.kv_heads} KV heads")
         if self.part_rows not in (16, 32, BLOCK_ROWS) or (self.part_rows < BLOCK_ROWS and not self.probe_heads):
             raise ConfigError(f"parts have 16, 32 or 64 rows, less than 64 with probe heads only, got {self.part_rows}")
+        if self.means and not self.probe_heads:
+            raise ConfigError("means are stored with probe heads only")
 
     @property
     def width(self) -> int:
@@ -139,6 +145,20 @@ class KVLayout:
         """Compute the bytes of one layer's probe keys in the file, padding included."""
         return self.padded_rows(rows) * self.probe_row_bytes
 
+    @property
+    def mean_row_bytes(self) -> int:
+        """Compute the bytes of one mean key, or value, of all heads in one layer: float32. 0 where none are stored."""
+        return 4 * self.kv_heads * self.head_dim if self.means else 0
+
+    def mean_rows(self, rows: int) -> int:
+        """Count the rows of one layer's means in the file: two for each chunk, and padding where tensors are aligned."""
+        step = ALIGNMENT // math.gcd(self.mean_row_bytes, ALIGNMENT) if self.aligned else 1
+        return -(-2 * self.file_chunks(rows) // step) * step
+
+    def mean_bytes(self, rows: int) -> int:
+        """Compute the bytes of one layer's means in the file, padding included."""
+        return self.mean_rows(rows) * self.mean_row_bytes
+
     def table_bytes(self, rows: int) -> int:
         """Compute the bytes of the tables between the header and `layers.0.keys`."""
         return sum(size for *_, size in self.tables(rows))
@@ -154,6 +174,8 @@ class KVLayout:
         if self.part_rows < BLOCK_ROWS:
             parts = self.file_parts(rows)
             yield "part_crc32c", "U32", [self.layers, 2, parts], 8 * self.layers * parts
+        if self.means:
+            yield "mean_crc32c", "U32", [self.layers], 4 * self.layers
 
     def head_bytes(self, rows: int) -> int:
         """Compute the bytes before `layers.0.keys`: the safetensors header, the tokens, the checksums."""
@@ -164,9 +186,12 @@ class KVLayout:
         return self.head_bytes(rows) - self.table_bytes(rows) - 8
 
     def offset(self, rows: int, layer: int, kv: int, chunk: int = 0) -> int:
-        """Compute where a chunk of `layers.{layer}.keys` (kv 0), `.values` (kv 1) or `.probe_keys` (kv 2) starts in the file
-        of `rows` rows.
+        """Compute where a chunk of `layers.{layer}.keys` (kv 0), `.values` (kv 1) or `.probe_keys` (kv 2), or where all of `.means`
+        (kv 3), starts in the file of `rows` rows.
         """
+        if kv == MEANS:
+            before = self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows))
+            return self.head_bytes(rows) + before + layer * self.mean_bytes(rows)
         if kv == PROBES:
             before = self.layers * 2 * self.tensor_bytes(rows) + layer * self.probe_bytes(rows)
             return self.head_bytes(rows) + before + chunk * self.probe_chunk_bytes
@@ -174,8 +199,8 @@ class KVLayout:
         return self.head_bytes(rows) + tensor + chunk * self.chunk_bytes
 
     def data_bytes(self, rows: int) -> int:
-        """Compute the bytes of all keys and values in the file, and of the probe keys."""
-        return self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows))
+        """Compute the bytes of all keys and values in the file, and of the probe keys and means."""
+        return self.layers * (2 * self.tensor_bytes(rows) + self.probe_bytes(rows) + self.mean_bytes(rows))
 
     def file_bytes(self, rows: int) -> int:
         """Compute the size of the file of an extent of `rows` rows: a multiple of 4096."""
@@ -186,6 +211,8 @@ class KVLayout:
         more = {"probe_heads": self.probe_heads} if self.probe_heads else {}
         if self.part_rows < BLOCK_ROWS:
             more["part_rows"] = self.part_rows
+        if self.means:
+            more["means"] = True
         return {
             "layers": self.layers,
             "kv_heads": self.kv_heads,
@@ -240,6 +267,9 @@ def _padded_table(layout: KVLayout, rows: int) -> bytes:
         for layer in range(layout.layers if layout.probe_heads else 0):
             shape = [padded, layout.probe_heads, layout.width]
             yield f"layers.{layer}.probe_keys", layout.dtype, shape, layout.probe_bytes(rows)
+        for layer in range(layout.layers if layout.means else 0):
+            shape = [layout.mean_rows(rows), layout.kv_heads, layout.head_dim]
+            yield f"layers.{layer}.means", "F32", shape, layout.mean_bytes(rows)
 
     table, start = {}, 0
     for name, dtype, shape, size in entries():

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from afterglow.config import BLOCK_ROWS
 from afterglow.errors import DamageError
-from afterglow.store.extents.chunks import crcs_of, in_text_order
+from afterglow.store.extents.chunks import TENSORS, crcs_of, in_text_order
 from afterglow.store.extents.extent_folder import ExtentFolder
 from afterglow.store.extents.files import Scratch, check_size, forget_pages, naming, open_direct, read_span, write_full
 from afterglow.store.extents.head import Bytes, Head, Sidecar, crc32c, decode_head, encode_head
-from afterglow.store.extents.layout import KEYS, PROBES, VALUES, KVLayout
+from afterglow.store.extents.layout import KEYS, MEANS, PROBES, VALUES, KVLayout
 
 Ranks = Callable[[], npt.NDArray[np.uint16]]
 
@@ -96,13 +96,18 @@ class Rewriting:
                     probes = np.ascontiguousarray(made[:, : layout.probe_row_bytes])
                     self._probe_crcs[layer] = _crcs(probes, layout.file_chunks(rows))
                     self._write(probes, layout.offset(rows, layer, PROBES))
+            if layout.means:  # of the text's rows, so they stay as they are
+                self._write(self._read(layer, MEANS), layout.offset(rows, layer, MEANS))
             self._layer += 1
             if self._carried is not None:
                 self._carried(self.written - before)
             if self._layer < layout.layers:
                 return True
-            assert self._head.sidecar is not None
-            sidecar = Sidecar(self._probe_crcs, self._order, self._head.sidecar.version + 1, self._part_crcs)
+            before_sidecar = self._head.sidecar
+            assert before_sidecar is not None
+            sidecar = Sidecar(
+                *(self._probe_crcs, self._order, before_sidecar.version + 1, self._part_crcs), before_sidecar.means
+            )
             head = encode_head(layout, self._digest, self._head.record, self._crcs, sidecar)
             self._write(np.frombuffer(head, np.uint8), 0)
             forget_pages(self._old)
@@ -155,9 +160,12 @@ class Rewriting:
     def _read(self, layer: int, kv: int) -> Bytes:
         """Read and verify a tensor as it is stored; the next call overwrites it."""
         layout, rows = self._layout, self._rows
-        stored = read_span(self._old, layout.offset(rows, layer, kv), layout.tensor_bytes(rows), self._scratch)
-        if _crcs(stored, layout.file_chunks(rows)) != crcs_of(self._head, layer, kv):
-            raise DamageError(f"layer {layer}, {'values' if kv else 'keys'}")
+        size, chunks = layout.tensor_bytes(rows), layout.file_chunks(rows)
+        if kv == MEANS:
+            size, chunks = layout.mean_bytes(rows), 1
+        stored = read_span(self._old, layout.offset(rows, layer, kv), size, self._scratch)
+        if _crcs(stored, chunks) != crcs_of(self._head, layer, kv):
+            raise DamageError(f"layer {layer}, {TENSORS[kv]}")
         return stored
 
     def _write(self, data: Bytes, offset: int) -> None:

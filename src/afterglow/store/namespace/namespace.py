@@ -216,7 +216,7 @@ def read_description(path: Path) -> Description:
             )
         sizes = (layout["layers"], layout["kv_heads"], layout["head_dim"], layout["dtype"])
         parts = layout.get("part_rows", BLOCK_ROWS)
-        shape = KVLayout(*sizes, probe_heads=layout.get("probe_heads", 0), part_rows=parts)
+        shape = KVLayout(*sizes, layout.get("probe_heads", 0), parts, layout.get("means", False))
         return Description(str(found["name"]), str(found["digest"]), shape)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(file, f"is incomplete ({error!r})") from error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from afterglow.config import BLOCK_ROWS
-from afterglow.importance.left_out import ChunkMeans
+from afterglow.importance.left_out import ChunkMeans, ChunkPlaces
 from afterglow.importance.select import Selection, after_prompt
 from afterglow.model.decoder import Decoder
 from benchmarks.papers.spec.attend import LeftOut, Part, Prefix
@@ -17,16 +17,18 @@ from benchmarks.papers.spec.attend import LeftOut, Part, Prefix
 def means_of(decoder: Decoder, prefix: Prefix, chunk: int = BLOCK_ROWS) -> list[ChunkMeans]:
     """Return the means of all layers of a prefix that has not been turned."""
     assert not prefix.turned, "keys with positions have lost what is stored"
-    places = torch.arange(len(prefix), device=decoder.device) // chunk
-    counts = places.bincount()[:, None, None]
+    rows = torch.arange(len(prefix), device=decoder.device) // chunk
+    counts = rows.bincount()
+    places = ChunkPlaces(rows, torch.cat((counts, counts.new_zeros(1))).float())
 
-    def mean(rows: Tensor) -> Tensor:
-        sums = torch.zeros(len(counts), *rows.shape[1:], device=rows.device)
-        return sums.index_add_(0, places, rows.float()) / counts
+    def mean(x: Tensor) -> Tensor:
+        sums = torch.zeros(len(counts), *x.shape[1:], device=x.device)
+        return sums.index_add_(0, rows, x.float()) / counts[:, None, None]
 
     rotations = decoder.rotation(torch.arange(len(prefix), device=decoder.device))
+    averaged = None if rotations is None else rotations.averaged(rows, len(counts))
     return [
-        ChunkMeans.of(mean(keys), mean(values), places, None if rotations is None else rotations.at(layer))
+        ChunkMeans.of(mean(keys), mean(values), places, None if averaged is None else averaged.at(layer))
         for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True))
     ]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from afterglow.engine.transfers import fetched
 from afterglow.importance.chunk_loader import ChunkLoader, RowsLost
-from afterglow.importance.left_out import ChunkMeans, LeftOut, chunk_places
+from afterglow.importance.left_out import ChunkMeans, ChunkPlaces, LeftOut, chunk_places
 from afterglow.importance.loaded_rows import LoadedRows, Pair
 from afterglow.importance.prefix_loader import PrefixLoader
 from afterglow.importance.select import Queries, RowSelector, Selection, SelectionRules, probes_of
@@ -63,7 +63,8 @@ class PrefixSelection:
     renewals: int = 0  # times that all layers selected anew
     _loaded: list[LoadedRows | None] = field(default_factory=list)  # by layer; None where all rows are attended to
     _rotation: LayerRotations | None = None
-    _places: Tensor | None = None  # where the store has means: the chunk of each row
+    _places: ChunkPlaces | None = None  # where the store has means
+    _averaged: LayerRotations | None = None  # of these chunks
     _decoded: int = 0  # tokens since the last selection
     _renewing: bool = False
     _stuck: bool = False  # other rows of the prefix cannot be read any more
@@ -72,7 +73,9 @@ class PrefixSelection:
         decoder = self.shared.decoder
         self._rotation = decoder.rotation(torch.arange(self.prefix.rows, device=decoder.device))
         if self.shared.loader.layout.means:
-            self._places = chunk_places(self.prefix.views).to(decoder.device)
+            self._places = chunk_places(self.prefix.views, decoder.device)
+            if self._rotation is not None:
+                self._averaged = self._rotation.averaged(self._places.rows, len(self._places.counts) - 1)
 
     @property
     def rows(self) -> int:
@@ -141,8 +144,10 @@ class PrefixSelection:
         if self._places is None or selection.kind == "all":
             return None
         keys, values = yield from self.prefix.means(layer)
-        rotation = None if self._rotation is None else self._rotation.at(layer)
-        return ChunkMeans.of(keys, values, self._places, rotation).without(selection) if len(keys) else None
+        if not len(keys):
+            return None
+        rotation = None if self._averaged is None else self._averaged.at(layer)
+        return ChunkMeans.of(keys, values, self._places, rotation).without(selection)
 
     def _select(
         self, queries: Queries, probe_keys: Callable[[], Waits[Tensor]], all_keys: Callable[[], Waits[Tensor]]

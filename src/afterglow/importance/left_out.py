@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,39 +21,51 @@ from afterglow.importance.select import Selection
 from afterglow.kernels.rope import Rotation, rotate
 from afterglow.plan.step import Selectable
 
+NOTHING = -1e30  # the weight of chunks without rows that are left out: softmax knows no row of infinities
+
+
+class ChunkPlaces(NamedTuple):
+    """Tell in which chunk each row of a prefix is, `rows` int64 [rows], and how many are in each, `counts` float32 [chunks + 1].
+
+    Rows that no mean stands for are in one more chunk, the last.
+    """
+
+    rows: Tensor
+    counts: Tensor
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkMeans:
-    """Hold the means of one layer of a prefix: `keys`, rotated, and `values`, float32 [kv_heads, chunks, head_dim].
-
-    `places` int64 [rows]: the chunk of each row of the prefix; `chunks` for rows that no mean stands for.
-    """
+    """Hold the means of one layer of a prefix: `keys`, rotated, and `values`, float32 [kv_heads, chunks, head_dim]."""
 
     keys: Tensor
     values: Tensor
-    places: Tensor
+    places: ChunkPlaces
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, places: Tensor, rotation: Rotation | None) -> ChunkMeans:
-        """Rotate mean keys. `keys` and `values` [chunks, kv_heads, head_dim]; `rotation`: of all rows of the prefix."""
+    def of(cls, keys: Tensor, values: Tensor, places: ChunkPlaces, rotation: Rotation | None) -> ChunkMeans:
+        """Rotate mean keys. `keys` and `values` [chunks, kv_heads, head_dim]; `rotation`: the mean one of each chunk."""
         if rotation is not None:
-            cos, sin = (_mean(each, places, len(keys)) for each in rotation)
-            keys = rotate(keys, (cos, sin))
+            keys = rotate(keys, rotation)
         return cls(keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous(), places)
 
     def without(self, selection: Selection) -> LeftOut:
         """Count what a selection leaves out of each chunk."""
-        kv_heads, chunks = self.keys.shape[:2]
-        taken = self.places[selection.rows].view(-1, selection.kept)
-        taken = taken + (chunks + 1) * torch.arange(len(taken), device=taken.device)[:, None]
-        gone = torch.bincount(taken.flatten(), minlength=(chunks + 1) * len(taken)).view(-1, chunks + 1)
-        counts = (torch.bincount(self.places, minlength=chunks + 1) - gone)[:, :chunks]
-        return LeftOut(self, counts.float().log_().expand(kv_heads, -1))
+        rows, counts = self.places
+        taken = rows[selection.rows]
+        if taken.ndim == 1:
+            gone = torch.bincount(taken, minlength=len(counts))
+        else:
+            taken += torch.arange(0, taken.shape[0] * len(counts), len(counts), device=taken.device)[:, None]
+            gone = torch.bincount(taken.flatten(), minlength=taken.shape[0] * len(counts)).view(-1, 1, len(counts))
+        weights = (counts - gone)[..., :-1].log_().clamp_(min=NOTHING)
+        return LeftOut(self, weights.expand(len(self.keys), 1, -1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeftOut:
-    """Hold the rows that one layer leaves out. `weights` float32 [kv_heads, chunks]: the logarithm of how many each chunk has."""
+    """Hold the rows that one layer leaves out. `weights` float32 [kv_heads, 1, chunks]: the logarithm of how many each chunk has, or
+    `NOTHING`."""
 
     means: ChunkMeans
     weights: Tensor
@@ -62,10 +75,9 @@ class LeftOut:
         rows, heads, head_dim = q.shape
         kv_heads = len(self.weights)
         folded = q.float().view(rows, kv_heads, -1, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
-        scores = (folded @ self.means.keys.transpose(1, 2)).mul_(scale).add_(self.weights[:, None])
+        scores = torch.baddbmm(self.weights, folded, self.means.keys.transpose(1, 2), alpha=scale)
         lse = scores.logsumexp(-1, keepdim=True)
-        # Where a head leaves nothing out, all scores are -inf.
-        out = scores.sub_(lse).exp_().nan_to_num_(nan=0.0) @ self.means.values
+        out = scores.softmax(-1) @ self.means.values
         out, lse = (each.view(kv_heads, rows, heads // kv_heads, -1).transpose(0, 1) for each in (out, lse))
         return out.reshape(q.shape).to(q.dtype), lse.reshape(rows, heads)
 
@@ -78,8 +90,8 @@ def whole_chunks(view: Selectable) -> tuple[int, int]:
     return first, max(first, behind)
 
 
-def chunk_places(views: Sequence[Selectable]) -> Tensor:
-    """Tell in which of their whole chunks each row of a prefix is, int64 [rows]; rows of other chunks are behind the last."""
+def chunk_places(views: Sequence[Selectable], device: torch.device) -> ChunkPlaces:
+    """Find the rows of a prefix in the whole chunks of its views."""
     found, before = [torch.empty(0, dtype=torch.int64)], 0
     chunks = [whole_chunks(view) for view in views]
     count = sum(behind - first for first, behind in chunks)
@@ -87,10 +99,5 @@ def chunk_places(views: Sequence[Selectable]) -> Tensor:
         number = torch.arange(view.start, view.stop) // BLOCK_ROWS
         found.append(torch.where((number >= first) & (number < behind), number + (before - first), count))
         before += behind - first
-    return torch.cat(found)
-
-
-def _mean(x: Tensor, places: Tensor, chunks: int) -> Tensor:
-    """Average the rows of `x` [rows, width] that have one place."""
-    sums = x.new_zeros(chunks + 1, x.shape[1]).index_add_(0, places, x)
-    return (sums / torch.bincount(places, minlength=chunks + 1)[:, None])[:chunks]
+    rows = torch.cat(found).to(device)
+    return ChunkPlaces(rows, rows.bincount(minlength=count + 1).float())

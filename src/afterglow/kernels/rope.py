@@ -72,6 +72,15 @@ class LayerRotations:
         which = self._of_layer[layer]
         return None if which is None else self._rotations[which]
 
+    def averaged(self, places: Tensor, count: int) -> LayerRotations:
+        """Return the mean rotation of the rows in each of `count` places. `places` int64 [rows]; rows in place `count` are left out."""
+        rows = places.bincount(minlength=count)[:count, None]
+
+        def mean(x: Tensor) -> Tensor:
+            return x.new_zeros(count + 1, x.shape[1]).index_add_(0, places, x)[:count] / rows
+
+        return LayerRotations([(mean(cos), mean(sin)) for cos, sin in self._rotations], self._of_layer)
+
 
 class LayerRopes:
     """The rope tables of a model: one for all layers, or one for some and another for the rest."""

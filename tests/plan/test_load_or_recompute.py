@@ -261,6 +261,19 @@ def test_rows_are_selected_where_reading_all_takes_longer() -> None:
     assert selects(server, words(HISTORY, 9000))
 
 
+def test_nothing_is_selected_before_reading_can_be_compared_with_computing() -> None:
+    """Else an engine whose prompts all select would select for ever: it would never learn what reading takes."""
+    server = Server(disk_bytes=100_000)
+    server.row_seconds, server.faults.seconds = 0.1, 1.6 / 4
+    found = []
+    for number in range(8):
+        server.ask(words(HISTORY, 9000 * (number + 1)))
+        to_disk(server)
+        found.append(selects(server, words(HISTORY, 9000 * (number + 1))))
+    assert not found[0]
+    assert found[-1]
+
+
 def test_all_rows_are_read_where_selecting_takes_longer() -> None:
     server = taught(load_seconds=0.01)
     knows_selecting(server, 3.0)

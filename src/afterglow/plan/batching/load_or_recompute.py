@@ -108,14 +108,14 @@ class LoadOrRecompute:
     def selecting_pays(self, job: Job, views: list[View], row: int, now: float) -> bool:
         """Is a job's prefill predicted to end sooner where it reads the important rows of these views (SPEC) than where it is exact?
 
-        Rows in device and host memory are used as they are. Where reading cannot be compared with computing yet, it selects: that
-        reads less.
+        Rows in device and host memory are used as they are. Where reading cannot be compared with computing yet, all rows are read,
+        which is exact, and from which that is learned.
         """
         if self.source != "auto" or not job.spec.retention:
             return True
         cold = self._cold(views, row)
         if not cold or not self._known([views[i] for i in cold]):
-            return bool(cold)
+            return False
         cost, share = self._cache.cost, job.spec.retention
         share += (1 - share) * self._probe_part
         prefix = row + sum(view.stop - view.start for view in views)
